@@ -1,5 +1,5 @@
 """Packaging. ``tools/`` ships as the package ``unigen_ds_tools`` (the ``unigen-*`` commands) and ``ds_configs/`` as
-data inside ``unigen_ds``, so a wheel contains all that a checkout does; ``unigen_ds/core/paths.py`` finds both."""
+data inside ``unigen_ds``, so a wheel contains all that a checkout does; ``unigen_ds/config/paths.py`` finds both."""
 
 import ast
 import re
@@ -12,13 +12,13 @@ VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "unigen_ds" / "__init__.py
 assert VERSION is not None
 DEEPSPEED = re.search(
     r'^ALLOWED_VERSIONS = "(.+?)"$',
-    (ROOT / "unigen_ds" / "backends" / "deepspeed_config.py").read_text(encoding="utf-8"),
+    (ROOT / "unigen_ds" / "backends" / "deepspeed" / "deepspeed_config.py").read_text(encoding="utf-8"),
     re.MULTILINE,
 )
 assert DEEPSPEED is not None
 VERSIONS = re.search(
     r"^ALLOWED = (\{.+?\})$",
-    (ROOT / "unigen_ds" / "core" / "versions.py").read_text(encoding="utf-8"),
+    (ROOT / "unigen_ds" / "system" / "versions.py").read_text(encoding="utf-8"),
     re.MULTILINE,
 )
 assert VERSIONS is not None

@@ -67,14 +67,14 @@ from shared.record import RESULTS, interval, write_result
 from shared.stream_peers import SHARDS, stream_sides
 
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data import array_cache
-from unigen_ds.data.counts import COLUMNS, Array, Counts
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.index import Index
-from unigen_ds.data.loader import UpdateLoader
-from unigen_ds.data.order import GlobalOrder
-from unigen_ds.data.packing import BestFitPacking
-from unigen_ds.data.stream import Cursor, SequenceStream
+from unigen_ds.data.batches.loader import UpdateLoader
+from unigen_ds.data.batches.stream import Cursor, SequenceStream
+from unigen_ds.data.cache import array_cache
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.index.index import Index
+from unigen_ds.data.order.order import GlobalOrder
+from unigen_ds.data.order.packing import BestFitPacking
+from unigen_ds.data.samples.counts import COLUMNS, Array, Counts
 
 SECTIONS = ("headers", "texts", "documents", "packing", "loader", "tokens", "memory", "resume", "streaming")
 LIMITS = {

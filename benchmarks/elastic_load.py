@@ -43,10 +43,10 @@ from shared.record import RESULTS, interval, write_result
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unigen_ds.core import dist
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup
-from unigen_ds.core.outputs import write_output
 from unigen_ds.core.progress import Geometry
+from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
+from unigen_ds.system import dist
+from unigen_ds.system.outputs import write_output
 
 LIMIT = 1.2
 WIDTH, LAYERS, VOCAB, TOKENS = 1024, 22, 32000, 16
@@ -114,11 +114,11 @@ def make_backend(engine: str, world: int, *, universal: bool = False) -> Any:
 
         backend: Any = Backend()
     elif engine == "fsdp":
-        from unigen_ds.backends.fsdp import FSDPBackend
+        from unigen_ds.backends.fsdp.fsdp import FSDPBackend
 
         backend = FSDPBackend()
     else:
-        from unigen_ds.backends.deepspeed import DeepSpeedBackend
+        from unigen_ds.backends.deepspeed.deepspeed import DeepSpeedBackend
 
         extra = {"checkpoint": {"load_universal": True}} if universal else {}
         backend = DeepSpeedBackend(config={"zero_optimization": {"stage": int(engine[-1])}, **extra})

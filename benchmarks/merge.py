@@ -48,8 +48,8 @@ from shared.zero_files import compare as differences_of
 
 from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader
 from unigen_ds.checkpoint.manifest import FILE_NAME, FileEntry
-from unigen_ds.core.files import DIGESTS, file_digest
 from unigen_ds.core.shards import MASTER
+from unigen_ds.system.files import DIGESTS, file_digest
 
 WALL, PEAK, FLAT = 0.7, 0.25, 1.10
 STAGES = (2, 3)

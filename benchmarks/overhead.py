@@ -46,13 +46,13 @@ from shared.timing import Block, Plan, RandomState, Stopwatch
 
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.progress import Progress
-from unigen_ds.data.collate import collate
+from unigen_ds.data.batches.collate import collate
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.timer import find_timer
-from unigen_ds.runner.build import build_data, build_groups, build_model
-from unigen_ds.runner.parts import Parts, build_parts
-from unigen_ds.runner.runner import Runner
-from unigen_ds.runner.settings import Settings, load_config
+from unigen_ds.hooks.log.timer import find_timer
+from unigen_ds.runner.loop.runner import Runner
+from unigen_ds.runner.settings.tree import Settings, load_config
+from unigen_ds.runner.start.build import build_data, build_groups, build_model
+from unigen_ds.runner.start.parts import Parts, build_parts
 
 LIMIT = 1.03
 LOG_INTERVAL = 10

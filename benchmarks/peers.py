@@ -46,12 +46,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.data.collate import collate
+from unigen_ds.data.batches.collate import collate
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.runner.build import build_data, build_model
-from unigen_ds.runner.parts import build_parts
-from unigen_ds.runner.runner import Runner
-from unigen_ds.runner.settings import Settings, load_config
+from unigen_ds.runner.loop.runner import Runner
+from unigen_ds.runner.settings.tree import Settings, load_config
+from unigen_ds.runner.start.build import build_data, build_model
+from unigen_ds.runner.start.parts import build_parts
 
 LIMIT_MS, LR, MAX_NORM, LOG_INTERVAL = 1.0, 1e-3, 1.0, 10
 OPTIMIZER = {"betas": (0.9, 0.95), "weight_decay": 0.05, "fused": True}

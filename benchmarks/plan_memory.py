@@ -24,8 +24,8 @@ import torch
 
 from tests.engines import cases, launch, model_cases
 from tests.tiny import tiny_config
-from unigen_ds.core.machine import description
-from unigen_ds.planning.planned import plan_memory
+from unigen_ds.checks.memory.planned import plan_memory
+from unigen_ds.system.machine import description
 
 ENGINES = ("single@1", "zero1@2", "zero2@2", "zero2_offload@2", "zero3@2", "FULL_SHARD@2", "SHARD_GRAD_OP@2",
            "NO_SHARD@2", "HYBRID_SHARD@4", "FULL_SHARD_offload@2")  # fmt: skip

@@ -29,9 +29,10 @@ from shared.record import write_result
 from tests.engines import cases
 from tests.engines.users import write_mixed
 from tests.tiny import tiny_config
-from unigen_ds.core import dist
-from unigen_ds.planning.planned import plan_memory
-from unigen_ds.runner import Runner, parts
+from unigen_ds.checks.memory.planned import plan_memory
+from unigen_ds.runner import Runner
+from unigen_ds.runner.start import parts
+from unigen_ds.system import dist
 
 LIMIT = 0.10
 RUNS = {"single": (1, 6), "zero2": (2, 7), "FULL_SHARD": (2, 12)}

@@ -81,7 +81,7 @@ def write_bagel(folder: Path) -> Path:
     """A directory with the files, names and shapes of BAGEL-7B-MoT, without values; its tokenizer knows ``WORDS``."""
     import torch
 
-    from unigen_ds.data.tokenizers import WordTokenizer
+    from unigen_ds.data.text.tokenizers import WordTokenizer
     from unigen_ds.families.bagel.model import UnifiedModel
     from unigen_ds.families.bagel.published import FILES, VIT_SELECT_LAYER
 
@@ -160,13 +160,13 @@ def overrides(model: str, folder: Path, *, data: str) -> dict[str, Any]:
 
 def planned(model: str, folder: Path, *, data: str, world: int, engine: str | None = None) -> dict[str, Any]:
     """One engine, None: the recipe's own, as plain values; ``seconds`` by the clock and of all processes together."""
-    from unigen_ds.core.backend_option import with_backend
+    from unigen_ds.checks.memory.fits import Reserve, report_values
+    from unigen_ds.checks.memory.planned import plan_memory
+    from unigen_ds.checks.resume import announced
+    from unigen_ds.config.backend_option import with_backend
     from unigen_ds.core.errors import ConfigError
     from unigen_ds.core.quantities import size
-    from unigen_ds.planning.fits import Reserve, report_values
-    from unigen_ds.planning.planned import plan_memory
-    from unigen_ds.runner.inspect import announced
-    from unigen_ds.runner.settings import load_config
+    from unigen_ds.runner.settings.tree import load_config
 
     per_node, begun, used = min(PER_NODE, world), time.perf_counter(), sum(os.times()[:4])
     given = overrides(model, folder, data=data)

@@ -37,11 +37,11 @@ from shared.record import RESULTS, write_result
 from torch import Tensor
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.core import dist
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.published import write_published
+from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
+from unigen_ds.system import dist
 
 LIMIT = 1.15
 ENGINES, WORLDS, WAYS = ("fsdp", "zero3"), (2, 4), ("streamed", "whole")
@@ -60,10 +60,10 @@ SIZES: dict[str, Any] = {
 
 def make_engine(engine: str) -> Backend:
     if engine == "fsdp":
-        from unigen_ds.backends.fsdp import FSDPBackend
+        from unigen_ds.backends.fsdp.fsdp import FSDPBackend
 
         return FSDPBackend()
-    from unigen_ds.backends.deepspeed import DeepSpeedBackend
+    from unigen_ds.backends.deepspeed.deepspeed import DeepSpeedBackend
 
     return DeepSpeedBackend(config="zero3")
 

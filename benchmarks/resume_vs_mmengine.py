@@ -27,9 +27,9 @@ if __package__ in (None, ""):
 
 from benchmarks.shared.record import RESULTS, write_result
 from tests.tiny import tiny_config
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 SAMPLES, EPOCHS, STOP_AFTER, LR, ETA_MIN = 32, 4, 2, 0.1, 0.001
 CURVE = {

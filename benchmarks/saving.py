@@ -37,11 +37,11 @@ from torch import nn
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core import dist
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import EMA
 from unigen_ds.optim.averaging import ShardEMA
+from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
+from unigen_ds.system import dist
 
 LIMIT, WIDTH = 1.5, 1024
 GEOMETRY = Geometry(1)
@@ -72,11 +72,11 @@ def make_backend(engine: str, millions: int) -> Backend:
 
         backend = SingleBackend()
     elif engine == "fsdp":
-        from unigen_ds.backends.fsdp import FSDPBackend
+        from unigen_ds.backends.fsdp.fsdp import FSDPBackend
 
         backend = FSDPBackend()
     else:
-        from unigen_ds.backends.deepspeed import DeepSpeedBackend
+        from unigen_ds.backends.deepspeed.deepspeed import DeepSpeedBackend
 
         backend = DeepSpeedBackend(config="zero2")
     backend.check(geometry=GEOMETRY, optimizer_cfg=OptimizerConfig())

@@ -44,14 +44,14 @@ import torch
 from shared.processes import Memory, finish, launch
 from shared.record import RESULTS, ROOT, interval, write_result
 
-from unigen_ds.core import dist
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data.collate import collate
+from unigen_ds.data.batches.collate import collate
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.runner.build import build_data, build_groups, build_model
-from unigen_ds.runner.parts import build_parts
-from unigen_ds.runner.runner import Runner
-from unigen_ds.runner.settings import Settings, load_config
+from unigen_ds.runner.loop.runner import Runner
+from unigen_ds.runner.settings.tree import Settings, load_config
+from unigen_ds.runner.start.build import build_data, build_groups, build_model
+from unigen_ds.runner.start.parts import build_parts
+from unigen_ds.system import dist
 
 SPEED, MEMORY, AGREE = 0.95, 0.75, 1e-3
 """Limits: tokens a second of ``single@1`` against ``plain@1``; memory of ``fsdp@2`` against ``ddp@2``; relative

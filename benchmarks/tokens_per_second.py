@@ -50,11 +50,11 @@ from shared.record import RESULTS, ROOT, interval, write_result
 from shared.timing import Block, Stopwatch
 
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.data.collate import collate, load, pack_documents
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.order import Draw
-from unigen_ds.data.packing import BestFitPacking
-from unigen_ds.data.samples import Loaded
+from unigen_ds.data.batches.collate import collate, load, pack_documents
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.order.order import Draw
+from unigen_ds.data.order.packing import BestFitPacking
+from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.models.layers import rotary_tables

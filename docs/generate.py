@@ -27,21 +27,15 @@ from pydantic.fields import FieldInfo  # noqa: E402
 
 import unigen_ds.examples.digits  # noqa: E402
 import unigen_ds.examples.emoji  # noqa: E402
-import unigen_ds.runner.build  # noqa: E402, F401 - registers everything else
-from unigen_ds.core import registry  # noqa: E402
+import unigen_ds.runner.start.build  # noqa: E402, F401 - registers everything else
+from unigen_ds.config import registry  # noqa: E402
+from unigen_ds.config.sections import Section, section_of  # noqa: E402
+from unigen_ds.config.values import Allowed, argument_hints, described, nested  # noqa: E402
 from unigen_ds.core.batch import DEFAULT_WEIGHT  # noqa: E402
-from unigen_ds.core.settings import Section, section_of  # noqa: E402
-from unigen_ds.core.values import Allowed, argument_hints, described, nested  # noqa: E402
 from unigen_ds.data.sources.base import RecordSource  # noqa: E402
 from unigen_ds.families.base import families  # noqa: E402
 from unigen_ds.models.quantized import SCHEMES  # noqa: E402
-from unigen_ds.runner.settings import (  # noqa: E402
-    PROCESSOR_KEYS,
-    ModelSettings,
-    Settings,
-    family_of_model,
-    load_config,
-)
+from unigen_ds.runner.settings.tree import PROCESSOR_KEYS, ModelSettings, Settings, family_of_model, load_config  # noqa: E402
 from unigen_ds.schedule import Curve  # noqa: E402
 
 LIMITS = (Ge, Gt, Le, Lt)

@@ -10,9 +10,9 @@ import torch
 from unigen_ds.checkpoint.foreign import ForeignState
 from unigen_ds.checkpoint.layouts.base import PieceReader, slices_of
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core.registry import DRY_RUN_CHECKS, FOREIGN_STATES, RESUME_CHECKS
-from unigen_ds.preflight.context import Known
-from unigen_ds.preflight.result import Checked, ok, problem
+from unigen_ds.checks.dry_run.context import Known
+from unigen_ds.checks.dry_run.result import Checked, ok, problem
+from unigen_ds.config.registry import DRY_RUN_CHECKS, FOREIGN_STATES, RESUME_CHECKS
 from unigen_ds.resume.finding import Finding, Proposal
 
 

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from tests.fork_server import SIZE
-from unigen_ds.core.dist import free_port
+from unigen_ds.system.dist import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.golden_files import BAGEL
 from tests.tiny import tiny_config
-from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.published import FILES
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings.tree import load_config
 
 
 def write_bagel(folder: Path) -> Path:

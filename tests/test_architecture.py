@@ -55,7 +55,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def package_of(module: str) -> str:
-    """``unigen_ds.data.order`` -> ``data``; a tool -> ``tools``; the package itself -> ``''``."""
+    """``unigen_ds.data.order.order`` -> ``data``; a tool -> ``tools``; the package itself -> ``''``."""
     parts = module.split(".")
     if parts[0] in ("tools", "unigen_ds_tools"):
         return "tools"
@@ -133,7 +133,7 @@ def test_no_circles_among_modules() -> None:
         visit(name, ())
 
 
-DELETED_IN = "unigen_ds/core/files.py"
+DELETED_IN = "unigen_ds/system/files.py"
 """The one module that deletes folders: ``delete_inside``."""
 
 
@@ -177,7 +177,7 @@ def branches_on_engines(source: ast.AST) -> list[int]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=label)
 def test_no_branch_on_an_engines_name(path: Path) -> None:
-    if package_of(module_of(path)) == "backends" or label(path) == "unigen_ds/runner/build.py":
+    if package_of(module_of(path)) == "backends" or label(path) == "unigen_ds/runner/start/build.py":
         return
     lines = branches_on_engines(tree(path))
     assert not lines, f"{label(path)}:{lines} branches on an engine's name; ask the backend, or use a registry"
@@ -311,7 +311,7 @@ BANNED = {
 MESSAGES = {
     "tests/schedule/test_schedule.py": ("which has no place",),
     "unigen_ds/backends/memory.py": ("place, blocks_given_back",),
-    "unigen_ds/core/registry.py": ('("place", "evaluate")',),
+    "unigen_ds/config/registry.py": ('("place", "evaluate")',),
     "unigen_ds/evaluation/metrics/text.py": ('"floor"',),
     "unigen_ds/examples/digits/scores.py": ('"judge": f"sklearn',),
 }  # fmt: skip

@@ -22,13 +22,13 @@ from unittest import mock
 import pytest
 
 from tools import train
+from unigen_ds.config.overrides import SETTINGS
+from unigen_ds.config.paths import ds_configs_dir
 from unigen_ds.core import errors
-from unigen_ds.core.config import SETTINGS
-from unigen_ds.core.paths import ds_configs_dir
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.base import Family
 from unigen_ds.families.nanovlm.family import NanoVLM
-from unigen_ds.runner.settings import known_keys
+from unigen_ds.runner.settings.tree import known_keys
 from unigen_ds.schedule import Curve
 
 ROOT = Path(__file__).resolve().parents[1]

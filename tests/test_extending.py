@@ -8,9 +8,9 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-import unigen_ds.runner.build  # noqa: F401 - registers everything
-from unigen_ds.core import registry
-from unigen_ds.core.registry import REGISTRIES
+import unigen_ds.runner.start.build  # noqa: F401 - registers everything
+from unigen_ds.config import registry
+from unigen_ds.config.registry import REGISTRIES
 from unigen_ds.families.base import Family
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 

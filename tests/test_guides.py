@@ -8,14 +8,14 @@ import shlex
 import pytest
 
 from tests.processes import ROOT
-from unigen_ds.backends.deepspeed import DeepSpeedBackend
-from unigen_ds.core.backend_option import with_backend
-from unigen_ds.core.config import parse_override
+from unigen_ds.backends.deepspeed.deepspeed import DeepSpeedBackend
+from unigen_ds.config.backend_option import with_backend
+from unigen_ds.config.overrides import parse_override
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.settings import TrainDataloader
 from unigen_ds.examples.digits import DigitsDataset
 from unigen_ds.resume.geometry import memory_plans
-from unigen_ds.runner.settings import Settings, load_config
+from unigen_ds.runner.settings.tree import Settings, load_config
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 COMMANDS = [line for line in PAGE.splitlines() if "tools/train.py " in line and "--cfg-options" in line]

@@ -27,13 +27,13 @@ from tools.zero_to_fp32 import main as zero_to_fp32
 from unigen_ds.checkpoint.convert import read_source
 from unigen_ds.checkpoint.layouts import open_reader
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.config.registry import REGISTRIES
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import REGISTRIES
-from unigen_ds.hooks.evaluate import FOLDER
+from unigen_ds.hooks.evaluate.evaluate import FOLDER
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import load_config
-from unigen_ds.runner.trained import open_model
+from unigen_ds.runner.open.trained import open_model
+from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system.journals import read_lines
 
 SKELETON = ROOT / "docs" / "painter"
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "black": (0, 0, 0)}
@@ -49,11 +49,11 @@ from painter import CODES, TOKENS, Painter, PainterDirectory, PainterFamily, Pai
 from painter import Picture, decode, encode
 
 from unigen_ds.core.batch import NOISE, LossTerms, PackedBatch
-from unigen_ds.core.registry import FAMILIES, HOOKS, METRICS, MODELS
-from unigen_ds.core.seeding import generator
-from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.packed import PackedBuilder
-from unigen_ds.data.samples import IGNORED
+from unigen_ds.config.registry import FAMILIES, HOOKS, METRICS, MODELS
+from unigen_ds.system.seeding import generator
+from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.samples.packed import PackedBuilder
+from unigen_ds.data.samples.sample import IGNORED
 from unigen_ds.evaluation.metrics import Metric
 from unigen_ds.hooks.base import Hook
 from unigen_ds.inference.generated import Generated

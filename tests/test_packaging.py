@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from unigen_ds.backends.deepspeed_config import ALLOWED_VERSIONS
+from unigen_ds.backends.deepspeed.deepspeed_config import ALLOWED_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if not path.stem.startswith("_"))
@@ -139,8 +139,8 @@ def run(command: list[str], *, cwd: Path, path: Path | None = None) -> str:
 
 def test_an_installed_package_finds_its_configs(installed: Path, tmp_path: Path) -> None:
     code = (
-        "import unigen_ds; from unigen_ds.core.paths import ds_configs_dir\n"
-        "from unigen_ds.core.config import config_path\n"
+        "import unigen_ds; from unigen_ds.config.paths import ds_configs_dir\n"
+        "from unigen_ds.config.overrides import config_path\n"
         "print(unigen_ds.__file__); print(ds_configs_dir()); print(config_path('unified_digits'))\n"
         "print(config_path('decoder_lm_90m'))"
     )
@@ -149,7 +149,7 @@ def test_an_installed_package_finds_its_configs(installed: Path, tmp_path: Path)
 
 
 def test_a_checkout_finds_its_deepspeed_configs() -> None:
-    from unigen_ds.core.paths import ds_configs_dir
+    from unigen_ds.config.paths import ds_configs_dir
 
     assert ds_configs_dir() == ROOT / "ds_configs"
 

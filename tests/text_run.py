@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.data.support import write_jsonl
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.registry import HOOKS
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings.tree import load_config
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 CONFIG = """

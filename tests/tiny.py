@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings.tree import load_config
 
 TINY: dict[str, Any] = {
     "model.llm.hidden_size": 32,

@@ -18,7 +18,7 @@ if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.core.errors import UnigenError
-from unigen_ds.core.pipes import ends_quietly
+from unigen_ds.system.pipes import ends_quietly
 
 
 def parser() -> argparse.ArgumentParser:

@@ -24,7 +24,7 @@ if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.pipes import ends_quietly
+from unigen_ds.system.pipes import ends_quietly
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     if (arguments.model is None) == (arguments.compare is None):
         p.error("name a checkpoint, or two files with --compare")
     if arguments.compare is None:
-        from unigen_ds.core import dist, log  # after parsing: --help does not wait for torch
+        from unigen_ds.system import dist, log  # after parsing: --help does not wait for torch
 
         log.setup(rank=dist.env_rank())
     try:
@@ -97,7 +97,7 @@ def compare(a: Path, b: Path) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from unigen_ds.core import dist
+    from unigen_ds.system import dist
 
     dist.init()
     failed = True
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def source(arguments: argparse.Namespace) -> dict[str, Any]:
     """What both kinds of evaluation open."""
-    from unigen_ds.runner.settings import load_config
+    from unigen_ds.runner.settings.tree import load_config
 
     config = load_config(arguments.config) if arguments.config else None
     allow = arguments.allow_custom_imports
@@ -120,9 +120,9 @@ def source(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """On validation data; 1 if a metric has no value."""
-    from unigen_ds.core import dist
     from unigen_ds.evaluation.provenance import write_results
-    from unigen_ds.runner import evaluated as library
+    from unigen_ds.runner.open import evaluated as library
+    from unigen_ds.system import dist
 
     names = ("data", "batch_size", "seq_length", "max_batches", "max_samples", "ema")
     options = {name: getattr(arguments, name) for name in names}
@@ -145,10 +145,10 @@ def benchmark(arguments: argparse.Namespace) -> int:
     """On tasks of lmms-eval."""
     import torch
 
-    from unigen_ds.core import dist
-    from unigen_ds.core.files import write_text_atomic
-    from unigen_ds.evaluation.lmms_eval import TASKS, run_tasks
-    from unigen_ds.runner.trained import open_inferencer
+    from unigen_ds.evaluation.jobs.lmms_eval import TASKS, run_tasks
+    from unigen_ds.runner.open.trained import open_inferencer
+    from unigen_ds.system import dist
+    from unigen_ds.system.files import write_text_atomic
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -166,7 +166,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
 
 def generation(texts: Sequence[str]) -> dict[str, Any]:
     """``max_new_tokens=9 flow.num_timesteps=4`` as a mapping. Raises ``ConfigError``."""
-    from unigen_ds.core.config import override_path, parse_override
+    from unigen_ds.config.overrides import override_path, parse_override
 
     found: dict[str, Any] = {}
     for given in texts:

@@ -26,11 +26,11 @@ from pathlib import Path
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core import log
+from unigen_ds.config.hub import HubRepo
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.hub import HubRepo
-from unigen_ds.core.pipes import ends_quietly
+from unigen_ds.system import log
+from unigen_ds.system.pipes import ends_quietly
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,8 +83,8 @@ def main(argv: list[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """Write OUT."""
     from unigen_ds.checkpoint.convert import DTYPES  # after parsing: --help does not wait for torch
-    from unigen_ds.runner.publish import export_checkpoint
-    from unigen_ds.runner.settings import load_config
+    from unigen_ds.runner.open.publish import export_checkpoint
+    from unigen_ds.runner.settings.tree import load_config
 
     log.setup(rank=0)
     export_checkpoint(

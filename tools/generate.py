@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core import log
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.files import write_atomic
-from unigen_ds.core.pipes import ends_quietly
 from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, RENORMS, FlowSettings
 from unigen_ds.inference.prompts import Prompt, read_prompts
 from unigen_ds.inference.sampling import Sampling
+from unigen_ds.system import log
+from unigen_ds.system.files import write_atomic
+from unigen_ds.system.pipes import ends_quietly
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -108,7 +108,7 @@ def add_flow(p: argparse.ArgumentParser) -> None:
 
 def flow_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings of drawing that were given. Raises ``ConfigError``."""
-    from unigen_ds.core.config import parse_override  # which imports torch
+    from unigen_ds.config.overrides import parse_override  # which imports torch
 
     named = {key.removeprefix("flow."): value for key, value in vars(arguments).items() if key.startswith("flow.")}
     FlowSettings(**named)  # before the model is read
@@ -228,9 +228,9 @@ def generate(arguments: argparse.Namespace) -> None:
 
     from unigen_ds.checkpoint.convert import DTYPES
     from unigen_ds.evaluation.sheet import contact_sheet
-    from unigen_ds.runner.family_settings import family_of_model
-    from unigen_ds.runner.settings import load_config
-    from unigen_ds.runner.trained import check_device, open_inferencer
+    from unigen_ds.runner.open.trained import check_device, open_inferencer
+    from unigen_ds.runner.settings.family_settings import family_of_model
+    from unigen_ds.runner.settings.tree import load_config
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)

@@ -28,13 +28,13 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import list_checkpoints
 from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError
-from unigen_ds.core.metrics import read_lines, sample_digest
-from unigen_ds.core.pipes import ends_quietly
+from unigen_ds.system.journals import read_lines, sample_digest
+from unigen_ds.system.pipes import ends_quietly
 
 if TYPE_CHECKING:
-    from unigen_ds.data.stream import Cursor, SequenceStream
-    from unigen_ds.runner.build import Data
-    from unigen_ds.runner.settings import Settings
+    from unigen_ds.data.batches.stream import Cursor, SequenceStream
+    from unigen_ds.runner.settings.tree import Settings
+    from unigen_ds.runner.start.build import Data
 
 NUM_SEQUENCES, MOST_SEQUENCES = 8, 64
 """That a page shows."""
@@ -68,9 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     if problem := _misused(arguments):
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    from unigen_ds.core.log import unwritten
-    from unigen_ds.data.statistics import describe  # after parsing: --help does not wait for torch
-    from unigen_ds.evaluation.report.document import check_writable
+    from unigen_ds.data.batches.statistics import describe  # after parsing: --help does not wait for torch
+    from unigen_ds.report.document import check_writable
+    from unigen_ds.system.log import unwritten
 
     try:
         config = data_sections(arguments.config, arguments.cfg_options)
@@ -160,11 +160,11 @@ _OTHERS: dict[str, Any] = {
 
 def data_sections(name: str, options: Sequence[str]) -> dict[str, Any]:
     """The sections of a config that decide its data. What is wrong with any other one (its hooks, say) is a note."""
-    from unigen_ds.core.config import parse_override
-    from unigen_ds.core.log import notice
-    from unigen_ds.core.readable import given_values
-    from unigen_ds.runner.custom_imports import import_custom
-    from unigen_ds.runner.settings import load_config
+    from unigen_ds.config.overrides import parse_override
+    from unigen_ds.config.readable import given_values
+    from unigen_ds.runner.settings.custom_imports import import_custom
+    from unigen_ds.runner.settings.tree import load_config
+    from unigen_ds.system.log import notice
 
     config: Mapping[str, Any]
     try:
@@ -188,10 +188,10 @@ def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Man
 
     If records were appended later, only the old ones belong to the run.
     """
-    from unigen_ds.data.change import compare, continued
+    from unigen_ds.data.batches.change import compare, continued
     from unigen_ds.data.rules import check_rules
-    from unigen_ds.runner.build import build_data, build_geometry
-    from unigen_ds.runner.settings import Settings
+    from unigen_ds.runner.settings.tree import Settings
+    from unigen_ds.runner.start.build import build_data, build_geometry
 
     settings = Settings.from_config({**config, **_OTHERS})
     if settings.randomness.seed is None:
@@ -213,8 +213,8 @@ def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Man
 def write_html(settings: Settings, data: Data, out: Path, shown: tuple[int, int], config: str) -> dict[str, Any]:
     """The page, with the sequences ``shown`` as the loader of the run makes them: each in a micro-batch of its own."""
     from unigen_ds.core.progress import Geometry
-    from unigen_ds.evaluation.report.data_page import DataPage, write_data_page
-    from unigen_ds.runner.build import build_loader
+    from unigen_ds.report.data_page import DataPage, write_data_page
+    from unigen_ds.runner.start.build import build_loader
 
     stream, (first, stop), dataloader = data.stream, shown, settings.train_dataloader
     loader = build_loader(dataloader, data, geometry=Geometry(1), dp_rank=0, cursor=stream.seek(first), workers=False)
@@ -232,7 +232,7 @@ def write_html(settings: Settings, data: Data, out: Path, shown: tuple[int, int]
 
 def list_samples(stream: SequenceStream, first: int, stop: int) -> dict[str, Any]:
     """The samples of the global sequences ``first .. stop``, and the digest of all of them."""
-    from unigen_ds.data.statistics import derive
+    from unigen_ds.data.batches.statistics import derive
 
     rows = derive(stream, first, stop)
     return {"sequences": [first, stop], "samples": rows, "digest": sample_digest(id for row in rows for id in row)}
@@ -243,7 +243,7 @@ def check_ledger(stream: SequenceStream, path: Path, *, manifest: Manifest | Non
 
     Lines from before the data was replaced are only counted: their samples no longer exist.
     """
-    from unigen_ds.data.change import compare
+    from unigen_ds.data.batches.change import compare
 
     lines = [line for line in read_lines(path) if "event" not in line]
     if not lines:
@@ -290,9 +290,9 @@ def _check_line(
 
 def refused(data: Data, limit: float) -> list[str]:
     """Why a start would not use the data; empty: it would. ``limit``: of the share of records that may be left out."""
-    from unigen_ds.data.datasets import check_readable
-    from unigen_ds.data.left_out import check_unusable
-    from unigen_ds.data.overflow import check_overflow
+    from unigen_ds.data.batches.left_out import check_unusable
+    from unigen_ds.data.datasets.dataset import check_readable
+    from unigen_ds.data.datasets.overflow import check_overflow
 
     found = []
     for part in data.parts:
@@ -333,10 +333,10 @@ def _ledger_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    from unigen_ds.data.filtered import removal_line
-    from unigen_ds.data.overflow import overflow_line
-    from unigen_ds.data.statistics import group_line, over_tiles_line, special_line
-    from unigen_ds.data.unused import UnusedKey, unused_line
+    from unigen_ds.data.batches.statistics import group_line, over_tiles_line, special_line
+    from unigen_ds.data.datasets.filtered import removal_line
+    from unigen_ds.data.datasets.overflow import overflow_line
+    from unigen_ds.data.records.unused import UnusedKey, unused_line
 
     for name, source in report["sources"].items():
         records = source["records"]

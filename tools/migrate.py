@@ -23,7 +23,7 @@ if not __package__:
 
 from unigen_ds.core.choices import GUIDES
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.pipes import ends_quietly
+from unigen_ds.system.pipes import ends_quietly
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
                 f" {' '.join([*arguments.given, *unknown])}")  # fmt: skip
     from unigen_ds.migration.commands import start_command
     from unigen_ds.migration.guides import migrate  # after parsing: --help does not wait for torch
-    from unigen_ds.runner.settings import problems_of
+    from unigen_ds.runner.settings.tree import problems_of
 
     try:
         out = arguments.out

@@ -21,9 +21,9 @@ if not __package__:
 
 from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.pipes import ends_quietly
 from unigen_ds.core.quantities import memory, positive, share, size
-from unigen_ds.core.variables import environment
+from unigen_ds.system.pipes import ends_quietly
+from unigen_ds.system.variables import environment
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,14 +57,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from unigen_ds.core import log  # after parsing: --help does not wait for torch
-    from unigen_ds.core.backend_option import with_backend
-    from unigen_ds.core.config import parse_override
-    from unigen_ds.core.readable import given_values, given_world_size
-    from unigen_ds.planning.fits import Reserve, report_lines, report_values
-    from unigen_ds.planning.planned import plan_memory
-    from unigen_ds.runner.inspect import announced
-    from unigen_ds.runner.settings import load_config
+    from unigen_ds.checks.memory.fits import Reserve, report_lines, report_values
+    from unigen_ds.checks.memory.planned import plan_memory
+    from unigen_ds.checks.resume import announced
+    from unigen_ds.config.backend_option import with_backend
+    from unigen_ds.config.overrides import parse_override
+    from unigen_ds.config.readable import given_values, given_world_size
+    from unigen_ds.runner.settings.tree import load_config
+    from unigen_ds.system import log  # after parsing: --help does not wait for torch
 
     log.setup(rank=0)
     try:

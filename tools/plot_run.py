@@ -17,8 +17,8 @@ if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.metrics import METRICS_FILE
-from unigen_ds.core.pipes import ends_quietly
+from unigen_ds.system.journals import METRICS_FILE
+from unigen_ds.system.pipes import ends_quietly
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.evaluation.report.reading import run_names  # after parsing: --help does not wait for torch
+    from unigen_ds.report.reading import run_names  # after parsing: --help does not wait for torch
 
     folders: list[Path] = arguments.work_dirs
     out: Path = arguments.out or (folders[0] / "curves.png" if len(folders) == 1 else Path("curves.png"))

@@ -17,7 +17,7 @@ if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.core.errors import UnigenError
-from unigen_ds.core.pipes import ends_quietly
+from unigen_ds.system.pipes import ends_quietly
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.evaluation.report import write_report  # after parsing: --help does not wait for torch
+    from unigen_ds.report import write_report  # after parsing: --help does not wait for torch
 
     folders: list[Path] = arguments.work_dirs
     out: Path = arguments.out or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))

@@ -20,8 +20,8 @@ if not __package__:
 
 from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES, SHIPPED
 from unigen_ds.core.errors import UnigenError
-from unigen_ds.core.pipes import ends_quietly
 from unigen_ds.core.quantities import CommaSeparated
+from unigen_ds.system.pipes import ends_quietly
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,11 +53,11 @@ def parser() -> argparse.ArgumentParser:
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.core.backend_option import with_backend  # after parsing: see train.py
-    from unigen_ds.core.config import parse_override
-    from unigen_ds.resume import report
-    from unigen_ds.runner.inspect import inspect_resume, write_config
-    from unigen_ds.runner.settings import load_config
+    from unigen_ds.checks.resume import inspect_resume, write_config
+    from unigen_ds.config.backend_option import with_backend  # after parsing: see train.py
+    from unigen_ds.config.overrides import parse_override
+    from unigen_ds.resume import finding
+    from unigen_ds.runner.settings.tree import load_config
 
     try:
         overrides = dict(map(parse_override, arguments.cfg_options))
@@ -75,8 +75,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             if found.why:
                 print(found.why)
-            report.show(found.findings)
-            print("\n".join(report.plans(found.geometries, found.memory)))
+            finding.show(found.findings)
+            print("\n".join(finding.plans(found.geometries, found.memory)))
         if arguments.write_config:
             write_config(config, found, arguments.write_config, overrides=overrides)
             print(f"Written: {arguments.write_config}", file=sys.stderr)
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(arguments: argparse.Namespace, checkpoint: str, *, world_size: int) -> None:
     """Replace this process by the training."""
-    from unigen_ds.runner.inspect import train_command
+    from unigen_ds.checks.resume import train_command
 
     given = [arguments.config, "--resume", checkpoint]
     if arguments.write_config:

@@ -20,13 +20,13 @@ from typing import Any
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core import versions
 from unigen_ds.core.choices import AUTO, BATCH_CHOICES, DATA_CHOICES, LAUNCHERS, SHIPPED
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.log import quiet_libraries
-from unigen_ds.core.pipes import ends_quietly
 from unigen_ds.core.quantities import CommaSeparated, above_zero, memory, positive, share_above_zero
-from unigen_ds.core.variables import wrong_numbers
+from unigen_ds.system import versions
+from unigen_ds.system.log import quiet_libraries
+from unigen_ds.system.pipes import ends_quietly
+from unigen_ds.system.variables import wrong_numbers
 
 STOPPED_BY_SIGNAL = 143
 
@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 DRY = ("world_size", "per_node", "num_batches", "device_memory", "peak_tflops", "mfu", "skip")
-"""Options that belong to ``--dry-run``: fields of ``preflight.context.Asked``."""
+"""Options that belong to ``--dry-run``: fields of ``checks.dry_run.context.Asked``."""
 
 
 @ends_quietly
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
             reported = False
             if not wrong and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # other ranks may have these packages
                 with contextlib.suppress(ImportError):
-                    from unigen_ds.core import announced
+                    from unigen_ds.system import announced
 
                     reported = announced.is_reported(announced.explained(error, first=True))
             if not reported:
@@ -112,14 +112,14 @@ def main(argv: list[str] | None = None) -> int:
             return error.exit_status
     if arguments.dry_run:
         return print_dry_run(arguments, rank=rank)
-    from unigen_ds.core import announced, dist, startup  # after parsing: --help does not wait for torch
+    from unigen_ds.checks.resume import advice, is_out_of_memory
     from unigen_ds.runner import train_config
-    from unigen_ds.runner.inspect import advice, is_out_of_memory
-    from unigen_ds.runner.origins import config_lines
-    from unigen_ds.runner.settings import load_config
+    from unigen_ds.runner.settings.origins import config_lines
+    from unigen_ds.runner.settings.tree import load_config
+    from unigen_ds.system import announced, clock, dist  # after parsing: --help does not wait for torch
 
     if argv is None:  # as a command
-        startup.begin(whole_process=True)
+        clock.begin(whole_process=True)
     failed = True
     try:
         overrides = overrides_of(arguments)
@@ -152,10 +152,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def print_dry_run(arguments: argparse.Namespace, *, rank: int) -> int:
     """Print the results of all checks, on rank 0. Returns the exit status."""
-    from unigen_ds.core import log
-    from unigen_ds.preflight.context import Asked
-    from unigen_ds.preflight.dry_run import dry_run
-    from unigen_ds.preflight.result import lines
+    from unigen_ds.checks.dry_run.context import Asked
+    from unigen_ds.checks.dry_run.dry_run import dry_run
+    from unigen_ds.checks.dry_run.result import lines
+    from unigen_ds.system import log
 
     log.setup(rank=rank, level="WARNING")
     options = {name: given for name in DRY if (given := getattr(arguments, name)) is not None}
@@ -177,8 +177,8 @@ def print_dry_run(arguments: argparse.Namespace, *, rank: int) -> int:
 
 def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Changes of the config by the command line: ``--cfg-options``, then the named options."""
-    from unigen_ds.core.backend_option import with_backend
-    from unigen_ds.core.config import parse_override
+    from unigen_ds.config.backend_option import with_backend
+    from unigen_ds.config.overrides import parse_override
 
     overrides = dict(map(parse_override, arguments.cfg_options))
     if arguments.resume not in (None, AUTO):  # this checkpoint, independent of the config's own

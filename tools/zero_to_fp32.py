@@ -27,7 +27,7 @@ if not __package__:
 
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import UnigenError
-from unigen_ds.core.pipes import ends_quietly
+from unigen_ds.system.pipes import ends_quietly
 
 if TYPE_CHECKING:
     from unigen_ds.checkpoint.convert import OnProgress
@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         if arguments.config:
-            from unigen_ds.runner.custom_imports import import_custom
-            from unigen_ds.runner.settings import load_config
+            from unigen_ds.runner.settings.custom_imports import import_custom
+            from unigen_ds.runner.settings.tree import load_config
 
             import_custom(load_config(arguments.config))
         with shown() as progress:

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.records import Turn
-from unigen_ds.data.tokenizers import ChatTokenizer
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.records.records import Turn
+from unigen_ds.data.text.tokenizers import ChatTokenizer
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 
 TEMPLATE = (

@@ -24,14 +24,14 @@ from PIL import Image
 from shared.record import ROOT
 from torch.utils.data import Dataset
 
-from unigen_ds.core.cores import num_cores
-from unigen_ds.data.array_cache import InMemory
-from unigen_ds.data.planning import plan_all
-from unigen_ds.data.records import Layout
+from unigen_ds.data.cache.array_cache import InMemory
+from unigen_ds.data.images.transforms import ImageTransform, patchify
+from unigen_ds.data.index.planning import plan_all
+from unigen_ds.data.records.records import Layout
 from unigen_ds.data.sources.json_lines import JsonSource
-from unigen_ds.data.tokenizers import PretrainedTokenizer
-from unigen_ds.data.transforms import ImageTransform, patchify
+from unigen_ds.data.text.tokenizers import PretrainedTokenizer
 from unigen_ds.families.bagel.processor import UnifiedProcessor
+from unigen_ds.system.machine import num_cores
 
 SIDE, PATCH = 256, 16
 """Pixels of an image after its transform, and of a patch."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core import dist
+from unigen_ds.system import dist
 
 SAMPLED_S = 0.005
 

@@ -16,12 +16,12 @@ from shared.data_peers import Sides, image_processor, passages
 from torch.utils.data import DataLoader
 
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.loader import UpdateLoader
-from unigen_ds.data.order import GlobalOrder
-from unigen_ds.data.overflow import Overflow
-from unigen_ds.data.stream import SequenceStream
-from unigen_ds.data.streamed_units import fitted
+from unigen_ds.data.batches.loader import UpdateLoader
+from unigen_ds.data.batches.stream import SequenceStream
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.datasets.overflow import Overflow
+from unigen_ds.data.datasets.streamed_units import fitted
+from unigen_ds.data.order.order import GlobalOrder
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 
 SHARDS, BATCH, SEQ_LENGTH, BUFFER = 16, 8, 4096, 1000

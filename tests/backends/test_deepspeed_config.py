@@ -12,11 +12,11 @@ import torch
 
 from tests.processes import ROOT, run
 from tests.tiny import TINY, tiny_config
-from unigen_ds.backends.deepspeed import DeepSpeedBackend
-from unigen_ds.backends.deepspeed_config import fill, load_ds_config, offloads, stage_of
+from unigen_ds.backends.deepspeed.deepspeed import DeepSpeedBackend
+from unigen_ds.backends.deepspeed.deepspeed_config import fill, load_ds_config, offloads, stage_of
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.optim import OptimizerConfig
 from unigen_ds.core.progress import Geometry
+from unigen_ds.optim.optimizer import OptimizerConfig
 from unigen_ds.runner import Runner
 
 GEOMETRY = Geometry(batch_size=3, accumulative_counts=2, dp_size=4)

@@ -17,9 +17,9 @@ from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.loss_scale import LossScale
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EXP_AVG, EXP_AVG_SQ, STEP, shard_key
+from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
 
 
 class RunningNorm(nn.LayerNorm):
@@ -265,7 +265,7 @@ def clipped_update(kind: type[Backend], precision: str) -> tuple[float, dict[str
 
 
 def clipped_by_fsdp() -> None:
-    from unigen_ds.backends.fsdp import FSDPBackend
+    from unigen_ds.backends.fsdp.fsdp import FSDPBackend
 
     compare_clipping(FSDPBackend)
 

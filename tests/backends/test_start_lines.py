@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.text_run import text_config, words
-from unigen_ds.core.log import hide_known
+from unigen_ds.system.log import hide_known
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,8 +11,8 @@ from packaging.specifiers import SpecifierSet
 
 from tests.engines.launch import want
 from tools.train import main as train
-from unigen_ds.backends import deepspeed_config
-from unigen_ds.backends.deepspeed_config import ALLOWED_VERSIONS, TESTED_VERSION
+from unigen_ds.backends.deepspeed import deepspeed_config
+from unigen_ds.backends.deepspeed.deepspeed_config import ALLOWED_VERSIONS, TESTED_VERSION
 
 runs = want("inspected")
 ROOT = Path(__file__).resolve().parents[2]

@@ -124,7 +124,7 @@ def _masters(engine: Any) -> dict[str, torch.Tensor]:
 
 def run(out: Path) -> None:
     """Starts both processes once, for all cases."""
-    from unigen_ds.core.dist import free_port
+    from unigen_ds.system.dist import free_port
 
     port, children = free_port(), []
     for rank in range(2):
@@ -151,7 +151,7 @@ def _process(rank: int, port: int, out: Path) -> None:
         torch.set_num_threads(1)
         import deepspeed
 
-        from unigen_ds.backends.deepspeed import leave_out_operator
+        from unigen_ds.backends.deepspeed.deepspeed import leave_out_operator
 
         leave_out_operator()
         deepspeed.init_distributed(dist_backend="gloo")

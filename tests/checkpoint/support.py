@@ -13,11 +13,11 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup
-from unigen_ds.core.outputs import write_output
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import Shard
+from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
 from unigen_ds.schedule.schedule import Schedules
+from unigen_ds.system.outputs import write_output
 
 GEOMETRY = Geometry(batch_size=4, accumulative_counts=3)
 RULER = Ruler(GEOMETRY, sequences_per_epoch=60)

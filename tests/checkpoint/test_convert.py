@@ -27,8 +27,8 @@ from tests.processes import ROOT, run
 from unigen_ds.checkpoint.convert import merge, read_source
 from unigen_ds.checkpoint.writers import Entry, write_safetensors, write_torch
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.files import DIGESTS, stored_digests
 from unigen_ds.core.shards import Shard
+from unigen_ds.system.files import DIGESTS, stored_digests
 
 runs = want("layouts")
 pytestmark = pytest.mark.timeout(3600)

@@ -14,8 +14,8 @@ import pytest
 from tests.checkpoint.support import make_manifest, save
 from tools.checkpoints import main
 from unigen_ds.checkpoint import listing, store
-from unigen_ds.checkpoint.lineage import Lineage
 from unigen_ds.checkpoint.manifest import FILE_NAME
+from unigen_ds.checkpoint.store import Lineage
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.resume.plan import plan_resume
 

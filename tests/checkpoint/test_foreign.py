@@ -20,8 +20,8 @@ from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint.foreign import parse_assume, read_foreign
 from unigen_ds.checkpoint.layouts.torch_file import load_file
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
+from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
 
 pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.engines.launch import Outcome, want
-from unigen_ds.backends.deepspeed import set_loss_scale
+from unigen_ds.backends.deepspeed.deepspeed import set_loss_scale
 from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader, load_file
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.shards import LOSS_SCALE

@@ -9,14 +9,14 @@ import pytest
 
 from tests.processes import ROOT, popen
 from tests.small_disk import fill
-from unigen_ds.checkpoint.lock import WorkDirLock
+from unigen_ds.checkpoint.home import WorkDirLock
 from unigen_ds.core.errors import ConfigError
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, ".")
-from unigen_ds.checkpoint.lock import WorkDirLock
+from unigen_ds.checkpoint.home import WorkDirLock
 lock = WorkDirLock(Path(sys.argv[1]))
 if os.fork() == 0:  # a worker process that continues after the run is killed
     time.sleep(20)

@@ -16,9 +16,9 @@ from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.partial import Fit, FittedReader, LoadConfig, fit
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import BUFFER, MASTER
+from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -25,7 +25,7 @@ from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.outputs import Output, StateFiles, safetensors_output
+from unigen_ds.system.outputs import Output, StateFiles, safetensors_output
 from unigen_ds.core.shards import MASTER, Shard, shard_key
 from unigen_ds.resume.plan import plan_resume
 

@@ -19,11 +19,11 @@ from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.layouts import open_reader
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core.errors import CheckpointError, SaveError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.outputs import Output, StateFiles
 from unigen_ds.core.shards import EXP_AVG, MASTER, Shard
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
+from unigen_ds.system.outputs import Output, StateFiles
 
 
 def test_what_a_save_leaves(tmp_path):

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from unigen_ds.config.file import shipped
+from unigen_ds.config.overrides import config_path, parse_override
 from unigen_ds.core.choices import SHIPPED
-from unigen_ds.core.config import config_path, parse_override
-from unigen_ds.core.config_file import shipped
 from unigen_ds.core.errors import ConfigError, UnknownKey, raise_any, several
-from unigen_ds.runner.settings import Settings, load_config, normalised
+from unigen_ds.runner.settings.tree import Settings, load_config, normalised
 
 TEXT = """
 import math
@@ -244,7 +244,7 @@ def test_keys_of_mmengines_are_the_same_in_a_file_and_as_overrides(
 ) -> None:
     """With the same lines in the log, in each order."""
     lines: list[str] = []
-    monkeypatch.setattr("unigen_ds.runner.settings.notice", lines.append)
+    monkeypatch.setattr("unigen_ds.runner.settings.tree.notice", lines.append)
     a_base = TEXT.replace("import math", "").replace("math.sqrt(4.0)", "2.0").replace("val_dataloader = None", "")
     config_file.write_text(a_base)
     by_override = [load_config(config_file, dict(pairs)) for pairs in ([*given.items()], [*given.items()][::-1])]
@@ -288,7 +288,7 @@ def test_keys_of_mmengines_that_a_file_may_not_have_are_refused(config_file: Pat
 def test_where_a_config_has_both_ours_counts(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key of mmengine's and ours, in the file or by overrides; the log has a line."""
     lines: list[str] = []
-    monkeypatch.setattr("unigen_ds.runner.settings.notice", lines.append)
+    monkeypatch.setattr("unigen_ds.runner.settings.tree.notice", lines.append)
     data = "val_dataloader = dict(split=0.1)\ntrain_cfg = dict(max_epochs=3, val_interval=2)\n"
     config_file.write_text(TEXT.replace("val_dataloader = None\n", data))
     key, best = "train_cfg.val_interval", "default_hooks.checkpoint.save_best"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT
-from unigen_ds.core import files
-from unigen_ds.core.files import (
+from unigen_ds.system import files
+from unigen_ds.system.files import (
     delete_inside,
     file_digest,
     quick_digest,
@@ -100,7 +100,7 @@ def test_quick_digest_of_a_large_file_sees_head_and_tail(tmp_path: Path) -> None
 
 
 WRITER = """
-import sys; from pathlib import Path; from unigen_ds.core.files import write_text_atomic
+import sys; from pathlib import Path; from unigen_ds.system.files import write_text_atomic
 for number in range(60):
     write_text_atomic(Path(sys.argv[1]), f"{number}" * 2000)
 """

@@ -13,12 +13,12 @@ import pytest
 
 from tests.processes import popen
 from tests.small_disk import fill
-from unigen_ds.core.locks import held
+from unigen_ds.system.files import held
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from unigen_ds.core.locks import held
+from unigen_ds.system.files import held
 with held(Path(sys.argv[1])) as problem:
     assert problem is None
     child = __import__("subprocess").Popen([sys.executable, "-c", "import time; time.sleep(20)"])

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from unigen_ds.core import log
+from unigen_ds.system import log
 
 
 def test_what_is_noticed_before_the_log_is_set_up_is_in_it(

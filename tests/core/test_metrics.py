@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from unigen_ds.core.metrics import JsonLines, read_lines, sample_digest
+from unigen_ds.system.journals import JsonLines, read_lines, sample_digest
 
 
 def write(path: Path, *records: dict[str, object]) -> None:

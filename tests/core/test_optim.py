@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from tests import needs
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.optim import PRECISIONS, OptimizerConfig, ParamGroup, build_torch_optimizer
+from unigen_ds.optim.optimizer import PRECISIONS, OptimizerConfig, ParamGroup, build_torch_optimizer
 
 
 def groups() -> list[tuple[ParamGroup, list[Parameter]]]:

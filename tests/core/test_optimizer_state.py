@@ -11,8 +11,8 @@ from torch.nn import Parameter
 
 from tests import needs
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.optim import OptimizerConfig, element_wise
-from unigen_ds.core.optimizer_state import state_of
+from unigen_ds.optim.optimizer import OptimizerConfig, element_wise
+from unigen_ds.optim.optimizer_state import state_of
 
 
 class Plain(torch.optim.Optimizer):

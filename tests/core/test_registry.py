@@ -6,9 +6,9 @@ import mmengine.hooks
 import pytest
 from mmengine.registry import Registry
 
+from unigen_ds.config.registry import HOOKS, build, registered_name, resolve
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import HOOKS, build, registered_name, resolve
-from unigen_ds.hooks.logger import LoggerHook
+from unigen_ds.hooks.log.logger import LoggerHook
 
 THINGS = Registry("test_thing")
 
@@ -38,7 +38,7 @@ def test_builds_by_name_and_by_class_with_extra_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [mmengine.hooks.LoggerHook, "mmengine.hooks.LoggerHook", "unigen_ds.hooks.logger.LoggerHook"]
+    "kind", [mmengine.hooks.LoggerHook, "mmengine.hooks.LoggerHook", "unigen_ds.hooks.log.logger.LoggerHook"]
 )
 def test_a_class_of_mmengine_and_a_path_stand_for_the_class_of_that_name(
     kind: object, caplog: pytest.LogCaptureFixture

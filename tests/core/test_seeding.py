@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from unigen_ds.core.seeding import derive_seed, generator, rng_state, seed_everything, set_rng_state
+from unigen_ds.system.seeding import derive_seed, generator, rng_state, seed_everything, set_rng_state
 
 
 def draw() -> tuple[float, float, float, float]:

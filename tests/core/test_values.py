@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import pytest
 
-from unigen_ds.core.registry import CURVES, component_problems
-from unigen_ds.core.values import argument_hints, described, fits
+from unigen_ds.config.registry import CURVES, component_problems
+from unigen_ds.config.values import argument_hints, described, fits
 from unigen_ds.schedule import Curve
 from unigen_ds.schedule.curves import NotNegative
 

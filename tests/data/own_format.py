@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from unigen_ds.core.registry import SOURCES
+from unigen_ds.config.registry import SOURCES
 from unigen_ds.data.sources.base import Arrays, RecordSource, Row
 
 

@@ -10,12 +10,12 @@ import numpy as np
 from PIL import Image
 
 from tests.golden_files import BAGEL_META
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.order import GlobalOrder
-from unigen_ds.data.overflow import Fitted, Overflow
-from unigen_ds.data.packing import BestFitPacking
-from unigen_ds.data.stream import SequenceStream
-from unigen_ds.data.transforms import ImageTransform
+from unigen_ds.data.batches.stream import SequenceStream
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.datasets.overflow import Fitted, Overflow
+from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.data.order.order import GlobalOrder
+from unigen_ds.data.order.packing import BestFitPacking
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 
 _SPECIAL = BAGEL_META["special_ids"]

@@ -14,13 +14,13 @@ from tests.data import adapted
 from tests.data.support import make_processor
 from tests.processes import ROOT, ranks
 from tests.tiny import tiny_config
-from unigen_ds.core.config import plain_values
+from unigen_ds.config.overrides import plain_values
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.data.adapter import DatasetAdapter
-from unigen_ds.data.collate import collate
-from unigen_ds.data.order import Draw
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.datasets.adapter import DatasetAdapter
+from unigen_ds.data.order.order import Draw
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 
 def config(folder: Path, kind: str, *, more: Any = None, resume: Any = False, **arguments: Any) -> Any:

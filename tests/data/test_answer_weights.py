@@ -10,9 +10,9 @@ import pytest
 from tests.data.chat_support import CONFIG, character_tokenizer
 from tests.text_run import text_config, trained
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.records import parse_record
-from unigen_ds.data.samples import IGNORED
-from unigen_ds.data.tokenizers import ChatTokenizer, ModelTokenizer
+from unigen_ds.data.records.records import parse_record
+from unigen_ds.data.samples.sample import IGNORED
+from unigen_ds.data.text.tokenizers import ChatTokenizer, ModelTokenizer
 from unigen_ds.evaluation.generation import own_prompt
 from unigen_ds.families.auto.processor import ModelProcessor
 from unigen_ds.families.nanovlm.processor import VLMProcessor

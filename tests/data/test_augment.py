@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from unigen_ds.config.registry import TRANSFORMS, build
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import TRANSFORMS, build
-from unigen_ds.core.seeding import generator
-from unigen_ds.data.augment import RandomShift
+from unigen_ds.data.images.augment import RandomShift
+from unigen_ds.system.seeding import generator
 
 
 def test_shift_moves_whole_pixels_within_the_bound_and_repeats_the_border():

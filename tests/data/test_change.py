@@ -15,13 +15,13 @@ import torch
 from tests.data.support import ByteTokenizer, make_processor, make_stream, mixed_records, write_jsonl
 from unigen_ds.core.errors import ConfigError, DataError, ResumeBlocked
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data.adapter import DatasetAdapter
-from unigen_ds.data.array_cache import fingerprint
-from unigen_ds.data.change import compare, continued
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.loader import UpdateLoader
-from unigen_ds.data.statistics import derive
-from unigen_ds.data.stream import Cursor, Phase, SequenceStream
+from unigen_ds.data.batches.change import compare, continued
+from unigen_ds.data.batches.loader import UpdateLoader
+from unigen_ds.data.batches.statistics import derive
+from unigen_ds.data.batches.stream import Cursor, Phase, SequenceStream
+from unigen_ds.data.cache.array_cache import fingerprint
+from unigen_ds.data.datasets.adapter import DatasetAdapter
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 
 WINDOWS = [None, 6]
 RECORDS = 40

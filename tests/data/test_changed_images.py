@@ -15,16 +15,16 @@ from PIL import Image
 
 from tests.data.support import image, make_processor, talk, text, write_jsonl
 from tests.tiny import tiny_config
+from unigen_ds.config.registry import TRANSFORMS, build
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import TRANSFORMS, build
-from unigen_ds.data.collate import collate
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.order import Draw
-from unigen_ds.data.records import parse_record
-from unigen_ds.data.transforms import CenterCrop, FixedSize
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.images.transforms import CenterCrop, FixedSize
+from unigen_ds.data.order.order import Draw
+from unigen_ds.data.records.records import parse_record
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 CHANGES: list[dict[str, Any]] = [
     {"type": "RandomFlip"},

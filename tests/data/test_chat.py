@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.chat_support import CONFIG, META, NANOVLM, character_tokenizer, golden_text
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.chat import chat_ids, next_token_labels
+from unigen_ds.data.text.chat import chat_ids, next_token_labels
 
 SPLIT = json.loads((NANOVLM / "image_split.json").read_text(encoding="utf-8"))
 

@@ -15,13 +15,13 @@ import torch
 from PIL import Image
 
 from tests.data.support import make_processor, mixed_dataset, picture
+from unigen_ds.config.registry import DATASETS, PACKERS, TRANSFORMS, build
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import DATASETS, PACKERS, TRANSFORMS, build
-from unigen_ds.data.adapter import DatasetAdapter
-from unigen_ds.data.collate import collate
-from unigen_ds.data.datasets import UnifiedGenerationDataset, dataset_weights, source_names
-from unigen_ds.data.order import Draw
-from unigen_ds.data.transforms import ImageTransform
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.datasets.adapter import DatasetAdapter
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset, dataset_weights, source_names
+from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.data.order.order import Draw
 from unigen_ds.examples.digits.dataset import DigitsDataset, write_digits
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 

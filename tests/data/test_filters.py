@@ -16,17 +16,16 @@ from tests.data.support import make_processor, write_jsonl
 from tests.processes import ROOT, run
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
-from unigen_ds.core.config import plain_values
+from unigen_ds.config.overrides import plain_values
+from unigen_ds.config.registry import FILTERS
 from unigen_ds.core.errors import ConfigError, DataError, ResumeBlocked
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import FILTERS
-from unigen_ds.data import filtered as filtered_module
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.filtered import filtered, filters_of
-from unigen_ds.data.filters import CheckedRecord, FunctionFilter, RecordFilter
-from unigen_ds.data.held_out import record_number, whole_of
-from unigen_ds.data.used import used
+from unigen_ds.data.datasets import filtered as filtered_module
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.datasets.filtered import filtered, filters_of, used
+from unigen_ds.data.datasets.filters import CheckedRecord, FunctionFilter, RecordFilter
+from unigen_ds.data.datasets.held_out import record_number, whole_of
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 SIZES = {"small.png": (8, 8), "wide.png": (32, 8), "large.png": (48, 40)}
 LIMITS: list[dict[str, Any]] = [

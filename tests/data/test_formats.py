@@ -11,10 +11,10 @@ import pytest
 
 from tests.data.support import image, talk, text
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.records import parse_record
+from unigen_ds.data.records.records import parse_record
+from unigen_ds.data.records.turn import Turn
 from unigen_ds.data.sources import json_lines
 from unigen_ds.data.sources.json_lines import Place, read_record, scan
-from unigen_ds.data.turn import Turn
 
 RECORDS: list[Any] = [
     talk(text("user", 'brackets ]}[{ "quoted", commas, \\ and \n lines'), text("assistant", "größer 大 🙂")),

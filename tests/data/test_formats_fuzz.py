@@ -12,8 +12,8 @@ import pytest
 from tests.data.support import make_processor
 from tests.robustness.cases import nodes, replaced
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.planning import learnt
-from unigen_ds.data.records import Layout
+from unigen_ds.data.index.planning import learnt
+from unigen_ds.data.records.records import Layout
 from unigen_ds.data.sources.json_lines import Place, load_record, scan
 
 GOOD: list[dict[str, Any]] = [

@@ -16,12 +16,12 @@ from PIL import Image
 
 from tests.data.chat_support import character_tokenizer
 from tests.data.support import make_processor, write_jsonl
-from unigen_ds.data import image_files
-from unigen_ds.data.collate import collate
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.image_files import FORMATS, image_header, open_image
-from unigen_ds.data.order import Draw
-from unigen_ds.data.tokenizers import ChatTokenizer
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.images import image_files
+from unigen_ds.data.images.image_files import FORMATS, image_header, open_image
+from unigen_ds.data.order.order import Draw
+from unigen_ds.data.text.tokenizers import ChatTokenizer
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 
 RNG = np.random.default_rng(3)

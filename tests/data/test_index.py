@@ -26,12 +26,12 @@ from tests.data.support import (
     write_jsonl,
 )
 from unigen_ds.core.errors import DataError, TrainingError
-from unigen_ds.data import index as index_module
-from unigen_ds.data import planning
-from unigen_ds.data.array_cache import FOLDER, cached
-from unigen_ds.data.index import Index
-from unigen_ds.data.tokenizers import WordTokenizer
-from unigen_ds.data.workers import Workers
+from unigen_ds.data.cache.array_cache import FOLDER, cached
+from unigen_ds.data.index import index as index_module
+from unigen_ds.data.index import planning
+from unigen_ds.data.index.index import Index
+from unigen_ds.data.text.tokenizers import WordTokenizer
+from unigen_ds.system.workers import Workers
 
 OTHER = type("Other", (ByteTokenizer,), {"fingerprint": "other"})
 
@@ -201,7 +201,7 @@ def test_texts_are_tokenized_together(tmp_path: Path, monkeypatch: pytest.Monkey
     calls: list[int] = []
     together = WordTokenizer.encode_texts
     monkeypatch.setattr(WordTokenizer, "encode_texts", lambda self, t: calls.append(len(t)) or together(self, t))
-    monkeypatch.setattr("unigen_ds.data.index.Index.read", lambda *_: pytest.fail("opened for one record"))
+    monkeypatch.setattr("unigen_ds.data.index.index.Index.read", lambda *_: pytest.fail("opened for one record"))
     counts = Index.build(path, make_processor(tokenizer=words)).counts
     assert calls == [512, 512, 176]
     monkeypatch.undo()
@@ -262,7 +262,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path, monkeypa
     monkeypatch.setattr(planning, "_CHUNK", 50)
     path = write_jsonl(tmp_path / "t.jsonl", [{"text": "x"}] * 400)
     planned_by(monkeypatch, tmp_path, lambda: time.sleep(60))
-    monkeypatch.setattr("unigen_ds.data.workers._PARENT_CHECK_S", 0.1)
+    monkeypatch.setattr("unigen_ds.system.workers._PARENT_CHECK_S", 0.1)
     starter = os.fork()
     if not starter:
         try:

@@ -21,12 +21,11 @@ from tests.data.support import image, make_processor, make_stream, mixed_dataset
 from tests.data.test_collate import same
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data import packet
-from unigen_ds.data.collate import collate
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.loader import MicroBatch, UpdateLoader
-from unigen_ds.data.packet import Packet
-from unigen_ds.data.stream import Cursor
+from unigen_ds.data.batches import loader as packet
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import MicroBatch, Packet, UpdateLoader
+from unigen_ds.data.batches.stream import Cursor
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 
 
 @pytest.fixture(scope="module")

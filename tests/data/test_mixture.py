@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unigen_ds.data import mixture
-from unigen_ds.data.mixture import MAX_PERIOD, Mixture, exact
-from unigen_ds.data.order import Draw, GlobalOrder
+from unigen_ds.data.order import mixture
+from unigen_ds.data.order.mixture import MAX_PERIOD, Mixture, exact
+from unigen_ds.data.order.order import Draw, GlobalOrder
 
 KINDS = {
     "decimals": lambda draw: round(draw.uniform(0.01, 3), 2),

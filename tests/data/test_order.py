@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.order import Draw, GlobalOrder, permute, permute_many, shares
+from unigen_ds.data.order.order import Draw, GlobalOrder, permute, permute_many, shares
 
 
 @pytest.mark.parametrize("size", [*range(1, 40), 63, 64, 65, 255, 256, 257, 1000, 4097])

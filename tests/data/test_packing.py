@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.golden_files import NANOVLM, read_json
+from unigen_ds.config.registry import PACKERS, build
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import PACKERS, build
-from unigen_ds.data.array_cache import fingerprint
-from unigen_ds.data.packing import BestFitPacking
+from unigen_ds.data.cache.array_cache import fingerprint
+from unigen_ds.data.order.packing import BestFitPacking
 
 STORED = read_json(NANOVLM / "packing.json")
 SEQ_LENGTH, MAX_IMAGES = (STORED["settings"][key] for key in ("seq_length", "max_images_per_knapsack"))

@@ -24,14 +24,14 @@ from tests.text_run import text_config
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
 from unigen_ds.checkpoint.base_files import read_base
-from unigen_ds.core.config import plain_values
+from unigen_ds.config.overrides import plain_values
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.pipes import READER_GONE, ends_quietly
-from unigen_ds.data.image_files import image_header
+from unigen_ds.data.images.image_files import image_header
 from unigen_ds.families.bagel.published import read_pretrained
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.runner import Runner
-from unigen_ds.runner.family_settings import family_problems
+from unigen_ds.runner.settings.family_settings import family_problems
+from unigen_ds.system.pipes import READER_GONE, ends_quietly
 
 
 def jsonl(path: Path, *records: Any) -> str:

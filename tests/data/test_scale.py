@@ -36,24 +36,25 @@ from tests.processes import popen
 from tests.text_run import text_config, trained, words
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data import array_cache, overflow
-from unigen_ds.data import index as index_module
-from unigen_ds.data.array_cache import FOLDER, ArrayFile, cached, filled
-from unigen_ds.data.augment import RandomFlip
-from unigen_ds.data.collate import collate
-from unigen_ds.data.counts import COLUMNS
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.filtered import filtered
-from unigen_ds.data.filters import CheckedRecord
-from unigen_ds.data.held_out import Division, divided
-from unigen_ds.data.index import Index
-from unigen_ds.data.loader import UpdateLoader
-from unigen_ds.data.order import Draw, GlobalOrder
-from unigen_ds.data.overflow import Fitted, Overflow
-from unigen_ds.data.packing import BestFitPacking
-from unigen_ds.data.stream import Cursor, SequenceStream
-from unigen_ds.data.tokenizers import ChatTokenizer
-from unigen_ds.data.transforms import ImageTransform, normalised
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import UpdateLoader
+from unigen_ds.data.batches.stream import Cursor, SequenceStream
+from unigen_ds.data.cache import array_cache
+from unigen_ds.data.cache.array_cache import FOLDER, ArrayFile, cached, filled
+from unigen_ds.data.datasets import overflow
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.datasets.filtered import filtered
+from unigen_ds.data.datasets.filters import CheckedRecord
+from unigen_ds.data.datasets.held_out import Division, divided
+from unigen_ds.data.datasets.overflow import Fitted, Overflow
+from unigen_ds.data.images.augment import RandomFlip
+from unigen_ds.data.images.transforms import ImageTransform, normalised
+from unigen_ds.data.index import index as index_module
+from unigen_ds.data.index.index import Index
+from unigen_ds.data.order.order import Draw, GlobalOrder
+from unigen_ds.data.order.packing import BestFitPacking
+from unigen_ds.data.samples.counts import COLUMNS
+from unigen_ds.data.text.tokenizers import ChatTokenizer
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,7 +142,7 @@ def test_shares_of_many_records_are_mapped(tmp_path: Path, monkeypatch: pytest.M
     data = mixed_dataset(tmp_path, 40)
     found = []
     for least in (1 << 20, 1):
-        monkeypatch.setattr("unigen_ds.data.counts.SHARED_FROM", least)
+        monkeypatch.setattr("unigen_ds.data.samples.counts.SHARED_FROM", least)
         train, _ = divided([data], Division(0.3, 1))
         found.append(train[0].counts())
     assert is_mapped(found[1].tokens) and not is_mapped(found[0].tokens)
@@ -157,7 +158,7 @@ def test_what_filters_keep_of_many_records_is_mapped(tmp_path: Path, monkeypatch
     given = [{"type": "FunctionFilter", "function": f"{__name__}.without_captions"}]
     found = []
     for least in (1 << 20, 1):
-        monkeypatch.setattr("unigen_ds.data.counts.SHARED_FROM", least)
+        monkeypatch.setattr("unigen_ds.data.samples.counts.SHARED_FROM", least)
         kept = filtered(mixed_dataset(tmp_path, 40, filters=given))
         train, _ = divided([kept], Division(0.3, 1))
         assert len(kept) == 30 and kept.lengths()[0] is kept.counts().tokens
@@ -288,7 +289,7 @@ import sys, time
 sys.path.insert(0, {root!r})
 from tests.data.support import ByteTokenizer, make_processor
 from unigen_ds.data import planning, token_cache
-from unigen_ds.data.datasets import UnifiedGenerationDataset
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 planning._CHUNK = 4
 slow, which = float(sys.argv[2]), sys.argv[3]
 for kind in (planning.Plan, token_cache._TokenPlan):
@@ -368,7 +369,7 @@ def test_a_transform_of_a_users_own_is_called(tmp_path: Path) -> None:
 
 
 def test_large_batches_of_workers_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unigen_ds.data.packet._BY_VALUE", 64)
+    monkeypatch.setattr("unigen_ds.data.batches.loader._BY_VALUE", 64)
     data = mixed_dataset(tmp_path, 16)
     stream = make_stream([data], window=None)
 

@@ -17,14 +17,14 @@ import pytest
 from docs.samples import make
 from tests.data.own_format import WordsSource
 from tests.data.support import make_processor, picture, write_jsonl
+from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import SOURCES
-from unigen_ds.data.datasets import UnifiedGenerationDataset
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.images.stored_image import StoredImage
 from unigen_ds.data.sources import unpacked
 from unigen_ds.data.sources.base import Row
 from unigen_ds.data.sources.find import default_name, open_source
 from unigen_ds.data.sources.unpacked import unpacked_file
-from unigen_ds.data.stored_image import StoredImage
 
 TEXTS = [{"text": f"document {i} of some words"} for i in range(7)]
 

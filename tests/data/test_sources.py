@@ -19,11 +19,11 @@ from tests.processes import ROOT, ranks
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
 from tools.train import main as run_tool
-from unigen_ds.core.config import plain_values
+from unigen_ds.config.overrides import plain_values
 from unigen_ds.core.errors import DataError, ResumeBlocked
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.data import planning
+from unigen_ds.data.index import planning
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 SAMPLES = Path(__file__).resolve().parents[2] / "docs" / "samples"
 LONG = {"train_dataloader__seq_length": 160}

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from tests.data.chat_support import character_tokenizer
 from tests.data.support import image, picture, talk, text
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.records import parse_record
-from unigen_ds.data.splits import TokenSplit
-from unigen_ds.data.tokenizers import ChatTokenizer, PretrainedTokenizer, WordTokenizer
+from unigen_ds.data.records.records import parse_record
+from unigen_ds.data.samples.splits import TokenSplit
+from unigen_ds.data.text.tokenizers import ChatTokenizer, PretrainedTokenizer, WordTokenizer
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 
 TEMPLATE = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.support import make_stream, mixed_dataset
-from unigen_ds.data.statistics import derive, describe
+from unigen_ds.data.batches.statistics import derive, describe
 
 
 def test_describe(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from tests.data.support import make_processor, make_stream, mixed_dataset
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.data import stream as stream_module
-from unigen_ds.data.stream import Cursor, SequenceStream
-from unigen_ds.data.transforms import ImageTransform
+from unigen_ds.data.batches import stream as stream_module
+from unigen_ds.data.batches.stream import Cursor, SequenceStream
+from unigen_ds.data.images.transforms import ImageTransform
 
 
 @pytest.fixture(scope="module")

@@ -28,20 +28,20 @@ from tests.shard_server import RESET_S, Served, serving
 from tests.text_run import KeepBatches, text_config, trained, words
 from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError, ResumeBlocked
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import SOURCES
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.order import GlobalOrder
-from unigen_ds.data.overflow import Overflow
-from unigen_ds.data.packing import BestFitPacking
-from unigen_ds.data.shard_order import ShardWalk
-from unigen_ds.data.sources import spool, transfer
-from unigen_ds.data.sources.iterated import IterableShards, write_records
-from unigen_ds.data.stream import Cursor, SequenceStream
-from unigen_ds.data.streamed import SPAN
-from unigen_ds.data.streamed_units import fitted
+from unigen_ds.data.batches.stream import Cursor, SequenceStream
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.datasets.overflow import Overflow
+from unigen_ds.data.datasets.shard_order import ShardWalk
+from unigen_ds.data.datasets.streamed import SPAN
+from unigen_ds.data.datasets.streamed_units import fitted
+from unigen_ds.data.order.order import GlobalOrder
+from unigen_ds.data.order.packing import BestFitPacking
+from unigen_ds.data.sources.shards import spool, transfer
+from unigen_ds.data.sources.shards.iterated import IterableShards, write_records
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 SIZES = (13, 4, 9, 1, 22, 7, 11)
 """Records of each shard."""

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from tests.golden_files import NANOVLM, atol, read_json
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.image_files import open_image
-from unigen_ds.data.tiles import TILE_TOKENS, Tiling, image_string, num_tiles
+from unigen_ds.data.images.image_files import open_image
+from unigen_ds.data.images.tiles import TILE_TOKENS, Tiling, image_string, num_tiles
 
 SPLIT = read_json(NANOVLM / "image_split.json")
 ATOL = atol("nanovlm/image_split tiles")

@@ -15,10 +15,10 @@ import pytest
 from tests.data.support import make_processor, picture, write_jsonl
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
-from unigen_ds.core.config import plain_values
+from unigen_ds.config.overrides import plain_values
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.unused import WEIGHT, unused_of
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.records.unused import WEIGHT, unused_of
 from unigen_ds.runner import Runner, train_config
 
 TALK = [{"from": "human", "value": "this is"}, {"from": "gpt", "value": "two"}]

@@ -12,16 +12,15 @@ from tests.data.chat_support import CONFIG, META, character_tokenizer
 from tests.data.support import image, picture, talk, text, write_jsonl
 from unigen_ds.core.batch import CAUSAL
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.collate import collate
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.image_files import open_image
-from unigen_ds.data.order import Draw
-from unigen_ds.data.records import parse_record
-from unigen_ds.data.tiles import GLOBAL_TOKEN, tile_token
-from unigen_ds.data.tokenizers import ChatTokenizer
-from unigen_ds.data.transforms import patchify
-from unigen_ds.families.nanovlm.processor import VLMProcessor
-from unigen_ds.families.nanovlm.splits import TiledSplit
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.images.image_files import open_image
+from unigen_ds.data.images.tiles import GLOBAL_TOKEN, tile_token
+from unigen_ds.data.images.transforms import patchify
+from unigen_ds.data.order.order import Draw
+from unigen_ds.data.records.records import parse_record
+from unigen_ds.data.text.tokenizers import ChatTokenizer
+from unigen_ds.families.nanovlm.processor import TiledSplit, VLMProcessor
 
 TILE, PATCH, FACTOR = 16, 4, 2
 PER_TILE = (TILE // PATCH // FACTOR) ** 2

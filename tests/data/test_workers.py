@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from unigen_ds.core.errors import TrainingError
-from unigen_ds.data.workers import Workers
+from unigen_ds.system.workers import Workers
 
 LARGE = 1 << 20
 """Bytes of a result: more than a pipe holds, so that most kills are in the middle of a message."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings.tree import load_config
 
 UPDATES, MATRIX_UPDATES = 14, 20
 """Of ``make test``, one more than an epoch has; and of the whole matrix."""

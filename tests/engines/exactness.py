@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.engines import users  # noqa: F401 - registers the hooks that configs name
 from tests.engines.launch import Outcome
 from tools.inspect_data import build_inspected, newest_manifest
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings.tree import load_config
 
 Consumed = dict[int, dict[tuple[int, int], list[str]]]
 """Update -> (micro-batch, rank) -> ids of its samples."""

@@ -26,8 +26,8 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.layouts import open_reader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.shards import EMA, ShardReader
+from unigen_ds.system.journals import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 Tensors = dict[tuple[str, str], Tensor]

@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.data.support import picture, write_jsonl
 from tests.engines.cases import OWN_RECORDS
-from unigen_ds.data.filters import CheckedRecord
+from unigen_ds.data.datasets.filters import CheckedRecord
 
 NUM_ROWS, NUM_PICTURES, NUM_DOCUMENTS, NUM_USED = 64, 48, 96, 80
 """Records of each file; ``NUM_USED``: of the documents, ``num_used_data``."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unigen_ds.core.registry import HOOKS, OPTIMIZERS
+from unigen_ds.config.registry import HOOKS, OPTIMIZERS
 from unigen_ds.hooks.base import Hook, Run
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from tests.engines.cases import FAILS_AT
-from unigen_ds.core import dist
-from unigen_ds.core.registry import DATASETS, HOOKS, METRICS, build
+from unigen_ds.config.registry import DATASETS, HOOKS, METRICS, build
 from unigen_ds.evaluation.generation import Records, answers
 from unigen_ds.evaluation.metrics.short_answers import ExactMatch
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.preview import PreviewHook
+from unigen_ds.hooks.evaluate.preview import PreviewHook
+from unigen_ds.system import dist
 
 
 @HOOKS.register_module()

@@ -11,7 +11,7 @@ from tests.engines.launch import want
 from tools.evaluate import main
 from unigen_ds.checkpoint.best_record import HINT, best_of
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core.metrics import read_lines
+from unigen_ds.system.journals import read_lines
 
 runs = want("best")
 pytestmark = pytest.mark.timeout(3600)

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.engines import cases
 from tests.engines.launch import metric_deviation, want, weight_deviation
 from tools.export import main as export
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.splits import TextSplit
-from unigen_ds.runner.trained import open_model
+from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.samples.splits import TextSplit
+from unigen_ds.runner.open.trained import open_model
+from unigen_ds.system.journals import read_lines
 
 runs = want("decoder")
 pytestmark = pytest.mark.timeout(3600)

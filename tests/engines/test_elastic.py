@@ -15,8 +15,8 @@ from tests.engines.launch import Outcome, Tensors, metric_deviation, tensors, un
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.loss_scale import LossScale
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.shards import LOSS_SCALE
+from unigen_ds.system.journals import read_lines
 
 runs = want("elastic", "chain")
 pytestmark = pytest.mark.timeout(3600)

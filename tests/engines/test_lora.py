@@ -10,9 +10,9 @@ import torch
 from tests.engines import lora_cases
 from tests.engines.launch import metric_deviation, tensors, unequal, want, weight_deviation
 from tools.export import main as export
-from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.turn import Turn
-from unigen_ds.runner.trained import open_model
+from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.records.turn import Turn
+from unigen_ds.runner.open.trained import open_model
 
 pytest.importorskip("peft")
 runs = want("lora")

@@ -8,7 +8,7 @@ from tests.engines import cases
 from tests.engines.formula import expected
 from tests.engines.launch import want
 from tests.tiny import tiny_config
-from unigen_ds.planning.planned import plan_memory
+from unigen_ds.checks.memory.planned import plan_memory
 
 runs = want("memory")
 pytestmark = pytest.mark.timeout(3600)
@@ -78,7 +78,8 @@ def test_hybrid_shard_holds_one_part_in_num_shard():
 
 @pytest.mark.parametrize("engine", ["zero2"])
 def test_a_plan_is_what_is_counted(engine, tmp_path):
-    """``planning/`` on the same config: the highest sum of tensor bytes of any rank, and what is held between updates.
+    """``checks/memory/`` on the same config: the highest sum of tensor bytes of any rank, and what is held between
+    updates.
 
     ZeRO-2's last rank begins to keep gradients while the activations of all layers are there, so it is planned, too.
     Every engine and three models: ``benchmarks/plan_memory.py``.

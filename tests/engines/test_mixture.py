@@ -16,7 +16,7 @@ from tests.engines.launch import Outcome, metric_deviation, want
 from tests.engines.mixture_data import NUM_DOCUMENTS, NUM_USED, removed, units
 from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core.metrics import read_lines
+from unigen_ds.system.journals import read_lines
 
 runs = want("mixture")
 pytestmark = pytest.mark.timeout(3600)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engines.launch import want
 from unigen_ds.checkpoint import store
-from unigen_ds.core.metrics import read_lines
+from unigen_ds.system.journals import read_lines
 
 runs = want("mmengine_hooks")
 pytestmark = pytest.mark.timeout(3600)

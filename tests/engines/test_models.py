@@ -19,7 +19,7 @@ from tests.engines.groups import GROUPS
 from tests.engines.launch import has_zero_gradient, metric_deviation, unequal, want, weight_deviation
 from tests.families.tiny_transformers import IMAGE
 from tools.zero_to_fp32 import main as merge
-from unigen_ds.core.metrics import read_lines
+from unigen_ds.system.journals import read_lines
 
 runs = want("models", "auto", "models_bf16", "parts", "models_recompute", "models_compiled")
 pytestmark = pytest.mark.timeout(3600)

@@ -17,7 +17,7 @@ from tests.engines import cases, model_cases
 from tests.engines.cases import FAILS_AT, PREVIEWS, RESUME_UPDATES
 from tests.engines.launch import want
 from unigen_ds.families.bagel.flow_settings import flow_for
-from unigen_ds.runner.trained import open_inferencer
+from unigen_ds.runner.open.trained import open_inferencer
 
 runs = want("resume", "models", "decoder")
 pytestmark = pytest.mark.timeout(3600)

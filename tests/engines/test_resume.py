@@ -13,7 +13,7 @@ from tests.engines import cases, model_cases
 from tests.engines.groups import GROUPS
 from tests.engines.launch import METRICS, tensors, unequal, want
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core.metrics import parse_lines
+from unigen_ds.system.journals import parse_lines
 
 runs = want("resume", "odd", "killed")
 pytestmark = pytest.mark.timeout(3600)

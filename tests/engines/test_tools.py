@@ -12,7 +12,7 @@ from tests.engines.launch import Outcome, want
 from tools.export import main as export
 from tools.generate import main as generate
 from unigen_ds.core.shards import EMA, MASTER
-from unigen_ds.runner.trained import open_model
+from unigen_ds.runner.open.trained import open_model
 
 runs = want("equivalence", "models")
 pytestmark = pytest.mark.timeout(3600)

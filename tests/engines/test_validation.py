@@ -14,8 +14,8 @@ from tests.engines.feature_cases import (
     metric_interval,
 )
 from tests.engines.launch import METRICS, Outcome, relative, unequal, want
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.evaluation.provenance import read_results
+from unigen_ds.system.journals import read_lines
 
 runs = want("evaluated")
 pytestmark = pytest.mark.timeout(3600)

@@ -22,17 +22,17 @@ from torch.nn import functional as F
 from tests import full_disk
 from tests.engines.cases import OWN_RECORDS, PRIME_RECORDS
 from unigen_ds.checkpoint import saver, store
-from unigen_ds.core import dist
+from unigen_ds.checks.memory.counted import CountedBytes
+from unigen_ds.config.registry import FAMILIES, HOOKS, MODELS
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, SaveError
-from unigen_ds.core.outputs import write_output
-from unigen_ds.core.registry import FAMILIES, HOOKS, MODELS
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.models.flux_vae import FluxAutoencoder
-from unigen_ds.planning.counted import CountedBytes
+from unigen_ds.system import dist
+from unigen_ds.system.outputs import write_output
 
 NUM_RECORDS = 104
 """13 updates of 8 sequences an epoch, so a run of 20 crosses into the second."""
@@ -309,7 +309,7 @@ class FullDiskHook(Hook):
 
 @HOOKS.register_module()
 class InspectHook(Hook):
-    """Writes which of the private names of DeepSpeed that ``backends/deepspeed.py`` uses are really there."""
+    """Writes which of the private names of DeepSpeed that ``backends/deepspeed/deepspeed.py`` uses are really there."""
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         backend: Any = run.backend

@@ -91,7 +91,7 @@ class Pool:
         return job if job and (not busy or busy + job["phases"][0]["world"] <= PROCESSES) else None
 
     def _start(self, job: dict[str, Any], number: int) -> None:
-        from unigen_ds.core.dist import free_port
+        from unigen_ds.system.dist import free_port
 
         running = Running(job, number)
         if number == 0 and running.phase["disk_mib"]:
@@ -209,8 +209,8 @@ def _train(phase: dict[str, Any], work_dir: Path, out: Path, *, resume: str | No
     if phase["config_file"]:
         return _train_file(phase, work_dir, out)
     from tests.tiny import tiny_config
-    from unigen_ds.core import dist
     from unigen_ds.runner import Runner
+    from unigen_ds.system import dist
 
     data = {"type": "UnifiedGenerationDataset", "data_path": str(out / "data" / phase["data"])}
     given = json.loads(json.dumps(phase["config"]).replace("{data}", str(out / "data")))

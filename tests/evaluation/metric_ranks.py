@@ -15,12 +15,12 @@ import torch
 import torch.distributed as td
 
 from tests.evaluation.tiny_models import WORDS, Convolution, noise
-from unigen_ds.core import dist
 from unigen_ds.evaluation.metrics import Metric, evaluated, gathered
 from unigen_ds.evaluation.metrics.clip_score import CLIPScore, MultimodalConsistency
 from unigen_ds.evaluation.metrics.fid import FID, KID
 from unigen_ds.evaluation.metrics.short_answers import ExactMatch, VQAAccuracy
 from unigen_ds.evaluation.metrics.text import BLEU, ROUGE, BERTScore, Perplexity
+from unigen_ds.system import dist
 
 NUMBER = 23
 SHARES = {4: ((0,), (1, 2, 3), (), (4, 5, 6)), 2: ((0, 1, 2, 3, 4), (5, 6)), 1: (tuple(range(7)),)}

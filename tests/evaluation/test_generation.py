@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from unigen_ds.core import dist
-from unigen_ds.data.samples import Sample
-from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
+from unigen_ds.data.samples.sample import Sample
+from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.evaluation.generation import NO_ANSWER, TOO_LONG, UNREADABLE, Records, ask, question_of
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
 from unigen_ds.inference.together import AnotherRankFailed, TrainedModel
+from unigen_ds.system import dist
 
 ASKED, REPLY, LATER = TextSplit((5, 6), loss=False), TextSplit((7,), loss=True), TextSplit((8, 9), loss=True)
 SEEN, DRAWN = ImageSplit("a.png", "vit", (1, 1)), ImageSplit("b.png", "noise", (2, 3))

@@ -10,8 +10,8 @@ import pytest
 
 from tests import processes
 from tests.evaluation import tiny_models
-from unigen_ds.core.dist import free_port
 from unigen_ds.evaluation.provenance import REQUIRED
+from unigen_ds.system.dist import free_port
 
 NAMES = {
     "bleu", "rouge1", "rouge2", "rougeL", "rougeLsum", "bertscore_precision", "bertscore_recall",

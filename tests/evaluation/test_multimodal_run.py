@@ -15,12 +15,12 @@ from tests.evaluation import tiny_models
 from tests.text_run import text_config, words
 from tests.tiny import tiny_config
 from tools.evaluate import main
+from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import METRICS
 from unigen_ds.evaluation.metrics import Metric
 from unigen_ds.runner import Runner
-from unigen_ds.runner.trained import open_inferencer
+from unigen_ds.runner.open.trained import open_inferencer
+from unigen_ds.system.journals import read_lines
 
 FLOW = {"num_timesteps": 2}
 GENERATION = {"max_new_tokens": 3, "flow": FLOW}

@@ -24,10 +24,10 @@ from tools.plot_run import main as plot
 from tools.report import main
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.provenance import REQUIRED, Result, write_results
-from unigen_ds.evaluation.report.charts import MOST_POINTS, reduced, smoothed
-from unigen_ds.evaluation.report.goodput import PARTS, idle_before, spent_by_start
-from unigen_ds.evaluation.report.reading import masked, read_work_dir, run_names
-from unigen_ds.evaluation.report.results import flat
+from unigen_ds.report.charts import MOST_POINTS, reduced, smoothed
+from unigen_ds.report.goodput import PARTS, idle_before, spent_by_start
+from unigen_ds.report.reading import masked, read_work_dir, run_names
+from unigen_ds.report.results import flat
 from unigen_ds.runner import Runner
 
 SAVES = {"default_hooks__checkpoint__interval": 3, "default_hooks__checkpoint__by_epoch": False}
@@ -158,7 +158,7 @@ hooks = [dict(type="EvaluateHook", interval=1, unit="update", max_batches=1)]
 config = tiny_config(Path(sys.argv[1]), Path(sys.argv[2]), custom_hooks=hooks)
 config["val_dataloader"] = {key: config["train_dataloader"][key] for key in ("batch_size", "seq_length", "dataset")}
 Runner.from_cfg(config, max_updates=1).train()
-sys.exit(", ".join(name for name in sys.modules if name.startswith("unigen_ds.evaluation.report")) or None)
+sys.exit(", ".join(name for name in sys.modules if name.startswith("unigen_ds.report")) or None)
 """
 
 

@@ -17,8 +17,8 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from tests.evaluation import tiny_models
 from tests.needs import JAVA
+from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import METRICS
 from unigen_ds.evaluation.metrics import Metric, build_metrics, gathered
 from unigen_ds.evaluation.metrics.short_answers import ExactMatch, VQAAccuracy, normalized, vqa_accuracy
 from unigen_ds.evaluation.metrics.text import BLEU, METEOR, ROUGE, BERTScore, Perplexity

@@ -26,7 +26,7 @@ from unigen_ds.families.bagel.sampler import draw
 from unigen_ds.families.base import family_of
 from unigen_ds.inference.generated import to_picture
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings.tree import load_config
 
 TINY: dict[str, Any] = {
     "model.llm.hidden_size": 32,

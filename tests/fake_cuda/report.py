@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from tests.fake_cuda.device import replaced
 from tests.fake_cuda.recorder import Recorder
 from unigen_ds.checkpoint import saver
-from unigen_ds.hooks.ema import ema_of
-from unigen_ds.runner.runner import Runner
+from unigen_ds.hooks.evaluate.ema import ema_of
+from unigen_ds.runner.loop.runner import Runner
 
 
 def described(tensor: Tensor) -> str:

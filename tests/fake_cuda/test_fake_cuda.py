@@ -28,18 +28,18 @@ Reports = Callable[[str], Report]
 
 READ_NORM = "value read"
 LOG = {
-    ("value read", "hooks/logger.py:<listcomp>"), ("value read", "hooks/logger.py:_read_norms"),
-    ("value read", "hooks/by_source.py:<listcomp>"),
+    ("value read", "hooks/log/logger.py:<listcomp>"), ("value read", "hooks/log/logger.py:_read_norms"),
+    ("value read", "hooks/log/by_source.py:<listcomp>"),
 }  # fmt: skip
 """At a log line: the loss terms, those of each source, and the gradient norm."""
-EPOCH = {("value read", "hooks/epoch.py:<genexpr>")}
+EPOCH = {("value read", "hooks/log/epoch.py:<genexpr>")}
 """At the end of an epoch: the sums of its losses."""
-FIRST = {("value read", "hooks/first_update.py:<listcomp>")}
+FIRST = {("value read", "hooks/guard/first_update.py:<listcomp>")}
 """After the first update from published weights: its losses."""
 SAVE = {
-    *EPOCH, ("value read", "runner/replay.py:losses"),
-    ("value read", "hooks/logger.py:_read_norms"),
-    ("cuda.get_rng_state", "core/seeding.py:rng_state"), ("cuda.set_rng_state", "core/seeding.py:_set_cuda_state"),
+    *EPOCH, ("value read", "runner/loop/replay.py:losses"),
+    ("value read", "hooks/log/logger.py:_read_norms"),
+    ("cuda.get_rng_state", "system/seeding.py:rng_state"), ("cuda.set_rng_state", "system/seeding.py:_set_cuda_state"),
 }  # fmt: skip
 """At a save: the losses of the last update at its new weights, which leave the generators as they are, the sums of the
 epoch so far, and the gradient norms since the last log line."""
@@ -126,8 +126,8 @@ def test_the_logger_reads_the_device_at_its_lines_only(reports: Reports, name: s
     report, case = reports(name), case_of(name)
     terms = 2 if case.model == "unified" else 1
     found = waits(report, f"update {2 if case.kind == 'resume' else 1}, hooks")
-    assert found["value read", "hooks/logger.py:<listcomp>"] == terms
-    by_source = found.get(("value read", "hooks/by_source.py:<listcomp>"), 0)
+    assert found["value read", "hooks/log/logger.py:<listcomp>"] == terms
+    by_source = found.get(("value read", "hooks/log/by_source.py:<listcomp>"), 0)
     assert by_source == (2 * terms if case.kind == "single" else 0), "the numbers of two sources, read together"
     assert all(line["grad_norm"] == 1.0 for line in report["lines"])  # what the recorder gives to who reads a value
     assert all((line["memory"], line["memory_reserved"]) == (3.0, 5.0) for line in report["lines"])

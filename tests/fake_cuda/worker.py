@@ -34,9 +34,9 @@ def run_case(case: Any, library: Path, out: Path) -> dict[str, Any]:
     """Train a case on the pretended device. Changes this process for good."""
     from tests.fake_cuda import cases, device, report
     from tests.fake_cuda.recorder import Recorder
-    from unigen_ds.core import dist
-    from unigen_ds.core.metrics import read_lines
     from unigen_ds.runner import Runner
+    from unigen_ds.system import dist
+    from unigen_ds.system.journals import read_lines
 
     if case.world > 1:
         os.environ.update(

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.families.own_family import Regression, Regressor
-from unigen_ds.core.files import new_directory
-from unigen_ds.core.registry import FAMILIES, MODELS
+from unigen_ds.config.registry import FAMILIES, MODELS
 from unigen_ds.families.base import PublishedFormat
 from unigen_ds.models.weights import Pretrained, stored_tensors
+from unigen_ds.system.files import new_directory
 
 NAMES = {"body.0": "inner", "body.1": "norm", "heads": "outer"}
 """Ours -> theirs."""

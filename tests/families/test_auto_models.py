@@ -21,17 +21,17 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from tests.data.support import picture
 from tests.families.tiny_transformers import write_images, write_language
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.samples import Sample
-from unigen_ds.data.tokenizers import ModelTokenizer
-from unigen_ds.data.turn import Turn
+from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.samples.sample import Sample
+from unigen_ds.data.text.tokenizers import ModelTokenizer
 from unigen_ds.families.auto import attention
 from unigen_ds.families.auto.family import CausalDirectory, ImagesDirectory
 from unigen_ds.families.auto.model import CausalLM, Rows, text_batch
 from unigen_ds.families.directories import published_format
 from unigen_ds.models.attention import SDPAPlan
-from unigen_ds.runner.build import build_model, build_processor
-from unigen_ds.runner.settings import ModelSettings
+from unigen_ds.runner.settings.tree import ModelSettings
+from unigen_ds.runner.start.build import build_model, build_processor
 
 LANGUAGE = ("qwen3", "mistral", "gemma2", "gemma3_text", "llama")
 IMAGES = ("llava", "qwen2_5_vl", "smolvlm", "gemma3")

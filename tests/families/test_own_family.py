@@ -15,13 +15,13 @@ from tests.families.own_family import PointBatch, Regression, Regressor
 from tools.export import main as export
 from tools.generate import main as generate
 from tools.train import main as train
-from unigen_ds.core import log
 from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system import log
+from unigen_ds.system.journals import read_lines
 
 CONFIG = """
 custom_imports = dict(imports=["tests.families.own_family"])

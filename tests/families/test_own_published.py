@@ -14,9 +14,9 @@ from tests.families.test_own_family import config
 from tools.export import main as export
 from tools.zero_to_fp32 import main as zero_to_fp32
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.files import DIGESTS
 from unigen_ds.runner import Runner
-from unigen_ds.runner.trained import open_model
+from unigen_ds.runner.open.trained import open_model
+from unigen_ds.system.files import DIGESTS
 
 OWN = {"custom_imports": {"imports": ["tests.families.own_published"]}, "model__type": "PublishedRegressor"}
 STILL = {"optim_wrapper__optimizer": {"type": "AdamW", "lr": 0.0}, "randomness__seed": 5}

@@ -21,12 +21,12 @@ from tests.processes import ENVIRONMENT, ROOT
 from tests.text_run import text_config, words
 from unigen_ds.checkpoint.home import RUN
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import HOOKS
-from unigen_ds.evaluation.jobs import Job, JobFolder, arguments_of, filled, read_result
+from unigen_ds.evaluation.jobs.job import Job, JobFolder, arguments_of, filled, read_result
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 EVALUATE = """
 import json, os, sys, time

@@ -12,11 +12,11 @@ import torch
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint import saver
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.config.registry import HOOKS, build
 from unigen_ds.core.errors import ConfigError, TrainingError
-from unigen_ds.core.registry import HOOKS, build
-from unigen_ds.core.seeding import rng_state
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
+from unigen_ds.system.seeding import rng_state
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from tests.text_run import text_config, words
 from tools.evaluate import main
+from unigen_ds.config.registry import METRICS, MODELS
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
-from unigen_ds.core.registry import METRICS, MODELS
 from unigen_ds.evaluation.metrics import gathered
 from unigen_ds.evaluation.metrics.text import BLEU
-from unigen_ds.hooks.evaluate import EvaluateHook
+from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import Settings
+from unigen_ds.runner.settings.tree import Settings
 
 TURNS = (("user", 3), ("assistant", 5))
 RECORDS: list[Any] = [
@@ -146,7 +146,7 @@ def test_a_split_that_changes_on_a_resume(tmp_path: Path) -> None:
 
 MODULE = "own_length_metric"
 SOURCE = """
-from unigen_ds.core.registry import METRICS
+from unigen_ds.config.registry import METRICS
 from unigen_ds.evaluation.metrics import Metric
 
 

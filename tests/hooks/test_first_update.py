@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from tests.text_run import text_config, trained, words
 from tools.export import main as export
 from unigen_ds.core.errors import ConfigError, TrainingError
-from unigen_ds.core.files import DIGESTS
 from unigen_ds.families.decoder_lm.family import Decoder
-from unigen_ds.hooks.ema import EMAHook
+from unigen_ds.hooks.evaluate.ema import EMAHook
 from unigen_ds.runner import Runner
+from unigen_ds.system.files import DIGESTS
 
 RECORDS = [{"text": words(6, i)} for i in range(40)]
 CHANCE = math.log(16)
@@ -109,7 +109,7 @@ def test_a_tokenizer_that_does_not_know_a_text(
     published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of ten words, as if it were a published model's."""
-    monkeypatch.setattr("unigen_ds.hooks.first_update.FEWEST_TOKENS", 10)
+    monkeypatch.setattr("unigen_ds.hooks.guard.first_update.FEWEST_TOKENS", 10)
     _, (warned,) = lines(tmp_path, published)
     assert (
         warned.startswith("the tokenizer reads 'Paris, 1889: ") and "tokens unknown. Likely causes: a damaged" in warned
@@ -117,7 +117,7 @@ def test_a_tokenizer_that_does_not_know_a_text(
 
 
 def test_a_tokenizer_that_changes_texts() -> None:
-    from unigen_ds.hooks.first_update import TEXT, _round_trip
+    from unigen_ds.hooks.guard.first_update import TEXT, _round_trip
 
     class Damaged:
         unk_id = None

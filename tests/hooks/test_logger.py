@@ -16,15 +16,15 @@ import torch.distributed as td
 
 from tests.hooks.tiny_run import TinyRun
 from tests.processes import ROOT, popen, together
+from unigen_ds.config.registry import HOOKS, build
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.log import NAME
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.progress import Progress
-from unigen_ds.core.registry import HOOKS, build
 from unigen_ds.hooks.base import Hook
-from unigen_ds.hooks.ledger import LedgerHook
-from unigen_ds.hooks.logger import LoggerHook, global_losses, logger_of
-from unigen_ds.hooks.timer import IterTimerHook
+from unigen_ds.hooks.log.journal import LedgerHook
+from unigen_ds.hooks.log.logger import LoggerHook, global_losses, logger_of
+from unigen_ds.hooks.log.timer import IterTimerHook
+from unigen_ds.system.journals import read_lines
+from unigen_ds.system.log import NAME
 from unigen_ds.tracking.settings import Visualizer
 
 
@@ -193,8 +193,8 @@ def test_plain_console_line(tmp_path: Path, caplog: pytest.LogCaptureFixture, mo
 def test_a_terminal_gets_a_live_line_and_warnings_above_it(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from tests.hooks.tiny_run import TinyRun\n"
-        "from unigen_ds.core import log; from unigen_ds.hooks.logger import LoggerHook\n"
-        "from unigen_ds.hooks.timer import IterTimerHook\n"
+        "from unigen_ds.core import log; from unigen_ds.hooks.log.logger import LoggerHook\n"
+        "from unigen_ds.hooks.log.timer import IterTimerHook\n"
         "log.setup(rank=0)\n"
         f"run = TinyRun(Path({str(tmp_path)!r}), [IterTimerHook(), LoggerHook(interval=2)])\n"
         "run.start(); run.update(); log.logger().warning('a warning'); run.update(); run.finish()\n"

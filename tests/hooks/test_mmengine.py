@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader
 
 from tests.text_run import KeepBatches, text_config, words
 from unigen_ds.checkpoint import store
-from unigen_ds.core.config import read as load_config_file
+from unigen_ds.config.overrides import read as load_config_file
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.hooks.mmengine import MMEngineHook
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import Settings
+from unigen_ds.runner.settings.tree import Settings
+from unigen_ds.system.journals import read_lines
 
 RECORDS = [{"text": words(4, k)} for k in range(8)]
 POINTS = (
@@ -370,8 +370,8 @@ def test_a_bare_name_is_ours_and_default_hooks_stay_ours(tmp_path: Path) -> None
     config.custom_hooks = [dict(type="EMAHook"), dict(type="KeepBatches")]
     config.default_hooks = dict(logger=dict(type=mmengine.hooks.LoggerHook), timer=dict(type="mmengine.IterTimerHook"))
     settings = Settings.from_config(config)
-    assert [c.cls.__module__ for c in settings.custom_hooks] == ["unigen_ds.hooks.ema", KeepBatches.__module__]
-    assert settings.default_hooks.logger.cls.__module__ == "unigen_ds.hooks.logger"
+    assert [c.cls.__module__ for c in settings.custom_hooks] == ["unigen_ds.hooks.evaluate.ema", KeepBatches.__module__]
+    assert settings.default_hooks.logger.cls.__module__ == "unigen_ds.hooks.log.logger"
 
 
 def test_the_config_of_the_docs(tmp_path: Path) -> None:

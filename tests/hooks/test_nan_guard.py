@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.hooks.tiny_run import TinyRun
+from unigen_ds.config.registry import HOOKS, build
 from unigen_ds.core.errors import ConfigError, TrainingError
-from unigen_ds.core.log import NAME
-from unigen_ds.core.registry import HOOKS, build
-from unigen_ds.hooks.nan_guard import NanGuardHook
+from unigen_ds.hooks.guard.nan_guard import NanGuardHook
+from unigen_ds.system.log import NAME
 
 
 def test_a_warning_names_update_and_sequences(

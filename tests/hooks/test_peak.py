@@ -13,12 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.tiny import tiny_config
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.hooks.base import Hook, Run
-from unigen_ds.hooks.peak import device_peak_tflops
-from unigen_ds.runner.environment import Environment
-from unigen_ds.runner.parts import build_parts
-from unigen_ds.runner.runner import Runner
+from unigen_ds.hooks.log.timer import device_peak_tflops
+from unigen_ds.runner.loop.runner import Runner
+from unigen_ds.runner.settings.environment import Environment
+from unigen_ds.runner.start.parts import build_parts
+from unigen_ds.system.journals import read_lines
 
 PEAK = 1e-3
 

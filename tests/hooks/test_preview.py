@@ -17,11 +17,11 @@ from tests.families.test_own_family import config as regression_config
 from tests.text_run import text_config
 from tests.text_run import words as spoken
 from tests.tiny import tiny_config
+from unigen_ds.config.registry import WRITERS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import WRITERS
-from unigen_ds.hooks.preview import PreviewHook
+from unigen_ds.hooks.evaluate.preview import PreviewHook
 from unigen_ds.runner import Runner
-from unigen_ds.runner.trained import open_inferencer
+from unigen_ds.runner.open.trained import open_inferencer
 from unigen_ds.tracking.writer import Writer
 
 FLOW = {"num_timesteps": 3}

@@ -16,10 +16,10 @@ from tests.hooks.test_best import config, log
 from tests.hub_server import TOKEN, Hub, contents, hub_server
 from tests.processes import together
 from unigen_ds.checkpoint.best_record import WEIGHTS
-from unigen_ds.core.dist import free_port
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.runner import Runner
-from unigen_ds.runner.trained import open_model
+from unigen_ds.runner.open.trained import open_model
+from unigen_ds.system.dist import free_port
 
 REPO = "owner/name"
 VALUES = [5.0, 2.0, 4.0, 3.0]

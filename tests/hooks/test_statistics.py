@@ -15,16 +15,15 @@ import torch.distributed as td
 from tests.hooks.tiny_run import TinyRun
 from tests.processes import together
 from tests.runner.text_run import WORDS, text_config, write_records
+from unigen_ds.config.registry import MODELS
 from unigen_ds.core.batch import Batch, LossTerms, PackedBatch
-from unigen_ds.core.log import NAME
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.progress import Progress
-from unigen_ds.core.registry import MODELS
 from unigen_ds.families.decoder_lm.model import DecoderLM
-from unigen_ds.hooks.grad_norm import FEWEST, GradNormWatch
-from unigen_ds.hooks.logger import LoggerHook
-from unigen_ds.hooks.timer import TOTAL_AFTER_UPDATES, IterTimerHook
+from unigen_ds.hooks.log.logger import FEWEST, GradNormWatch, LoggerHook
+from unigen_ds.hooks.log.timer import TOTAL_AFTER_UPDATES, IterTimerHook
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
+from unigen_ds.system.log import NAME
 
 
 class Counted(Batch):

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.hooks.tiny_run import TinyRun
+from unigen_ds.config.registry import HOOKS, build
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.log import NAME
-from unigen_ds.core.registry import HOOKS, build
-from unigen_ds.hooks.timer import WARM_UP_UPDATES, IterTimerHook, find_timer
+from unigen_ds.hooks.log.timer import WARM_UP_UPDATES, IterTimerHook, find_timer
+from unigen_ds.system.log import NAME
 
 
 def spend(run: TinyRun, **sections: float) -> None:
@@ -63,7 +63,7 @@ def test_communication_has_a_band_of_15_percent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, share: float, warns: bool
 ) -> None:
     monkeypatch.setattr(logging.getLogger(NAME), "propagate", True)
-    monkeypatch.setattr("unigen_ds.hooks.timer.WARM_UP_UPDATES", 1)
+    monkeypatch.setattr("unigen_ds.hooks.log.timer.WARM_UP_UPDATES", 1)
     run = TinyRun(tmp_path, [IterTimerHook()])
     run.start()
     for _ in range(3):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.core.clock import Clock
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.hooks.base import Hook, UpdateResult
+from unigen_ds.system.clock import Clock
 
 
 class TinyRun:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.models.test_vlm_golden import CONFIG, NANOVLM, Ids
-from unigen_ds.data.samples import Loaded
-from unigen_ds.data.splits import DroppedImage, TokenSplit
+from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.splits import DroppedImage, TokenSplit
 from unigen_ds.families.nanovlm.model import VLM
-from unigen_ds.families.nanovlm.processor import VLMProcessor
+from unigen_ds.families.nanovlm.processor import LoadedTiles, TiledSplit, VLMProcessor
 from unigen_ds.families.nanovlm.published import vlm_arguments
-from unigen_ds.families.nanovlm.splits import LoadedTiles, TiledSplit
 from unigen_ds.inference.continuation import continue_prompts, likeliest
 
 NEW, NEVER = 6, 10**6

@@ -14,9 +14,9 @@ from PIL import Image
 
 from tests.inference.test_inferencer_golden import inferencer  # noqa: F401 - a fixture
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.seeding import generator
 from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, FlowSettings
 from unigen_ds.families.bagel.inference import Contexts, InterleaveInferencer, to_picture
+from unigen_ds.system.seeding import generator
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "inference.md").read_text(encoding="utf-8")
 FAST = FlowSettings(num_timesteps=3, text_scale=3.0, image_scale=2.0)

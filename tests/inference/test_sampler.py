@@ -13,15 +13,15 @@ from torch import Tensor
 
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.seeding import generator
-from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.splits import ImageSplit, LoadedImage, TextSplit
+from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.samples.splits import ImageSplit, LoadedImage, TextSplit
 from unigen_ds.examples.digits.dataset import draw_prompt
 from unigen_ds.families.bagel.flow_settings import RENORMS, FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import draw, read
 from unigen_ds.models.flow import sampling_timesteps, unpatchify_latent
 from unigen_ds.runner import Runner
+from unigen_ds.system.seeding import generator
 
 SIZE, GRID, WIDTH = (8, 8), (4, 4), 4
 """A digit: 8 x 8 pixels, which are 4 x 4 patches of 2 x 2 latent pixels of one channel."""

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.seeding import generator
 from unigen_ds.inference.continuation import chooser, drawn, likeliest
 from unigen_ds.inference.sampling import Sampling
+from unigen_ds.system.seeding import generator
 
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 

@@ -19,11 +19,11 @@ from tests.golden_files import BAGEL
 from tests.old_names import GUIDES, old_names
 from tools.migrate import main
 from tools.train import main as train
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.families.bagel.published import FILES
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import known_keys, load_config
+from unigen_ds.runner.settings.tree import known_keys, load_config
+from unigen_ds.system.journals import read_lines
 
 HERE = Path(__file__).parent
 COMMANDS = [(section, name) for section, kind, name in old_names() if kind == "command"]

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.batches import packed, random_documents
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
-from unigen_ds.data.packing import BestFitPacking
+from unigen_ds.data.order.packing import BestFitPacking
 from unigen_ds.models.attention import AttentionPlan, SDPAPlan, plan_attention, plan_full_attention
 from unigen_ds.models.flex import BLOCK, VARIANTS, FlexPlan, compile_attention
 

@@ -16,17 +16,17 @@ from transformers import AutoModelForCausalLM
 
 from tests.data.support import ByteTokenizer
 from unigen_ds.backends.single import SingleBackend
+from unigen_ds.config.registry import MODELS, build
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.registry import MODELS, build
-from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.splits import TextSplit
+from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.samples.splits import TextSplit
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.decoder_lm.model import DecoderLM
 from unigen_ds.families.decoder_lm.published import transformers_config
-from unigen_ds.runner.settings import load_config
+from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
+from unigen_ds.runner.settings.tree import load_config
 
 SIZES: dict[str, Any] = dict(
     vocab_size=261, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

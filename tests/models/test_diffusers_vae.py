@@ -16,11 +16,11 @@ from tests.runner.test_hub_names import cached
 from tests.tiny import tiny_config
 from tools.export import main as export
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.models.diffusers_vae import DiffusersAutoencoder
 from unigen_ds.models.vae import hold_as_buffers
 from unigen_ds.runner import Runner
-from unigen_ds.runner.trained import open_inferencer, open_model
+from unigen_ds.runner.open.trained import open_inferencer, open_model
+from unigen_ds.system.journals import read_lines
 
 diffusers = pytest.importorskip("diffusers")
 SIZES: dict[str, Any] = {

@@ -12,14 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.data.support import ByteTokenizer, make_processor, mixed_dataset
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.data.collate import collate, pack_documents
-from unigen_ds.data.order import Draw
-from unigen_ds.data.samples import Loaded
-from unigen_ds.data.splits import TokenSplit
+from unigen_ds.data.batches.collate import collate, pack_documents
+from unigen_ds.data.order.order import Draw
+from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.nanovlm.model import VLM
-from unigen_ds.families.nanovlm.processor import VLMProcessor
-from unigen_ds.families.nanovlm.splits import LoadedTiles, TiledSplit
+from unigen_ds.families.nanovlm.processor import LoadedTiles, TiledSplit, VLMProcessor
 from unigen_ds.models.lora import add_adapters
 from unigen_ds.models.settings import Lora
 

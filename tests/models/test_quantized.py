@@ -16,10 +16,8 @@ from tests.golden_files import BAGEL
 from tests.tiny import tiny_config
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
-from unigen_ds.core.files import DIGESTS
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data.stream import Cursor
+from unigen_ds.data.batches.stream import Cursor
 from unigen_ds.families.bagel.exported import EXPORTED
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.published import FILES, write_published
@@ -28,9 +26,11 @@ from unigen_ds.families.nanovlm.published import save_nanovlm
 from unigen_ds.models.flops import linear_flops
 from unigen_ds.models.quantized import SCHEMES, QuantizedLinear, plain_state_dict, quantize_frozen
 from unigen_ds.runner import Runner
-from unigen_ds.runner.build import build_data, build_loader, build_model
-from unigen_ds.runner.settings import Settings
-from unigen_ds.runner.trained import open_model
+from unigen_ds.runner.open.trained import open_model
+from unigen_ds.runner.settings.tree import Settings
+from unigen_ds.runner.start.build import build_data, build_loader, build_model
+from unigen_ds.system.files import DIGESTS
+from unigen_ds.system.journals import read_lines
 
 pytest.importorskip("bitsandbytes")
 FREEZE = ["vae", "vit", "llm"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unigen_ds.core.registry import AUTOENCODERS
+from unigen_ds.config.registry import AUTOENCODERS
 from unigen_ds.families.bagel.model import UnifiedModel
 
 LLM = dict(

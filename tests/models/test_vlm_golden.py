@@ -19,15 +19,14 @@ from torch import Tensor
 from tests.golden_files import GOLDEN, NANOVLM, read_json
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
-from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.samples import Loaded
-from unigen_ds.data.splits import DroppedImage, TokenSplit
-from unigen_ds.data.transforms import patchify
+from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.images.transforms import patchify
+from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.splits import DroppedImage, TokenSplit
 from unigen_ds.families.nanovlm.inference import generate
 from unigen_ds.families.nanovlm.model import VLM
-from unigen_ds.families.nanovlm.processor import VLMProcessor
+from unigen_ds.families.nanovlm.processor import LoadedTiles, TiledSplit, VLMProcessor
 from unigen_ds.families.nanovlm.published import EXTRA_TOKENS, save_nanovlm, to_nanovlm, vlm_arguments
-from unigen_ds.families.nanovlm.splits import LoadedTiles, TiledSplit
 
 META, CONFIG = read_json(NANOVLM / "golden.json"), read_json(NANOVLM / "config.json")
 Document = list[Loaded]

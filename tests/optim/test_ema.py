@@ -15,12 +15,12 @@ from tests.tiny import tiny_config
 from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EMA, Shard, shard_key
 from unigen_ds.hooks.base import Hook
-from unigen_ds.hooks.ema import EMAHook, ema_of
+from unigen_ds.hooks.evaluate.ema import EMAHook, ema_of
 from unigen_ds.optim.averaging import ShardEMA
+from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
 from unigen_ds.runner import Runner
 
 

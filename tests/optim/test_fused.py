@@ -12,9 +12,9 @@ import torch
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.store import list_checkpoints
-from unigen_ds.core.optim import fuses
+from unigen_ds.checks.resume import inspect_resume
+from unigen_ds.optim.optimizer import fuses
 from unigen_ds.runner import Runner
-from unigen_ds.runner.inspect import inspect_resume
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from torch.nn import Parameter
 
 from tests import needs
 from tests.tiny import tiny_config
+from unigen_ds.config.registry import OPTIMIZERS
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import OPTIMIZERS
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 pytestmark = needs.MUON
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.95)}

@@ -13,14 +13,14 @@ from tests.engines.pictures import write_talks
 from tests.engines.users import write_mixed
 from tests.families.tiny_transformers import write_language
 from tests.tiny import tiny_config
+from unigen_ds.checks.memory import traced
+from unigen_ds.checks.memory.counted import CountedBytes
+from unigen_ds.checks.memory.largest import largest_batches
+from unigen_ds.checks.memory.traced import num_phases, trace
 from unigen_ds.core.errors import UnigenError
-from unigen_ds.planning import traced
-from unigen_ds.planning.counted import CountedBytes
-from unigen_ds.planning.largest import largest_batches
-from unigen_ds.planning.traced import num_phases, trace
-from unigen_ds.runner.build import build_data
-from unigen_ds.runner.parts import build_engine
-from unigen_ds.runner.settings import Settings, load_config
+from unigen_ds.runner.settings.tree import Settings, load_config
+from unigen_ds.runner.start.build import build_data
+from unigen_ds.runner.start.parts import build_engine
 
 
 @pytest.fixture(scope="module")

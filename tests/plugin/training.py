@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from unigen_ds.core.registry import CURVES, HOOKS, OPTIMIZERS
+from unigen_ds.config.registry import CURVES, HOOKS, OPTIMIZERS
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.logger import global_losses
+from unigen_ds.hooks.log.logger import global_losses
 from unigen_ds.schedule.curves import Curve, Point
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unigen_ds.config.registry import DATASETS, FAMILIES, MODELS
 from unigen_ds.core.batch import CAUSAL, LossTerms, PackedBatch
-from unigen_ds.core.registry import DATASETS, FAMILIES, MODELS
-from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.datasets import ScannedDataset
-from unigen_ds.data.packed import PackedBuilder
-from unigen_ds.data.processor import ConversationProcessor
-from unigen_ds.data.samples import Sample, Split, Tally
-from unigen_ds.data.splits import TextSplit
+from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.datasets.dataset import ScannedDataset
+from unigen_ds.data.samples.packed import PackedBuilder
+from unigen_ds.data.samples.processor import ConversationProcessor
+from unigen_ds.data.samples.sample import Sample, Split, Tally
+from unigen_ds.data.samples.splits import TextSplit
 from unigen_ds.families.base import ConversationFamily
 from unigen_ds.inference.generated import Generated
 from unigen_ds.models.llama import LlamaLM

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tests.plugin.data import RowsBatch
 from tests.plugin.family import RowsNetwork
+from unigen_ds.config.registry import MODELS
 from unigen_ds.core.batch import LossTerms
-from unigen_ds.core.registry import MODELS
 
 
 @MODELS.register_module()

@@ -17,18 +17,18 @@ from tests.families.tiny_transformers import write_language
 from tests.processes import ranks
 from tests.tiny import tiny_config
 from tools.train import main
-from unigen_ds.checkpoint.lock import WorkDirLock
-from unigen_ds.core import versions
+from unigen_ds.checkpoint.home import WorkDirLock
+from unigen_ds.checks.dry_run import first_batches, resources
+from unigen_ds.checks.dry_run.first_batches import FirstBatches, Kind, MadeBatch
+from unigen_ds.checks.dry_run.job import launcher_results, slurm_results, time_limit_s
+from unigen_ds.checks.dry_run.rank_calls import Call, Traces, compare
+from unigen_ds.checks.dry_run.resources import num_kept, num_saves, seconds_of_update
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.progress import Geometry, Ruler
-from unigen_ds.core.registry import HOOKS
 from unigen_ds.hooks.base import Hook
-from unigen_ds.hooks.checkpoint import CheckpointHook
-from unigen_ds.preflight import first_batches, resources
-from unigen_ds.preflight.first_batches import FirstBatches, Kind, MadeBatch
-from unigen_ds.preflight.job import launcher_results, slurm_results, time_limit_s
-from unigen_ds.preflight.rank_calls import Call, Traces, compare
-from unigen_ds.preflight.resources import num_kept, num_saves, seconds_of_update
-from unigen_ds.runner.parts import config_text
+from unigen_ds.hooks.save.checkpoint import CheckpointHook
+from unigen_ds.runner.start.parts import config_text
+from unigen_ds.system import versions
 from unigen_ds.tracking.wandb import WandbVisBackend
 
 

@@ -12,12 +12,12 @@ import pytest
 
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint import store
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ResumeBlocked
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import HOOKS
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 BASE: dict[str, Any] = {
     "train_dataloader__batch_size": 8,

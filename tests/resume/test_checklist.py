@@ -11,7 +11,7 @@ from tests.checkpoint.support import make_manifest
 from unigen_ds.checkpoint.manifest import FileEntry, Manifest
 from unigen_ds.core.errors import ResumeBlocked
 from unigen_ds.core.progress import Geometry, Progress, Ruler
-from unigen_ds.data.change import DataChange
+from unigen_ds.data.batches.change import DataChange
 from unigen_ds.resume.checklist import learning_rates, run
 from unigen_ds.resume.finding import Finding, Proposal, Saves, refuse
 from unigen_ds.resume.geometry import lr_factor

@@ -17,8 +17,8 @@ from tests.tiny import TINY, tiny_config
 from tools import resume as tool
 from tools import train as train_tool
 from unigen_ds.core.errors import ResumeBlocked
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 CUT = {"train_dataloader__batch_size": 4, "optim_wrapper__accumulative_counts": 3, "train_dataloader__packing": None}
 

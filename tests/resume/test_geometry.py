@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from unigen_ds.backends.deepspeed import DeepSpeedBackend
-from unigen_ds.backends.fsdp import FSDPBackend
+from unigen_ds.backends.deepspeed.deepspeed import DeepSpeedBackend
+from unigen_ds.backends.fsdp.fsdp import FSDPBackend
 from unigen_ds.backends.single import SingleBackend
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.settings import TrainDataloader

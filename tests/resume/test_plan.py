@@ -25,12 +25,12 @@ from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.hooks.ema import ema_of
+from unigen_ds.hooks.evaluate.ema import ema_of
 from unigen_ds.resume.finding import refuse
 from unigen_ds.resume.model_check import check_weights, model_findings
 from unigen_ds.resume.plan import checkpoint_directory, plan_resume
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
@@ -377,7 +377,7 @@ def test_a_second_process_in_the_folder_is_refused(bench):
     folder = copy(bench, "busy")
     staging = folder / "iter_24.pth.tmp-2"
     staging.mkdir()
-    hold = "import sys; from unigen_ds.checkpoint.lock import WorkDirLock as L; from pathlib import Path\n"
+    hold = "import sys; from unigen_ds.checkpoint.home import WorkDirLock as L; from pathlib import Path\n"
     hold += "lock = L(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", hold, str(folder)]
     with popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

@@ -25,12 +25,12 @@ from tests.data.support import make_processor
 from tests.robustness.cases import Case, case, strings
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.collate import collate
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.filtered import filtered
-from unigen_ds.data.filters import ImageSizeFilter, RatingFilter, TextLengthFilter
-from unigen_ds.data.order import Draw
-from unigen_ds.data.shown import ShownImage, ShownToken, shown
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.shown import ShownImage, ShownToken, shown
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.datasets.filtered import filtered
+from unigen_ds.data.datasets.filters import ImageSizeFilter, RatingFilter, TextLengthFilter
+from unigen_ds.data.order.order import Draw
 
 LONGEST_S = 20
 """A case that needs longer hangs."""
@@ -184,7 +184,7 @@ def _tiles() -> Any:
     import tempfile
 
     from tests.data.chat_support import character_tokenizer
-    from unigen_ds.data.tokenizers import ChatTokenizer
+    from unigen_ds.data.text.tokenizers import ChatTokenizer
     from unigen_ds.families.nanovlm.processor import VLMProcessor
 
     with tempfile.TemporaryDirectory() as folder:

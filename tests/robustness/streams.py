@@ -46,14 +46,14 @@ from tests.robustness.cases import (
 )  # fmt: skip
 from tests.robustness.faulty_server import FAULTS, STATUSES, Fault, File, server
 from tests.robustness.outcome import LONGEST_S, watched
+from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import SOURCES
-from unigen_ds.data.collate import collate
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.order import Draw
-from unigen_ds.data.sources import spool, transfer
-from unigen_ds.data.sources.iterated import IterableShards
-from unigen_ds.data.streamed import SPAN
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.datasets.streamed import SPAN
+from unigen_ds.data.order.order import Draw
+from unigen_ds.data.sources.shards import spool, transfer
+from unigen_ds.data.sources.shards.iterated import IterableShards
 
 FORMATS = ("jsonl", "json", "csv", "txt", "parquet", "arrow", "feather", "tar", "jsonl.gz", "jsonl.zst", "tar.gz")
 _MOST_MESSAGE = 4000

@@ -18,9 +18,9 @@ from PIL import Image
 from tests.data.support import image, make_processor, picture, talk, text, write_jsonl
 from tests.robustness.cases import write_tar
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.collate import collate
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.order import Draw
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.order.order import Draw
 from unigen_ds.data.sources.json_lines import JsonText
 
 

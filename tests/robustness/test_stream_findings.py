@@ -16,9 +16,9 @@ from tests.data.support import make_processor
 from tests.robustness.faulty_server import Fault, File, server
 from tests.robustness.streams import quick_transfers
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.sources import spool, transfer
-from unigen_ds.data.sources.iterated import write_records
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.sources.shards import spool, transfer
+from unigen_ds.data.sources.shards.iterated import write_records
 
 LINES = [json.dumps({"text": f"text {i}"}) for i in range(40)]
 CONTENT = ("\n".join(LINES) + "\n").encode()

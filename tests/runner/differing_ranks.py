@@ -12,8 +12,9 @@ from unittest import mock
 
 from tests.data.support import write_jsonl
 from tests.text_run import text_config, words
-from unigen_ds.core import dist
-from unigen_ds.runner import Runner, agreement
+from unigen_ds.runner import Runner
+from unigen_ds.runner.start import agreement
+from unigen_ds.system import dist
 
 RECORDS: list[Any] = [{"text": words(3 + i % 4, i)} for i in range(96)]
 CHANGED = [*RECORDS[:50], {"text": words(5, 1)}, *RECORDS[51:]]

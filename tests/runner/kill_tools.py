@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.processes import ROOT, popen
-from unigen_ds.core.config import config_path
-from unigen_ds.core.metrics import read_lines
+from unigen_ds.config.overrides import config_path
 from unigen_ds.examples.digits.dataset import write_digits
+from unigen_ds.system.journals import read_lines
 
 SHIPPED = config_path("unified_digits")
 RECORDS = 240
@@ -40,7 +40,7 @@ import signal
 import sys
 import time
 
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.hooks.base import Hook
 
 POINT, _, WHERE = os.environ.get("KILL_AT", "").partition(":")

@@ -128,8 +128,8 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from unigen_ds.backends.deepspeed import leave_out_operator
-from unigen_ds.runner.trained import open_model
+from unigen_ds.backends.deepspeed.deepspeed import leave_out_operator
+from unigen_ds.runner.open.trained import open_model
 
 leave_out_operator()
 deepspeed.init_distributed(dist_backend="gloo")

@@ -12,13 +12,13 @@ import torch
 
 import tests.engines.fp16_on_cpu  # noqa: F401
 from tests.runner.text_run import text_config
-from unigen_ds.core import dist
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import TrainingError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import HOOKS
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.ema import ema_of
+from unigen_ds.hooks.evaluate.ema import ema_of
 from unigen_ds.runner import Runner
+from unigen_ds.system import dist
+from unigen_ds.system.journals import read_lines
 
 SAVES = {"default_hooks__checkpoint": {"interval": 1, "by_epoch": False, "max_keep_ckpts": 2}}
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
-from unigen_ds.core.outputs import StateFiles
-from unigen_ds.core.registry import BACKENDS, CURVES, LAYOUTS, PACKERS, WRITERS
+from unigen_ds.config.registry import BACKENDS, CURVES, LAYOUTS, PACKERS, WRITERS
 from unigen_ds.schedule.curves import Curve, Point
+from unigen_ds.system.outputs import StateFiles
 
 LAYOUT = "registered_layout"
 OPENED: list[str] = []

@@ -11,7 +11,7 @@ import pytest
 
 from tests.processes import ranks
 from tests.runner.differing_ranks import DIFFERENT, SAME
-from unigen_ds.runner.agreement import _files
+from unigen_ds.runner.start.agreement import _files
 
 Found = list[dict[str, str]]
 NAMED = {

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from tests.data.support import image, talk, text, write_jsonl
 from tests.families.tiny_transformers import write_images, write_language
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.models.quantized import QuantizedLinear
 from unigen_ds.runner import Runner
-from unigen_ds.runner.publish import export_checkpoint
-from unigen_ds.runner.settings import load_config
-from unigen_ds.runner.trained import open_model
+from unigen_ds.runner.open.publish import export_checkpoint
+from unigen_ds.runner.open.trained import open_model
+from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system.journals import read_lines
 
 pytest.importorskip("bitsandbytes")
 PeftModel = pytest.importorskip("peft").PeftModel

@@ -23,12 +23,12 @@ from tools.generate import main as generate
 from tools.inspect_data import main as inspect_data
 from tools.zero_to_fp32 import main as merge
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.turn import Turn
+from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.records.turn import Turn
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import load_config
-from unigen_ds.runner.trained import open_inferencer, open_model
+from unigen_ds.runner.open.trained import open_inferencer, open_model
+from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system.journals import read_lines
 
 COLOURS = {"red": (230, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 230)}
 CONFIG = """

@@ -14,11 +14,11 @@ from tests.runner.text_run import count_up, text_config
 from tests.tiny import tiny_config
 from tools import inspect_data
 from unigen_ds.core.errors import DataError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.unusable import exceeds, share_above
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.records.unusable import exceeds, share_above
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 BAD = {
     3: '{"id": "r3", "txt": "one"}',

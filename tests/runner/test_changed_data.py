@@ -13,8 +13,8 @@ import pytest
 from tests.runner.text_run import count_up, text_config, write_records
 from tools.inspect_data import main as inspect_data
 from unigen_ds.core.errors import ResumeBlocked
-from unigen_ds.core.files import quick_digest
 from unigen_ds.runner import Runner
+from unigen_ds.system.files import quick_digest
 
 KIB = 1 << 10
 
@@ -52,7 +52,7 @@ def test_a_change_in_place_in_a_large_file_is_noticed(tmp_path: Path) -> None:
 
 def test_the_digest_of_a_file_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second start reads no byte of it for its digest; a file changed in place is read again."""
-    from unigen_ds.data import content
+    from unigen_ds.data.cache import content
 
     path = write_records(tmp_path / "train.jsonl", count_up(5))
     monkeypatch.setattr(content, "_SETTLED_NS", -1)

@@ -24,8 +24,8 @@ from unigen_ds.checkpoint.home import home_of
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.store import list_checkpoints
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 RECORDS = [{"text": f"{'one two three'[: 3 + 5 * (i % 3)]}"} for i in range(24)]
 
@@ -83,7 +83,7 @@ def test_another_run_cannot_use_it(home: Path, tmp_path: Path, resume: bool | st
 
 def test_not_at_the_same_time_either(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    hold = "import sys; from unigen_ds.checkpoint.lock import WorkDirLock as L; from pathlib import Path\n"
+    hold = "import sys; from unigen_ds.checkpoint.home import WorkDirLock as L; from pathlib import Path\n"
     hold += "lock = L(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", hold, str(folder)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tools.export import main as export
 from tools.generate import main as generate
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.families.decoder_lm.model import DecoderLM
 from unigen_ds.runner import Runner
-from unigen_ds.runner.build import build_model, build_processor
-from unigen_ds.runner.settings import ModelSettings, load_config
-from unigen_ds.runner.trained import open_inferencer
+from unigen_ds.runner.open.trained import open_inferencer
+from unigen_ds.runner.settings.tree import ModelSettings, load_config
+from unigen_ds.runner.start.build import build_model, build_processor
+from unigen_ds.system.journals import read_lines
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 LLM = {

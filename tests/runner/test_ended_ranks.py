@@ -17,13 +17,13 @@ from tests.data.support import write_jsonl
 from tests.processes import ENVIRONMENT, ROOT, popen, ranks, together
 from tests.runner.test_launchers import TRAIN, torchrun
 from tests.text_run import CONFIG, WORDS, words
-from unigen_ds.core import announced
-from unigen_ds.core.dist import free_port
+from unigen_ds.system import announced
+from unigen_ds.system.dist import free_port
 
 HOOK = '''
 import multiprocessing, os, signal, time
 from unigen_ds.core import dist
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.hooks.base import Hook
 
 

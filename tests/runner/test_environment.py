@@ -13,16 +13,17 @@ import torch.distributed as td
 from PIL import Image, PngImagePlugin
 
 from tests.tiny import tiny_config
-from unigen_ds.core import dist
-from unigen_ds.core.clock import Clock
-from unigen_ds.core.cores import TOKENIZERS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.seeding import rng_state, set_rng_state
-from unigen_ds.data import planning
-from unigen_ds.data.image_files import ImageContent, raise_png_text_limit
+from unigen_ds.data.images.image_files import ImageContent, raise_png_text_limit
+from unigen_ds.data.index import planning
 from unigen_ds.models.vision import VisionLayer
-from unigen_ds.runner import Runner, environment
+from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import environment
+from unigen_ds.system import dist
+from unigen_ds.system.clock import Clock
+from unigen_ds.system.journals import read_lines
+from unigen_ds.system.machine import TOKENIZERS
+from unigen_ds.system.seeding import rng_state, set_rng_state
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.tiny import tiny_config
 from unigen_ds.core.batch import LossTerms
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 CUTS = ((8, 1), (4, 2), (2, 4))
 UPDATES = 20

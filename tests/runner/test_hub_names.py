@@ -18,9 +18,9 @@ from tools.export import main as export
 from tools.generate import main as generate
 from tools.zero_to_fp32 import main as merge
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.config.hub import folder_of
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.hub import folder_of
-from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.evaluation.metrics.local_model import LocalModel
 
 SHA, OLDER = "a" * 40, "b" * 40

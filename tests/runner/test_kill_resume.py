@@ -22,7 +22,7 @@ from tests.runner.kill_tools import (
     wait_for,
 )
 from unigen_ds.checkpoint import store
-from unigen_ds.core.metrics import read_lines
+from unigen_ds.system.journals import read_lines
 
 STRAIGHT = "straight"
 LAST = "iter_60.pth"

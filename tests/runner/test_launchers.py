@@ -23,13 +23,12 @@ import torch
 from tests.processes import ROOT, Ended, forked_python, ranks, together
 from tests.tiny import tiny_config
 from tools import checkpoints, report, resume, train, zero_to_fp32
-from unigen_ds.checkpoint.lineage import Lineage
-from unigen_ds.checkpoint.store import list_checkpoints
-from unigen_ds.core.dist import free_port, launcher_environment
-from unigen_ds.core.metrics import read_lines
+from unigen_ds.checkpoint.store import Lineage, list_checkpoints
 from unigen_ds.runner import Runner
-from unigen_ds.runner.parts import config_text
-from unigen_ds.runner.trained import open_model
+from unigen_ds.runner.open.trained import open_model
+from unigen_ds.runner.start.parts import config_text
+from unigen_ds.system.dist import free_port, launcher_environment
+from unigen_ds.system.journals import read_lines
 
 UPDATES = 3
 TRAIN = str(ROOT / "tools" / "train.py")
@@ -173,7 +172,7 @@ def test_the_deepspeed_launcher(tmp_path, data, losses, python):
 
 SIGNALLED = """
 import os, signal
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.hooks.base import Hook
 
 @HOOKS.register_module()

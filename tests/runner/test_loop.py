@@ -25,11 +25,11 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError, TrainingError
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.progress import Progress
 from unigen_ds.examples.digits.dataset import read_split, write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.runner import Runner, train_config
+from unigen_ds.system.journals import read_lines
 
 RECORDS = 594
 BATCH, ACCUMULATE = 20, 2

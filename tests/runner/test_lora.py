@@ -23,15 +23,15 @@ from unigen_ds.checkpoint.base_files import Base, find_base
 from unigen_ds.checkpoint.convert import merge
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.families.decoder_lm.model import DecoderLM
 from unigen_ds.families.decoder_lm.published import write_directory
 from unigen_ds.models.quantized import QuantizedLinear
 from unigen_ds.runner import Runner
-from unigen_ds.runner.publish import export_checkpoint
-from unigen_ds.runner.settings import Settings
-from unigen_ds.runner.trained import open_model
+from unigen_ds.runner.open.publish import export_checkpoint
+from unigen_ds.runner.open.trained import open_model
+from unigen_ds.runner.settings.tree import Settings
+from unigen_ds.system.journals import read_lines
 
 PeftModel = pytest.importorskip("peft").PeftModel
 LLM = {

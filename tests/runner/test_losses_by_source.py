@@ -12,14 +12,14 @@ import torch
 
 from tests.runner.text_run import count_up, text_config, write_records
 from tests.tiny import tiny_config
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.batch import Batch
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import HOOKS
-from unigen_ds.data.collate import collate
-from unigen_ds.data.order import Draw
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.order.order import Draw
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 NAMES = ("few", "many")
 

@@ -94,7 +94,7 @@ from pathlib import Path
 from tests.runner.text_run import count_up, text_config, write_records
 from unigen_ds.checkpoint import store
 from unigen_ds.core.errors import TrainingError
-from unigen_ds.data.workers import Workers
+from unigen_ds.system.workers import Workers
 from unigen_ds.runner import Runner
 
 folder, drawn, slowest, updates = Path(sys.argv[1]), random.Random(1), 0.0, 0

@@ -24,20 +24,20 @@ from tests.text_run import words as spoken
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint.best_record import best_of
 from unigen_ds.checkpoint.store import list_checkpoints
+from unigen_ds.config.registry import HOOKS, METRICS, MODELS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import HOOKS, METRICS, MODELS
-from unigen_ds.data.collate import collate
-from unigen_ds.data.order import Draw
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.order.order import Draw
 from unigen_ds.evaluation.generation import Answer, answers
 from unigen_ds.evaluation.metrics import base
 from unigen_ds.evaluation.metrics.fid import frechet_distance_of_samples
 from unigen_ds.evaluation.metrics.short_answers import ExactMatch
 from unigen_ds.evaluation.provenance import read_results
-from unigen_ds.evaluation.report.reading import read_work_dir
 from unigen_ds.families.bagel.flow_settings import flow_for
 from unigen_ds.hooks.base import Hook, Run
+from unigen_ds.report.reading import read_work_dir
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 WORDS = ("zero", "one", "two", "three")
 

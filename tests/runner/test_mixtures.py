@@ -15,9 +15,9 @@ from tests.text_run import KeepBatches, text_config, trained, words
 from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 
 def lines(folder: Path, name: str, key: str) -> list[Any]:

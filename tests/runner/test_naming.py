@@ -17,8 +17,8 @@ from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
-from unigen_ds.runner.naming import NANOVLM, filled
-from unigen_ds.runner.settings import Settings
+from unigen_ds.runner.settings.naming import NANOVLM, filled
+from unigen_ds.runner.settings.tree import Settings
 
 
 @pytest.fixture(scope="module")

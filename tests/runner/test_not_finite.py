@@ -17,13 +17,13 @@ from tests.processes import ranks
 from tests.runner.not_finite_runs import SAVES, trained
 from tests.runner.text_run import count_up, write_records
 from unigen_ds.checkpoint import store
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.batch import LossTerms
-from unigen_ds.core.dist import free_port
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.outputs import all_finite
-from unigen_ds.core.registry import HOOKS
 from unigen_ds.hooks.base import Hook
-from unigen_ds.runner.settings import Settings
+from unigen_ds.runner.settings.tree import Settings
+from unigen_ds.system.dist import free_port
+from unigen_ds.system.outputs import all_finite
 
 LOUD = {**SAVES, "optim_wrapper__precision": "fp16", "loss_weights": {"text": 4096.0}, "train_cfg__max_updates": 18}
 """The gradient overflows at the first ten scales."""

@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 from tests.data.support import picture
 from tools.inspect_data import main as inspect_data
 from tools.train import main as train
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.runner import Runner
-from unigen_ds.runner.parts import build_parts
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.runner.start.parts import build_parts
+from unigen_ds.system.journals import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 UPDATES, STOP, LR = 12, 6, 4e-3

@@ -17,8 +17,8 @@ from tools.inspect_data import main as inspect_data
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.runner import Runner
-from unigen_ds.runner.build import build_data
-from unigen_ds.runner.settings import Settings
+from unigen_ds.runner.settings.tree import Settings
+from unigen_ds.runner.start.build import build_data
 
 LENGTHS = [3, 14, 15, 16, 29, 30, 31, 46, 47, 60]
 """Words of the documents: around one, two, three and four sequences of 16 tokens."""
@@ -163,7 +163,7 @@ def vlm_config(folder: Path, records: list[Any], **overrides: Any) -> Any:
     body = (folder / "config.py").read_text(encoding="utf-8")
     tokenizer = f"tokenizer = dict(type='ChatTokenizer', path={str(folder / 'tokenizer')!r})\n"
     (folder / "config.py").write_text(body + VLM + tokenizer, encoding="utf-8")
-    from unigen_ds.runner.settings import load_config
+    from unigen_ds.runner.settings.tree import load_config
 
     return load_config(folder / "config.py", {key.replace("__", "."): value for key, value in overrides.items()})
 

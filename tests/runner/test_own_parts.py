@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny import tiny_config
+from unigen_ds.config.registry import CURVES, TRANSFORMS
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import CURVES, TRANSFORMS
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.logger import logger_of
+from unigen_ds.hooks.log.logger import logger_of
 from unigen_ds.runner import Runner
 from unigen_ds.schedule.curves import Curve, Point
+from unigen_ds.system.journals import read_lines
 
 UPDATES = 4
 

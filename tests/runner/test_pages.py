@@ -26,11 +26,11 @@ from tests.data.support import picture
 from tests.engines.users import write_parts
 from tests.golden_files import BAGEL, NANOVLM
 from tests.processes import ROOT, ranks
-from unigen_ds.core.config import parse_override
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.config.overrides import parse_override
+from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.families.bagel.published import FILES
-from unigen_ds.runner.settings import Settings, load_config
+from unigen_ds.runner.settings.tree import Settings, load_config
+from unigen_ds.system.journals import read_lines
 
 TEMPLATE = json.loads((NANOVLM / "config.json").read_text(encoding="utf-8"))["lm_chat_template"]
 LOADER = (

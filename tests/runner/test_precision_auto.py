@@ -13,8 +13,8 @@ from tools.evaluate import main as evaluate
 from tools.resume import main as resume
 from unigen_ds.backends import base
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core import optim
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.optim import optimizer
 from unigen_ds.runner import Runner
 
 AUTO = {"optim_wrapper__precision": "auto"}
@@ -25,7 +25,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets whether the device computes bf16."""
 
     def computes(bf16: bool) -> None:
-        for module in (optim, base):
+        for module in (optimizer, base):
             monkeypatch.setattr(module, "computes_bf16", lambda: bf16)
 
     return computes

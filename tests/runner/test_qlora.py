@@ -13,12 +13,12 @@ from torch import Tensor
 
 from tests.published_run import config_on_bagel, write_bagel
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core import log
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.published import FILES, WEIGHTS
 from unigen_ds.runner import Runner
-from unigen_ds.runner.publish import export_checkpoint
-from unigen_ds.runner.trained import open_model
+from unigen_ds.runner.open.publish import export_checkpoint
+from unigen_ds.runner.open.trained import open_model
+from unigen_ds.system import log
 
 pytest.importorskip("bitsandbytes")
 PeftModel = pytest.importorskip("peft").PeftModel

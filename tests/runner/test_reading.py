@@ -18,10 +18,10 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.layouts import safetensors as layout
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core.errors import CheckpointError, ResumeBlocked
-from unigen_ds.core.files import DIGESTS, file_digest
-from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system.files import DIGESTS, file_digest
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 LLM = {

@@ -17,11 +17,11 @@ from tests.engines.pictures import write_drawings, write_talks
 from tests.engines.texts import write_decoder
 from tests.golden_files import BAGEL, NANOVLM
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import Settings, load_config
-from unigen_ds.runner.trained import open_model
+from unigen_ds.runner.open.trained import open_model
+from unigen_ds.runner.settings.tree import Settings, load_config
+from unigen_ds.system.journals import read_lines
 
 WORDS = ("zero", "one", "two", "three", "four", "draw", "a", "handwritten", "this", "is")
 SMALL = {

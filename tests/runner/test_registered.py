@@ -12,10 +12,10 @@ import torch
 from tests.tiny import tiny_config
 from tools.export import main as export
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import LAYOUTS
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 MODULE = "tests.runner.own_registered"
 OWN: dict[str, Any] = {
@@ -87,7 +87,7 @@ def test_log_writer(run: Path) -> None:
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As before the module was imported."""
     for registry in ("BACKENDS", "LAYOUTS", "PACKERS", "CURVES", "WRITERS"):
-        names = getattr(sys.modules["unigen_ds.core.registry"], registry).module_dict
+        names = getattr(sys.modules["unigen_ds.config.registry"], registry).module_dict
         for name in [name for name in names if name.lower().startswith("registered")]:
             monkeypatch.delitem(names, name)
 

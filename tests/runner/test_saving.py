@@ -22,14 +22,14 @@ from tests.tiny import tiny_config
 from tools.train import main
 from unigen_ds.checkpoint import manifest as manifest_module
 from unigen_ds.checkpoint import store
-from unigen_ds.core.dist import free_port
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError, SaveError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import HOOKS
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
-from unigen_ds.runner.parts import config_text
+from unigen_ds.runner.start.parts import config_text
+from unigen_ds.system.dist import free_port
+from unigen_ds.system.journals import read_lines
 
 JOURNALS = ("metrics.jsonl", "ledger.jsonl", "skipped_samples.jsonl")
 
@@ -365,7 +365,7 @@ def test_files_follow_the_umask(tmp_path, data):
 
 def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path, data):
     code = (
-        "import os, signal, sys; from pathlib import Path; from unigen_ds.core.files import write_atomic\n"
+        "import os, signal, sys; from pathlib import Path; from unigen_ds.system.files import write_atomic\n"
         "def die(path):\n    path.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)\n"
         "write_atomic(Path(sys.argv[1]) / 'samples.png', die)\n"  # which the run below does not write
     )

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tests.tiny import tiny_config
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 HEADS = {"text": "language_model.lm_head.weight", "image": "llm2vae.weight"}
 """The weights that one term of the loss alone reaches."""

@@ -20,11 +20,11 @@ from tests.processes import ROOT, ranks, run
 from tests.runner.test_launchers import written_config
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint.store import list_checkpoints
-from unigen_ds.core.dist import free_port
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
+from unigen_ds.system.dist import free_port
+from unigen_ds.system.journals import read_lines
 
 UPDATES = 6
 ZERO = "deepspeed:zero2"
@@ -52,7 +52,7 @@ RUNS = {
 HOOK = """
 import json, os, signal
 from unigen_ds.core import dist
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.hooks.base import Hook
 
 blocking = dist.sum_floats

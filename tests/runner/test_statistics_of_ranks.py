@@ -17,7 +17,7 @@ import warnings
 from torch import nn
 
 from unigen_ds.core.batch import LossTerms
-from unigen_ds.core.registry import MODELS
+from unigen_ds.config.registry import MODELS
 from unigen_ds.families.bagel.model import UnifiedModel
 
 

@@ -20,9 +20,9 @@ from tests.shard_server import serving
 from tests.text_run import CONFIG, WORDS, trained, words
 from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core.dist import free_port
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system.dist import free_port
+from unigen_ds.system.journals import read_lines
 
 UPDATES = 18
 

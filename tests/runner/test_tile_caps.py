@@ -13,7 +13,7 @@ from tests.text_run import KeepBatches, trained
 from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.errors import ResumeBlocked
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings.tree import load_config
 
 SMALL = """
 model = dict(

@@ -19,24 +19,24 @@ from pydantic import ValidationError
 from tests.tiny import tiny_config
 from tools.train import main
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core.config import plain_values
-from unigen_ds.core.config_file import read_file
+from unigen_ds.config.file import read_file
+from unigen_ds.config.overrides import plain_values
+from unigen_ds.config.registry import FAMILIES, MODELS, PACKERS
+from unigen_ds.config.translation import Change, translate
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
-from unigen_ds.core.log import NAME
 from unigen_ds.core.progress import Geometry, Ruler
-from unigen_ds.core.registry import FAMILIES, MODELS, PACKERS
-from unigen_ds.core.translation import Change, translate
-from unigen_ds.data.transforms import ImageTransform
+from unigen_ds.data.images.transforms import ImageTransform
 from unigen_ds.families.bagel.family import Bagel
-from unigen_ds.hooks.checkpoint import CheckpointHook
-from unigen_ds.hooks.ema import EMAHook
-from unigen_ds.hooks.nan_guard import NanGuardHook
+from unigen_ds.hooks.evaluate.ema import EMAHook
+from unigen_ds.hooks.guard.nan_guard import NanGuardHook
+from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.models.flux_vae import FluxAutoencoder
 from unigen_ds.runner import Runner
-from unigen_ds.runner.parts import config_text
-from unigen_ds.runner.settings import Settings, load_config
-from unigen_ds.runner.start import completed
+from unigen_ds.runner.settings.tree import Settings, load_config
+from unigen_ds.runner.start.begin import completed
+from unigen_ds.runner.start.parts import config_text
 from unigen_ds.schedule.curves import CosineAnnealingLR, LinearLR, WarmupCosineLR
+from unigen_ds.system.log import NAME
 
 XTUNER = """
 log_level = "WARNING"
@@ -196,7 +196,7 @@ def test_a_start_translates_a_config_once(
         calls.append(config)
         return translate(config)
 
-    monkeypatch.setattr("unigen_ds.runner.settings.translate", count)
+    monkeypatch.setattr("unigen_ds.runner.settings.tree.translate", count)
     plain["env_cfg"] = {"cudnn_benchmark": False}
     path, overrides = as_file(tmp_path, plain), {"train_cfg.by_epoch": True, "work_dir": str(tmp_path / "second")}
     starts: list[Callable[[], object]] = [
@@ -245,7 +245,7 @@ def test_a_seed_of_none_is_drawn_recorded_and_used_by_a_resume(
     plain: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger(NAME), "propagate", True)
-    monkeypatch.setattr("unigen_ds.runner.start.secrets.randbelow", lambda limit: 12345)
+    monkeypatch.setattr("unigen_ds.runner.start.begin.secrets.randbelow", lambda limit: 12345)
     plain["randomness"] = {"seed": None}
     drawn = Runner.from_cfg(plain, max_updates=1)
     drawn.train()
@@ -253,7 +253,7 @@ def test_a_seed_of_none_is_drawn_recorded_and_used_by_a_resume(
     manifest = Manifest.read(checkpoint)
     assert manifest.config["randomness"] == {"seed": 12345} and manifest.loader["seed"] == 12345
     assert "this run draws 12345" in (tmp_path / "run" / "train.log").read_text()
-    monkeypatch.setattr("unigen_ds.runner.start.secrets.randbelow", lambda limit: 1 / 0)
+    monkeypatch.setattr("unigen_ds.runner.start.begin.secrets.randbelow", lambda limit: 1 / 0)
     again = Runner.from_cfg({**plain, "resume": True}, max_updates=2)
     assert again.config["randomness"]["seed"] == 12345
     other = Runner.from_cfg({**plain, "work_dir": str(tmp_path / "b"), "randomness": {"seed": 12345}}, max_updates=1)

@@ -26,18 +26,18 @@ from tests.runner.text_run import count_up, text_config, write_records
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import list_checkpoints
+from unigen_ds.config.registry import HOOKS, MODELS
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError, ResumeBlocked
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import HOOKS, MODELS
-from unigen_ds.data.collate import collate
-from unigen_ds.data.held_out import Division
-from unigen_ds.data.order import Draw
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.datasets.held_out import Division
+from unigen_ds.data.order.order import Draw
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.runner import Runner
-from unigen_ds.runner.evaluated import EvaluationSubject, evaluate
-from unigen_ds.runner.settings import Settings
+from unigen_ds.runner.open.evaluated import EvaluationSubject, evaluate
+from unigen_ds.runner.settings.tree import Settings
+from unigen_ds.system.journals import read_lines
 
 EVERY = {"type": "EvaluateHook", "interval": 2, "unit": "update"}
 SPLIT = {"split": 0.2, "batch_size": 4}
@@ -341,7 +341,9 @@ def test_the_cache_of_the_device_is_released_if_wanted(tmp_path: Path, monkeypat
     """Before and after each evaluation; the device is a stand-in."""
     released: list[str] = []
     device = SimpleNamespace(is_available=lambda: True, empty_cache=lambda: released.append("all"))
-    monkeypatch.setattr("unigen_ds.hooks.evaluate.torch", SimpleNamespace(cuda=device, manual_seed=torch.manual_seed))
+    monkeypatch.setattr(
+        "unigen_ds.hooks.evaluate.evaluate.torch", SimpleNamespace(cuda=device, manual_seed=torch.manual_seed)
+    )
     text_run(tmp_path, val_dataloader=SPLIT).train()
     assert released == []
     text_run(tmp_path / "wanted", val_dataloader=SPLIT, custom_hooks=[{**EVERY, "empty_cache": True}]).train()

@@ -16,22 +16,22 @@ from tests.data.chat_support import CONFIG as NANOVLM_CONFIG
 from tests.data.chat_support import NANOVLM, character_tokenizer
 from tests.data.support import image, picture, talk, text, write_jsonl
 from tests.text_run import KeepBatches
+from unigen_ds.config.registry import TRANSFORMS
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import TRANSFORMS
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.transforms import ImageTransform
-from unigen_ds.data.turn import Turn
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.data.records.turn import Turn
 from unigen_ds.evaluation.generation import own_prompt
 from unigen_ds.families.nanovlm.inference import answer
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import vlm_arguments
 from unigen_ds.runner import Runner
-from unigen_ds.runner.build import build_geometry, build_groups, build_processor
-from unigen_ds.runner.naming import NANOVLM as TEMPLATE
-from unigen_ds.runner.naming import filled
-from unigen_ds.runner.settings import ModelSettings, Settings, load_config
+from unigen_ds.runner.settings.naming import NANOVLM as TEMPLATE
+from unigen_ds.runner.settings.naming import filled
+from unigen_ds.runner.settings.tree import ModelSettings, Settings, load_config
+from unigen_ds.runner.start.build import build_geometry, build_groups, build_processor
+from unigen_ds.system.journals import read_lines
 
 CONFIG = """
 model = dict(

@@ -13,8 +13,8 @@ from tests.engines.launch import tensors
 from tests.processes import ENVIRONMENT, ROOT, ranks
 from tests.runner.test_launchers import TRAIN
 from unigen_ds.checkpoint import store
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system.journals import read_lines
 
 CONFIG = Path(__file__).with_name("frozen_backbones.py")
 

@@ -25,7 +25,7 @@ def count_up(number: int) -> list[dict[str, str]]:
 
 def text_config(folder: Path, **dotted: Any) -> Any:
     """Of ``folder / 'train.jsonl'``, into ``folder / 'run'``; ``dotted``: changes, with ``__`` for the dots."""
-    from unigen_ds.runner.settings import load_config  # here: a test that only writes the file needs no torch
+    from unigen_ds.runner.settings.tree import load_config  # here: a test that only writes the file needs no torch
 
     plain = write_text_config(folder)
     return load_config(str(plain), {key.replace("__", "."): value for key, value in dotted.items()})

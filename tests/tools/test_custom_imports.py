@@ -14,15 +14,15 @@ from tests.tiny import tiny_config
 from tools.export import main as export
 from tools.generate import main as generate
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import HOOKS
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import Settings
+from unigen_ds.runner.settings.tree import Settings
 
 MODULE = "hook_of_a_stranger"
 SOURCE = """
 from pathlib import Path
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.hooks.base import Hook
 
 Path(__file__).with_suffix(".ran").touch()
@@ -109,7 +109,7 @@ def test_a_config_of_the_users_own_is_trusted(checkpoint: Path, ran: Path, tmp_p
 
 FAILS_ONCE = """
 import os
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.hooks.base import Hook
 from . import whole
 
@@ -125,7 +125,7 @@ if not os.path.exists({marker!r}):
     raise {error}
 """
 WHOLE = """
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.hooks.base import Hook
 
 @HOOKS.register_module()

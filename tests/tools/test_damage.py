@@ -25,10 +25,10 @@ from tools.generate import main as generate
 from tools.zero_to_fp32 import main as merge
 from unigen_ds.checkpoint.layouts import open_reader
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.config.hub import HubRepo
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.files import DIGESTS
-from unigen_ds.core.hub import HubRepo
 from unigen_ds.runner import Runner
+from unigen_ds.system.files import DIGESTS
 
 pytestmark = pytest.mark.timeout(900)
 runs = want("layouts")

@@ -20,16 +20,16 @@ from tests.evaluation.test_report import Page
 from tests.text_run import KeepBatches, text_config, words
 from tests.tiny import tiny_config
 from tools.inspect_data import main
+from unigen_ds.config.overrides import plain_values
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.config import plain_values
-from unigen_ds.core.metrics import read_lines, sample_digest
-from unigen_ds.data.shown import ShownImage, ShownToken, shown
-from unigen_ds.data.statistics import epoch_balance
-from unigen_ds.evaluation.report import sequences
-from unigen_ds.evaluation.report.charts import edges_of, histogram, position
+from unigen_ds.data.batches.shown import ShownImage, ShownToken, shown
+from unigen_ds.data.batches.statistics import epoch_balance
 from unigen_ds.examples.digits.dataset import write_digits
+from unigen_ds.report import sequences
+from unigen_ds.report.charts import edges_of, histogram, position
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system.journals import read_lines, sample_digest
 
 VLM = """
 model = dict(
@@ -375,7 +375,7 @@ def test_a_character_of_several_tokens_is_shown_once() -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from unigen_ds.data.tokenizers import _Tokenizer
+    from unigen_ds.data.text.tokenizers import _Tokenizer
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))

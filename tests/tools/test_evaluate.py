@@ -23,14 +23,14 @@ from tools import evaluate as tool
 from tools.evaluate import main
 from unigen_ds.checkpoint.best_record import best_of
 from unigen_ds.checkpoint.convert import merge
+from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.registry import METRICS
-from unigen_ds.evaluation.jobs import read_result
-from unigen_ds.evaluation.lmms_eval import TASKS, model_class
+from unigen_ds.evaluation.jobs.job import read_result
+from unigen_ds.evaluation.jobs.lmms_eval import TASKS, model_class
 from unigen_ds.evaluation.metrics import Metric
 from unigen_ds.evaluation.provenance import read_results
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 
 TURNS = (("user", 3), ("assistant", 5))
 

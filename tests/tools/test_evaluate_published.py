@@ -14,7 +14,7 @@ from tests.data.support import talk, text, write_jsonl
 from tests.golden_files import BAGEL
 from tests.text_run import WORDS, words
 from tools.evaluate import main
-from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.evaluation.provenance import read_results
 from unigen_ds.families.bagel.published import FILES
 

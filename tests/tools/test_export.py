@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from tests.golden_files import BAGEL
 from tests.published_run import config_on_bagel, write_bagel
 from tools.export import main
-from unigen_ds.core.files import DIGESTS
 from unigen_ds.families.bagel.published import FILES
 from unigen_ds.runner import Runner
-from unigen_ds.runner.trained import open_model
+from unigen_ds.runner.open.trained import open_model
+from unigen_ds.system.files import DIGESTS
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from tests.hooks.test_best import config
 from tests.hub_server import READ_ONLY, TOKEN, Hub, Repository, contents, hub_server
 from tests.processes import together
 from tools.export import main
-from unigen_ds.core.dist import free_port
 from unigen_ds.runner import Runner
+from unigen_ds.system.dist import free_port
 
 REPO = "owner/name"
 

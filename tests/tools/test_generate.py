@@ -19,10 +19,10 @@ from tests.text_run import text_config, words
 from tests.tiny import tiny_config
 from tools.generate import main
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.families.bagel.published import FILES
 from unigen_ds.runner import Runner
-from unigen_ds.runner.trained import open_inferencer
+from unigen_ds.runner.open.trained import open_inferencer
 
 FAST = ["--num-timesteps", "3", "--device", "cpu"]
 

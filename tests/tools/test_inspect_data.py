@@ -14,11 +14,11 @@ from tests.data.support import make_stream, mixed_dataset
 from tests.processes import ROOT, run
 from tests.tiny import TINY, tiny_config
 from tools.inspect_data import check_ledger, lines_of, main
-from unigen_ds.core.metrics import sample_digest
-from unigen_ds.data.change import continued
-from unigen_ds.data.statistics import derive
-from unigen_ds.data.stream import Cursor, SequenceStream
+from unigen_ds.data.batches.change import continued
+from unigen_ds.data.batches.statistics import derive
+from unigen_ds.data.batches.stream import Cursor, SequenceStream
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import sample_digest
 
 UNPACKED = {"train_dataloader.packing": None, "train_dataloader.batch_size": 20}
 Report = Callable[..., tuple[int, dict[str, Any]]]

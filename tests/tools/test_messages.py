@@ -22,10 +22,10 @@ from torch.nn import Linear
 from tests.processes import together
 from tests.tiny import tiny_config
 from tools.train import main
-from unigen_ds.core.config_file import read_file
-from unigen_ds.core.dist import free_port
-from unigen_ds.core.registry import FAMILIES
+from unigen_ds.config.file import read_file
+from unigen_ds.config.registry import FAMILIES
 from unigen_ds.families.bagel.family import Bagel
+from unigen_ds.system.dist import free_port
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_yaml_runs_nothing(where: str, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_tuple_that_mmengine_wrote_is_read(tmp_path: Path) -> None:
-    from unigen_ds.runner.settings import load_config
+    from unigen_ds.runner.settings.tree import load_config
 
     path = tmp_path / "config.yaml"
     path.write_text("optim_wrapper: {optimizer: {type: AdamW, betas: !!python/tuple [0.9, 0.95]}}\n")

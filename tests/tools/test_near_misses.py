@@ -17,7 +17,7 @@ from tools.evaluate import main as evaluate
 from tools.export import main as export
 from tools.resume import main as resume
 from tools.train import main as train
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.config.registry import HOOKS
 
 OWN = """
 from mmengine.hooks import Hook

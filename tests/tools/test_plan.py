@@ -11,7 +11,7 @@ from tests.engines.users import write_mixed
 from tests.tiny import tiny_config
 from tools.plan import main
 from unigen_ds.core.quantities import share, size
-from unigen_ds.runner.parts import config_text
+from unigen_ds.runner.start.parts import config_text
 
 
 @pytest.fixture(scope="module")

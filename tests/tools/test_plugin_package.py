@@ -16,15 +16,15 @@ from tests.engines.users import write_rows
 from tests.processes import ROOT, ranks, together
 from tools.inspect_data import main as inspect_data
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system.journals import read_lines
 
 CONFIG = "tests/plugin/config.py"
 UPDATES, KILLED_AT = 6, 3
 KILLER = """
 import os, signal
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.hooks.base import Hook
 
 @HOOKS.register_module()

@@ -16,10 +16,10 @@ from tests.processes import ROOT, run
 from tests.tiny import TINY, tiny_config
 from tools import resume as tool
 from tools import train
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system.journals import read_lines
 
 OPTIONS: dict[str, Any] = {
     **TINY,
@@ -191,7 +191,7 @@ def test_run_starts_the_training(tmp_path, run_dir):
 
 HUNGRY = """
 import torch
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.config.registry import HOOKS
 from unigen_ds.hooks.base import Hook
 
 @HOOKS.register_module()

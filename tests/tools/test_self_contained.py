@@ -26,7 +26,7 @@ from tools.generate import main as generate
 from tools.generate import parser
 from unigen_ds.families.bagel.inference import InterleaveInferencer
 from unigen_ds.runner import Runner
-from unigen_ds.runner.trained import open_inferencer, open_model
+from unigen_ds.runner.open.trained import open_inferencer, open_model
 
 FAST = ["--num-timesteps", "3", "--device", "cpu", "--max-length", "3"]
 

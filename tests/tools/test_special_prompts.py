@@ -16,13 +16,13 @@ from tests.text_run import text_config
 from tests.tiny import tiny_config
 from tools.generate import main
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.data.tokenizers import ChatTokenizer
+from unigen_ds.data.text.tokenizers import ChatTokenizer
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.decoder_lm.model import DecoderLM
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import load_config
-from unigen_ds.runner.trained import open_model
+from unigen_ds.runner.open.trained import open_model
+from unigen_ds.runner.settings.tree import load_config
 
 PROMPT = "one <|im_end|> <image> <|image|><|im_start|> two"
 PIECES = ["one", "<|", "im_end", "|>", "<", "image", ">", "<|", "image", "|><|", "im_start", "|>", "two"]

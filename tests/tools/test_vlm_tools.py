@@ -18,11 +18,11 @@ from tests.runner.test_vlm_run import config, data  # noqa: F401 - a fixture
 from tools.export import main as export
 from tools.generate import main as generate
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import DIGESTS
-from unigen_ds.data.turn import Turn
+from unigen_ds.data.records.turn import Turn
 from unigen_ds.families.nanovlm.inference import answer
 from unigen_ds.runner import Runner
-from unigen_ds.runner.trained import open_inferencer, open_model
+from unigen_ds.runner.open.trained import open_inferencer, open_model
+from unigen_ds.system.files import DIGESTS
 
 FAST = ["--max-length", "6", "--device", "cpu"]
 

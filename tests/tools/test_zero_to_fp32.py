@@ -16,7 +16,7 @@ from tests.checkpoint import plain_deepspeed
 from tests.checkpoint.support import make_backend, save
 from tests.processes import ROOT, run
 from tools.zero_to_fp32 import main
-from unigen_ds.core.files import DIGESTS
+from unigen_ds.system.files import DIGESTS
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.runner.kill_tools import SAVE_EVERY_UPDATES, Bench
 from tests.tracking.test_writers import OfflineRun, read_wandb
-from unigen_ds.core.metrics import read_lines
+from unigen_ds.system.journals import read_lines
 from unigen_ds.tracking.writer import SafeWriter
 
 KILLED_AT, END = SAVE_EVERY_UPDATES + 3, SAVE_EVERY_UPDATES + 5

@@ -18,11 +18,11 @@ from tests.engines.cases import KILL_AT
 from tests.engines.feature_cases import WANDB, WATCHED_SAVED_AT, WATCHED_UPDATES
 from tests.engines.launch import want
 from tests.tiny import tiny_config
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.logger import logger_of
+from unigen_ds.hooks.log.logger import logger_of
 from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
 from unigen_ds.tracking.trackio import TrackioVisBackend
 from unigen_ds.tracking.wandb import WandbVisBackend
 from unigen_ds.tracking.writer import SafeWriter

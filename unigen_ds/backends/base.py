@@ -9,7 +9,8 @@ here. So any layout loads into any engine at any process count.
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unigen_ds.backends.loading import read_into, state_misfit, tensor_misfit
-from unigen_ds.backends.summary import bytes_of_ranks, runs_of_names
-from unigen_ds.core import dist
-from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.fitting import refuse_misfit
-from unigen_ds.core.log import logger
-from unigen_ds.core.optim import PRECISIONS, OptimizerConfig, ParamGroup, computes_bf16
-from unigen_ds.core.outputs import StateFiles, all_finite
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.fitting import Misfit, Shape, misfit, refuse_misfit
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import BUFFER, EMA, LOSS_SCALE, MASTER, STEP, Shard, ShardReader
+from unigen_ds.core.shards import BUFFER, EMA, EXP_AVG_SQ, LOSS_SCALE, MASTER, STEP, Shard, ShardReader
+from unigen_ds.optim.optimizer import PRECISIONS, OptimizerConfig, ParamGroup, computes_bf16
+from unigen_ds.system import dist
+from unigen_ds.system.log import logger
+from unigen_ds.system.outputs import StateFiles, all_finite
 
 __all__ = ["PRECISIONS", "Backend", "OptimizerConfig", "ParamGroup", "StepResult"]
 
@@ -301,3 +300,65 @@ class Backend(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 - an engine without resources has nothing to do
         """Release resources. Not collective: safe after an error."""
+
+
+# Reading a checkpoint's tensors into shards, and what of it does not fit the model, by name.
+
+
+def read_into(reader: ShardReader, kind: str, shard: Shard) -> None:
+    """Fill a shard from a checkpoint, whatever ranges the checkpoint is stored in. Raises ``CheckpointError`` where an
+    average of squares is negative.
+    """
+    if shard.data.numel():
+        values = reader.read(kind, shard.name, shard.flat_start, shard.flat_stop)
+        if kind.endswith(EXP_AVG_SQ) and bool((values < 0).any() | values.isnan().any()):
+            problem = f"the checkpoint's {kind} of {shard.name} has negative values or NaN, which no optimizer writes"
+            raise CheckpointError(problem, remedy="resume from another checkpoint; --load-from loads weights alone")
+        shard.data.copy_(values)
+
+
+def tensor_misfit(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> Misfit:
+    """What of the tensors of a kind differs from those of ``sizes``, by name and number of elements."""
+    return misfit({name: (reader.numel(kind, name),) for name in sorted(reader.names(kind))}, _shapes(sizes))
+
+
+def state_misfit(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> Misfit:
+    """The same of the optimizer's state; that of parameters which are not trained is ignored."""
+    present = set(reader.names(kind)) & set(sizes)
+    return misfit({name: (reader.numel(kind, name),) for name in present}, _shapes(sizes))
+
+
+def _shapes(sizes: Mapping[str, int]) -> dict[str, Shape]:
+    return {name: (numel,) for name, numel in sizes.items()}
+
+
+# Bytes and sharding units in an engine's log line: consecutive equal ranks and numbered names become one entry.
+
+
+def bytes_of_ranks(held: Sequence[float], *, whole: float) -> str:
+    """The bytes of every rank; consecutive ranks with the same number are named once: ``ranks 0-3: 1,024 (25.0 %)``."""
+    found: list[str] = []
+    for first in (i for i, value in enumerate(held) if i == 0 or held[i - 1] != value):
+        last = next((i - 1 for i in range(first, len(held)) if held[i] != held[first]), len(held) - 1)
+        ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        found.append(f"{ranks}: {held[first]:,.0f} ({100 * held[first] / max(whole, 1):.1f} %)")
+    return ", ".join(found)
+
+
+def runs_of_names(names: Iterable[str]) -> list[str]:
+    """Names that differ only in one number, as one: ``layers.0``, ``layers.1``, ``layers.2`` -> ``layers.0-2``."""
+    found: list[tuple[str, int | None, int | None, str]] = []
+    for name in names:
+        before, number, after = _LAST_NUMBER.fullmatch(name).groups()  # type: ignore[union-attr]
+        at = int(number) if number else None
+        if found and at is not None and found[-1][0] == before and found[-1][2] == at - 1 and found[-1][3] == after:
+            found[-1] = (before, found[-1][1], at, after)
+        else:
+            found.append((before, at, at, after))
+    return [
+        before + ("" if first is None else str(first) if first == last else f"{first}-{last}") + after
+        for before, first, last, after in found
+    ]
+
+
+_LAST_NUMBER = re.compile(r"(.*?)(?:(?<=\.)(\d+)(?=\.|$))?((?:\.\D[^.]*)*)")

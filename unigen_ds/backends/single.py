@@ -13,14 +13,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from unigen_ds.backends.base import StepResult
 from unigen_ds.backends.memory import allocate
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
-from unigen_ds.core.dist import env_world_size
+from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.modules import tied_names
-from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup
-from unigen_ds.core.outputs import StateFiles, safetensors_output
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.registry import BACKENDS
 from unigen_ds.core.shards import OPTIMIZER_FILE, STAMP, Shard, shard_key
+from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup
+from unigen_ds.system.dist import env_world_size
+from unigen_ds.system.outputs import StateFiles, safetensors_output
 
 
 @BACKENDS.register_module(name="single")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from unigen_ds.backends.base import Backend, StepResult
 from unigen_ds.core.loss_scale import LossScale
 from unigen_ds.core.modules import persistent_buffers
-from unigen_ds.core.optim import (
+from unigen_ds.core.shards import LOSS_SCALE, STEP
+from unigen_ds.optim.optimizer import (
     JoinedOptimizer,
     OptimizerConfig,
     ParamGroup,
@@ -20,8 +21,7 @@ from unigen_ds.core.optim import (
     default_fused,
     fuses,
 )
-from unigen_ds.core.optimizer_state import ADAMW, OptimizerState, state_of
-from unigen_ds.core.shards import LOSS_SCALE, STEP
+from unigen_ds.optim.optimizer_state import ADAMW, OptimizerState, state_of
 
 
 class TorchOptimizerBackend(Backend):

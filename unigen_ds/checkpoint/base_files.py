@@ -17,10 +17,10 @@ from typing import Any
 
 from unigen_ds.checkpoint.manifest import FileEntry
 from unigen_ds.checkpoint.store import outer
+from unigen_ds.config.hub import folder_of
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.files import file_digest, fsync_path, make_directory, new_directory
-from unigen_ds.core.hub import folder_of
-from unigen_ds.core.log import logger
+from unigen_ds.system.files import file_digest, fsync_path, make_directory, new_directory
+from unigen_ds.system.log import logger
 
 FOLDER = "base"
 """Of a work dir: the copy."""

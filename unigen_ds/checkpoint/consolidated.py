@@ -23,8 +23,9 @@ from unigen_ds.checkpoint.layouts import open_reader, open_shards, shard_folders
 from unigen_ds.checkpoint.layouts.base import PieceReader
 from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
 from unigen_ds.checkpoint.writers import Entry
-from unigen_ds.core.files import delete_inside
-from unigen_ds.core.outputs import (
+from unigen_ds.core.shards import BUFFER, MASTER, OPTIMIZER_FILE, STAMP, shard_key
+from unigen_ds.system.files import delete_inside
+from unigen_ds.system.outputs import (
     DTYPE_NAMES,
     HashedFile,
     Output,
@@ -33,7 +34,6 @@ from unigen_ds.core.outputs import (
     tensor_bytes,
     write_output,
 )
-from unigen_ds.core.shards import BUFFER, MASTER, OPTIMIZER_FILE, STAMP, shard_key
 
 Form = Literal["sharded", "full", "both"]
 """What a save leaves: the engine's own files, the consolidated ones, or both."""

@@ -36,7 +36,8 @@ from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.checkpoint.writers import Entry, Write, write_safetensors, write_torch
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.files import (
+from unigen_ds.core.shards import BUFFER, EMA, MASTER, OPTIMIZER_FILE
+from unigen_ds.system.files import (
     DIGESTS,
     check_digests,
     delete_inside,
@@ -46,7 +47,6 @@ from unigen_ds.core.files import (
     temporary_beside,
     write_digests,
 )
-from unigen_ds.core.shards import BUFFER, EMA, MASTER, OPTIMIZER_FILE
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 

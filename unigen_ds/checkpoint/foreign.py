@@ -20,13 +20,13 @@ from unigen_ds.checkpoint.layouts.dcp import DCPReader
 from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader, is_deepspeed
 from unigen_ds.checkpoint.layouts.plain import TorchReader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
-from unigen_ds.checkpoint.layouts.stored import StoredReader
 from unigen_ds.checkpoint.weight_files import is_weight_file, locate, stated_model, trainer_state, weight_files
+from unigen_ds.config.registry import FOREIGN_STATES
 from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.registry import FOREIGN_STATES
 from unigen_ds.core.shards import LOSS_SCALE, MASTER
 from unigen_ds.families.base import PublishedFormat
+from unigen_ds.models.weights import Pretrained
 
 ASSUMABLE = ("batch_size", "accumulative_counts", "dp_size")
 
@@ -327,3 +327,19 @@ def _unknown_everywhere(reader: PieceReader) -> Iterator[str]:
     yield "The state of the random generators is not stored."
     if LOSS_SCALE not in reader.kinds():
         yield "A dynamic loss scale is not stored: it would begin with its initial value."
+
+
+# A published directory as master weights under the model's names, so that ``load_from`` can read it.
+
+
+class StoredReader(PieceReader):
+    """A ``ShardReader`` over what a family's format has found (``PublishedFormat.weights``).
+
+    Rows are read when they are requested.
+    """
+
+    def __init__(self, found: Pretrained) -> None:
+        super().__init__(unique=True)
+        self.tied = dict(found.tied)
+        for name, stored in found.tensors.items():
+            self.add(MASTER, name, 0, stored.numel, stored.flat, source=found.where, shape=stored.shape)

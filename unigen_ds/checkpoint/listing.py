@@ -13,9 +13,8 @@ from typing import Any
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.best_record import best_of
 from unigen_ds.checkpoint.home import home_of
-from unigen_ds.checkpoint.lineage import Lineage
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
-from unigen_ds.checkpoint.store import Found
+from unigen_ds.checkpoint.store import Found, Lineage
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.schedule.schedule import Schedules
 

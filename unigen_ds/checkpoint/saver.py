@@ -33,13 +33,13 @@ from safetensors.torch import load_file
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import consolidated, store
 from unigen_ds.checkpoint.manifest import FILE_NAME, FileEntry, Manifest, check_stamp
-from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, SaveError, TrainingError, UnigenError
-from unigen_ds.core.files import delete_inside, fsync_path, make_directory, rename_into_place
-from unigen_ds.core.log import logger
-from unigen_ds.core.outputs import Output, StateFiles, all_finite, bytes_output, safetensors_output, write_output
-from unigen_ds.core.seeding import rng_state, set_rng_state
 from unigen_ds.core.shards import STAMP, Shard, shard_key
+from unigen_ds.system import dist
+from unigen_ds.system.files import delete_inside, fsync_path, make_directory, rename_into_place
+from unigen_ds.system.log import logger
+from unigen_ds.system.outputs import Output, StateFiles, all_finite, bytes_output, safetensors_output, write_output
+from unigen_ds.system.seeding import rng_state, set_rng_state
 
 RNG_DIRECTORY, HOOKS_FILE, CONFIG_FILE, TOKENIZER = "rng", "hooks.json", "config.py", "tokenizer"
 _THREADS = 4

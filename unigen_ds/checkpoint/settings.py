@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
+from unigen_ds.config.sections import LISTED, Section
+from unigen_ds.config.values import Allowed, as_tuple
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.settings import LISTED, Section
-from unigen_ds.core.values import Allowed, as_tuple
 
 Pair = Annotated[tuple[str, str], BeforeValidator(as_tuple)]
 Difference = Literal["missing", "unexpected", "reshaped", "sizes"]

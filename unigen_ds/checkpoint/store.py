@@ -7,6 +7,8 @@ iteration 3000 may become 1500. Manifests decide, and ``lineage.json`` where a r
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 import time
 from collections.abc import Callable
@@ -15,12 +17,11 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from unigen_ds.checkpoint.lineage import Lineage
 from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
-from unigen_ds.core.cores import num_cores
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.files import delete_inside, file_digest, remove_leftovers, rename_into_place, write_text_atomic
-from unigen_ds.core.log import logger
+from unigen_ds.system.files import delete_inside, file_digest, remove_leftovers, rename_into_place, write_text_atomic
+from unigen_ds.system.log import logger
+from unigen_ds.system.machine import num_cores
 
 HINT = "last_checkpoint"
 STAGING = ".tmp-"
@@ -290,3 +291,41 @@ def sweep(work_dir: Path, *, older_than_s: float = 0.0) -> list[Path]:
 
 # Former names, for one release.
 go_on_from = continue_from
+
+
+# Which checkpoints of a work dir the present run has abandoned by going back to an earlier one.
+
+LINEAGE = "lineage.json"
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """See the module docstring."""
+
+    start: str | None = None
+    """The checkpoint outside the work dir that the run resumed from, until it saves its own."""
+    abandoned: tuple[int, ...] = ()
+    """Commits that were abandoned."""
+    last_commit: int = 0
+    """The highest commit number so far: a number is never used twice, even when checkpoints are removed."""
+
+    @classmethod
+    def read(cls, work_dir: Path) -> Lineage:
+        """The stored one, or the empty one. Raises ``CheckpointError`` when the file is damaged."""
+        path = work_dir / LINEAGE
+        if not path.is_file():
+            return cls()
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            start, last_commit = state["start"], int(state["last_commit"])
+            return cls(start, tuple(int(commit) for commit in state["abandoned"]), last_commit)
+        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} is damaged: {type(error).__name__}: {error}",
+                remedy="remove it; then every checkpoint of the folder is valid again, and --resume uses the newest",
+            ) from error
+
+    def write(self, work_dir: Path) -> None:
+        """Durable when it returns. The file is not made for an empty lineage."""
+        if self.start or self.abandoned or (work_dir / LINEAGE).exists():
+            write_text_atomic(work_dir / LINEAGE, json.dumps(dataclasses.asdict(self)) + "\n")

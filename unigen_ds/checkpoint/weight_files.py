@@ -27,8 +27,8 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.home import home_of
 from unigen_ds.checkpoint.layouts.deepspeed import is_deepspeed
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.config.hub import folder_of
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.hub import folder_of
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.models.weights import flat_sizes
 

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from unigen_ds.config.registry import DATASETS, PACKERS, TOKENIZERS, TRANSFORMS
+from unigen_ds.config.sections import LISTED, Component, Of, Section
+from unigen_ds.config.values import Number
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import DATASETS, PACKERS, TOKENIZERS, TRANSFORMS
-from unigen_ds.core.settings import LISTED, Component, Of, Section
-from unigen_ds.core.values import Number
-from unigen_ds.data.adapter import DatasetAdapter as DatasetAdapter  # registers it
-from unigen_ds.data.groups import DataGroup
+from unigen_ds.data.datasets.adapter import DatasetAdapter as DatasetAdapter  # registers it
+from unigen_ds.data.datasets.groups import DataGroup
 
 Tokenizer = Annotated[Component, Of(TOKENIZERS)]
 Transform = Annotated[Component, Of(TRANSFORMS, trial=True)]

@@ -19,21 +19,21 @@ import torch
 from PIL import Image
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, TrainingError
-from unigen_ds.core.seeding import derive_seed
-from unigen_ds.data.datasets import PlannedDataset
-from unigen_ds.data.held_out import record_number, whole_of
-from unigen_ds.data.image_files import UnreadableImage
-from unigen_ds.data.samples import IGNORED, Loaded, Sample, Split
-from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
-from unigen_ds.data.turn import Turn
-from unigen_ds.data.validation_data import ValidationData
+from unigen_ds.data.batches.validation_data import ValidationData
+from unigen_ds.data.datasets.dataset import PlannedDataset
+from unigen_ds.data.datasets.held_out import record_number, whole_of
+from unigen_ds.data.images.image_files import UnreadableImage
+from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.samples.sample import IGNORED, Loaded, Sample, Split
+from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.evaluation.validation import evaluating
 from unigen_ds.families.base import Family, family_of
 from unigen_ds.inference.generated import BOTH, Generated, Kind, Request, to_picture
 from unigen_ds.inference.sampling import Sampling
 from unigen_ds.inference.together import AnotherRankFailed, TrainedModel
+from unigen_ds.system import dist
+from unigen_ds.system.seeding import derive_seed
 
 Q = TypeVar("Q")
 A = TypeVar("A")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.metrics import in_effect, parse_lines
+from unigen_ds.system.journals import in_effect, parse_lines
 
 Line = dict[str, Any]
 

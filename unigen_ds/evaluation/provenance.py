@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.core.files import write_text_atomic
+from unigen_ds.system.files import write_text_atomic
 
 FORMAT = 1
 REQUIRED = ("metric", "version", "settings", "resize", "precision", "seed", "model", "num_samples", "checkpoint")

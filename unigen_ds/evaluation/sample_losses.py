@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unigen_ds.core import dist
 from unigen_ds.core.batch import Batch, LossTerms
 from unigen_ds.core.errors import DataError
 from unigen_ds.evaluation.comparison import NO_DRAWS
 from unigen_ds.evaluation.metrics.base import draws
 from unigen_ds.evaluation.validation import Key, Validation
+from unigen_ds.system import dist
 
 TEXT = "text"
 """The loss term of texts, of which perplexity is computed."""

@@ -16,12 +16,8 @@ from typing import Annotated, Any
 from annotated_types import Ge
 from PIL import Image
 
-from unigen_ds.core import dist
+from unigen_ds.config.registry import check_arguments
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.log import logger
-from unigen_ds.core.metrics import sample_digest
-from unigen_ds.core.registry import check_arguments
-from unigen_ds.core.seeding import kept_generators
 from unigen_ds.evaluation.generation import Answers, answers, ask, check_answers, inferencer_of, trained_family
 from unigen_ds.evaluation.metrics import Metric, evaluated
 from unigen_ds.evaluation.provenance import Result
@@ -29,6 +25,10 @@ from unigen_ds.evaluation.sample_losses import SampleLosses, TextLosses
 from unigen_ds.evaluation.validation import Validation, Watch
 from unigen_ds.inference.generated import BOTH, Kind
 from unigen_ds.inference.sampling import Sampling
+from unigen_ds.system import dist
+from unigen_ds.system.journals import sample_digest
+from unigen_ds.system.log import logger
+from unigen_ds.system.seeding import kept_generators
 
 KINDS: tuple[Kind, ...] = ("text", "image", BOTH)
 _WORDS = {"text": "texts", "image": "pictures", BOTH: "texts with pictures"}

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.core import dist
 from unigen_ds.core.batch import Batch, LossTerms
-from unigen_ds.core.log import logger
-from unigen_ds.core.seeding import kept_generators
-from unigen_ds.data.validation_data import ValidationData
+from unigen_ds.data.batches.validation_data import ValidationData
+from unigen_ds.system import dist
+from unigen_ds.system.log import logger
+from unigen_ds.system.seeding import kept_generators
 
 Groups = Mapping[str, tuple[Tensor, Sequence[str]]]
 """As of ``Family.target_groups``."""

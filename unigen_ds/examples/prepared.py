@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import delete_inside, rename_into_place, temporary_beside
+from unigen_ds.system.files import delete_inside, rename_into_place, temporary_beside
 
 _MARKER = "complete"
 

@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from unigen_ds.config.registry import FAMILIES, MODELS, TRANSFORMS, build, check_arguments, find
+from unigen_ds.config.sections import one_or_many
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import stored_object
-from unigen_ds.core.registry import FAMILIES, MODELS, TRANSFORMS, build, check_arguments, find
-from unigen_ds.core.settings import one_or_many
-from unigen_ds.data.augment import CHANGES
-from unigen_ds.data.processor import ConversationProcessor, Processor
+from unigen_ds.data.images.augment import CHANGES
+from unigen_ds.data.samples.processor import ConversationProcessor, Processor
 from unigen_ds.models.weights import Pretrained
 
 

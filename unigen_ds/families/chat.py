@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unigen_ds.data.chat import RenderedChat, encode_chats, next_token_labels
-from unigen_ds.data.processor import ConversationProcessor, is_document
-from unigen_ds.data.samples import Sample, Split
-from unigen_ds.data.splits import TokenSplit
-from unigen_ds.data.turn import Turn
+from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.samples.processor import ConversationProcessor, is_document
+from unigen_ds.data.samples.sample import Sample, Split
+from unigen_ds.data.samples.splits import TokenSplit
+from unigen_ds.data.text.chat import RenderedChat, encode_chats, next_token_labels
 
 
 @dataclass(frozen=True)

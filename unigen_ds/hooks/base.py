@@ -32,11 +32,11 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.consolidated import Form
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.batch import Batch
-from unigen_ds.core.clock import Clock
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import Shard, ShardReader
-from unigen_ds.data.datasets import PlannedDataset
+from unigen_ds.data.datasets.dataset import PlannedDataset
 from unigen_ds.evaluation.validation import Validation
+from unigen_ds.system.clock import Clock
 
 PRIORITY = {
     "timer": 10,

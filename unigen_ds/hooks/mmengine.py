@@ -31,17 +31,17 @@ from mmengine.registry import HOOKS as MMENGINE_HOOKS
 from PIL import Image
 from torch import Tensor, nn
 
-from unigen_ds.core import dist
+from unigen_ds.config.registry import HOOKS, check_arguments
+from unigen_ds.config.sections import Component
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.core.json_values import by_name, json_values
-from unigen_ds.core.log import logger, notice
-from unigen_ds.core.metrics import JsonLines
-from unigen_ds.core.registry import HOOKS, check_arguments
-from unigen_ds.core.settings import Component
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.checkpoint import CheckpointHook
-from unigen_ds.hooks.evaluate import EvaluateHook, check_result
+from unigen_ds.hooks.evaluate.evaluate import EvaluateHook, check_result
+from unigen_ds.hooks.save.checkpoint import CheckpointHook
+from unigen_ds.system import dist
+from unigen_ds.system.journals import JsonLines
+from unigen_ds.system.log import logger, notice
 from unigen_ds.tracking.writer import numbers
 
 if TYPE_CHECKING:

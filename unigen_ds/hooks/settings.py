@@ -7,23 +7,23 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from unigen_ds.core.registry import HOOKS
-from unigen_ds.core.settings import Component, Of, Section
-from unigen_ds.hooks import async_evaluate as _async_evaluate  # noqa: F401 - these register themselves
-from unigen_ds.hooks import early_stopping as _early_stopping  # noqa: F401
-from unigen_ds.hooks import ema as _ema  # noqa: F401
-from unigen_ds.hooks import evaluate as _evaluate  # noqa: F401
-from unigen_ds.hooks import preview as _preview  # noqa: F401
-from unigen_ds.hooks import push_to_hub as _push_to_hub  # noqa: F401
-from unigen_ds.hooks import save_pretrained as _save_pretrained  # noqa: F401
-from unigen_ds.hooks.checkpoint import CheckpointHook
-from unigen_ds.hooks.continuity import ContinuityHook
-from unigen_ds.hooks.first_update import FirstUpdateHook
-from unigen_ds.hooks.logger import LoggerHook
+from unigen_ds.config.registry import HOOKS
+from unigen_ds.config.sections import Component, Of, Section
+from unigen_ds.hooks.evaluate import async_evaluate as _async_evaluate  # noqa: F401 - these register themselves
+from unigen_ds.hooks.evaluate import ema as _ema  # noqa: F401
+from unigen_ds.hooks.evaluate import evaluate as _evaluate  # noqa: F401
+from unigen_ds.hooks.evaluate import preview as _preview  # noqa: F401
+from unigen_ds.hooks.guard import early_stopping as _early_stopping  # noqa: F401
+from unigen_ds.hooks.guard.continuity import ContinuityHook
+from unigen_ds.hooks.guard.first_update import FirstUpdateHook
+from unigen_ds.hooks.guard.nan_guard import NanGuardHook
+from unigen_ds.hooks.guard.signals import SignalHook
+from unigen_ds.hooks.log.logger import LoggerHook
+from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.hooks.mmengine import adapted
-from unigen_ds.hooks.nan_guard import NanGuardHook
-from unigen_ds.hooks.signals import SignalHook
-from unigen_ds.hooks.timer import IterTimerHook
+from unigen_ds.hooks.save import push_to_hub as _push_to_hub  # noqa: F401
+from unigen_ds.hooks.save import save_pretrained as _save_pretrained  # noqa: F401
+from unigen_ds.hooks.save.checkpoint import CheckpointHook
 
 CustomHook = Annotated[Component, Of(HOOKS, trial=True, rewrite=adapted)]
 

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from unigen_ds.config.registry import checked
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import checked
 from unigen_ds.inference.continuation import idle_arguments
-from unigen_ds.inference.generated import Generated
-from unigen_ds.inference.given import MaxLength, MaxParts, Picture, Size, as_file, pictures
+from unigen_ds.inference.generated import Generated, MaxLength, MaxParts, Picture, Size, as_file, pictures
 from unigen_ds.inference.sampling import Sampling
 
 LIKELIEST = Sampling()

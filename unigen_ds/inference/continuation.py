@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unigen_ds.core.seeding import generator
-from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.samples import Loaded
-from unigen_ds.data.splits import TokenSplit
+from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.inference.kv_cache import CachedDocuments, KVCache
 from unigen_ds.inference.sampling import Sampling
+from unigen_ds.system.seeding import generator
 
 Choose = Callable[[Tensor, Sequence[int]], Sequence[int]]
 """Logits ``[documents, vocabulary]`` and the number of each document among the prompts -> a token for each."""

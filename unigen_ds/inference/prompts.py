@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError, DataError, suggestion
-from unigen_ds.core.log import logger
+from unigen_ds.system.log import logger
 
 ROW = '{"prompt": "...", "images": ["a.png"]}, or {"parts": ["a text", {"image": "a.png"}], "prompt": "..."}'
 

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.core import dist
 from unigen_ds.core.errors import TrainingError
+from unigen_ds.system import dist
 
 Idle = Callable[[str], "tuple[Any, ...]"]
 """Name of a method of the model -> arguments with which it does nothing."""

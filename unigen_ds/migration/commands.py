@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.config_file import read_file
+from unigen_ds.config.file import read_file
 from unigen_ds.core.errors import ConfigError
 
 _STARTER = re.compile(r"torchrun|python[\d.]*|deepspeed|accelerate|bash|sh|sbatch|srun|xtuner")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.config import plain_values, read
+from unigen_ds.config.overrides import plain_values, read
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.migration.commands import Command, Setting
 from unigen_ds.migration.python_file import Computed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unigen_ds.core.paths import is_hub_name
+from unigen_ds.config.paths import is_hub_name
 from unigen_ds.migration.commands import Command, read_files, sources
 from unigen_ds.migration.draft import Draft, Table, Unusable, boolean, number, recipe, text, whole
 

@@ -10,7 +10,7 @@ import ast
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.config_file import bases_of
+from unigen_ds.config.file import bases_of
 from unigen_ds.core.errors import ConfigError
 
 DUMP = "python -c \"from mmengine.config import Config; Config.fromfile('{}').dump('plain.py')\""

@@ -1,6 +1,6 @@
 """Configs of mmengine and xtuner, F-LMM's among them: a file, options of ``xtuner train``, or settings alone.
 
-Keys of mmengine are translated by ``core/translation.py``; models and data sets of xtuner by ``xtuner_model.py``, and
+Keys of mmengine are translated by ``config/translation.py``; models and data sets of xtuner by ``xtuner_model.py``, and
 what else its configs have here: hooks, the engine, arguments of its command. Of everything else a comment remains.
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.config import parse_override
-from unigen_ds.core.config_file import read_file
+from unigen_ds.config.file import read_file
+from unigen_ds.config.overrides import parse_override
+from unigen_ds.config.translation import FOREIGN, translate
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.translation import FOREIGN, translate
 from unigen_ds.migration.commands import MAPPINGS, Command, Setting
 from unigen_ds.migration.draft import SECTIONS, Draft, Table, assignment, boolean, leaves, number, recipe, text, whole
 from unigen_ds.migration.python_file import DUMP, Computed, Reference, read_python

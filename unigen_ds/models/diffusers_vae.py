@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unigen_ds.config.hub import folder_of
+from unigen_ds.config.registry import AUTOENCODERS, checked
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.hub import folder_of
 from unigen_ds.core.json_values import stored_object
-from unigen_ds.core.registry import AUTOENCODERS, checked
 
 _CLASS, _CONFIG, _WEIGHTS = "AutoencoderKL", "config.json", "diffusion_pytorch_model.safetensors"
 _FILES = tuple(folder + name for folder in ("", "vae/") for name in (_CONFIG, "diffusion_pytorch_model*.safetensors"))

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from unigen_ds.core.registry import AUTOENCODERS, build
+from unigen_ds.config.registry import AUTOENCODERS, build
 
 
 def trains(module: nn.Module) -> bool:

@@ -14,9 +14,9 @@ from annotated_types import Ge, MinLen
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from unigen_ds.config.registry import AUTOENCODERS, checked
+from unigen_ds.config.values import Allowed, Rule
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import AUTOENCODERS, checked
-from unigen_ds.core.values import Allowed, Rule
 
 _GROUPS = 32
 

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.fitting import first_names
-from unigen_ds.core.log import logger
 from unigen_ds.core.modules import persistent_buffers
-from unigen_ds.core.outputs import save_safetensors
-from unigen_ds.core.seeding import generator
 from unigen_ds.core.shards import MASTER, ShardReader
 from unigen_ds.models.quantized import QuantizedLinear, pack, unpacked
 from unigen_ds.models.settings import Lora
+from unigen_ds.system.log import logger
+from unigen_ds.system.outputs import save_safetensors
+from unigen_ds.system.seeding import generator
 
 ADAPTER = "default"
 """peft's name of the one set of adapters."""

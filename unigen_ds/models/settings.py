@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
+from unigen_ds.config.sections import Section
+from unigen_ds.config.values import Number
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.settings import Section
-from unigen_ds.core.values import Number
 
 QuantizeScheme = Literal["nf4", "int8"]
 

@@ -13,8 +13,8 @@ import torch
 from annotated_types import Ge
 from torch import Tensor, nn
 
+from unigen_ds.config.registry import AUTOENCODERS, checked
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.registry import AUTOENCODERS, checked
 from unigen_ds.models.flow import patchify_latents
 
 

@@ -24,9 +24,9 @@ from dataclasses import replace
 from torch.nn import Parameter
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.log import logger
-from unigen_ds.core.optim import WHERE, ParamGroup
+from unigen_ds.optim.optimizer import WHERE, ParamGroup
 from unigen_ds.optim.settings import AdamWPart, CustomKey, Group, Optimizer, Paramwise
+from unigen_ds.system.log import logger
 
 DEFAULT = "default"
 _NORM = re.compile(r"norm|^ln(_\w+|\d*)$", re.IGNORECASE)

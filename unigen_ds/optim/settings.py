@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from unigen_ds.config.registry import argument_problems
+from unigen_ds.config.sections import LISTED, Section, SettingErrors, argument_defaults, plain
+from unigen_ds.config.values import Allowed, Number, Rule, argument_hints, converted
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.loss_scale import GROWTH_INTERVAL, INIT_SCALE
-from unigen_ds.core.optim import adamw_settings, check_values, default_weight_decay, is_torchs, optimizer_class
-from unigen_ds.core.registry import argument_problems
-from unigen_ds.core.settings import LISTED, Section, SettingErrors, argument_defaults, plain
-from unigen_ds.core.values import Allowed, Number, Rule, argument_hints, converted
+from unigen_ds.optim.optimizer import adamw_settings, check_values, default_weight_decay, is_torchs, optimizer_class
 
 
 def _is_power_of_2(given: float) -> bool:

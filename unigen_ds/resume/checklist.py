@@ -15,9 +15,9 @@ from typing import Any
 
 from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.config.registry import RESUME_CHECKS
 from unigen_ds.core.progress import Geometry, Progress
-from unigen_ds.core.registry import RESUME_CHECKS
-from unigen_ds.data.change import DataChange
+from unigen_ds.data.batches.change import DataChange
 from unigen_ds.resume.edited import edited_settings
 from unigen_ds.resume.finding import Finding, Proposal, Status, shown
 from unigen_ds.resume.geometry import geometries_text

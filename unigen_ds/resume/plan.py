@@ -30,11 +30,11 @@ from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.partial import LoadConfig
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.checkpoint.weight_files import locate
+from unigen_ds.config.hub import folder_of
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.files import check_digests
-from unigen_ds.core.hub import folder_of
-from unigen_ds.core.metrics import METRICS_FILE, last_update
+from unigen_ds.system.files import check_digests
+from unigen_ds.system.journals import METRICS_FILE, last_update
 
 NOT_RESUMED = "Not resumed from"
 """First words of a message about a newer checkpoint that cannot be used."""

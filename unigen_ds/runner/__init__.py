@@ -1,4 +1,4 @@
 """Layer 8: the training loop, and the only package that builds objects from a config."""
 
-from unigen_ds.runner.run import train_config as train_config
-from unigen_ds.runner.runner import Runner as Runner
+from unigen_ds.runner.loop.run import train_config as train_config
+from unigen_ds.runner.loop.runner import Runner as Runner

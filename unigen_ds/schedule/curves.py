@@ -23,10 +23,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Lt
 from pydantic import AllowInfNan
 
+from unigen_ds.config.registry import CURVES, check_arguments
+from unigen_ds.config.values import NotNegative, Share
 from unigen_ds.core.errors import ConfigError, nearest
 from unigen_ds.core.progress import Progress, Ruler
-from unigen_ds.core.registry import CURVES, check_arguments
-from unigen_ds.core.values import NotNegative, Share
 
 MMENGINE_INF = 10**9
 """mmengine's ``INF``: an ``end`` of that many epochs or iterations means the end of training."""

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unigen_ds.config.registry import CURVES
+from unigen_ds.config.sections import Component, argument_defaults
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.progress import Progress, Ruler
-from unigen_ds.core.registry import CURVES
-from unigen_ds.core.settings import Component, argument_defaults
 from unigen_ds.schedule.curves import PlacedCurve
 from unigen_ds.schedule.settings import curves_of
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.metrics import JsonLines
-from unigen_ds.core.registry import WRITERS
+from unigen_ds.config.registry import WRITERS
+from unigen_ds.system.journals import JsonLines
 from unigen_ds.tracking.writer import Writer, own_file
 
 
@@ -16,8 +16,8 @@ class JsonlVisBackend(Writer):
     """One object per line in ``<save_dir>/<run name>.jsonl``; a resume voids lines that it writes again by an event.
 
     Lines of updates have no ``event``; others have that of ``metrics.jsonl``, such as ``evaluation``.
-    ``unigen_ds.core.metrics.read_lines`` returns the lines that count. Each run has a file: where another run has the
-    name, a number is appended.
+    ``unigen_ds.system.journals.read_lines`` returns the lines that count. Each run has a file: where another run has
+    the name, a number is appended.
 
     Args:
         save_dir: folder of the file.

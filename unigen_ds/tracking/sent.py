@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.files import make_directory
 from unigen_ds.core.json_values import json_values
-from unigen_ds.core.metrics import JsonLines, finite, parse_lines
+from unigen_ds.system.files import make_directory
+from unigen_ds.system.journals import JsonLines, finite, parse_lines
 
 ROUNDING, ROUNDING_CUDA = 1e-5, 1e-3
 """Largest relative difference of a repeated number that is none: engines, and kernels of a GPU, add in any order."""

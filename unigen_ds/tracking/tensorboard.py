@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unigen_ds.core.registry import WRITERS
+from unigen_ds.config.registry import WRITERS
 from unigen_ds.tracking.writer import Writer, numbers, own_file
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unigen_ds.core.registry import WRITERS
+from unigen_ds.config.registry import WRITERS
 from unigen_ds.tracking.writer import Writer, plain_config, with_aliases
 
 if TYPE_CHECKING:

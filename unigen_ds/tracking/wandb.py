@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from unigen_ds.config.registry import WRITERS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.log import logger
-from unigen_ds.core.registry import WRITERS
+from unigen_ds.system.log import logger
 from unigen_ds.tracking.writer import ALIASES as ALIASES
 from unigen_ds.tracking.writer import Writer, plain_config, with_aliases
 

@@ -17,10 +17,10 @@ from mmengine.config import Config
 from packaging.requirements import Requirement
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import make_directory
 from unigen_ds.core.json_values import by_name, json_values
-from unigen_ds.core.log import logger
-from unigen_ds.core.versions import installed
+from unigen_ds.system.files import make_directory
+from unigen_ds.system.log import logger
+from unigen_ds.system.versions import installed
 from unigen_ds.tracking.sent import ROUNDING, Branch, Line, Sent
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from unigen_ds.checkpoint.layouts.dcp import DCPReader
 from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import FULL, Manifest, check_stamp
-from unigen_ds.core import dist
+from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.registry import LAYOUTS
+from unigen_ds.system import dist
 
 for _name, _reader in (("safetensors", SafetensorsReader), ("deepspeed", DeepSpeedReader), ("dcp", DCPReader)):
     LAYOUTS.register_module(name=_name, module=_reader)

@@ -83,7 +83,8 @@ def read_metadata(directory: Path) -> Any:
 
 
 class DCPReader(PieceReader):
-    """A ``ShardReader`` over a directory whose keys are ``kind|name`` (``backends/fsdp.py``), or another trainer's."""
+    """A ``ShardReader`` over a directory whose keys are ``kind|name`` (``backends/fsdp/fsdp.py``), or another
+    trainer's."""
 
     def __init__(
         self, directory: Path, *, parameters: Iterable[str] | None = None, files: Iterable[str] | None = None

@@ -21,10 +21,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.array_cache import cache_folder, fingerprint
-from unigen_ds.data.content import contents_digest
-from unigen_ds.data.records import Captions
-from unigen_ds.data.stored_image import StoredImage
+from unigen_ds.data.cache.array_cache import cache_folder, fingerprint
+from unigen_ds.data.cache.content import contents_digest
+from unigen_ds.data.images.stored_image import StoredImage
+from unigen_ds.data.records.records import Captions
 
 Arrays = Mapping[str, NDArray[Any]]
 """Where the records of a source are; names that no column of ``Counts`` has."""

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from unigen_ds.config.registry import SOURCES, checked
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import SOURCES, checked
-from unigen_ds.data.data_file import MalformedRecord, check_data_file
-from unigen_ds.data.ratings import RATINGS
-from unigen_ds.data.records import other_delimiter
+from unigen_ds.data.records.data_file import MalformedRecord, check_data_file
+from unigen_ds.data.records.ratings import RATINGS
+from unigen_ds.data.records.records import other_delimiter
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
 from unigen_ds.data.sources.json_lines import Place, read_bytes
 

@@ -10,18 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unigen_ds.config.paths import is_hub_name
+from unigen_ds.config.registry import SOURCES, resolve
 from unigen_ds.core.errors import ConfigError, DataError, suggestion
-from unigen_ds.core.log import notice
-from unigen_ds.core.paths import is_hub_name
-from unigen_ds.core.registry import SOURCES, resolve
-from unigen_ds.data.array_cache import cache_folder
-from unigen_ds.data.data_file import instead_of
-from unigen_ds.data.sources import arrow, csv_rows, parquet, texts  # noqa: F401 - registers them
+from unigen_ds.data.cache.array_cache import cache_folder
+from unigen_ds.data.records.data_file import instead_of
+from unigen_ds.data.sources import csv_rows, parquet, tables, texts  # noqa: F401 - registers them
 from unigen_ds.data.sources.base import Joined, RecordSource
 from unigen_ds.data.sources.huggingface import is_saved
 from unigen_ds.data.sources.image_folder import METADATA, is_image_folder, metadata_below
 from unigen_ds.data.sources.unpacked import COMPRESSED, unpacked_file
 from unigen_ds.data.sources.webdataset import IMAGES
+from unigen_ds.system.log import notice
 
 DataPath = str | Path | Sequence[str | Path]
 JSON, TEXT = "json", "text"

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unigen_ds.config.paths import is_hub_name
+from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
-from unigen_ds.core.paths import is_hub_name
-from unigen_ds.core.registry import SOURCES
-from unigen_ds.data.sources.arrow import ArrowSource
 from unigen_ds.data.sources.base import Joined
-from unigen_ds.data.sources.needed import needed
+from unigen_ds.data.sources.tables import ArrowSource
+from unigen_ds.data.sources.unpacked import needed
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
-from unigen_ds.core.registry import SOURCES
-from unigen_ds.data.data_file import MalformedRecord, no_utf8
-from unigen_ds.data.record_values import shown_value
+from unigen_ds.data.records.data_file import MalformedRecord, no_utf8
+from unigen_ds.data.records.record_values import shown_value
 from unigen_ds.data.sources.base import Arrays, FoundRecord, Joined, RecordSource, Row
 from unigen_ds.data.sources.csv_rows import CsvSource
 from unigen_ds.data.sources.json_lines import JsonSource, read_bytes

@@ -19,14 +19,14 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
-from unigen_ds.core.files import quick_digest
-from unigen_ds.core.registry import SOURCES
-from unigen_ds.data.data_file import LATIN1, MalformedRecord, check_data_file, no_record
-from unigen_ds.data.record_values import shown_value
-from unigen_ds.data.records import Captions
+from unigen_ds.data.images.stored_image import lost
+from unigen_ds.data.records.data_file import LATIN1, MalformedRecord, check_data_file, no_record
+from unigen_ds.data.records.record_values import shown_value
+from unigen_ds.data.records.records import Captions
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
-from unigen_ds.data.stored_image import lost
+from unigen_ds.system.files import quick_digest
 
 _BOM = b"\xef\xbb\xbf"
 _BLOCK = 1 << 20

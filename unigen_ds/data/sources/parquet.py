@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.registry import SOURCES, checked
-from unigen_ds.data.sources.arrow import ArrowSource
-from unigen_ds.data.sources.needed import needed
-from unigen_ds.data.sources.tables import TableSource
-from unigen_ds.data.sources.unpacked import copy_of
+from unigen_ds.config.registry import SOURCES, checked
+from unigen_ds.data.sources.tables import ArrowSource, TableSource
+from unigen_ds.data.sources.unpacked import copy_of, needed
 
 LARGE_GROUP = 1 << 20
 """Bytes of a group of rows, unpacked, above which the file is copied."""

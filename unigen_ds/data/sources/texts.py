@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
+from unigen_ds.config.registry import SOURCES, checked
 from unigen_ds.core.errors import DataError
-from unigen_ds.core.registry import SOURCES, checked
-from unigen_ds.data.data_file import check_data_file, no_utf8
+from unigen_ds.data.records.data_file import check_data_file, no_utf8
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
 from unigen_ds.data.sources.json_lines import Place, line_spans, read_bytes
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import gzip
+import importlib
 import shutil
 import zlib
 from collections.abc import Callable
@@ -15,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.core.files import write_atomic
-from unigen_ds.core.locks import held
-from unigen_ds.core.log import notice
-from unigen_ds.data.content import content_digest
-from unigen_ds.data.sources.needed import needed
+from unigen_ds.data.cache.content import content_digest
+from unigen_ds.system.files import held, write_atomic
+from unigen_ds.system.log import notice
 
 COMPRESSED = (".gz", ".zst")
 AGAIN = "copy or write the file again, or name another one"
@@ -104,3 +103,17 @@ def _whole_size(path: Path) -> int:
 
 def _shown(size: int) -> str:
     return f"{size / (1 << 30):,.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"
+
+
+# Packages that some formats need, imported when a file of such a format is opened.
+
+EXTRA = "pip install 'unigen_ds[data]'"
+
+
+def needed(module: str, what: str) -> Any:
+    """The module. Raises ``DataError`` that names what needs it, and how it is installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise DataError(f"{what} needs the package {package}: {error}", remedy=EXTRA) from error

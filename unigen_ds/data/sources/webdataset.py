@@ -18,14 +18,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from unigen_ds.config.registry import SOURCES, checked
 from unigen_ds.core.errors import DataError
-from unigen_ds.core.registry import SOURCES, checked
-from unigen_ds.data.data_file import MalformedRecord
+from unigen_ds.data.images.stored_image import Span, StoredImage
+from unigen_ds.data.records.data_file import MalformedRecord
+from unigen_ds.data.records.unused import BESIDE_JSON, IMAGE_BESIDE_JSON, SECOND_TEXT
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
 from unigen_ds.data.sources.names import Names
 from unigen_ds.data.sources.unpacked import AGAIN
-from unigen_ds.data.stored_image import Span, StoredImage
-from unigen_ds.data.unused import BESIDE_JSON, IMAGE_BESIDE_JSON, SECOND_TEXT
 
 IMAGES = frozenset((
     "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif", "ico", "tga", "pcx", "qoi",

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from unigen_ds.config.registry import METRICS, build
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import METRICS, build
 from unigen_ds.evaluation.metrics import clip_score, fid, short_answers, text, text_rendering  # noqa: F401 - register
 from unigen_ds.evaluation.metrics.base import Metric, evaluated, gathered
 

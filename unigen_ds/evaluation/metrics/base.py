@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.evaluation.provenance import Result
+from unigen_ds.system import dist
 
 State = Mapping[str, list[Any]]
 """``keys``, ``rows`` and ``digests`` (of the references), an entry for each sample."""

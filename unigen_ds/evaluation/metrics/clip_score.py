@@ -10,12 +10,12 @@ import torch
 from annotated_types import Ge
 from PIL import Image
 
+from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.log import logger
-from unigen_ds.core.registry import METRICS
 from unigen_ds.evaluation.metrics.base import Metric, text
 from unigen_ds.evaluation.metrics.images import pictures
 from unigen_ds.evaluation.metrics.local_model import LocalModel, exact, pooled
+from unigen_ds.system.log import logger
 
 WEIGHT = 2.5
 """Of CLIP-S (Hessel et al., 2021), which brings its values from about 0 to 0.4 to about 0 to 1."""

@@ -15,8 +15,8 @@ from annotated_types import Ge
 from PIL import Image
 from torch import Tensor, nn
 
+from unigen_ds.config.registry import MODELS, build
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import MODELS, build
 from unigen_ds.evaluation.metrics.base import NOT_USED, Metric
 from unigen_ds.evaluation.metrics.images import as_tensor, pictures
 from unigen_ds.evaluation.metrics.inception import SIZE, inception

@@ -12,11 +12,11 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
+from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.log import logger
-from unigen_ds.core.registry import METRICS
 from unigen_ds.evaluation.metrics.base import State, draws
 from unigen_ds.evaluation.metrics.features import FeatureMetric
+from unigen_ds.system.log import logger
 
 
 def frechet_distance(mean_a: Tensor, cov_a: Tensor, mean_b: Tensor, cov_b: Tensor) -> float:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from PIL import Image
 
+from unigen_ds.config.hub import folder_of
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import file_digest
-from unigen_ds.core.hub import folder_of
+from unigen_ds.system.files import file_digest
 
 _READ = {".json", ".safetensors", ".txt", ".model"}
 """Suffixes of the files that transformers reads here; pickled weights are not read."""

@@ -7,7 +7,7 @@ import string
 from collections.abc import Sequence
 from typing import Literal
 
-from unigen_ds.core.registry import METRICS
+from unigen_ds.config.registry import METRICS
 from unigen_ds.evaluation.metrics.base import TextMetric
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

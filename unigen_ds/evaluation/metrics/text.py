@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge
 
+from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.log import logger
-from unigen_ds.core.registry import METRICS
 from unigen_ds.evaluation.metrics.base import Metric, State, TextMetric, package, text_pairs
 from unigen_ds.evaluation.metrics.local_model import LocalModel, exact
+from unigen_ds.system.log import logger
 
 Kind = Literal["rouge1", "rouge2", "rouge3", "rougeL", "rougeLsum"]
 

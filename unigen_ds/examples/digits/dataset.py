@@ -13,12 +13,12 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
+from unigen_ds.config.registry import DATASETS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import DATASETS
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.image_files import open_image
-from unigen_ds.data.order import permute_many
-from unigen_ds.data.processor import ConversationProcessor
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.images.image_files import open_image
+from unigen_ds.data.order.order import permute_many
+from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.examples.prepared import prepared, record
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

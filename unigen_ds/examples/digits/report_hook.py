@@ -10,18 +10,18 @@ from typing import Annotated
 import torch
 from annotated_types import Ge
 
-from unigen_ds.core import dist
+from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import write_text_atomic
-from unigen_ds.core.log import logger
-from unigen_ds.core.metrics import METRICS_FILE
-from unigen_ds.core.registry import HOOKS, checked
 from unigen_ds.evaluation.plots import plot_curves
 from unigen_ds.examples.digits.dataset import DigitsDataset, write_digits
 from unigen_ds.examples.digits.scores import evaluate, plot_samples
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.hooks.base import Hook, Run
-from unigen_ds.hooks.ema import ema_of
+from unigen_ds.hooks.evaluate.ema import ema_of
+from unigen_ds.system import dist
+from unigen_ds.system.files import write_text_atomic
+from unigen_ds.system.journals import METRICS_FILE
+from unigen_ds.system.log import logger
 
 
 @HOOKS.register_module()

@@ -15,7 +15,7 @@ from annotated_types import Ge, Le
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unigen_ds.core.registry import AUTOENCODERS, checked
+from unigen_ds.config.registry import AUTOENCODERS, checked
 
 BLOCK = 8
 _COLOURS = ((3**-0.5, 3**-0.5, 3**-0.5), (2**-0.5, 0.0, -(2**-0.5)), (6**-0.5, -2 * 6**-0.5, 6**-0.5))

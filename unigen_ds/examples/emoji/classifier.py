@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import DataError
-from unigen_ds.core.registry import METRICS
 from unigen_ds.evaluation.metrics import Metric
 from unigen_ds.examples.emoji.catalogue import Variant, variants
 from unigen_ds.examples.emoji.dataset import SIDE, stored_picture, write_emoji

@@ -12,10 +12,10 @@ from typing import Literal
 
 from PIL import Image
 
+from unigen_ds.config.registry import DATASETS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import DATASETS
-from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.processor import ConversationProcessor
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.examples.emoji.catalogue import HUES, TONES, Variant, edits, variants
 from unigen_ds.examples.prepared import prepared, record
 

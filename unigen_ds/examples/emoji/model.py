@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from unigen_ds.core.registry import FAMILIES, MODELS
+from unigen_ds.config.registry import FAMILIES, MODELS
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.base import PublishedFormat

@@ -12,12 +12,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from unigen_ds.core import dist
+from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import write_atomic, write_text_atomic
-from unigen_ds.core.log import logger
-from unigen_ds.core.metrics import METRICS_FILE
-from unigen_ds.core.registry import HOOKS, checked
 from unigen_ds.evaluation.generation import generate_all, trained_family
 from unigen_ds.evaluation.plots import plot_curves
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
@@ -25,7 +21,11 @@ from unigen_ds.examples.emoji.catalogue import Variant, edits, variants
 from unigen_ds.examples.emoji.classifier import LIMIT, EmojiClassifier, Finding
 from unigen_ds.examples.emoji.dataset import EmojiDataset, stored_picture, write_emoji
 from unigen_ds.hooks.base import Hook, Run
-from unigen_ds.hooks.ema import ema_of
+from unigen_ds.hooks.evaluate.ema import ema_of
+from unigen_ds.system import dist
+from unigen_ds.system.files import write_atomic, write_text_atomic
+from unigen_ds.system.journals import METRICS_FILE
+from unigen_ds.system.log import logger
 
 _SIDE, _MAX_WORDS = 64, 12
 

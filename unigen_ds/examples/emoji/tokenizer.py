@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unigen_ds.core.registry import TOKENIZERS
-from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.config.registry import TOKENIZERS
+from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.examples.emoji.catalogue import vocabulary
 
 

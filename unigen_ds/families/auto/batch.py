@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from unigen_ds.core.batch import PackedBatch, to_device
-from unigen_ds.data.image_files import ImageContent, UnreadableImage
-from unigen_ds.data.packed import PackedBuilder
-from unigen_ds.data.samples import Loaded, Split, Tally
-from unigen_ds.data.splits import count_image, unreadable
+from unigen_ds.data.images.image_files import ImageContent, UnreadableImage
+from unigen_ds.data.samples.packed import PackedBuilder
+from unigen_ds.data.samples.sample import Loaded, Split, Tally
+from unigen_ds.data.samples.splits import count_image, unreadable
 
 Inputs = Mapping[str, Tensor]
 """What an image processor makes of images, by the names of the model's arguments."""

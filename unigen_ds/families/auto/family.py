@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from unigen_ds.config.registry import FAMILIES
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import copy_files, new_directory
-from unigen_ds.core.registry import FAMILIES
 from unigen_ds.families.auto.inference import ModelInferencer
 from unigen_ds.families.auto.loading import build, read_config, read_weights
 from unigen_ds.families.auto.model import CausalLM, ImageTextToText, TransformersModel
 from unigen_ds.families.auto.processor import ModelProcessor
 from unigen_ds.families.base import ConversationFamily, Family, PublishedFormat, stated
 from unigen_ds.models.weights import Pretrained
+from unigen_ds.system.files import copy_files, new_directory
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from unigen_ds.data.samples import Loaded
-from unigen_ds.data.splits import TokenSplit
-from unigen_ds.data.turn import Turn
+from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.families.auto.batch import ModelBatch
 from unigen_ds.families.auto.model import Cached
 from unigen_ds.families.auto.processor import ModelProcessor

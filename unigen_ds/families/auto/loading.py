@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unigen_ds.config.sections import plain
 from unigen_ds.core.errors import CheckpointError, ConfigError, UnknownKey
 from unigen_ds.core.json_values import stored_object
-from unigen_ds.core.log import logger
-from unigen_ds.core.settings import plain
 from unigen_ds.models.weights import Pretrained, Stored, stored_tensors
+from unigen_ds.system.log import logger
 
 _VOCABULARY = r"(embed_tokens|lm_head|wte|embed_in|embed_out)\.weight$"
 _NOT_THE_MODELS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from unigen_ds.backends.memory import allocate
+from unigen_ds.config.hub import folder_of
+from unigen_ds.config.registry import MODELS, checked
 from unigen_ds.core.batch import LossTerms, to_device
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.hub import folder_of
-from unigen_ds.core.log import logger
 from unigen_ds.core.modules import persistent_buffers
-from unigen_ds.core.registry import MODELS, checked
 from unigen_ds.core.shards import BUFFER, MASTER
 from unigen_ds.families.auto.attention import documents, has_sdpa, use_documents
 from unigen_ds.families.auto.batch import ModelBatch, Rows, text_batch
@@ -36,6 +35,7 @@ from unigen_ds.families.auto.cost import Cost
 from unigen_ds.families.auto.loading import build, plain_config, read_config, read_weights
 from unigen_ds.models.losses import loss_terms, text_losses
 from unigen_ds.models.weights import PretrainedModel, check_here, contradictions, match
+from unigen_ds.system.log import logger
 
 _CHECKED_IDS = ((5, 3, 9, 4, 7), (8, 2, 6))
 """Two short documents, where no processor has others."""

@@ -22,10 +22,10 @@ import torch
 from PIL import Image
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.log import notice
-from unigen_ds.data.samples import IGNORED
-from unigen_ds.data.tokenizers import ModelTokenizer
+from unigen_ds.data.samples.sample import IGNORED
+from unigen_ds.data.text.tokenizers import ModelTokenizer
 from unigen_ds.families.auto.batch import Inputs, LoadedPicture
+from unigen_ds.system.log import notice
 
 _PLAIN = (32, 32)
 _GREY = (100, 100, 100)

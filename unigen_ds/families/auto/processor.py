@@ -1,7 +1,7 @@
 """Turns of a conversation -> a ``Sample``, by a model's own chat template and, for images, its own image processor.
 
-A conversation is rendered and split into the assistant's parts (``data/chat.py``); each image's token is replaced by
-the text that the model's processor has for an image of that size, and everything is tokenized once. The assistant's
+A conversation is rendered and split into the assistant's parts (``data/text/chat.py``); each image's token is replaced
+by the text that the model's processor has for an image of that size, and everything is tokenized once. The assistant's
 parts carry loss. A document (text alone, all of it to be learned) is no conversation: it is tokenized as it is and ends
 with the end token. Planning reads image headers alone.
 """
@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unigen_ds.config.registry import checked
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import checked
-from unigen_ds.data.chat import RenderedChat
-from unigen_ds.data.image_files import ImageHeader
-from unigen_ds.data.processor import is_document
-from unigen_ds.data.samples import Split
-from unigen_ds.data.splits import TokenSplit
-from unigen_ds.data.tokenizers import ModelTokenizer
-from unigen_ds.data.turn import Turn, same_message
+from unigen_ds.data.images.image_files import ImageHeader
+from unigen_ds.data.records.turn import Turn, same_message
+from unigen_ds.data.samples.processor import is_document
+from unigen_ds.data.samples.sample import Split
+from unigen_ds.data.samples.splits import TokenSplit
+from unigen_ds.data.text.chat import RenderedChat
+from unigen_ds.data.text.tokenizers import ModelTokenizer
 from unigen_ds.families.auto.batch import ModelBatch, ModelBuilder, PictureSplit
 from unigen_ds.families.auto.pictures import Pictures
 from unigen_ds.families.chat import Chat, ChatProcessor

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from unigen_ds.config.registry import FAMILIES
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.registry import FAMILIES
 from unigen_ds.families.bagel.exported import read_exported
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
 from unigen_ds.families.bagel.inference import InterleaveInferencer

@@ -54,7 +54,7 @@ def flow_for(model: Any, given: Mapping[str, Any] | None = None, *, where: str =
 
     Raises ``ConfigError``, whose paths begin with ``where``, for unknown names and wrong values.
     """
-    from unigen_ds.core.registry import check_arguments  # which imports torch
+    from unigen_ds.config.registry import check_arguments  # which imports torch
 
     check_arguments(FlowSettings, given or {}, where=where)
     trained = {} if getattr(model, "published", model is None) else {"timestep_shift": model.timestep_shift}

@@ -21,24 +21,33 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from unigen_ds.config.registry import check_arguments, checked
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import check_arguments, checked
-from unigen_ds.core.seeding import derive_seed, generator
-from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.samples import Loaded
-from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
+from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import guide, image_grid, noise_image, times, vit_image
 from unigen_ds.inference.continuation import chooser, device_of
-from unigen_ds.inference.generated import BOTH, Generated, Request
+from unigen_ds.inference.generated import (
+    BOTH,
+    Generated,
+    MaxLength,
+    MaxParts,
+    Picture,
+    Request,
+    Size,
+    in_order,
+    pictures,
+)
 from unigen_ds.inference.generated import to_picture as to_picture
-from unigen_ds.inference.given import MaxLength, MaxParts, Picture, Size, in_order, pictures
 from unigen_ds.inference.kv_cache import KVCache
 from unigen_ds.inference.sampling import Sampling
 from unigen_ds.models.flow import unpatchify_latent
 from unigen_ds.models.vae import encode_by_size
+from unigen_ds.system.seeding import derive_seed, generator
 
 THINK_THEN_ANSWER = (
     "You should first think about the reasoning process in the mind and then provide the user with the answer. \n"

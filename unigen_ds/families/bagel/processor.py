@@ -17,15 +17,15 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
+from unigen_ds.config.registry import checked
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import checked
-from unigen_ds.data.augment import Augment
-from unigen_ds.data.image_files import ImageHeader
-from unigen_ds.data.processor import ConversationProcessor
-from unigen_ds.data.samples import Split, TextTokenizer
-from unigen_ds.data.splits import ImageKind, ImageSplit, TextSplit
-from unigen_ds.data.transforms import ImageTransform
-from unigen_ds.data.turn import Turn
+from unigen_ds.data.images.augment import Augment
+from unigen_ds.data.images.image_files import ImageHeader
+from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.samples.processor import ConversationProcessor
+from unigen_ds.data.samples.sample import Split, TextTokenizer
+from unigen_ds.data.samples.splits import ImageKind, ImageSplit, TextSplit
 
 Probability = Annotated[float, Ge(0), Le(1)]
 

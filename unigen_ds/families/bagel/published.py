@@ -21,13 +21,10 @@ import torch
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
+from unigen_ds.config.values import Number
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.core.fitting import first_names
 from unigen_ds.core.json_values import stored_object
-from unigen_ds.core.log import logger
-from unigen_ds.core.outputs import save_safetensors
-from unigen_ds.core.values import Number
 from unigen_ds.families.bagel.exported import EXPORTED, read_exported, write_exported
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.settings import LanguageSizes, VisionSizes
@@ -40,6 +37,9 @@ from unigen_ds.models.weights import (
     stored_tensors,
     vision_tensors,
 )
+from unigen_ds.system.files import copy_files, new_directory
+from unigen_ds.system.log import logger
+from unigen_ds.system.outputs import save_safetensors
 
 LLM_CONFIG, VIT_CONFIG, WEIGHTS, VAE_WEIGHTS = FILES = (
     "llm_config.json", "vit_config.json", "ema.safetensors", "ae.safetensors"

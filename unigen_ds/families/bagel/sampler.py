@@ -16,15 +16,15 @@ from torch import Tensor
 
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.seeding import generator
-from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.samples import Loaded
-from unigen_ds.data.splits import ImageSplit, LoadedImage, TextSplit, TokenSplit
-from unigen_ds.data.transforms import patchify
+from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.images.transforms import patchify
+from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.splits import ImageSplit, LoadedImage, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.inference.continuation import device_of
 from unigen_ds.models.flow import sampling_timesteps, unpatchify_latent
+from unigen_ds.system.seeding import generator
 
 
 def guide(v: Tensor, without_text: Tensor, without_image: Tensor | None, flow: FlowSettings) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from unigen_ds.config.registry import FAMILIES
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.registry import FAMILIES
-from unigen_ds.data.processor import Processor
+from unigen_ds.data.samples.processor import Processor
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.base import ConversationFamily, PublishedFormat, stated
 from unigen_ds.families.decoder_lm.inference import TextInferencer

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.log import logger
-from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.splits import TokenSplit
+from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.inference.answers import LIKELIEST, TextInterface, tokens_left
 from unigen_ds.inference.continuation import chooser, continue_prompts
 from unigen_ds.inference.generated import Generated, Request
 from unigen_ds.inference.sampling import Sampling
+from unigen_ds.system.log import logger
 
 
 class TextInferencer(TextInterface):

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.families.decoder_lm.settings import MODEL_TYPES, DecoderSizes
 from unigen_ds.models.settings import check_heads
 from unigen_ds.models.weights import Pretrained, read_json, stored_tensors
+from unigen_ds.system.files import copy_files, new_directory
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Whose angles depend on the position alone; of the others they depend on the longest document of the batch, too."""

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import ConfigDict, Field
 from typing_extensions import Self
 
+from unigen_ds.config.sections import Section
+from unigen_ds.config.values import Number
 from unigen_ds.core.errors import ConfigError, UnknownKey
-from unigen_ds.core.settings import Section
-from unigen_ds.core.values import Number
 
 ModelType = Literal["llama", "qwen2"]
 MODEL_TYPES: tuple[str, ...] = get_args(ModelType)

@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from unigen_ds.config.registry import FAMILIES
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.core.json_values import stored_object
-from unigen_ds.core.registry import FAMILIES
-from unigen_ds.data.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, MAX_TILES_PER_SIDE, TILE_TOKENS, Tiling, tile_token
+from unigen_ds.data.images.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, MAX_TILES_PER_SIDE, TILE_TOKENS, Tiling, tile_token
 from unigen_ds.families.base import ConversationFamily, PublishedFormat, stated
 from unigen_ds.families.nanovlm.inference import ChatInferencer
 from unigen_ds.families.nanovlm.model import VLM
@@ -27,6 +26,7 @@ from unigen_ds.families.nanovlm.published import (
     vlm_arguments,
 )
 from unigen_ds.models.weights import Pretrained
+from unigen_ds.system.files import copy_files, new_directory
 
 _CHAT = ("lm_tokenizer", "lm_chat_template", "max_img_size")
 """Keys of nanoVLM since its models read tiles in a chat."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.data.samples import Loaded, Sample
-from unigen_ds.data.splits import TokenSplit
-from unigen_ds.data.turn import Turn
+from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.samples.sample import Loaded, Sample
+from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.inference.answers import LIKELIEST, TextInterface
 from unigen_ds.inference.continuation import Choose, chooser, continue_prompts, likeliest

@@ -21,10 +21,10 @@ from annotated_types import Ge
 from pydantic import Field
 from torch import Tensor, nn
 
+from unigen_ds.config.registry import MODELS, checked
+from unigen_ds.config.values import Number
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import MODELS, checked
-from unigen_ds.core.values import Number
 from unigen_ds.families.nanovlm.published import EXTRA_TOKENS, read_pretrained
 from unigen_ds.models.attention import Attend
 from unigen_ds.models.flops import attention_flops, linear_flops, trains

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.files import write_atomic, write_text_atomic
-from unigen_ds.core.outputs import save_safetensors
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.weights import (
     Pretrained,
@@ -30,6 +28,8 @@ from unigen_ds.models.weights import (
     stored_tensors,
     vision_tensors,
 )
+from unigen_ds.system.files import write_atomic, write_text_atomic
+from unigen_ds.system.outputs import save_safetensors
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PREFIXES = (

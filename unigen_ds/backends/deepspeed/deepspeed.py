@@ -1,0 +1,496 @@
+"""DeepSpeed ZeRO stages 1, 2 and 3, optimizer offload included.
+
+DeepSpeed keeps the fp32 masters of a group in one flat buffer that may split a tensor anywhere; only this file knows
+where (``_fragments``), and the test beside it pins the version whose private attributes it reads. The optimizer is
+torch's, built by us, so that every engine computes the same update. Source: DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unigen_ds.backends.base import Backend, StepResult
+from unigen_ds.backends.deepspeed.deepspeed_config import (
+    TESTED_VERSION,
+    check_by_deepspeed,
+    check_ds_config,
+    check_version,
+    fill,
+    left_to_config,
+    load_ds_config,
+    offloads,
+    stage_of,
+)
+from unigen_ds.backends.deepspeed.deepspeed_files import FOLDER, CapturedSave
+from unigen_ds.backends.memory import allocate, blocks_freed_at_once, move_real_tensors, on_meta
+from unigen_ds.config.registry import BACKENDS
+from unigen_ds.core.batch import LossTerms
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.modules import persistent_buffers, tied_names
+from unigen_ds.core.progress import Geometry
+from unigen_ds.core.shards import Shard
+from unigen_ds.optim.optimizer import (
+    COMPUTE_DTYPE,
+    OptimizerConfig,
+    ParamGroup,
+    build_torch_optimizer,
+    element_wise,
+    optimizer_class,
+)
+from unigen_ds.optim.optimizer_state import state_of
+from unigen_ds.system import dist
+from unigen_ds.system.log import logger
+from unigen_ds.system.outputs import StateFiles
+
+
+@dataclass(frozen=True)
+class _Fragment:
+    """A local piece of a parameter: its offsets in the flat buffer ``flat`` and in the parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    flat: int
+    offset: int
+    numel: int
+    start: int
+
+
+def _choose_accelerator() -> None:
+    """Set the variable before DeepSpeed is imported (about 2 s), which reads it at import."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def leave_out_operator() -> None:
+    """On a CPU DeepSpeed would compile an operator at the start for minutes; and after a build that was killed
+    for ever, as its lock remains (pytorch issue 189245). Tensor parallelism alone calls it, and needs it not.
+    """
+    comm: Any = import_module("deepspeed.comm.torch")  # ``deepspeed.comm`` has torch itself under that name
+    comm.build_shm_op = lambda: None
+
+
+def check_fp16_on_cpu() -> None:
+    """Raise ``ConfigError`` where DeepSpeed would, after the processes have joined."""
+    from deepspeed.accelerator import get_accelerator
+
+    if not get_accelerator().is_fp16_supported():
+        raise ConfigError(
+            "optim_wrapper.precision is 'fp16', which DeepSpeed computes on a CPU with fp16 instructions only",
+            allowed="fp32 or bf16 on this machine",
+            remedy="the backends fsdp and single compute in fp16 on any CPU",
+        )
+
+
+_EACH = "each:"
+"""Before the name of a term: the values of its targets. ZeRO-3 needs texts as keys."""
+
+
+def _terms_to_dict(module: nn.Module, inputs: Any, output: Any) -> Any:
+    if not isinstance(output, LossTerms):
+        return None
+    return {**output.sums, **{_EACH + name: value for name, value in output.each.items()}}
+
+
+def _dict_to_terms(module: nn.Module, inputs: Any, output: Any) -> Any:
+    if not isinstance(output, dict):
+        return None
+    each = {key.removeprefix(_EACH): value for key, value in output.items() if key.startswith(_EACH)}
+    return LossTerms({key: value for key, value in output.items() if not key.startswith(_EACH)}, each)
+
+
+def _skip_modules_without_parameters(module: nn.Module) -> None:
+    """ZeRO-3 hooks every module and demands that all ranks run the same ones in the same order.
+
+    An autoencoder of buffers runs once for each size of image, which differs from rank to rank, so its modules get no
+    hooks.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for child in module.children():
+        if next(child.parameters(), None) is None:
+            set_z3_leaf_module(child, True)
+        else:
+            _skip_modules_without_parameters(child)
+
+
+@BACKENDS.register_module(name="deepspeed")
+class DeepSpeedBackend(Backend):
+    """ZeRO stages 1, 2 and 3.
+
+    Args:
+        config: a preset of ``ds_configs/`` (``zero1``, ``zero2``, ``zero2_offload``, ``zero3``, ``zero3_offload``), the
+            path of a ``.json`` file, or the mapping itself. ``"auto"`` is filled in; a contradiction with this config
+            is an error. An ``optimizer`` or ``scheduler`` is accepted where all its values are ``"auto"``, with a line
+            in the log.
+    """
+
+    def __init__(self, *, config: str | Mapping[str, Any] = "zero2") -> None:
+        self._ds_config = load_ds_config(config)
+        check_ds_config(self._ds_config)
+        self.stage = stage_of(self._ds_config)
+        self._engine: Any = None
+
+    def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:
+        super().check(geometry=geometry, optimizer_cfg=optimizer_cfg)
+        check_version()
+        if not element_wise(optimizer_cfg.type):
+            raise ConfigError(
+                f"optim_wrapper.optimizer.type is {optimizer_class(optimizer_cfg.type).__name__!r}, which computes on"
+                f" whole matrices: ZeRO-{self.stage} splits them anywhere",
+                allowed="an element-wise optimizer under DeepSpeed, such as AdamW",
+                remedy="--backend fsdp:FULL_SHARD, or single",
+            )
+        filled = fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg)
+        _choose_accelerator()
+        check_by_deepspeed(filled)
+        if optimizer_cfg.precision == "fp16" and not torch.cuda.is_available():
+            check_fp16_on_cpu()
+
+    def prepare(
+        self,
+        model: nn.Module,
+        param_groups: Sequence[ParamGroup],
+        optimizer_cfg: OptimizerConfig,
+        *,
+        geometry: Geometry,
+    ) -> None:
+        for sentence in left_to_config(self._ds_config) if dist.is_main() else ():
+            logger().info(sentence)
+        _choose_accelerator()
+        leave_out_operator()
+        dist.ensure_initialized()
+        with blocks_freed_at_once():
+            self._prepare(model, param_groups, optimizer_cfg, geometry)
+        self.log_summary(f"DeepSpeed ZeRO-{self.stage}" + (", optimizer in host memory" * self.offloads_optimizer))
+
+    def _prepare(
+        self, model: nn.Module, param_groups: Sequence[ParamGroup], optimizer_cfg: OptimizerConfig, geometry: Geometry
+    ) -> None:
+        import deepspeed  # about 2 s, and it chooses its accelerator at import
+
+        self._cfg = optimizer_cfg
+        parameters = dict(model.named_parameters())
+        self._names = {name: tuple(p.shape) for name, p in parameters.items()}
+        ds_config = fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg)
+        filled = not on_meta(model)
+        if not filled:
+            self._allocate(model, ds_config)
+            parameters = dict(model.named_parameters())
+        self._trainable = [name for name, p in parameters.items() if p.requires_grad]
+        keep = self._low_precision and filled
+        originals = {name: parameters[name].detach().clone() for name in self._trainable if keep}
+        grouped = [(group, [parameters[name] for name in group.parameters]) for group in param_groups]
+        # ZeRO-3's own hooks on the model look for tensors in dicts, not in LossTerms: theirs run between these two
+        model.register_forward_hook(_terms_to_dict)
+        if self.stage == 3:
+            _skip_modules_without_parameters(model)
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=build_torch_optimizer(optimizer_cfg, grouped),
+            config=ds_config,
+            dist_init_required=False,
+        )
+        self._engine.module.register_forward_hook(_dict_to_terms)
+        self._parameters: dict[str, Any] = dict(self._engine.module.named_parameters())
+        self._zero = self._engine.optimizer
+        if hasattr(self._zero, "check_grad_overflow"):
+            self._zero.check_grad_overflow = True  # in fp32, too, an update with a non-finite gradient is skipped
+        if self._scaler is not None:
+            self._scaler.raise_error_at_min_scale = False  # NanGuardHook ends the run, under every engine
+        if originals:  # DeepSpeed starts from rounded weights
+            with torch.no_grad():
+                for shard in self.master_shards():
+                    shard.data.copy_(originals[shard.name].view(-1)[shard.flat_start : shard.flat_stop])
+            self.refresh_copies()
+
+    def _allocate(self, model: nn.Module, ds_config: dict[str, Any]) -> None:
+        """Memory for a model on the meta device; in stage 3 each tensor is reduced to this rank's part at once.
+
+        ``zero.Init`` itself would broadcast every tensor.
+        """
+        from deepspeed.accelerator import get_accelerator
+
+        device = torch.device(get_accelerator().current_device_name())
+        move_real_tensors(model, device)
+        if self.stage != 3:
+            allocate(model, lambda tensor: torch.empty_like(tensor, device=device))
+            return
+        from deepspeed.comm import init_distributed
+        from deepspeed.runtime.zero.partition_parameters import Init
+
+        low = COMPUTE_DTYPE[self._cfg.precision] if self._low_precision else torch.float32
+        init_distributed(dist_init_required=False)
+        init = Init(config_dict_or_path=ds_config, dtype=low)
+
+        def partition(parameter: Any) -> None:
+            init._convert_to_deepspeed_param(parameter)
+            parameter.partition()
+
+        allocate(model, lambda tensor: torch.empty_like(tensor, device=device, dtype=low), finish=partition)
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return "offload_optimizer" in offloads(self._ds_config)
+
+    @property
+    def _low_precision(self) -> bool:
+        return self._cfg.precision != "fp32"
+
+    @property
+    def model(self) -> nn.Module:
+        return self._engine
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._engine.device)
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        return self.stage == 3
+
+    @property
+    def dp_rank(self) -> int:
+        return dist.rank()
+
+    @property
+    def dp_size(self) -> int:
+        return dist.world_size()
+
+    @property
+    def lighter(self) -> str | None:
+        if self.stage < 3:
+            return "deepspeed:zero3"
+        return None if self.offloads_optimizer else "deepspeed:zero3_offload"
+
+    def unlike_ranks(self) -> Sequence[int]:
+        """ZeRO-2 keeps whole gradients of every parameter that a rank has a part of, from the first on that the
+        backward pass reaches: the last rank has them while most activations exist, another may have more of them.
+        """
+        owners = getattr(self._zero, "param_to_partition_ids", None)
+        if self.stage == 3 or owners is None:
+            return ()
+        whole = [0] * self.dp_size
+        for group, parameters in enumerate(self._zero.round_robin_bit16_groups):
+            for parameter in parameters:
+                for rank in owners[group].get(self._zero.get_param_id(parameter), ()):
+                    whole[rank] += parameter.numel()
+        last = self.dp_size - 1
+        return sorted({max(range(self.dp_size), key=lambda rank: (whole[rank], rank)), last} - {0})
+
+    def topology(self) -> dict[str, Any]:
+        return {
+            "engine": "deepspeed",
+            "zero_stage": self.stage,
+            "offload": offloads(self._ds_config),
+            "dp_size": self.dp_size,
+            "precision": self._cfg.precision,
+        }
+
+    @contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        self._engine.set_gradient_accumulation_boundary(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """DeepSpeed averages over the processes and divides by its own accumulation; the loop wants the plain sum."""
+        if hasattr(self._zero, "clear_lp_grads"):
+            # BF16_Optimizer (ZeRO-1 in bf16) adds each iteration's gradients to its fp32 sums; the engine clears them
+            # in between by a hook on output tensors, which do not exist where a model returns LossTerms
+            self._zero.clear_lp_grads()
+        self._engine.backward(loss * self.dp_size, scale_wrt_gas=False)
+
+    def step(self) -> StepResult:
+        scaler = self._scaler
+        used = None if scaler is None else float(scaler.cur_scale)
+        self._engine.step()
+        applied = bool(self._engine.was_step_applied())
+        if not applied and self.offloads_optimizer and hasattr(self._zero, "averaged_gradients"):
+            # with the optimizer in host memory DeepSpeed keeps the non-finite sums of a skipped update (in bf16 and
+            # fp16), and adds every later gradient to them
+            for group in self._zero.averaged_gradients:
+                self._zero.averaged_gradients[group] = None
+        norm = self._engine.get_global_grad_norm()
+        fell = used is not None and scaler.cur_scale < used
+        norm = float(norm) if applied and norm is not None else math.inf
+        return StepResult(norm, applied, loss_scale=used, scale_fell=fell)
+
+    @property
+    def _scaler(self) -> Any:
+        """DeepSpeed's loss scale of fp16; None under another precision."""
+        return getattr(self._zero, "loss_scaler", None) if self._cfg.precision == "fp16" else None
+
+    def set_hparams(self, per_group: Sequence[Mapping[str, Any]]) -> None:
+        for group, hparams in zip(self._zero.param_groups, per_group, strict=True):
+            group.update({key: value for key, value in hparams.items() if key != "name"})
+
+    def _flats(self) -> list[Tensor]:
+        """The fp32 flat buffers this rank owns."""
+        for attribute in (
+            "fp32_partitioned_groups_flat",
+            "single_partition_of_fp32_groups",
+            "fp32_groups_flat_partition",
+        ):
+            if hasattr(self._zero, attribute):
+                return list(getattr(self._zero, attribute))
+        raise AssertionError(f"unknown ZeRO optimizer {type(self._zero).__name__}; tested: DeepSpeed {TESTED_VERSION}")
+
+    def _fragments(self) -> list[_Fragment]:
+        """The offsets of the local piece of every trainable parameter."""
+        find = self._fragment_zero3 if self.stage == 3 else self._fragment_zero12
+        return [found for name in self._trainable if (found := find(name, self._parameters[name])) is not None]
+
+    def _fragment_zero12(self, name: str, parameter: Any) -> _Fragment | None:
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+        return _Fragment(name, self._names[name], mapping.param_group_index, high.start, low.numel, low.start)
+
+    def _fragment_zero3(self, name: str, parameter: Any) -> _Fragment | None:
+        flat, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
+        start = dist.rank() * parameter.partition_numel()
+        numel = min(parameter.partition_numel(), parameter.ds_numel - start)
+        return _Fragment(name, self._names[name], flat, int(offset), numel, start) if numel > 0 else None
+
+    def _cut(self, flats: Sequence[Tensor]) -> list[Shard]:
+        return [
+            Shard(f.name, f.shape, f.start, flats[f.flat].detach().narrow(0, f.offset, f.numel))
+            for f in self._fragments()
+        ]
+
+    def master_shards(self) -> list[Shard]:
+        return self._cut(self._flats())
+
+    def frozen_shards(self) -> list[Shard]:
+        shards = []
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                continue
+            if self.stage != 3:
+                data, start = parameter.detach().view(-1), 0
+            else:
+                start = dist.rank() * parameter.partition_numel()
+                numel = min(parameter.partition_numel(), parameter.ds_numel - start)
+                if numel <= 0:
+                    continue
+                data = parameter.ds_tensor.detach().view(-1)[:numel]
+            shards.append(Shard(name, self._names[name], start, data, primary=self.stage == 3 or dist.is_main()))
+        return shards
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        return persistent_buffers(self._engine.module)
+
+    def trainable_sizes(self) -> dict[str, int]:
+        return {name: math.prod(self._names[name]) for name in self._trainable}
+
+    def frozen_sizes(self) -> dict[str, int]:
+        return {name: math.prod(shape) for name, shape in self._names.items() if name not in set(self._trainable)}
+
+    def _state(self, flat: Tensor) -> dict[str, Any]:
+        return self._zero.optimizer.state[flat]
+
+    def moments(self, kind: str) -> list[Shard]:
+        flats = self._flats()
+        for flat in flats:
+            self._state(flat).setdefault(kind, torch.zeros_like(flat))
+        return self._cut([self._state(flat)[kind] for flat in flats])
+
+    def kept_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        states = [(flat, self._state(flat)) for flat in self._flats()]
+        kinds = {kind for flat, state in states for kind, value in state.items() if _is_like(value, flat)}
+        for kind in sorted(kinds):
+            for shard in self._cut([state.get(kind, flat) for flat, state in states]):
+                yield kind, shard.name, shard.data
+
+    def set_steps(self, steps: Mapping[str, float]) -> None:
+        """One step count per flat buffer: parameters that share one must agree."""
+        flats, kept = self._flats(), state_of(self._cfg)
+        by_flat: dict[int, set[float]] = {}
+        for fragment in self._fragments():
+            by_flat.setdefault(fragment.flat, set()).add(steps[fragment.name])
+        for number, flat in enumerate(flats):
+            found = by_flat.get(number) or set(steps.values())
+            if len(found) > 1:
+                raise CheckpointError(
+                    f"parameters of one optimizer group have different Adam steps: {sorted(found)}",
+                    remedy="ZeRO keeps one step per group; resume with FSDP or single, or put them into own groups",
+                )
+            self._state(flat)["step"] = kept.make_step(found.pop(), flat, self._zero.optimizer.defaults)
+        if self.stage != 3:
+            self._zero._lazy_init_hp_params_optimizer_state()
+
+    @torch.no_grad()
+    def refresh_copies(self) -> None:
+        if self.stage != 3:
+            self._zero.update_lp_params()
+            return
+        self._zero._partition_all_parameters()
+        for number in range(len(self._flats())):
+            self._zero._reassign_or_swap_out_partitioned_parameters(number)
+        persistent = self._zero.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
+
+    def load_loss_scale(self, scale: float, good_updates: int) -> None:
+        if self._scaler is not None:
+            set_loss_scale(self._scaler, scale, good_updates)
+
+    def state_files(self) -> StateFiles:
+        """DeepSpeed's own files, without the scripts that it copies into the folder (our tools replace them).
+
+        ``save_checkpoint`` has barriers in it; ``CapturedSave`` lists the content of the files instead of writing them.
+        """
+        captured = CapturedSave(self._engine.checkpoint_engine, left_out=self.left_out, stamp=self.stamp)
+        with captured.installed(self._engine):
+            self._engine.save_checkpoint(FOLDER, tag=".", save_latest=False)
+        return StateFiles("deepspeed", captured.outputs)
+
+    def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        masters = {shard.name: shard for shard in self.master_shards()}
+        frozen = {shard.name: shard for shard in self.frozen_shards()}
+        tied = tied_names(self._engine.module)
+        for name, shape in self._names.items():
+            whole = torch.zeros(math.prod(shape), device=self.device)
+            shard = masters.get(name) or frozen.get(name)
+            if shard is not None and shard.primary:
+                whole[shard.flat_start : shard.flat_stop] = shard.data.to(whole)
+            if self.dp_size > 1:
+                torch.distributed.all_reduce(whole)
+            if dist.is_main():
+                for each in (name, *(other for other, first in tied.items() if first == name)):
+                    yield each, whole.view(shape).to("cpu", dtype)
+        for name, buffer in self.buffers().items():
+            if dist.is_main():
+                yield name, buffer.detach().to("cpu", dtype if buffer.is_floating_point() else buffer.dtype)
+
+    def close(self) -> None:
+        """Release the engine, so that another can be used in the same process."""
+        if self._engine is None:
+            return
+        self._engine.destroy()
+        self._engine = self._zero = None
+        self._parameters = {}
+        gc.collect()  # hooks and engine hold each other
+        from deepspeed.runtime.zero import partition_parameters as patches
+
+        if torch.nn.functional.linear is patches.zero3_linear_wrap:  # ZeRO-3 replaces it for the whole process
+            torch.nn.functional.linear = patches.InsertPostInitMethodToModuleSubClasses.linear_bk
+
+
+def _is_like(value: Any, flat: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == flat.shape
+
+
+def set_loss_scale(scaler: Any, scale: float, good_updates: int) -> None:
+    """Set DeepSpeed's scaler to ``scale``, with ``good_updates`` good updates since the last overflow."""
+    scaler.cur_scale = scale
+    scaler.last_overflow_iter = scaler.cur_iter - good_updates - 1

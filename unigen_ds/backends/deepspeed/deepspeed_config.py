@@ -1,0 +1,242 @@
+"""A DeepSpeed JSON and our config, combined: ``"auto"`` is filled in, a contradiction is refused.
+
+What our config owns (batch, accumulation, clipping, precision, optimizer, learning rate) may be left out of the JSON
+or be ``"auto"``; where both set a value they must agree. Everything else of the JSON is passed to DeepSpeed as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from unigen_ds.config.paths import ds_configs_dir
+from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.progress import Geometry
+from unigen_ds.optim.optimizer import OptimizerConfig
+from unigen_ds.system.dist import env_rank
+from unigen_ds.system.log import logger
+
+AUTO = "auto"
+TESTED_VERSION = "0.19.8"
+ALLOWED_VERSIONS = ">=0.19.8,<0.20"
+"""Of DeepSpeed: its private attributes are used, and they change between releases. ``setup.py`` reads this line."""
+STAGES = (1, 2, 3)
+_READ_LATER = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
+"""Keys that DeepSpeed's engine reads, not its config."""
+
+
+def check_version() -> None:
+    """Raises ``ConfigError`` where no DeepSpeed is installed, or one outside of ``ALLOWED_VERSIONS``."""
+    try:
+        installed: str | None = version("deepspeed")
+    except PackageNotFoundError:
+        installed = None
+    if installed is None or not SpecifierSet(ALLOWED_VERSIONS).contains(installed, prereleases=True):
+        raise ConfigError(
+            f"DeepSpeed {installed} is installed" if installed else "DeepSpeed is not installed",
+            allowed=f"DeepSpeed {ALLOWED_VERSIONS} (its private attributes are used; {TESTED_VERSION} is tested)",
+            remedy=f"pip install 'deepspeed{ALLOWED_VERSIONS}', or --backend fsdp:FULL_SHARD",
+        )
+
+
+def load_ds_config(spec: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """A preset's name (``zero2``), a JSON file, or the mapping itself. Raises ``ConfigError``."""
+    if isinstance(spec, Mapping):
+        return copy.deepcopy({**spec})
+    path = Path(spec)
+    if path.suffix != ".json":
+        presets = {p.stem: p for p in sorted(ds_configs_dir().glob("*.json"))}
+        if str(spec) not in presets:
+            raise ConfigError(
+                f"DeepSpeed config {str(spec)!r} is neither a .json file nor a preset",
+                remedy=nearest(str(spec), presets),
+            )
+        path = presets[str(spec)]
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"DeepSpeed config {path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"DeepSpeed config {path} holds a {type(config).__name__}", allowed="a JSON object")
+    return config
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """The ZeRO stage. Raises ``ConfigError`` for any but 1, 2, 3."""
+    stage = (config.get("zero_optimization") or {}).get("stage")
+    if stage not in STAGES:
+        raise ConfigError(f"zero_optimization.stage is {stage!r}", allowed="1, 2 or 3", remedy="use a preset: zero2")
+    return int(stage)
+
+
+def offloads(config: Mapping[str, Any]) -> list[str]:
+    """``offload_optimizer`` and ``offload_param`` as far as they name a device."""
+    zero = config.get("zero_optimization") or {}
+    return [k for k in ("offload_optimizer", "offload_param") if (zero.get(k) or {}).get("device", "none") != "none"]
+
+
+OWNED = {"scheduler": "param_scheduler", "optimizer": "optim_wrapper.optimizer"}
+"""Sections that our config has under every engine, and its name for each."""
+
+
+def _only_auto(section: Any) -> bool:
+    """Whether a section sets no value: absent, or, as Hugging Face's Trainer wants it, ``"auto"`` for every one.
+
+    A ``type`` without any value asks for that type with its defaults, which is a value.
+    """
+    if not isinstance(section, Mapping):
+        return section in (None, AUTO)
+    values = [*_values(section)]
+    return bool(values) and all(value == AUTO for value in values)
+
+
+def _values(section: Mapping[str, Any]) -> Iterator[Any]:
+    """Every value of a section and its ``params``, without the ``type``."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _values(value)
+        elif key != "type":
+            yield value
+
+
+def left_to_config(config: Mapping[str, Any]) -> list[str]:
+    """A sentence for each section of the JSON that sets no value, so that our config's is used."""
+    return [
+        f'The DeepSpeed config\'s {section} ({config[section].get("type", AUTO)}) has only "auto" values:'
+        f" {owner} is used, as under every engine."
+        for section, owner in OWNED.items()
+        if isinstance(config.get(section), Mapping)
+    ]
+
+
+def check_ds_config(config: Mapping[str, Any]) -> None:
+    """Refuse what cannot work, from the file alone. Raises ``ConfigError``."""
+    for section in ("zero_optimization", "bf16", "fp16", "data_types", "torch_autocast"):
+        if not isinstance(config.get(section), Mapping | None) and config[section] != AUTO:
+            raise ConfigError(f"the DeepSpeed config has {section} = {config[section]!r}", allowed="{...}")
+    stage_of(config)
+    for section, owner in OWNED.items():
+        if not _only_auto(config.get(section)):
+            given = config[section].get("type") if isinstance(config[section], Mapping) else config[section]
+            raise ConfigError(
+                f"the DeepSpeed config has a {section} ({given}), and so has ours ({owner})",
+                remedy=f"delete {section!r} from the JSON: {owner} is used, under every engine",
+            )
+    buffers = (config.get("data_types") or {}).get("buffer_dtype", AUTO)
+    if buffers not in (AUTO, None, "fp32"):
+        raise ConfigError(
+            f"data_types.buffer_dtype is {buffers!r}: the autoencoder would be rounded, under this engine alone",
+            allowed="fp32",
+            remedy="delete it from the DeepSpeed config",
+        )
+    if (config.get("torch_autocast") or {}).get("enabled", AUTO) not in (AUTO, None, False):
+        raise ConfigError(
+            "the DeepSpeed config enables torch_autocast, which no other engine has",
+            remedy="delete it from the JSON and set optim_wrapper.precision",
+        )
+    if (config.get("bf16") or {}).get("check_grad_overflow") is False:
+        raise ConfigError(
+            "bf16.check_grad_overflow is false: one non-finite gradient would make all weights non-finite",
+            remedy="delete it from the DeepSpeed config",
+        )
+
+
+def fill(config: Mapping[str, Any], *, geometry: Geometry, optimizer: OptimizerConfig) -> dict[str, Any]:
+    """The config DeepSpeed gets. Raises ``ConfigError`` naming both values of a contradiction."""
+    check_ds_config(config)
+    filled = {k: v for k, v in copy.deepcopy({**config}).items() if k not in ("scheduler", "optimizer")}
+    ours: dict[str, tuple[Any, str]] = {
+        "train_micro_batch_size_per_gpu": (geometry.batch_size, "train_dataloader.batch_size"),
+        "gradient_accumulation_steps": (geometry.accumulative_counts, "optim_wrapper.accumulative_counts"),
+        "train_batch_size": (geometry.global_batch_size, "batch_size x accumulative_counts x processes"),
+        "gradient_clipping": (optimizer.max_norm or 0.0, "optim_wrapper.clip_grad.max_norm"),
+    }
+    for key, (value, where) in ours.items():
+        filled[key] = _agreed(filled.get(key, AUTO), value, key, where)
+    for precision in ("bf16", "fp16"):
+        section = dict(filled.get(precision) or {})
+        wanted = optimizer.precision == precision
+        section["enabled"] = _agreed(
+            section.get("enabled", AUTO), wanted, f"{precision}.enabled", "optim_wrapper.precision"
+        )
+        filled[precision] = {k: v for k, v in section.items() if v != AUTO}
+    if optimizer.precision == "fp16":  # halve the loss scale at the first overflow, as every engine does; theirs is 2
+        filled["fp16"].setdefault("hysteresis", 1)
+        scale, interval = (optimizer.loss_scale.get(key) for key in ("scale", "growth_interval"))
+        power = None if scale is None else round(math.log2(scale))
+        for key, value, where in (
+            ("initial_scale_power", power, f"log2 of optim_wrapper.loss_scale.init_scale, {scale}"),
+            ("loss_scale_window", interval, "optim_wrapper.loss_scale.growth_interval"),
+        ):
+            if value is not None:
+                filled["fp16"][key] = _agreed(filled["fp16"].get(key, AUTO), value, f"fp16.{key}", where)
+    if optimizer.precision != "fp32":  # gradients are summed and reduced in fp32, as under every engine
+        filled["data_types"] = {**(filled.get("data_types") or {}), "grad_accum_dtype": "fp32"}
+        filled.setdefault("communication_data_type", "fp32")
+    filled["zero_allow_untested_optimizer"] = True
+    filled.setdefault("zero_force_ds_cpu_optimizer", False)
+    filled.setdefault("steps_per_print", 10**12)
+    return _without_auto(filled)
+
+
+class _Watched(dict[str, Any]):
+    """Remembers which keys were asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.seen: set[Any] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.seen.add(key)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.seen.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        return super().get(key, default)
+
+
+def check_by_deepspeed(filled: Mapping[str, Any]) -> None:
+    """Have DeepSpeed read what ``fill`` returned. Raises ``ConfigError`` with what it refuses; warns of keys at the top
+    that it does not look at, which it ignores without a message.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    from pydantic import ValidationError  # what DeepSpeed checks with
+
+    watched = _Watched({key: value for key, value in filled.items() if key != "train_batch_size"})
+    try:
+        DeepSpeedConfig(watched)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, one['loc']))} is {one['input']!r}: {one['msg']}" for one in error.errors()]
+        raise ConfigError(f"DeepSpeed refuses its config, {error.title}: " + "; ".join(problems)) from error
+    except (DeepSpeedConfigError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"DeepSpeed refuses its config: {error}") from error
+    unread = filled.keys() - watched.seen - {"train_batch_size", *_READ_LATER}
+    for key in sorted(unread) if env_rank() == 0 else ():
+        logger().warning("DeepSpeed does not use %r of its config: %s", key, nearest(key, map(str, watched.seen)))
+
+
+def _agreed(given: Any, ours: Any, key: str, where: str) -> Any:
+    if given not in (AUTO, None) and given != ours:
+        raise ConfigError(
+            f"the DeepSpeed config has {key} = {given!r}, ours has {where} = {ours!r}",
+            remedy=f'make them equal, or write {key!r}: "auto"',
+        )
+    return ours
+
+
+def _without_auto(value: Any) -> Any:
+    """Leave out every remaining ``"auto"``: DeepSpeed then uses its own default."""
+    if isinstance(value, Mapping):
+        return {k: _without_auto(v) for k, v in value.items() if v != AUTO}
+    return value

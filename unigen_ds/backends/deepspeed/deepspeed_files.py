@@ -1,0 +1,78 @@
+"""The files of ``DeepSpeedEngine.save_checkpoint`` as ``Output``s: no disk access while ranks wait for each other.
+
+In: an engine. Out: relative paths and the nested state of each file, which refers to the engine's memory. DeepSpeed
+writes between its barriers, so with a full disk on one rank the others would wait until the time limit.
+Source: DeepSpeed 0.19.8, ``runtime/engine.py: save_checkpoint``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import PurePath
+from typing import Any
+
+import torch
+
+from unigen_ds.core.shards import STAMP
+from unigen_ds.system.outputs import HashedFile, Output, nested_bytes
+
+_NAMED = ("module", "buffer_names", "frozen_param_shapes", "frozen_param_fragments")
+"""Keys of a model file whose values are by the names of parameters and buffers."""
+FOLDER = "."
+"""The directory passed to DeepSpeed, which only appends names to it."""
+
+
+class CapturedSave:
+    """Replaces an engine's ``checkpoint_engine`` during one ``save_checkpoint`` and collects what it would save.
+
+    ``left_out``: names of frozen parameters and buffers that no file gets. ``stamp``: as of ``Backend``.
+    """
+
+    def __init__(self, original: Any, *, left_out: Collection[str] = (), stamp: str = "") -> None:
+        self._original, self._left_out, self._stamp = original, left_out, stamp
+        self.outputs: list[Output] = []
+
+    @contextmanager
+    def installed(self, engine: Any) -> Iterator[None]:
+        engine.checkpoint_engine = self
+        engine._copy_recovery_script = lambda save_path: None  # rank 0 would copy two files
+        try:
+            yield
+        finally:
+            engine.checkpoint_engine = self._original
+            del engine._copy_recovery_script
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """DeepSpeed calls it by keyword: the names are its own."""
+        state_dict = {**state_dict, STAMP: self._stamp}
+        if self._left_out:
+            state_dict = {key: self._kept(value) if key in _NAMED else value for key, value in state_dict.items()}
+
+        def write(stream: HashedFile) -> None:
+            torch.save(state_dict, stream)  # type: ignore[arg-type] # a writer without fileno
+
+        self.outputs.append(Output(PurePath(path).name, nested_bytes(state_dict), write))
+
+    def _kept(self, named: Any) -> Any:
+        """What ``left_out`` does not name of a mapping or a list."""
+        if isinstance(named, Mapping):
+            kept = [(name, value) for name, value in named.items() if name not in self._left_out]
+            return type(named)(kept)  # type: ignore[call-arg]
+        return named and [name for name in named if name not in self._left_out]
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None: ...
+    def create(self, info: Any) -> None: ...
+
+    def commit(self, info: Any) -> bool:
+        return True
+
+    def is_decoupled(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+# Former names, for one release.
+HandOver = CapturedSave

@@ -1,0 +1,355 @@
+"""Native PyTorch FSDP2 (``fully_shard``): every parameter is a DTensor whose local part is one flat range.
+
+==============  ==========================================================================================
+FULL_SHARD      parameters, gradients and optimizer state sharded over all processes
+SHARD_GRAD_OP   the same, but parameters stay gathered between forward and backward
+HYBRID_SHARD    shard inside groups of ``num_shard`` processes (a node), replicate across them
+NO_SHARD        replicate: a mesh of (processes, 1), so no second code path is needed
+==============  ==========================================================================================
+
+Masters are the sharded fp32 parameters themselves; in bf16 and fp16 FSDP casts them when it gathers, and reduces
+gradients in fp32. Units are the model's ``shard_units()``; the root has the rest.
+
+``torch.distributed.fsdp`` and ``torch.distributed.tensor`` need 0.7 s to be imported: the functions that use them do
+so, because every run imports this module for its settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.utils import get_total_norm
+
+from unigen_ds.backends.base import StepResult
+from unigen_ds.backends.memory import allocate
+from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
+from unigen_ds.config.registry import BACKENDS
+from unigen_ds.core.errors import ConfigError, suggestion
+from unigen_ds.core.progress import Geometry
+from unigen_ds.core.shards import BUFFER, MASTER, Shard
+from unigen_ds.optim.optimizer import COMPUTE_DTYPE, JoinedOptimizer, OptimizerConfig, ParamGroup
+from unigen_ds.optim.optimizer_state import state_of
+from unigen_ds.system import dist
+from unigen_ds.system.outputs import StateFiles
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+
+
+@BACKENDS.register_module(name="fsdp")
+class FSDPBackend(TorchOptimizerBackend):
+    """See the module docstring.
+
+    Args:
+        sharding_strategy: ``FULL_SHARD``, ``SHARD_GRAD_OP``, ``HYBRID_SHARD`` or ``NO_SHARD``.
+        num_shard: processes that share one copy, for ``HYBRID_SHARD``; a divisor of the process count; None: the
+            processes of a node, as torchrun, deepspeed, SLURM or MPI report them.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory.
+        sync_every_iteration: reduce gradients after every iteration; None: True where gradients are sharded (no rank
+            ever holds a whole gradient), False for ``NO_SHARD``. False: one reduction per update, more memory.
+    """
+
+    model_needs: ClassVar[dict[str, str]] = {
+        "shard_units": "add `def shard_units(self): return list(self.layers)`, the layers that are sharded one by one"
+        " (as in unigen_ds/families/nanovlm/model.py), or use --backend deepspeed:zero2"
+    }
+    """Methods that a model must have, and how to add each."""
+
+    def __init__(
+        self,
+        *,
+        sharding_strategy: str = "FULL_SHARD",
+        num_shard: int | None = None,
+        cpu_offload: bool = False,
+        sync_every_iteration: bool | None = None,
+    ) -> None:
+        if sharding_strategy not in STRATEGIES:
+            raise ConfigError(
+                f"sharding_strategy is {sharding_strategy!r}",
+                allowed=", ".join(STRATEGIES),
+                remedy=suggestion(str(sharding_strategy), STRATEGIES),
+            )
+        self.strategy, self.cpu_offload = sharding_strategy, cpu_offload
+        self.num_shard = check_num_shard(sharding_strategy, num_shard, world_size=dist.env_world_size())
+        self._sync_every = sharding_strategy != "NO_SHARD" if sync_every_iteration is None else sync_every_iteration
+
+    def prepare(
+        self,
+        model: nn.Module,
+        param_groups: Sequence[ParamGroup],
+        optimizer_cfg: OptimizerConfig,
+        *,
+        geometry: Geometry,
+    ) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        from unigen_ds.backends.fsdp.whole_matrices import WholeMatrices
+
+        dist.ensure_initialized()
+        cuda = torch.cuda.is_available()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self._mesh = self._make_mesh(self._device.type)
+        root = self._shard(model, optimizer_cfg.precision)
+        held = torch.device("cpu") if self.cpu_offload else self._device
+        allocate(
+            root,
+            lambda tensor: torch.empty_like(tensor, device=held),
+            make_buffer=lambda tensor: torch.empty_like(tensor, device=self._device),  # forward reads them there
+        )
+        _settle(root)
+        self._own(root, dict(root.named_parameters()), param_groups, optimizer_cfg)
+        self._matrices: WholeMatrices | None = None
+        if isinstance(self._optimizer, JoinedOptimizer):
+            group = self._mesh.get_group("shard") if self.num_shard > 1 else None
+            kept = state_of(optimizer_cfg)
+            self._matrices = WholeMatrices(self._optimizer.matrices, kept, group=group, device=self._device)
+        units = [name or "the root" for name, module in root.named_modules() if isinstance(module, FSDPModule)]
+        self.log_summary(f"FSDP2 {self.strategy} ({self.num_shard} shard(s))", units=units)
+
+    @property
+    def _pins(self) -> bool:
+        """Page-locked host memory: copies from and to a CUDA device are then asynchronous."""
+        return self.cpu_offload and self._device.type == "cuda"
+
+    @property
+    def _replica(self) -> int:
+        """Which of the copies of the model this rank has a part of."""
+        return dist.rank() // self.num_shard
+
+    def _make_mesh(self, device_type: str) -> DeviceMesh:
+        """All processes in one row where all share a copy, else (replicate, shard). All units share this one object.
+
+        A row is the default process group. ``init_device_mesh`` would make every group of every rank in turn: 1,024
+        groups of one process at 1,024 processes; here a rank makes its own two.
+        """
+        world, num_shard = dist.world_size(), self.num_shard
+        if num_shard == world:
+            return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
+        ranks = torch.arange(world).view(-1, num_shard)
+        row, column = divmod(dist.rank(), num_shard)
+        groups = [dist.group(ranks[:, column].tolist()), dist.group(ranks[row].tolist())]
+        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("replicate", "shard"))
+
+    def _shard(self, model: Any, precision: str) -> Any:
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+            register_fsdp_forward_method,
+        )
+
+        low = None if precision == "fp32" else COMPUTE_DTYPE[precision]
+        offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=self._pins) if self.cpu_offload else OffloadPolicy()
+        settings: dict[str, Any] = {
+            "mesh": self._mesh,
+            "reshard_after_forward": self.strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+            # activations already have the weights' dtype; casting inputs would round the rotary tables
+            "mp_policy": MixedPrecisionPolicy(low, torch.float32 if low else None, cast_forward_inputs=False),
+            "offload_policy": offload,
+        }
+        # fully_shard moves one unit after the other to the device and keeps this rank's part, so it never has the model
+        for unit in model.shard_units():
+            fully_shard(unit, **settings)
+        root = fully_shard(model, **settings)
+        for method in getattr(model, "forward_methods", ()):
+            register_fsdp_forward_method(root, method)
+        return root
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        return self.num_shard > 1
+
+    @property
+    def dp_rank(self) -> int:
+        return dist.rank()
+
+    @property
+    def dp_size(self) -> int:
+        return dist.world_size()
+
+    @property
+    def lighter(self) -> str | None:
+        return None if self.strategy == "FULL_SHARD" else "fsdp:FULL_SHARD"
+
+    def topology(self) -> dict[str, Any]:
+        return {
+            "engine": "fsdp",
+            "sharding_strategy": self.strategy,
+            "num_shard": self.num_shard,
+            "cpu_offload": self.cpu_offload,
+            "dp_size": self.dp_size,
+            "precision": self._cfg.precision,
+        }
+
+    @contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        self._model.set_requires_gradient_sync(last or self._sync_every)
+        self._model.set_is_last_backward(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """FSDP averages over the processes; the loop wants the sum (``set_gradient_divide_factor`` fails on gloo).
+
+        In fp16 the number of processes is multiplied in ``step``, in fp32: here overflows would be more likely.
+        """
+        scale = self._scale.scale if self._scale else float(self.dp_size)
+        (loss * scale if scale != 1.0 else loss).backward()
+
+    def step(self) -> StepResult:
+        grads = self._gradients()
+        local = [_local(grad) for grad in grads]
+        if self._scale:
+            torch._foreach_mul_(local, self.dp_size / self._scale.scale)
+        norm = _whole(get_total_norm(grads))
+        applied = bool(torch.isfinite(norm))
+        if applied:
+            if self._cfg.max_norm is not None:
+                factor = torch.clamp(self._cfg.max_norm / (norm + 1e-6), max=1.0)
+                torch._foreach_mul_(local, factor.to(local[0].device))
+            self._update()
+        self._optimizer.zero_grad(set_to_none=True)
+        return self._stepped(norm, applied=applied)
+
+    def _update(self) -> None:
+        """An optimizer that is not element-wise gets whole matrices, every other one the shards."""
+        if self._matrices is not None and isinstance(self._optimizer, JoinedOptimizer):
+            self._matrices.step()
+            self._optimizer.step_rest()
+        else:
+            self._optimizer.step()
+
+    def refresh_copies(self) -> None:
+        """Drop gathered copies; the next forward gathers anew from the masters."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        self.refresh_copies()  # a forward pass may have left gathered ones registered
+        return super().named_parameters()
+
+    def _shards(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> list[Shard]:
+        from torch.distributed.tensor import DTensor
+
+        self.refresh_copies()  # an evaluation may have left parameters gathered
+        replica = self._replica
+        shards = []
+        for name in names:
+            tensor = tensors[name]
+            assert isinstance(tensor, DTensor), name
+            local = tensor._local_tensor
+            if local.numel():
+                shape, start = tuple(tensor.shape), _flat_start(tensor)
+                shards.append(Shard(name, shape, start, local.detach().view(-1), primary=replica == 0))
+        return shards
+
+    def master_shards(self) -> list[Shard]:
+        self.refresh_copies()
+        return self._shards(self._trainable, dict(self._model.named_parameters()))
+
+    def frozen_shards(self) -> list[Shard]:
+        self.refresh_copies()
+        trained = set(self._trainable)
+        names = [name for name in self._masters if name not in trained]
+        return self._shards(names, dict(self._model.named_parameters()))
+
+    def moments(self, kind: str) -> list[Shard]:
+        tensors = self._moment_tensors(kind)
+        return self._shards(list(tensors), tensors)
+
+    def state_files(self) -> StateFiles:
+        """PyTorch's distributed checkpoint. Keys are ``kind|name`` (``core/shards.py``); DCP knows the offsets."""
+        from unigen_ds.backends.fsdp.dcp_files import dcp_files
+
+        self.refresh_copies()
+        masters, buffers = self._without_base(self._masters), self._without_base(self.buffers())
+        state: dict[str, Tensor] = {f"{MASTER}|{name}": p.detach() for name, p in masters.items()}
+        state |= {f"{BUFFER}|{name}": b for name, b in buffers.items()}
+        for (kind, name), value in self._optimizer_tensors().items():
+            state[f"{kind}|{name}"] = value.reshape(1) if value.ndim == 0 else value
+        replicas = dist.world_size() // self.num_shard
+        return dcp_files(state, replica=self._replica, replicas=replicas, stamp=self.stamp)
+
+    def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        self.refresh_copies()
+        for name, tensor in self._model.state_dict().items():
+            whole = _whole(tensor).detach()
+            if dist.is_main():
+                yield name, whole.to("cpu", dtype if whole.is_floating_point() else whole.dtype)
+
+
+def check_num_shard(strategy: str, num_shard: int | None, *, world_size: int) -> int:
+    """Processes that share one copy of the model. Raises ``ConfigError`` before any process group exists."""
+    if strategy == "NO_SHARD":
+        wanted = 1
+    elif strategy == "HYBRID_SHARD":
+        wanted = num_shard or dist.env_processes_per_node() or 0
+        if not wanted:
+            raise ConfigError(
+                "HYBRID_SHARD has no num_shard, and the launcher does not report one number of processes for all nodes",
+                remedy="num_shard=N: how many processes, one node's at best, share one copy of the model",
+            )
+    else:
+        wanted = world_size
+    if num_shard is not None and strategy != "HYBRID_SHARD" and num_shard != wanted:
+        raise ConfigError(f"num_shard={num_shard} with {strategy}", remedy="num_shard belongs to HYBRID_SHARD")
+    if wanted < 1 or world_size % wanted:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ConfigError(
+            f"num_shard is {wanted} and there are {world_size} process(es)",
+            allowed="a divisor of the process count: " + ", ".join(map(str, divisors)),
+        )
+    return wanted
+
+
+def _settle(root: nn.Module) -> None:
+    """Let FSDP pad and page-lock the shards that ``allocate`` has made. It would do so in the first forward pass and
+    give the masters other memory, which ``master_data``, collected before, would not refer to.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                for parameter in group.fsdp_params if group else ():
+                    parameter.reset_sharded_param()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """A plain tensor is whole."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _flat_start(tensor: DTensor) -> int:
+    """Where the local part begins in the flattened tensor. ``Shard(0)``: whole rows, so one flat range."""
+    from torch.distributed.tensor import Shard as ShardPlacement
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placements = [p for p in tensor.placements if p.is_shard()]
+    assert all(isinstance(p, ShardPlacement) and p.dim == 0 for p in placements), tensor.placements
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    row = tensor.numel() // tensor.shape[0] if tensor.ndim else 1
+    return int(offset[0]) * row if tensor.ndim else 0

@@ -1,0 +1,188 @@
+"""The first micro-batches of every rank, made by the loader's own code, and counted.
+
+In: the start of the run. Out: numbers of each micro-batch by rank, and one or two micro-batches of each kind. Batches
+differ in kind where a tensor or a list of one is empty and that of the other is not, or a loss term has no targets:
+images, drawn images, texts. What a model computes may depend on that, so it is what ``rank_calls.py`` compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from unigen_ds.checks.memory.traced import copied
+from unigen_ds.core.batch import Batch
+from unigen_ds.core.errors import UnigenError
+from unigen_ds.core.progress import Geometry
+from unigen_ds.data.batches.loader import BatchLoader, RowSource
+from unigen_ds.runner.settings.tree import Settings
+from unigen_ds.runner.start.begin import Start
+from unigen_ds.system.log import logger
+from unigen_ds.system.machine import num_cores
+
+SHOWN_EVERY_S = 30.0
+"""A line about how many micro-batches are made."""
+_OF_EVERY_BATCH = {field.name for field in dataclasses.fields(Batch)}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a micro-batch has none of, and the terms that its targets are counted by."""
+
+    empty: tuple[str, ...]
+    terms: tuple[str, ...]
+
+    @classmethod
+    def of(cls, batch: Batch) -> Kind:
+        values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name not in _OF_EVERY_BATCH}
+        sizes = {name: value.numel() if isinstance(value, Tensor) else len(value) for name, value in values.items()
+                 if isinstance(value, (Tensor, tuple))}  # fmt: skip
+        targets = batch.target_counts()
+        empty = [name for name, size in sizes.items() if not size]
+        empty += ["images"] * (not batch.num_images)  # a family may have them in a mapping
+        empty += [f"targets of {term}" for term, number in targets.items() if not number]
+        return cls(tuple(empty), tuple(sorted(targets)))
+
+
+def titles(kinds: Collection[Kind]) -> dict[Kind, str]:
+    """Each as a person reads it: by the first of what is empty, but not in all of them."""
+    common = set.intersection(*(set(kind.empty) for kind in kinds))
+    found = {}
+    for kind in kinds:
+        empty = [name for name in kind.empty if name not in common]
+        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        found[kind] = f"without {empty[0]}{more}" if empty else "with all parts"
+    return found
+
+
+@dataclass(frozen=True)
+class MadeBatch:
+    """A micro-batch in numbers."""
+
+    kind: Kind
+    samples: int
+    tokens: int
+    images: int
+    targets: Mapping[str, float]
+    nbytes: int
+    flops: float
+
+
+@dataclass
+class FirstBatches:
+    """All that were made."""
+
+    geometry: Geometry
+    of_rank: list[list[MadeBatch | None]]
+    """By rank and iteration; None: it could not be made."""
+    examples: dict[Kind, list[Batch]] = field(default_factory=dict)
+    """Of each kind that with the fewest, and that with the most images and tokens."""
+    skipped: list[Mapping[str, str]] = field(default_factory=list)
+    errors: Counter[str] = field(default_factory=Counter)
+    foreign_ids: list[str] = field(default_factory=list)
+    """Samples with a token that the model's vocabulary does not have."""
+    seconds: float = 0.0
+    timed: int = 0
+    """Micro-batches that ``seconds`` is of: all but the first, which waits for the loading processes to start."""
+    processes: int = 0
+    """Loading processes that made them; 0: this one."""
+
+    @property
+    def made(self) -> list[MadeBatch]:
+        return [one for rank in self.of_rank for one in rank if one is not None]
+
+    @property
+    def seconds_each(self) -> float:
+        """Of one loading process for a micro-batch."""
+        return self.seconds * max(self.processes, 1) / max(self.timed, 1)
+
+    def updates(self) -> Iterator[list[list[MadeBatch]]]:
+        """The whole updates: [rank][iteration of the update]."""
+        step = self.geometry.accumulative_counts
+        for first in range(0, len(self.of_rank[0]) - step + 1, step):
+            found = [[one for one in rank[first : first + step] if one is not None] for rank in self.of_rank]
+            if all(len(rank) == step for rank in found):
+                yield found
+
+
+def make_first_batches(settings: Settings, start: Start, model: torch.nn.Module | None, geometry: Geometry,
+                       number: int) -> FirstBatches:  # fmt: skip
+    """``number`` micro-batches of each rank, at least one update. ``model``: None: it cannot be built, and ids and
+    operations are not looked at. Raises what the stream raises.
+    """
+    stream, size = start.data.stream, geometry.sequences_per_iteration
+    number = max(number, geometry.accumulative_counts)
+    rows = [row for row, _ in islice(stream.rows(start.cursor), number * size)]
+    of_ranks = [rows[i : i + size][rank :: geometry.dp_size] for i in range(0, len(rows), size)
+                for rank in range(geometry.dp_size)]  # fmt: skip
+    loading = settings.train_dataloader
+    processes = min(loading.num_workers, num_cores())
+    found = FirstBatches(geometry, [[] for _ in range(geometry.dp_size)], processes=processes)
+    loader = BatchLoader(
+        RowSource(stream.sources, stream.names, stream.sample_length),
+        start.data.processor,
+        of_ranks,
+        num_workers=processes,
+        prefetch_factor=loading.prefetch_factor,
+        timeout=loading.timeout,
+    )
+    begin = shown = time.perf_counter()
+    try:
+        for i in range(len(of_ranks)):
+            if time.perf_counter() - shown > SHOWN_EVERY_S:
+                shown = time.perf_counter()
+                logger().warning(
+                    "%s of %s micro-batches are made (--batches makes fewer)", f"{i:,}", f"{len(of_ranks):,}"
+                )
+            rank = found.of_rank[i % geometry.dp_size]
+            begin = begin if i != 1 else time.perf_counter()
+            try:
+                batch = loader.next()
+            except UnigenError as error:
+                found.errors[str(error)] += 1
+                rank.append(None)
+                continue
+            rank.append(_counted(batch, model))
+            _keep(found, batch, rank[-1], vocabulary=getattr(model, "vocab_size", None))
+    finally:
+        loader.close()
+    found.seconds, found.timed = time.perf_counter() - begin, max(len(of_ranks) - 1, 1)
+    return found
+
+
+def _counted(batch: Batch, model: torch.nn.Module | None) -> MadeBatch:
+    count = getattr(model, "flops", None)
+    tensors, _ = batch.parts()
+    return MadeBatch(
+        Kind.of(batch), batch.num_samples, batch.num_tokens, batch.num_images, batch.target_counts(),
+        nbytes=sum(tensor.nbytes for tensor in tensors.values()), flops=float(count(batch)) if count else 0.0,
+    )  # fmt: skip
+
+
+def _keep(found: FirstBatches, batch: Batch, made: MadeBatch | None, *, vocabulary: object) -> None:
+    """The example of its kind, and what is wrong with it."""
+    assert made is not None
+    examples = found.examples.setdefault(made.kind, [])
+    if not examples:
+        examples.append(copied(batch))
+    else:
+        fewest, most = min(examples, key=_size), max(examples, key=_size)
+        if _size(batch) < _size(fewest):
+            found.examples[made.kind] = [copied(batch), most]
+        elif _size(batch) > _size(most):
+            found.examples[made.kind] = [fewest, copied(batch)]
+    found.skipped += batch.skipped
+    ids = getattr(batch, "text_ids", None)
+    if isinstance(vocabulary, int) and isinstance(ids, Tensor) and ids.numel() and int(ids.max()) >= vocabulary:
+        found.foreign_ids.append(f"{int(ids.max())} in {', '.join(batch.sample_ids[:3])}")
+
+
+def _size(batch: Batch) -> tuple[int, int]:
+    return batch.num_images, batch.num_tokens

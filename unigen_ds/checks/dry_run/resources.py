@@ -1,0 +1,209 @@
+"""What the run needs, against what there is: memory of a device, of shared blocks and of the disk, and time.
+
+The memory and the size of a checkpoint are those of one traced update (``checks/memory/``); the time is an estimate
+from the operations that the model counts, for a share of the device's peak (MFU) that is assumed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.listing import size_text
+from unigen_ds.checks.dry_run.context import Known
+from unigen_ds.checks.dry_run.first_batches import FirstBatches
+from unigen_ds.checks.dry_run.job import time_limit_s
+from unigen_ds.checks.dry_run.result import Checked, ok, problem, unchecked, untraced, warning
+from unigen_ds.checks.memory.fits import GIB, Reserve, device_bytes
+from unigen_ds.checks.memory.largest import largest_batches
+from unigen_ds.checks.memory.planned import CHOSEN, preload, trace_engines
+from unigen_ds.core.progress import Ruler
+from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
+from unigen_ds.hooks.log.timer import device_peak_tflops
+from unigen_ds.hooks.save.checkpoint import CheckpointHook
+from unigen_ds.runner.start.begin import free_bytes
+from unigen_ds.system.machine import num_cores
+
+_SHARED = Path("/dev/shm")
+_ENOUGH = 20
+"""Micro-batches whose time counts: that of fewer is mostly chance."""
+_OPEN_FILES = 1024
+"""Open files that a process with loading processes needs at least."""
+
+
+def check_workers(known: Known) -> Iterator[Checked]:
+    """Shared memory and open files for the batches of loading processes, on one node."""
+    settings, batches = known.need("settings"), known.need("batches")
+    loader = settings.train_dataloader
+    if not loader.num_workers:
+        yield ok("batches are loaded in the training process")
+        return
+    largest = max(one.nbytes for one in batches.made)
+    blocks = loader.num_workers * ((loader.prefetch_factor or 2) + 1)
+    needed, cores = round(1.25 * largest * blocks * known.per_node), num_cores()
+    free = shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None
+    if free is not None and needed > free:
+        yield problem(
+            f"{known.per_node} processes with {loader.num_workers} loading processes each need {size_text(needed)} of"
+            f" shared memory, and {_SHARED} has {size_text(free)} free",
+            remedy="a smaller train_dataloader.num_workers or prefetch_factor, or a larger /dev/shm (docker run"
+            " --shm-size)",
+        )
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and limit < _OPEN_FILES:
+        yield warning(f"a process may open {limit} files (ulimit -n), fewer than {_OPEN_FILES}")
+    processes = known.per_node * (loader.num_workers + 1)
+    if processes > cores and known.hardware is not None and known.hardware.count:
+        yield warning(f"{processes} processes on a node, and {cores} cores here")
+    yield ok(f"shared memory: {size_text(needed)} on a node at most" + (f", {size_text(free)} free" if free else ""))
+
+
+def check_memory(known: Known) -> Iterator[Checked]:
+    """Adds ``traced``: one update of the engine on the largest micro-batch, without memory."""
+    settings, start, geometry = known.section("optim_wrapper", "backend"), known.need("start"), known.need("geometry")
+    known.need("model")  # of one that cannot be built the problem is listed
+    preload()
+    largest = largest_batches(start.data, geometry)
+    found = trace_engines({CHOSEN: settings}, start.data.processor, largest, geometry, jobs=1)[CHOSEN]
+    traced = known.traced = found.traced
+    if traced is None:
+        yield untraced(found.problem)
+        return
+    reserve = Reserve(2 * GIB, 0.05, 4 * GIB)
+    phases = device_bytes(traced, reserve)
+    phase = max(phases, key=lambda name: phases[name])
+    memory = known.asked.device_memory or (known.hardware.memory if known.hardware else 0)
+    text = (
+        f"{size_text(phases[phase])} on a device ({phase}; {size_text(reserve.device)} and 5 % of it reserved),"
+        f" {largest.text}"
+    )
+    if not memory:
+        yield ok(text)
+        yield unchecked("the memory of a device: --device-memory 80GiB")
+    elif phases[phase] > memory:
+        lighter = f", --backend {known.need('backend').lighter}" if known.need("backend").lighter else ""
+        yield problem(
+            f"{text}; it has {size_text(memory)}, {size_text(phases[phase] - memory)} too few",
+            remedy=f"model.activation_checkpointing=True, a smaller batch_size{lighter}; tools/plan.py compares all"
+            " engines",
+        )
+    else:
+        yield ok(f"{text}; it has {size_text(memory)}")
+
+
+# ---- the disk -------------------------------------------------------------------------------------------------------
+
+
+def check_disk(known: Known) -> Iterator[Checked]:
+    """The checkpoints that the run will keep at a time, against the free space."""
+    settings = known.section("default_hooks", "train_cfg")
+    start, traced = known.need("start"), known.need("traced")
+    component = settings.default_hooks.checkpoint
+    if component is None:
+        yield warning("default_hooks.checkpoint is None: nothing is saved")
+        return
+    hook = component.build()
+    if not isinstance(hook, CheckpointHook):
+        yield unchecked(f"{component.name}: how often it saves is not known")
+        return
+    saves = num_saves(hook, start.ruler, start.total_sequences)
+    best = any(issubclass(one.cls, EvaluateHook) and one.get("save_best") for one in settings.custom_hooks)
+    have = len(store.list_checkpoints(settings.checkpoints))
+    copies = num_kept(hook, saves=saves, have=have) + best
+    size = traced.saved * (2 if hook.form == "both" else 1)
+    extra = traced.saved * (hook.form == "full")  # made from the files of the engine, which are deleted then
+    needed, free = copies * size + extra, free_bytes(settings.checkpoints)
+    kept = "all are kept" if hook.max_keep_ckpts == -1 else f"max_keep_ckpts={hook.max_keep_ckpts}"
+    text = f"{saves} saves of {size_text(size)} ({kept}) need {size_text(needed)}"
+    if free is None:
+        yield unchecked(f"{text}; how much is free is not known")
+    elif free < needed:
+        yield problem(
+            f"{text}, and {size_text(free)} are free where {settings.checkpoints} is",
+            remedy="free space, CheckpointHook(max_keep_ckpts=...) or a longer interval, or another --checkpoint-dir",
+        )
+    else:
+        yield ok(f"{text}; {size_text(free)} are free")
+
+
+def num_saves(hook: CheckpointHook, ruler: Ruler, total_sequences: float) -> int:
+    """Checkpoints that a run of ``total_sequences`` writes, the last one included."""
+    if hook.interval <= 0:
+        return 1
+    every = ruler.duration(hook.interval, hook.unit).value
+    return max(1, -int(-total_sequences // every))
+
+
+def num_kept(hook: CheckpointHook, *, saves: int, have: int) -> int:
+    """Checkpoints that are there at a time at most, beyond those that the folder has: the new one is durable before
+    the oldest is deleted.
+    """
+    if hook.max_keep_ckpts == -1:
+        return saves
+    return max(1, min(saves, hook.max_keep_ckpts + 1 - have))
+
+
+# ---- time -----------------------------------------------------------------------------------------------------------
+
+
+def seconds_of_update(batches: FirstBatches, *, peak_tflops: float, mfu: float) -> float | None:
+    """Estimated: of each update the rank that has most to compute. None: the model counts no operations."""
+    updates = [max(sum(one.flops for one in rank) for rank in update) for update in batches.updates()]
+    flops = sum(updates) / max(len(updates), 1)
+    return flops / (peak_tflops * 1e12 * mfu) if flops else None
+
+
+def check_time(known: Known) -> Iterator[Checked]:
+    """Of the whole run, and whether the loading processes are fast enough and the job is long enough."""
+    settings, start, batches = known.section("train_cfg"), known.need("start"), known.need("batches")
+    geometry = known.need("geometry")
+    known.need("model")
+    hardware = known.hardware
+    peak = known.asked.peak_tflops or settings.env.peak_tflops
+    peak = peak or (device_peak_tflops(hardware.name) if hardware and hardware.count else None)
+    loader = settings.train_dataloader
+    load_s = batches.seconds_each / max(loader.num_workers, 1) * geometry.accumulative_counts
+    loading = f"the loader of a process needs {load_s:.3g} s for an update ({loader.num_workers} processes)"
+    if peak is None:
+        yield ok(loading)
+        yield unchecked("the time of the run: --peak-tflops, of the device that it will use")
+        return
+    update_s = seconds_of_update(batches, peak_tflops=peak, mfu=known.asked.mfu)
+    if update_s is None:
+        yield ok(loading)
+        yield unchecked("the time of the run: the model has no flops()")
+        return
+    slowest = max(update_s, load_s if batches.timed >= _ENOUGH else 0.0)
+    done = start.manifest.progress.sequences if start.manifest else 0
+    updates = max(0.0, start.total_sequences - done) / geometry.global_batch_size
+    total = updates * slowest
+    yield ok(
+        f"estimated: {_duration(total)} for {updates:,.0f} updates of {slowest:.3g} s, at {known.asked.mfu:.0%} of"
+        f" {peak:g} TFLOPS; evaluations and saves are not in it"
+    )
+    if load_s > update_s and batches.timed >= _ENOUGH:
+        yield warning(
+            f"{loading}, and computing it {update_s:.3g} s: the device waits for data. Remedy: a larger"
+            " train_dataloader.num_workers."
+        )
+    else:
+        yield ok(loading)
+    limit = time_limit_s(os.environ, now=time.time())
+    if limit is not None and limit < total:
+        resumes = settings.resume or os.environ.get("SLURM_RESTART_COUNT")
+        text = f"SLURM ends the job in {_duration(limit)}, before the run would end"
+        yield (
+            ok(f"{text}; it resumes")
+            if resumes
+            else warning(f"{text}. Remedy: scripts/train_slurm.sh requeues a job that continues with --resume.")
+        )
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,286 @@
+"""Counts the bytes of all tensors that exist, and the highest sum: by every operation that torch dispatches.
+
+A storage counts from the first operation that returns it until it is freed, whatever refers to it. With ``fake`` the
+tensors of floating-point numbers that an operation makes get no memory (torch's ``FakeTensor``); tensors of integers
+are real, so what depends on their values (the shapes of a packed batch) is that of the data.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import selectors
+import sys
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from unigen_ds.core.errors import UnigenError
+
+_READ = torch.ops.aten._local_scalar_dense.default
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_ISFINITE = torch.isfinite
+_INPLACE_RESIZE = torch.UntypedStorage.resize_
+
+
+class CountedBytes(TorchDispatchMode):
+    """A context. ``now`` and ``peak`` are bytes; ``begin`` starts a new peak.
+
+    ``on_host`` sets tensors apart that are in host memory by the config's offload: ``device_peak`` is without them.
+    """
+
+    def __init__(self, *, fake: bool = False) -> None:
+        super().__init__()
+        self.now = self.peak = self.host = self.device_peak = 0
+        self._on_host: set[int] = set()
+        self._held: dict[int, tuple[Any, int]] = {}
+        self._kept = ExitStack()
+        self._without_memory = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
+
+    @property
+    def is_fake(self) -> bool:
+        """Whether new tensors of floating-point numbers have no memory."""
+        return self._without_memory is not None
+
+    @torch.no_grad()
+    def without_memory(self, module: torch.nn.Module) -> None:
+        """Replace the parameters and buffers that have memory by fake ones; tied ones remain one."""
+        mode = self._without_memory
+        assert mode is not None
+        made: dict[int, torch.nn.Parameter] = {}
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and not isinstance(parameter, FakeTensor) and not parameter.is_meta:
+                    if id(parameter) not in made:
+                        fake = mode.from_tensor(parameter.detach())
+                        made[id(parameter)] = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                    part._parameters[name] = made[id(parameter)]
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and not isinstance(buffer, FakeTensor):
+                    part._buffers[name] = buffer if buffer.is_meta else mode.from_tensor(buffer)
+
+    def begin(self) -> int:
+        """What exists now, from which a new peak is counted."""
+        self.peak, self.device_peak = self.now, self.now - self.host
+        return self.now
+
+    def on_host(self, tensors: Iterable[Tensor]) -> None:
+        """Count these as host memory from now on."""
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if key in self._held and key not in self._on_host:
+                self._on_host.add(key)
+                self.host += self._held[key][1]
+
+    def __enter__(self) -> CountedBytes:
+        super().__enter__()
+        counted = self
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = _INPLACE_RESIZE(storage, size)
+            counted._resized(storage)
+            return result
+
+        self._kept.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
+        if self._without_memory is not None:
+            self._kept.enter_context(mock.patch.object(torch.nn.Module, "_apply", _apply))
+            self._kept.enter_context(mock.patch.object(torch, "isfinite", _isfinite))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._kept.close()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, Tensor) and kind not in PLAIN for kind in types):
+            return NotImplemented  # a tensor of tensors (DTensor): its parts come here
+        if torch._C._get_dispatch_mode(_FAKE) is not None:  # torch itself asks for shapes
+            return function(*args, **(kwargs or {}))
+        result = self._run(function, args, kwargs or {})
+        if isinstance(result, Tensor):
+            self.add(result)
+        else:
+            self.add_all(tensors_of(result))
+        return result
+
+    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        mode = self._without_memory
+        if mode is None:
+            return function(*args, **kwargs)
+        inputs = [*tensors_of(args), *tensors_of(kwargs)]
+        if any(type(value) is FakeTensor for value in inputs):
+            if function is _READ:
+                return _any_value(inputs[0])
+            if function is torch.ops.aten.equal.default:  # a model of transformers keeps documents of a row apart
+                return True
+            return function(*args, **kwargs)
+        from_meta = any(value.is_meta for value in inputs) and str(kwargs.get("device") or "meta") != "meta"
+        if from_meta or (not inputs and _makes_floats(args, kwargs)):
+            with mode:
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor, once."""
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._held:
+            return
+        self._held[key] = (weakref.ref(storage, lambda _: self._freed(key)), storage.nbytes())
+        self._change(storage.nbytes())
+
+    def add_all(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that no operation has returned: made from numpy's, for instance."""
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add_existing(self) -> None:
+        """Count all tensors that Python can reach."""
+        gc.collect()
+        for thing in gc.get_objects():
+            if type(thing) in (Tensor, torch.nn.Parameter, FakeTensor):
+                self.add(thing)
+
+    def _freed(self, key: int) -> None:
+        nbytes = self._held.pop(key)[1]
+        if key in self._on_host:
+            self._on_host.discard(key)
+            self.host -= nbytes
+        self._change(-nbytes)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._held:
+            reference, before = self._held[key]
+            self._held[key] = (reference, storage.nbytes())
+            self._change(storage.nbytes() - before)
+
+    def _change(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+        self.device_peak = max(self.device_peak, self.now - self.host)
+
+
+def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
+    """As torch's, which replaces fake parameters by others: here they keep their identity."""
+    for part in module.modules() if recurse else (module,):
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                with torch.no_grad():
+                    changed = function(parameter)
+                if changed is not parameter:
+                    parameter.data = changed
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = function(buffer)
+    return module
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """Those in arguments or results of an operation, which are nested in lists, tuples and dicts alone."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, (list, tuple, dict)):
+                yield from tensors_of(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from tensors_of(value)
+
+
+PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+"""Tensors that are not made of others."""
+
+
+def _any_value(tensor: Tensor) -> Any:
+    """A value for what is asked of a tensor without memory: no overflow, a norm of 0."""
+    return False if tensor.dtype is torch.bool else 0.0 if tensor.dtype.is_floating_point else 0
+
+
+def _isfinite(tensor: Tensor) -> Tensor:
+    """Everything without memory is finite."""
+    return torch.ones(tensor.shape, dtype=torch.bool) if isinstance(tensor, FakeTensor) else _ISFINITE(tensor)
+
+
+def _makes_floats(args: Any, kwargs: Any) -> bool:
+    """Whether an operation without tensors as inputs (``torch.empty``) makes floating-point numbers with memory."""
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    sized = bool(args) and isinstance(args[0], (list, tuple))
+    return sized and bool(dtype.is_floating_point) and str(kwargs.get("device")) != "meta"
+
+
+# Tasks in forked processes: each has what this process has read and imported, and changes nothing in it.
+
+K = TypeVar("K", bound=Hashable)
+
+
+def in_processes(
+    tasks: Mapping[K, Callable[[], Any]], *, jobs: int, waiting_for: Callable[[], None] = lambda: None
+) -> dict[K, tuple[Any, str | None]]:
+    """By task: (its JSON value, None), or (None, the text of its error). ``jobs`` processes run at a time.
+
+    ``waiting_for`` is called once a second while they run.
+    """
+    found: dict[K, tuple[Any, str | None]] = {}
+    waiting = [*tasks]
+    with selectors.DefaultSelector() as running:
+        while waiting or running.get_map():
+            while waiting and len(running.get_map()) < jobs:
+                name = waiting.pop(0)
+                child, pipe = _forked(tasks[name])
+                running.register(pipe, selectors.EVENT_READ, (name, child))
+            waiting_for()
+            for ended, _ in running.select(timeout=1.0):
+                name, child = ended.data
+                running.unregister(ended.fileobj)
+                with open(ended.fd, encoding="utf-8") as stream:
+                    text = stream.read()
+                status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                lost = (None, f"the process that traced it ended with {status}")
+                found[name] = tuple(json.loads(text)) if text else lost
+    return {name: found[name] for name in tasks}
+
+
+def _forked(task: Callable[[], Any]) -> tuple[int, int]:
+    """(process, end of a pipe that has its outcome)."""
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        os.close(writing)
+        return child, reading
+    try:
+        os.close(reading)
+        torch.set_num_threads(1)  # torch's threads do not survive the fork
+        logging.disable(logging.CRITICAL)  # what an engine logs at its start is not of this command
+        warnings.simplefilter("ignore")
+        try:
+            outcome: tuple[Any, str | None] = (task(), None)
+        except UnigenError as error:
+            outcome = (None, str(error))
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{last.filename}:{last.lineno}"
+            text = (str(error).splitlines() or [""])[0]
+            outcome = (None, f"it could not be traced: {type(error).__name__}: {text} ({where})")
+        with open(writing, "w", encoding="utf-8") as stream:
+            json.dump(outcome, stream)
+    finally:
+        os._exit(0)

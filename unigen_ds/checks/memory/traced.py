@@ -1,0 +1,347 @@
+"""The memory of a rank in every part of a run: the engine's own code on tensors without memory, in this process.
+
+The real model, optimizer and engine run as in a training, on a process group of torch's that communicates with nobody
+(its backend ``fake``), so any number of processes can be planned on one machine. Collectives return at once and their
+results have no values. What follows from values (a gradient that is not finite, a branch on a number) is fixed: no
+overflow, a norm of 0. ``torch.compile`` is left out.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from unigen_ds.backends.base import Backend
+from unigen_ds.checks.memory.counted import CountedBytes, in_processes
+from unigen_ds.core.batch import Batch
+from unigen_ds.core.errors import UnigenError
+from unigen_ds.core.progress import Geometry
+from unigen_ds.core.shards import BUFFER, MASTER, Shard
+from unigen_ds.hooks.evaluate.ema import EMAHook
+from unigen_ds.models.lora import adapted, base_tensors, hold_base_in
+from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, construct, optimizer_class
+from unigen_ds.runner.settings.tree import Settings
+from unigen_ds.runner.start.build import build_groups, build_model, build_optimizer_config, named_parameters
+from unigen_ds.system.variables import environment
+
+PHASES = ("load", "step", "evaluate", "save", "resume")
+_NUMBERS = ("built", "held", "host", "masters", "largest", "parameters", "trainable", "saved")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Bytes of one rank. What is on which side follows from the config's offload; see docs/planning.md."""
+
+    built: int
+    """Highest sum while the model is built, on the host, before the engine has it."""
+    held: int
+    """Between two updates: weights, copies, moments, average, and buffers that the engine keeps."""
+    peak: Mapping[str, int]
+    """Highest sum in each phase, device and host together."""
+    device: Mapping[str, int]
+    """The same without what offload holds in host memory."""
+    host: int
+    """What offload holds in host memory."""
+    masters: int
+    """fp32 weights of this rank that are trained; each moment and the average are as large."""
+    largest: int
+    """The largest tensor of this rank: what a save copies to the host at a time."""
+    parameters: int
+    trainable: int
+    saved: int
+    """Of a checkpoint, all ranks together: weights, moments, average, buffers."""
+    unlike: Sequence[int] = ()
+    """Ranks that may need more than rank 0: to be traced, too."""
+
+
+def highest(ranks: Sequence[Traced]) -> Traced:
+    """The most that any of the ranks needs, in every phase."""
+    numbers = {name: max(getattr(one, name) for one in ranks) for name in _NUMBERS}
+    peak, device = _most(one.peak for one in ranks), _most(one.device for one in ranks)
+    return Traced(**numbers, peak=peak, device=device, unlike=ranks[0].unlike)
+
+
+def _most(each: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """By phase the highest of several sums."""
+    found: dict[str, int] = {}
+    for phases in each:
+        found |= {phase: max(nbytes, found.get(phase, 0)) for phase, nbytes in phases.items()}
+    return found
+
+
+def trace(
+    settings: Settings,
+    backend: Backend,
+    processor: Any,
+    batches: Sequence[Batch],
+    *,
+    geometry: Geometry,
+    fake: bool = True,
+    jobs: int = 1,
+    phase_ended: Callable[[], None] = lambda: None,
+) -> Traced:
+    """Run the phases. Of several processes the group must be a fake one (``fake_group``).
+
+    Args:
+        fake: without memory; False: the same with memory, on one process alone.
+        jobs: processes for what follows the first update, which leaves the engine as every later update does: each
+            further update, and evaluation with save and resume, begins there. 1: one after the other, in this process.
+        phase_ended: called ``num_phases`` times, by whichever process has come so far.
+
+    Raises what the model or engine raises; ``UnigenError`` of its own where one of several processes fails.
+    """
+    counted = CountedBytes(fake=fake)
+    optimizer_cfg = build_optimizer_config(settings, fused=True)
+    averages = sum(issubclass(hook.cls, EMAHook) for hook in settings.custom_hooks)
+    with counted, without_compile():
+        built, sizes = prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
+        run = _Phases(counted, backend, _moment_kinds(optimizer_cfg), settings.term_weights, phase_ended)
+        run.load(averages)
+        first, *updates = _updates(batches, geometry.accumulative_counts)
+        run.update(first)
+        parts = [*(partial(run.update, each) for each in updates), partial(run.evaluate_and_resume, batches)]
+        found = [part() for part in parts] if jobs == 1 else _forked(parts, jobs=jobs)
+        shards = [*backend.master_shards(), *backend.frozen_shards()]
+        result = Traced(
+            built=built,
+            held=max(one["held"] for one in found),
+            peak=_most(one["peak"] for one in found),
+            device=_most(one["device"] for one in found),
+            host=max(one["host"] for one in found),
+            masters=sum(shard.data.nbytes for shard in backend.master_shards()),
+            largest=max((shard.data.nbytes for shard in shards), default=0),
+            parameters=sum(numel for numel, _ in sizes),
+            trainable=sum(numel for numel, trained in sizes if trained),
+            saved=_saved(backend, len(run.kinds) + averages),
+            unlike=backend.unlike_ranks(),
+        )
+        del run, parts, shards
+    return result
+
+
+def num_phases(batches: Sequence[Batch]) -> int:
+    """Of a trace: loading and its averages, an update more than ``batches``, evaluation, save and resume."""
+    return 2 + (1 + len(batches)) + 3
+
+
+def _forked(parts: Sequence[Callable[[], dict[str, Any]]], *, jobs: int) -> list[dict[str, Any]]:
+    """What each part returns, in processes of their own. Raises ``UnigenError`` with the first problem."""
+    gc.freeze()  # else a collection in one of them copies the pages of all objects
+    outcomes = in_processes(dict(enumerate(parts)), jobs=jobs).values()
+    for _, problem in outcomes:
+        if problem is not None:
+            raise UnigenError(problem)
+    return [value for value, _ in outcomes]
+
+
+def prepare(
+    counted: CountedBytes,
+    settings: Settings,
+    backend: Backend,
+    processor: Any,
+    optimizer_cfg: OptimizerConfig,
+    *,
+    geometry: Geometry,
+) -> tuple[int, list[tuple[int, bool]]]:
+    """Build the model and pass it to the engine, inside of ``counted``.
+
+    Returns the highest sum while it was built, and of each parameter its elements and whether it is trained.
+    """
+    model: Any = build_model(settings, processor, seed=settings.seed, stream=True)
+    if counted.is_fake:
+        counted.without_memory(model)
+    counted.add_all([*model.parameters(), *model.buffers()])
+    built = counted.peak
+    named = named_parameters(model)
+    sizes = {id(p): (p.numel(), p.requires_grad) for _, p in named}
+    groups = build_groups(settings, named)
+    backend.left_out = base_tensors(model)
+    if adapted(model) is not None:
+        hold_base_in(model, COMPUTE_DTYPE[optimizer_cfg.precision])
+    del named
+    backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
+    return built, [*sizes.values()]
+
+
+class _Phases:
+    """The phases after ``prepare``, their peaks, and which tensors the engine holds in host memory."""
+
+    def __init__(
+        self,
+        counted: CountedBytes,
+        backend: Backend,
+        kinds: Sequence[str],
+        loss_weights: Mapping[str, float],
+        phase_ended: Callable[[], None],
+    ) -> None:
+        self._counted, self._backend, self.kinds, self._weights = counted, backend, kinds, loss_weights
+        self._offloads, self._phase_ended = _offloads(backend), phase_ended
+        self._averages: list[list[Tensor]] = []
+        self._peak: dict[str, int] = {}
+        self._device: dict[str, int] = {}
+
+    def load(self, averages: int) -> None:
+        """Published or initial weights, and the averages of ``EMAHook``. A part of the peak that ``prepare`` began."""
+        self._backend.load_tensors(_Zeros(self._backend, ()), weights_only=True)
+        self._ended("load")
+        self._averages = [[t.detach().clone() for t in self._backend.master_data()] for _ in range(averages)]
+        self._ended("load")
+
+    def update(self, micro_batches: Sequence[Batch]) -> dict[str, Any]:
+        """One update, with the averages. What is returned, of this and all phases before: JSON values in bytes."""
+        self._counted.begin()
+        one_update(self._backend, micro_batches, self._weights)
+        for average in self._averages:
+            torch._foreach_lerp_(average, list(self._backend.master_data()), 0.5)
+        self._ended("step", extra=(t for average in self._averages for t in average))
+        return self._found(held=self._counted.now)
+
+    def evaluate_and_resume(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """The phases ``evaluate``, ``save`` and ``resume``; a resume begins with what ``load`` needs."""
+        self._counted.begin()
+        _evaluate(self._backend, batches, swap=bool(self._averages))
+        self._ended("evaluate")
+        self._backend.model.train()
+        self._counted.begin()
+        files = self._backend.state_files()
+        self._ended("save")
+        del files
+        self._counted.begin()
+        self._backend.load_tensors(_Zeros(self._backend, self.kinds))
+        self._ended("resume")
+        for phases in (self._peak, self._device):
+            phases["resume"] = max(phases["resume"], phases["load"])
+        return self._found(held=0)
+
+    def _found(self, *, held: int) -> dict[str, Any]:
+        return {"peak": self._peak, "device": self._device, "held": held, "host": self._counted.host}
+
+    def _ended(self, phase: str, *, extra: Iterable[Tensor] = ()) -> None:
+        """Note the peak; then the state that exists now is known to be on the host, where the engine offloads it."""
+        counted = self._counted
+        self._phase_ended()
+        self._peak[phase] = max(counted.peak, self._peak.get(phase, 0))
+        if self._offloads:
+            held = [shard.data for shard in self._backend.master_shards()]
+            if phase != "load":  # the first update makes them
+                held += [shard.data for kind in self.kinds for shard in self._backend.moments(kind)]
+            held += extra
+            before = counted.host
+            counted.on_host(held)
+            counted.device_peak -= counted.host - before  # it was there all the time
+        self._device[phase] = max(counted.device_peak, self._device.get(phase, 0))
+
+
+class _Zeros:
+    """A reader of a checkpoint of this model: values without memory."""
+
+    def __init__(self, backend: Backend, kinds: Sequence[str]) -> None:
+        self._buffers = {name: buffer.numel() for name, buffer in backend.buffers().items()}
+        self._trainable = dict(backend.trainable_sizes())
+        self._sizes = {**self._trainable, **backend.frozen_sizes()}
+        self._kinds = kinds
+
+    def kinds(self) -> Iterable[str]:
+        return (MASTER, BUFFER, *self._kinds)
+
+    def names(self, kind: str) -> Iterable[str]:
+        return self._of(kind)
+
+    def numel(self, kind: str, name: str) -> int:
+        return self._of(kind)[name]
+
+    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+        return torch.zeros((stop - start,))
+
+    def _of(self, kind: str) -> Mapping[str, int]:
+        return self._buffers if kind == BUFFER else self._sizes if kind == MASTER else self._trainable
+
+
+def _updates(batches: Sequence[Batch], counts: int) -> Iterator[Sequence[Batch]]:
+    """The micro-batches of a few updates: the first update makes the optimizer's state, the second meets it.
+
+    The second micro-batch of an update meets the gradients of the first; a third would meet nothing new.
+    """
+    yield batches[:1]
+    for last in batches:
+        yield [batches[0]] * (min(counts, 2) - 1) + [last]
+
+
+def one_update(backend: Backend, micro_batches: Sequence[Batch], loss_weights: Mapping[str, float]) -> None:
+    """Forward and backward of each micro-batch, and the step."""
+    terms: Any = None
+    for i, batch in enumerate(micro_batches):
+        with backend.accumulate(last=i == len(micro_batches) - 1):
+            terms = backend.model(copied(batch))
+            backend.backward(terms.weighted(loss_weights, dict.fromkeys(terms.sums, 1.0)))
+    del terms
+    backend.step()
+
+
+def _evaluate(backend: Backend, batches: Sequence[Batch], *, swap: bool) -> None:
+    backend.model.eval()
+    shards = [Shard(s.name, s.shape, s.flat_start, s.data) for s in backend.master_shards()]
+    with backend.swapped(shards) if swap else nullcontext(), torch.no_grad():
+        for batch in batches:
+            backend.model(copied(batch))
+
+
+def copied(batch: Batch) -> Batch:
+    """With new tensors, which are counted, and whose memory no loader uses again."""
+    return batch.changed(Tensor.clone)
+
+
+def _moment_kinds(cfg: OptimizerConfig) -> tuple[str, ...]:
+    """The optimizer's state that has the shape of the weights, as one update of a small matrix makes it."""
+    matrix = nn.Parameter(torch.zeros(2, 2))
+    optimizer = construct(optimizer_class(cfg.type), [{"params": [matrix], "lr": 1.0}], cfg.arguments)
+    matrix.grad = torch.ones_like(matrix)
+    optimizer.step()
+    found = optimizer.state[matrix].items()
+    return tuple(sorted(kind for kind, value in found if isinstance(value, Tensor) and value.shape == matrix.shape))
+
+
+def _offloads(backend: Backend) -> bool:
+    topology = backend.topology()
+    return bool(topology.get("offload") or topology.get("cpu_offload"))
+
+
+def _saved(backend: Backend, copies: int) -> int:
+    """Bytes of a checkpoint: fp32 weights and ``copies`` more of those that are trained, what is frozen, buffers."""
+    left_out = backend.left_out
+    frozen = {shard.name: shard.data.element_size() for shard in backend.frozen_shards()}
+    held = sum(
+        numel * frozen.get(name, 4) for name, numel in backend.frozen_sizes().items() if name not in left_out
+    )  # fmt: skip
+    trained = sum(backend.trainable_sizes().values())
+    buffers = sum(b.numel() * b.element_size() for name, b in backend.buffers().items() if name not in left_out)
+    return 4 * trained * (1 + copies) + held + buffers
+
+
+@contextmanager
+def fake_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
+    """A process group of ``world_size`` processes, of which this one is ``rank`` and the others do not exist."""
+    import torch.distributed as td
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with environment({"RANK": str(rank), "LOCAL_RANK": "0"}):
+        td.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        try:
+            yield
+        finally:
+            td.destroy_process_group()
+
+
+@contextmanager
+def without_compile() -> Iterator[None]:
+    """Inside, no module is compiled."""
+    with mock.patch.object(nn.Module, "compile", lambda module, *args, **kwargs: None):
+        yield

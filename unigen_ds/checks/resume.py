@@ -1,0 +1,188 @@
+"""Checks a resume without starting it, also for another number of processes. Needs no GPU and no process group."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unigen_ds.backends.base import Backend
+from unigen_ds.checkpoint.home import check_home
+from unigen_ds.config.paths import tool
+from unigen_ds.core.choices import AUTO
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.progress import Geometry
+from unigen_ds.resume.finding import Finding
+from unigen_ds.resume.geometry import MemoryPlan, equal_geometries, geometry_keys, memory_plans
+from unigen_ds.resume.plan import ResumePlan, plan_resume
+from unigen_ds.runner.settings.naming import PLACE, Named, name_and_folder
+from unigen_ds.runner.settings.tree import Settings
+from unigen_ds.runner.start.begin import check_resume, settle, with_base, with_choices
+from unigen_ds.runner.start.build import build_hooks
+from unigen_ds.runner.start.parts import build_engine
+from unigen_ds.system import dist
+from unigen_ds.system.files import write_text_atomic
+from unigen_ds.system.variables import environment
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a resume would do."""
+
+    plan: ResumePlan
+    geometry: Geometry
+    findings: Sequence[Finding]
+    geometries: Sequence[Geometry]
+    """All that keep the checkpoint's effective batch on this number of processes, smallest memory first."""
+    proposed: Geometry | None
+    """The one of ``geometries`` that is nearest to the config's micro-batch."""
+    memory: Sequence[MemoryPlan]
+    why: str | None = None
+    """How the folder was found, where its name is not that of the config (``runner/settings/naming.py``)."""
+
+    @property
+    def blocked(self) -> bool:
+        return any(finding.status == "block" for finding in self.findings)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "checkpoint": str(self.plan.checkpoint),
+            "why": self.why,
+            "blocked": self.blocked,
+            "geometry": asdict(self.geometry),
+            "findings": [finding.state_dict() for finding in self.findings],
+            "cuts": [asdict(geometry) for geometry in self.geometries],
+            "memory_plans": [asdict(plan) for plan in self.memory],
+        }
+
+
+def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool = False) -> Inspection:
+    """The checklist for a resume by ``config`` on ``world_size`` processes (default: as many as saved).
+
+    ``verify`` reads and hashes every byte of the checkpoint. Raises
+    ``CheckpointError`` where there is nothing to resume from, and ``ConfigError``.
+    """
+    settings = Settings.from_config(config)
+    resume = settings.resume or AUTO
+    run, template = Named(), settings.work_dir
+    if PLACE in (template or ""):
+        with announced(world_size or settings.world_size or dist.env_world_size()):
+            asked = settings.model_copy(update={"resume": resume})
+            run = name_and_folder(asked, build_engine(settings)[1])
+        settings = settings.named(run.name, run.folder)
+    check_home(settings.folder, settings.checkpoints)
+    work_dir = settings.checkpoints
+    named = isinstance(resume, str) and resume != AUTO
+    plan = plan_resume(work_dir, resume=resume, load_from=None if named else settings.load_from, hashes=verify)
+    if plan.mode != "resume":
+        of_template = f" (work_dir is {template!r}). {run.why or ''}" if run.folder else ""
+        raise CheckpointError(
+            f"{work_dir} contains no checkpoint{of_template}",
+            remedy="name one with --checkpoint, or the folder with --work-dir",
+        )
+    saved = plan.manifest.geometry.dp_size if plan.manifest else dist.env_world_size()
+    plan = with_choices(with_base(plan, settings), settings)
+    with announced(world_size or settings.world_size or saved):
+        backend, geometry = build_engine(settings)
+        settings = settle(settings, plan, backend=backend, geometry=geometry)
+        build_hooks(settings)
+        start, findings = check_resume(settings, plan, backend=backend, geometry=geometry, hashed=verify)
+        assert start.manifest is not None, "a resume has a manifest"
+        equal = equal_geometries(start.manifest.geometry.global_batch_size, geometry.dp_size)
+        proposed = _nearest_geometry(equal, geometry.batch_size)
+        memory = plans_of(settings, proposed or geometry, backend)
+    return Inspection(plan, geometry, findings, equal, proposed, memory, run.why)
+
+
+@contextmanager
+def announced(world_size: int, *, per_node: int | None = None) -> Iterator[None]:
+    """Inside, the environment is that of a launcher with this many processes, ``per_node`` of them on a node."""
+    with environment({"WORLD_SIZE": str(world_size)}):
+        if per_node is None and dist.env_processes_per_node() is None:
+            per_node = world_size  # no launcher reports the number of nodes: one is assumed
+        with environment({} if per_node is None else {"LOCAL_WORLD_SIZE": str(per_node)}):
+            yield
+
+
+def _nearest_geometry(geometries: Sequence[Geometry], batch_size: int) -> Geometry | None:
+    """The one with the largest micro-batch that is no larger than the config's; else the first."""
+    fitting = [geometry for geometry in geometries if geometry.batch_size <= batch_size]
+    return fitting[-1] if fitting else geometries[0] if geometries else None
+
+
+def write_config(config: Any, inspection: Inspection, path: Path, *, overrides: Mapping[str, Any]) -> None:
+    """Write a config that resumes from the checkpoint at its effective batch: ``config`` and the overrides."""
+    if inspection.proposed is None:
+        raise CheckpointError(
+            "no batch size keeps the effective batch on this number of processes",
+            remedy="choose another number of processes",
+        )
+    loader = Settings.from_config(config).train_dataloader
+    keys = {**overrides, **geometry_keys(inspection.proposed, loader), "resume": str(inspection.plan.checkpoint)}
+    keys |= {key: None for key in ("load_from", "load_cfg") if config.get(key) is not None}
+    keys["work_dir"] = str(config["work_dir"])
+    nested: dict[str, Any] = {}
+    for dotted, value in keys.items():
+        *above, last = dotted.split(".")
+        node = nested
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = value
+    lines = [f"_base_ = {str(Path(config.filename).resolve())!r}", *(f"{k} = {v!r}" for k, v in nested.items())]
+    write_text_atomic(path, "\n".join(lines) + "\n")
+
+
+def train_command(arguments: Sequence[str], *, world_size: int) -> list[str]:
+    """The command line that trains with these arguments of ``tools/train.py``."""
+    train = [*tool("train"), *arguments]
+    if world_size == 1:
+        return [sys.executable, *train]
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size), *train]
+
+
+def memory_commands(arguments: Sequence[str], memory: Sequence[MemoryPlan]) -> list[str]:
+    """Each plan as a command to run: the same arguments, resumed, with the plan's keys set after the user's own.
+
+    Before the first save ``--resume`` begins as the arguments state.
+
+    Several nodes: start the same ``tools/train.py`` line by your own launcher.
+    """
+    lines = []
+    for plan in memory:
+        extra = ["--resume"] + (["--backend", plan.backend] if plan.backend else [])
+        if plan.overrides:
+            extra += ["--cfg-options", *(f"{key}={value}" for key, value in plan.overrides.items())]
+        command = train_command([*arguments, *extra], world_size=plan.geometry.dp_size)
+        lines.append(f"plan {plan.name} ({plan.words}): {shlex.join(command)}")
+    return lines
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the memory of a device or of the host ran out. On the CPU torch raises a plain ``RuntimeError``."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def plans_of(settings: Settings, geometry: Geometry, backend: Backend) -> list[MemoryPlan]:
+    """``memory_plans`` for the settings of a run."""
+    recomputes = settings.model.arguments.get("activation_checkpointing")
+    return memory_plans(geometry, backend=backend, loader=settings.train_dataloader, recomputes=recomputes)
+
+
+def advice(config: Any, arguments: Sequence[str]) -> str:
+    """The out-of-memory plans as commands, for a run that was started with these arguments."""
+    settings = Settings.from_config(config)
+    backend, geometry = build_engine(settings)
+    plans = plans_of(settings, geometry, backend)
+    lines = [
+        f"Out of memory at {geometry}. Each of these resumes from the newest checkpoint at the same effective batch:"
+    ]
+    return "\n  ".join([*lines, *memory_commands(arguments, plans)])

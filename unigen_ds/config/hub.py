@@ -1,0 +1,185 @@
+"""Folders to and from repositories of the Hugging Face Hub, with huggingface_hub's own functions.
+
+It reads the token (``hf auth login`` or ``HF_TOKEN``), the server (``HF_ENDPOINT``), the cache (``HF_HOME``,
+``HF_HUB_CACHE``) and whether it may ask the server (``HF_HUB_OFFLINE``) itself, as it does for transformers.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.config.paths import download_remedy, is_hub_name
+from unigen_ds.core.errors import ConfigError, UploadError
+from unigen_ds.system.files import check_digests
+from unigen_ds.system.log import logger
+
+LOGIN = "`hf auth login`, or HF_TOKEN in the environment"
+_MISSING = {
+    401: f"the token is not valid ({LOGIN})",
+    403: "the token has no permission to write there (a token of type write, of a member of OWNER)",
+}
+
+
+_SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
+"""Configs and tokenizers."""
+_FILE_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".json", ".jsonl")
+
+
+def folder_of(given: str | Path, *, where: str, weights: bool = True, files: tuple[str, ...] = ()) -> Path:
+    """The folder that a user names: a path, or ``OWNER/NAME`` of the hub, with ``@REVISION`` for a branch, a tag or a
+    commit. Of the hub its files are in the cache of transformers afterwards: downloaded if they are not there, unless
+    ``HF_HUB_OFFLINE`` is set.
+
+    A path that exists is a path; what can be no name of the hub is returned as it is, for the caller to report.
+    ``where``: the key or argument, for the error. ``weights``: safetensors as well, pickled weights where there are
+    none. ``files``: patterns of the files that are needed instead, below folders as well. Raises ``ConfigError`` where
+    the hub or the cache has no such model.
+    """
+    text = str(given)
+    name, _, revision = text.partition("@")
+    path = Path(text).expanduser()
+    if path.exists() or not is_hub_name(name) or text.endswith(_FILE_ENDINGS):
+        return path
+    return download(name, where=f"{where} {text!r}", weights=weights, revision=revision or None, files=files)
+
+
+@cache
+def download(name: str, *, where: str, weights: bool, revision: str | None = None, files: tuple[str, ...] = ()) -> Path:
+    """The folder in the hub's cache with the files of a model, downloaded where they are not there yet.
+
+    ``where``: begins the error. ``weights``, ``files``: as of ``folder_of``; never code. Raises ``ConfigError``.
+    """
+    if files:
+        found = _snapshot(name, revision, files, where=where, ignored=())
+    else:
+        found = _snapshot(name, revision, (*_SMALL, *["*.safetensors"] * weights), where=where)
+    if weights and not files and not any(found.glob("*.safetensors")):
+        found = _snapshot(name, revision, (*_SMALL, "*.bin"), where=where)
+    logger().info("%s is of the hub: %s.", where, found)
+    return found
+
+
+_AGAIN = ("consolidated*", "*/*")
+"""The weights once more, in another form."""
+
+
+def _snapshot(
+    name: str, revision: str | None, patterns: Sequence[str], *, where: str, ignored: Sequence[str] = _AGAIN
+) -> Path:
+    from huggingface_hub import snapshot_download
+
+    allowed, ignored = list(patterns), list(ignored)
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
+    except Exception as error:  # of the network, the server, the cache: many kinds
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"{where} is no folder here, and it cannot be loaded from the hub: {why}", remedy=download_remedy(name)
+        ) from error
+
+
+@dataclass(frozen=True)
+class HubRepo:
+    """A repository for a model. Raises ``ConfigError`` for a name or a revision that cannot be one.
+
+    Args:
+        name: ``OWNER/NAME``.
+        private: make it a private one; the upload is refused where it exists and is public.
+        revision: the branch, created if it is not there; None: the main one.
+    """
+
+    name: str
+    private: bool = False
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+        allowed = "OWNER/NAME with letters, digits, '-', '_' and '.'"
+        try:
+            validate_repo_id(self.name)
+        except HFValidationError as error:
+            raise ConfigError(f"{self.name!r} is no repository of the hub: {error}", allowed=allowed) from error
+        owner, _, name = self.name.partition("/")
+        if not (owner and name):
+            raise ConfigError(f"{self.name!r} is no repository of the hub: its owner is missing", allowed=allowed)
+        if self.revision is not None and (not self.revision or any(c.isspace() for c in self.revision)):
+            raise ConfigError(f"{self.revision!r} is no revision of {self.name}", allowed="the name of a branch")
+
+    def command(self, folder: Path) -> str:
+        """The command that uploads ``folder`` by hand."""
+        return shlex.join(["hf", "upload", self.name, str(folder), *self._options()])
+
+    def export_command(self, checkpoint: Path, out: Path, *options: str) -> str:
+        """The command that writes ``out`` from a checkpoint and uploads it, with further ``options``."""
+        words = ["python", "tools/export.py", str(checkpoint), str(out), *options]
+        return shlex.join([*words, "--push-to-hub", self.name, *self._options()])
+
+    def _options(self) -> list[str]:
+        private = ["--private"] if self.private else []
+        return [*private, *([] if self.revision is None else ["--revision", self.revision])]
+
+    def upload(self, folder: Path) -> str:
+        """Create the repository if it is not there, and upload all files of ``folder``. Returns its address.
+
+        Files that the repository has and ``folder`` has not are left there. Raises ``CheckpointError`` where a file
+        has changed since it was written, and ``UploadError``; ``folder`` is never changed.
+        """
+        from huggingface_hub import HfApi
+
+        check_digests(folder)
+        api = HfApi()
+        try:
+            created = api.create_repo(self.name, private=self.private or None, exist_ok=True)
+            if self.private and api.repo_info(created.repo_id).private is False:
+                raise UploadError(
+                    f"{folder} is complete, but was not uploaded: {created} exists already and is public",
+                    remedy=f"make it private in its settings, or use another name; then: {self.command(folder)}",
+                )
+            if self.revision is not None and not api.revision_exists(created.repo_id, self.revision):
+                api.create_branch(created.repo_id, branch=self.revision, exist_ok=True)
+            api.upload_folder(
+                repo_id=created.repo_id,
+                folder_path=folder,
+                revision=self.revision,
+                commit_message=f"Upload {folder.name}",
+            )
+        except UploadError:
+            raise
+        except Exception as error:  # of the network, the server, the storage: many kinds, and the folder is complete
+            raise UploadError(
+                f"{folder} is complete, but was not uploaded to {self.name}: {_cause(error, api.endpoint)}",
+                remedy=f"then upload it: {self.command(folder)}",
+            ) from error
+        return str(created)
+
+
+def has_token() -> bool:
+    """Whether this machine has a token, without which nothing can be uploaded."""
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def _cause(error: Exception, endpoint: str) -> str:
+    """What is missing, in one line."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    response: Any = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set: unset it"
+    if status is None:
+        return f"{endpoint} cannot be reached, or the upload broke off ({type(error).__name__}: {first})"
+    if status == 401 and not has_token():
+        return f"there is no token ({LOGIN}); the server answered: {first}"
+    if status in _MISSING:
+        return f"{_MISSING[status]}; the server answered: {first}"
+    return f"the server answered with an error: {first}"

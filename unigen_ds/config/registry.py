@@ -1,0 +1,303 @@
+"""Names in a config -> classes. One ``mmengine.registry.Registry`` per kind of object, plus a strict ``build``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+from mmengine.registry import HOOKS as MMENGINE_HOOKS
+from mmengine.registry import Registry
+
+from unigen_ds.config.backend_option import backend_hint, backend_spec
+from unigen_ds.config.translation import argument_hint
+from unigen_ds.config.values import argument_hints, described, fits, nested, shown
+from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest, raise_any, valid_names
+from unigen_ds.system.log import logger
+
+_Called = TypeVar("_Called", bound=Callable[..., Any])
+
+MODELS = Registry("unigen_model")
+FAMILIES = Registry("unigen_family")
+AUTOENCODERS = Registry("unigen_autoencoder")
+TOKENIZERS = Registry("unigen_tokenizer")
+DATASETS = Registry("unigen_dataset")
+SOURCES = Registry("unigen_source")
+PACKERS = Registry("unigen_packer")
+TRANSFORMS = Registry("unigen_transform")
+FILTERS = Registry("unigen_filter")
+CURVES = Registry("unigen_curve")
+HOOKS = Registry("unigen_hook")
+WRITERS = Registry("unigen_writer")
+BACKENDS = Registry("unigen_backend")
+OPTIMIZERS = Registry("unigen_optimizer")
+LAYOUTS = Registry("unigen_layout")
+METRICS = Registry("unigen_metric")
+RESUME_CHECKS = Registry("unigen_resume_check")
+DRY_RUN_CHECKS = Registry("unigen_dry_run_check")
+FOREIGN_STATES = Registry("unigen_foreign_state")
+REGISTRIES = (
+    MODELS, FAMILIES, AUTOENCODERS, TOKENIZERS, DATASETS, PACKERS, TRANSFORMS, CURVES, HOOKS, WRITERS, BACKENDS,
+    OPTIMIZERS, LAYOUTS, METRICS, SOURCES, FILTERS, RESUME_CHECKS, DRY_RUN_CHECKS, FOREIGN_STATES,
+)  # fmt: skip
+_TRANSFORMERS_TOKENIZER = "dict(type='PretrainedTokenizer', path='DIR'), or ChatTokenizer for a VLM"
+_INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
+    MODELS: (("forward",), "a torch.nn.Module that returns LossTerms, or dict(type='DecoderLM', pretrained='DIR')"),
+    AUTOENCODERS: (("encode",), "a torch.nn.Module with encode(images, noise), and decode(latents) to draw"),
+    TOKENIZERS: (("encode", "decode"), _TRANSFORMERS_TOKENIZER),
+    DATASETS: (("lengths", "sample"), "a class with lengths() and sample(index); dict(type='DatasetAdapter', "
+                                      "dataset=dict(type=...)) wraps a map-style data set"),
+    SOURCES: (("scan", "use", "read"), "a subclass of unigen_ds.data.sources.base.RecordSource"),
+    FILTERS: (("keeps",), "a subclass of unigen_ds.data.datasets.filters.RecordFilter, or dict(type='FunctionFilter', "
+                          "function='my.module.keeps')"),
+    PACKERS: (("plan",), "a class with plan(lengths, tiles, seq_length, key)"),
+    CURVES: (("place", "evaluate"), "a subclass of unigen_ds.schedule.curves.Curve"),
+    HOOKS: (("after_update", "load_shards"), "a subclass of unigen_ds.hooks.base.Hook"),
+    WRITERS: (("open", "write", "close"), "a subclass of unigen_ds.tracking.writer.Writer"),
+    BACKENDS: (("prepare", "load_tensors"), "a subclass of unigen_ds.backends.base.Backend"),
+    OPTIMIZERS: (("step", "add_param_group"), "a subclass of torch.optim.Optimizer that declares element_wise"),
+    METRICS: (("update", "state", "merge", "compute"), "a subclass of unigen_ds.evaluation.metrics.Metric"),
+}  # fmt: skip
+"""Methods that a class of each kind has, checked before anything of it is called, and what to write instead."""
+FOREIGN = ("mmengine", "xtuner")
+"""Packages whose classes are replaced by ours of the same name: their configs import them."""
+
+
+@contextmanager
+def undone_on_failure() -> Iterator[None]:
+    """Where an import inside fails, the names that the failed modules have registered are forgotten again.
+
+    Python forgets a module whose import fails, so a second attempt executes it again; a module that it has imported
+    successfully remains, and so do that one's names.
+    """
+    loaded, before = {*sys.modules}, [(registry, dict(registry.module_dict)) for registry in REGISTRIES]
+    try:
+        yield
+    except BaseException:
+        remaining = sys.modules.keys() - loaded
+        for registry, names in before:
+            present = registry.module_dict
+            for name in [name for name, made in present.items() if names.get(name) is not made]:
+                if present[name].__module__ not in remaining:
+                    del present[name]
+            present.update({name: made for name, made in names.items() if name not in present})
+        raise
+
+
+def registered_name(kind: Any) -> str | None:
+    """The registered name of a class or of ``'package.Class'``: its own or its counterpart's. None: it has none."""
+    own = [name for registry in REGISTRIES for name, cls in registry.module_dict.items() if cls is kind]
+    return own[0] if own else next((_last(kind) for r in REGISTRIES if counterpart(r, kind)), None)
+
+
+def counterpart(registry: Registry, kind: Any) -> type | None:
+    """The class here for one of mmengine's or xtuner's, or for ``'package.Class'`` of theirs or ours; else None."""
+    text = kind if isinstance(kind, str) else getattr(kind, "__module__", "")
+    known = text.split(".")[0] in (FOREIGN if isinstance(kind, type) else (*FOREIGN, "unigen_ds"))
+    return registry.module_dict.get(_last(kind)) if known else None
+
+
+def _last(kind: Any) -> str:
+    return kind.rpartition(".")[2] if isinstance(kind, str) else getattr(kind, "__name__", "")
+
+
+def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
+    """The class that ``dict(type=..., **arguments)`` names, which is inspected and not called.
+
+    ``type`` is a registered name or a class. ``where`` is the config path shown in errors.
+    Raises ``ConfigError`` for an unknown type, a missing type, or a class of another kind.
+    """
+    if not isinstance(spec, Mapping) or "type" not in spec:
+        meant = backend_hint(spec) if registry is BACKENDS else None
+        remedy = f"write backend={backend_spec(meant)!r}" if meant else None
+        raise ConfigError(f"{where} is {spec!r}", allowed="dict(type='...', ...)", remedy=remedy)
+    kind = spec["type"]
+    cls = counterpart(registry, kind)
+    if cls is None and registry is CURVES and isinstance(kind, type) and kind.__name__ in CURVES.module_dict:
+        cls = CURVES.module_dict[kind.__name__]  # a scheduler of torch means the curve of its name
+    if cls is None and isinstance(kind, str):
+        cls = registry.module_dict.get(kind)
+        if cls is None:
+            meant = backend_hint(kind) if registry is BACKENDS else None
+            remedy = f"did you mean --backend {meant}?" if meant else nearest(kind, _names(registry))
+            raise ConfigError(f"{where}.type is {kind!r}", remedy=_of_mmengine(registry, kind) or remedy)
+    methods, instead = _INTERFACES.get(registry, ((), "a registered name or a class"))
+    cls = cls or kind
+    if not isinstance(cls, type):
+        what = f"the function {_path(cls)}, which is not called" if callable(cls) else repr(cls)
+        raise ConfigError(f"{where}.type is {what}", allowed="a registered name or a class", remedy=f"write {instead}")
+    missing = [name for name in methods if not hasattr(cls, name)]
+    if missing:
+        remedy = _of_mmengine(registry, cls) or f"write {instead}"
+        raise ConfigError(f"{where}.type is {_path(cls)}, which has no {', '.join(missing)}", remedy=remedy)
+    return cls
+
+
+def _names(registry: Registry) -> list[str]:
+    """What a user may have meant: the registered names; of hooks also those that a user's module has registered in
+    mmengine's registry, where hooks written for mmengine register themselves.
+    """
+    of_mmengine = MMENGINE_HOOKS.module_dict if registry is HOOKS else {}
+    own = [name for name, cls in of_mmengine.items() if not _path(cls).startswith("mmengine.")]
+    return [*registry.module_dict, *own]
+
+
+def _path(kind: Any) -> str:
+    return f"{getattr(kind, '__module__', '?')}.{getattr(kind, '__qualname__', kind)}"
+
+
+def _of_mmengine(registry: Registry, kind: Any) -> str | None:
+    """What to do about a hook that is written for mmengine's Runner, or a name of one of its own."""
+    if registry is not HOOKS:
+        return None
+    bases = [_path(base) for base in kind.__mro__] if isinstance(kind, type) else [kind]
+    if any(base.split(".")[0] in FOREIGN and base.endswith("Hook") for base in bases):
+        return (
+            "it is written for mmengine's Runner; derive it from unigen_ds.hooks.base.Hook instead"
+            " (its docstring shows the life cycle), or delete it: docs/configs.md lists the hooks that there are"
+        )
+    return None
+
+
+def resolve(registry: Registry, spec: Mapping[str, Any], *, where: str) -> tuple[type, dict[str, Any]]:
+    """The class and the arguments of ``dict(type=..., **arguments)``.
+
+    Raises ``ConfigError`` as ``find`` does, and for arguments that are unknown or of a wrong type, all of them at once.
+    """
+    cls = find(registry, spec, where=where)
+    if counterpart(registry, spec["type"]) is not None:
+        logger().info("%s: %s is read as the class of that name in unigen_ds", where, spec["type"])
+    arguments = {key: value for key, value in spec.items() if key != "type"}
+    check_arguments(cls, arguments, where=where)
+    return cls, arguments
+
+
+def component_problems(
+    registry: Registry, spec: Mapping[str, Any], *, where: str, provided: Collection[str] = ()
+) -> list[ConfigError]:
+    """What is wrong with a component, without calling anything of it. ``provided``: arguments that the run sets."""
+    try:
+        cls = find(registry, spec, where=where)
+    except ConfigError as error:
+        return [error]
+    arguments = {key: value for key, value in spec.items() if key != "type"}
+    found = argument_problems(cls, arguments, where=where, provided=provided, registry=registry)
+    return found + missing_arguments(cls, {*arguments, *provided}, where=where)
+
+
+def missing_arguments(cls: Any, given: Collection[str], *, where: str) -> list[ConfigError]:
+    """An error where ``cls`` needs an argument that is not given."""
+    parameters = inspect.signature(cls).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    missing = [f"{where}.{name}" for name in needed if name not in given]
+    return [ConfigError(f"the config has no {', '.join(missing)} ({cls.__name__})")] if missing else []
+
+
+def check_arguments(cls: Any, arguments: Mapping[str, Any], *, where: str) -> None:
+    """Raise ``ConfigError`` for what ``argument_problems`` finds."""
+    raise_any(argument_problems(cls, arguments, where=where))
+
+
+def argument_problems(
+    cls: Any,
+    arguments: Mapping[str, Any],
+    *,
+    where: str,
+    provided: Collection[str] = (),
+    registry: Registry | None = None,
+) -> list[ConfigError]:
+    """An error for each argument that ``cls`` does not have, or that is of another type than its hint.
+
+    ``provided``: arguments that no config sets, which are not suggested. Classes with ``**kwargs`` accept all.
+    ``registry``: of the classes that may have been meant.
+    """
+    parameters = inspect.signature(cls).parameters
+    valid = [name for name in parameters if name not in provided]
+    errors: list[ConfigError] = []
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        for key in arguments:
+            if key not in parameters:
+                problem = f"{where} has no key {key!r} ({cls.__name__})"
+                advice = argument_hint(key) or (None if close(key, valid) else _of_another(registry, cls, key, valid))
+                errors.append(UnknownKey(key, section=where, valid=valid, hint=advice, problem=problem))
+    hints = {key: hint for key, hint in argument_hints(cls).items() if key in parameters}
+    for key, hint in {**{key: hints[key] for key in arguments if key in hints}, **hints}.items():
+        value, part = arguments.get(key, parameters[key].default), nested(hint)
+        many = isinstance(value, (list, tuple)) and getattr(part, "many", False)
+        if part is not None and (value is None or isinstance(value, Mapping) or many):
+            errors += part.argument_problems(value, where=f"{where}.{key}", beside=arguments)
+        elif key in arguments and value is not parameters[key].default and (part or not fits(value, hint)):
+            of_many = getattr(part, "many", False)
+            allowed = "a list of dict(type='...', ...), or one of them" if of_many else described(hint)
+            remedy = f"{key}=dict(type={value!r}, ...)" if of_many and isinstance(value, str) else None
+            errors.append(ConfigError(f"{where}.{key} is {shown(value)}", allowed=allowed, remedy=remedy))
+    return errors
+
+
+_FEW = 3
+
+
+def _of_another(registry: Registry | None, cls: Any, key: str, valid: Iterable[str]) -> str | None:
+    """What to do about a key of another component of that kind: probably a ``_base_`` has set it."""
+    others = {} if registry is None else registry.module_dict
+    having = [name for name, other in others.items() if other is not cls and key in _parameters(other)]
+    if not 0 < len(having) <= _FEW:
+        return None
+    return (
+        f"{valid_names(valid)}; it is a key of {' and of '.join(having)}: where a _base_ of the config has set it,"
+        f" replace that section: dict(_delete_=True, type={registered_name(cls) or cls.__name__!r}, ...)"
+    )
+
+
+def _parameters(cls: Any) -> Collection[str]:
+    try:
+        return inspect.signature(cls).parameters
+    except (TypeError, ValueError):  # of a class without a signature
+        return ()
+
+
+def checked(where: str | None = None) -> Callable[[_Called], _Called]:
+    """Decorator of a component's ``__init__``, or of another method: a direct call raises ``ConfigError`` for what no
+    config can have, too, and for an argument that it does not have.
+
+    ``where``: how the paths in errors begin; None: with the name of the class.
+    """
+
+    def decorated(init: _Called) -> _Called:
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def checking(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                _, *given = signature.bind(self, *args, **kwargs).arguments.items()
+            except TypeError:
+                raise_any(_unknown_arguments(signature, kwargs, where=where or type(self).__name__))
+                raise
+            check_arguments(init, dict(given), where=where or type(self).__name__)
+            return init(self, *args, **kwargs)
+
+        return cast(_Called, checking)
+
+    return decorated
+
+
+def _unknown_arguments(signature: inspect.Signature, given: Collection[str], *, where: str) -> list[ConfigError]:
+    valid = [name for name in signature.parameters if name != "self"]
+    problem = "{} has no argument {!r}".format
+    return [UnknownKey(k, section=where, valid=valid, problem=problem(where, k)) for k in given if k not in valid]
+
+
+def build(registry: Registry, spec: Mapping[str, Any], *, where: str, **extra: Any) -> Any:
+    """Build ``spec`` with ``extra`` arguments that the config does not set. See ``resolve`` for errors."""
+    cls, arguments = resolve(registry, spec, where=where)
+    for key in arguments.keys() & extra.keys():
+        raise ConfigError(f"{where}.{key} cannot be given here: it follows from the rest of the config")
+    try:
+        return cls(**arguments, **extra)
+    except TypeError as error:
+        if "argument" in str(error):
+            raise ConfigError(f"{where} cannot be built: {error}") from error
+        raise

@@ -1,0 +1,451 @@
+"""Typed settings: a config's mapping -> one frozen tree of sections, or all that is wrong with it.
+
+A ``Section`` is a pydantic model. Its fields alone have a key's default, unit, limits and description; the
+class is beside the code that uses it (``data/settings.py``, ``optim/settings.py``, ...), and
+``runner/settings/tree.py`` combines them. A field of type ``Component`` is ``dict(type=..., **arguments)``: the class is
+looked up in the registry of the field's ``Of``, and the arguments are checked by the annotations of its constructor.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
+
+from mmengine.config import ConfigDict
+from mmengine.registry import Registry
+from pydantic import BaseModel, BeforeValidator, ValidationError, model_validator
+from pydantic import ConfigDict as ModelConfig
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError, core_schema
+from typing_extensions import Self
+
+from unigen_ds.config.registry import component_problems, counterpart, find, registered_name
+from unigen_ds.config.translation import hint
+from unigen_ds.config.values import argument_hints, as_tuple, converted, described, nested
+from unigen_ds.core.errors import ConfigError, DataError, UnknownKey, raise_any
+from unigen_ds.system.log import logger
+
+
+@dataclass(frozen=True)
+class Component:
+    """``dict(type=..., **arguments)``: checked, not yet built."""
+
+    cls: type
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """As given: defaults are the constructor's."""
+    given: Any = None
+    """``type`` as the config has it; None: the default of its field."""
+    where: str = ""
+    """Its dotted path in the config."""
+    registry: Registry | None = field(default=None, repr=False, compare=False)
+    provided: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    """Arguments that the run sets."""
+
+    @property
+    def name(self) -> str:
+        """As a config names it."""
+        return registered_name(self.cls) or f"{self.cls.__module__}.{self.cls.__qualname__}"
+
+    def get(self, argument: str, default: Any = None) -> Any:
+        """The argument as given, else the constructor's default, else ``default``."""
+        if argument in self.arguments:
+            return self.arguments[argument]
+        return argument_defaults(self.cls).get(argument, default)
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """``dict(type=..., **arguments)``: a copy."""
+        return {"type": self.cls if self.given is None else self.given, **_attributes(self.arguments)}
+
+    def build(self, **extra: Any) -> Any:
+        """An object, with ``extra`` arguments that no config sets. Raises what its constructor raises."""
+        if self.registry is not None and self.given is not None and counterpart(self.registry, self.given) is not None:
+            logger().info("%s: %s is read as the class of that name in unigen_ds", self.where, self.given)
+        try:
+            return self.cls(**_attributes(self.arguments), **extra)
+        except DataError as error:
+            raise error.at(self.where) if self.where else error  # noqa: B904 - the same error
+        except TypeError as error:
+            if "argument" in str(error):
+                raise ConfigError(f"{self.where} cannot be built: {error}") from error
+            raise
+
+    def plain(self) -> dict[str, Any]:
+        """With the constructor's defaults, as plain values."""
+        defaults = {key: plain(value) for key, value in argument_defaults(self.cls).items() if key not in self.provided}
+        return {"type": self.name, **defaults, **plain(self.arguments)}
+
+
+def _attributes(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy whose mappings are mmengine's, whose keys are attributes as well: constructors were always given those."""
+    return dict(ConfigDict(copy.deepcopy(dict(arguments))).items())
+
+
+def argument_defaults(cls: Any) -> dict[str, Any]:
+    """Argument -> default of a constructor, of those that have one."""
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+@dataclass(frozen=True)
+class Of:
+    """Metadata of a ``Component`` field: where its class is looked up."""
+
+    registry: Registry
+    default: type | None = None
+    """The class where the config has no ``type``."""
+    provided: tuple[str, ...] = ()
+    """Arguments that the run sets: a config cannot."""
+    trial: bool = False
+    """Whether the constructor has no side effect: then it is called once to find what only it can refuse."""
+    rest_from: str | None = None
+    """Of a component that is an argument of another: see ``Section.rest_from``."""
+    many: bool = False
+    """Of an argument of a component: whether it is a list of them."""
+    rewrite: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    """A config's mapping -> the one that is meant; None: it is the same."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        found = core_schema.no_info_plain_validator_function(self._component)
+        return core_schema.nullable_schema(found) if type(None) in get_args(source) else found
+
+    def _component(self, given: Any) -> Component:
+        if isinstance(given, Component):
+            return given
+        if self.problems(given, where=""):
+            raise PydanticCustomError("component", "not a component", {"of": self})
+        spec = self._typed(given)
+        cls, named = find(self.registry, spec, where=""), spec["type"] if "type" in given else None
+        return Component(cls, _arguments(cls, spec), named, registry=self.registry, provided=self.provided)
+
+    def _typed(self, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        spec = {"type": self.default, **given} if self.default else given
+        return spec if self.rewrite is None else self.rewrite(spec)
+
+    def problems(self, given: Any, *, where: str) -> list[ConfigError]:
+        """What is wrong with ``dict(type=..., **arguments)``."""
+        spec = self._typed(given)
+        if isinstance(spec, Mapping) and (both := sorted(set(self.provided) & set(spec))):
+            problem = f"{where}.{both[0]} cannot be given here: it follows from the rest of the config"
+            return [ConfigError(problem, remedy="leave it out")]
+        found = component_problems(self.registry, spec, where=where, provided=self.provided)
+        return found or self._tried(spec, where)
+
+    def completed(self, given: Any) -> Any:
+        """See ``Section.completed``."""
+        spec = self._typed(given)
+        if not isinstance(spec, Mapping):
+            return given
+        try:
+            cls = find(self.registry, spec, where="")
+        except ConfigError:
+            return given
+        given = {key: value for key, value in spec.items() if key != "type"}
+        found = {**Component(cls, provided=self.provided).plain(), **given}
+        parts = {key: nested(hint) for key, hint in argument_hints(cls).items() if key in found}
+        return {
+            key: value if (part := parts.get(key)) is None else part.argument_completed(value, beside=given)
+            for key, value in found.items()
+        }
+
+    def argument_problems(self, given: Any, *, where: str, beside: Mapping[str, Any]) -> list[ConfigError]:
+        """See ``values.Nested``."""
+        if self.many:
+            each = enumerate(one_or_many(given))
+            return [problem for i, one in each for problem in self.problems(one, where=f"{where}[{i}]")]
+        if self.rest_from is not None and beside.get(self.rest_from) and "type" not in (given or {}):
+            return []
+        if given is None:
+            return [ConfigError(f"{where} is not given", allowed="dict(type='...', ...)")] if self.rest_from else []
+        return self.problems(given, where=where)
+
+    def argument_completed(self, given: Any, *, beside: Mapping[str, Any]) -> Any:
+        """See ``values.Nested``."""
+        if self.many:
+            return [self.completed(one) for one in one_or_many(given)]
+        left = self.rest_from is not None and beside.get(self.rest_from)
+        return given if given is None or left else self.completed(given)
+
+    def argument_converted(self, given: Any) -> Any:
+        """See ``values.Nested``."""
+        if "type" not in (spec := self._typed(given)):
+            return given
+        typed = _arguments(find(self.registry, spec, where=""), given)
+        return {**typed, **{key: given[key] for key in given if key == "type"}}
+
+    def _tried(self, spec: Mapping[str, Any], where: str) -> list[ConfigError]:
+        """Errors that only a constructor finds, of classes of this package; a user's own is called once, later."""
+        cls = find(self.registry, spec, where=where)
+        if not self.trial or not cls.__module__.startswith("unigen_ds."):
+            return []
+        try:
+            Component(cls, _arguments(cls, spec), where=where).build()
+        except ConfigError as error:
+            return [error.at(where)]
+        return []
+
+
+def _arguments(cls: type, spec: Mapping[str, Any]) -> dict[str, Any]:
+    hints = argument_hints(cls)
+    return {key: _converted(value, hints.get(key, Any)) for key, value in spec.items() if key != "type"}
+
+
+def _converted(value: Any, hint: Any) -> Any:
+    part = nested(hint) if isinstance(value, Mapping) else None
+    return converted(value, hint) if part is None else part.argument_converted(value)
+
+
+def one_or_many(value: Any) -> Any:
+    """What may be left out, one mapping, or a list of them, as a tuple."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, (Mapping, Component)) else as_tuple(value)
+
+
+LISTED = BeforeValidator(one_or_many)
+"""Metadata of a field that is a tuple: a config may have a list, one member alone, or None for none."""
+
+
+class Section(BaseModel):
+    """One mapping of a config, as typed values. Frozen; validated strictly; an unknown key is an error."""
+
+    model_config = ModelConfig(frozen=True, strict=True, extra="forbid", arbitrary_types_allowed=True)
+    rest_from: ClassVar[str | None] = None
+    """Of a section that is an argument of a component: another argument of it (``pretrained``) that has, where it is
+    given, the keys that are left out here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _left_out(cls, given: Any) -> Any:
+        """None is a section whose keys are all left out. A name that begins with an underscore is the user's own."""
+        if given is None:
+            return {}
+        return _without_own(given) if isinstance(given, Mapping) else given
+
+    @classmethod
+    def parse(cls, given: Any, *, where: str = "") -> Self:
+        """Raises one ``ConfigError`` for all that is wrong."""
+        found, errors = cls.checked(given, where=where)
+        raise_any(errors)
+        assert found is not None
+        return found
+
+    @classmethod
+    def checked(
+        cls, given: Any, *, where: str = "", whole: bool = True, missing: bool = True
+    ) -> tuple[Self | None, list[ConfigError]]:
+        """The section, or an error for each problem. Not ``whole``: keys and plain values alone.
+
+        ``missing``: whether a required key that is left out is a problem.
+        """
+        try:
+            found = cls.model_validate(given)
+        except ValidationError as error:
+            problems = [one for one in error.errors() if missing or one["type"] != "missing"]
+            return None, _explained(cls, given, problems, where, whole=whole)
+        for component, path in _components(found, where):
+            object.__setattr__(component, "where", path)  # just created, and not yet used elsewhere
+        return found, []
+
+    @classmethod
+    def filled(cls, given: Mapping[str, Any] | None, *, where: str) -> dict[str, Any]:
+        """Every key with its value: ``given``, else the default. Raises one ``ConfigError`` for all that is wrong."""
+        cls.parse(given, where=where)
+        found: dict[str, Any] = cls.completed(cls.argument_converted(given or {}))
+        return found
+
+    @classmethod
+    def argument_problems(cls, given: Any, *, where: str, beside: Mapping[str, Any]) -> list[ConfigError]:
+        """See ``values.Nested``."""
+        left = cls.rest_from is not None and bool(beside.get(cls.rest_from))
+        if given is None and (left or cls.rest_from is None):
+            return []
+        return cls.checked(given, where=where, missing=not left)[1]
+
+    @classmethod
+    def argument_completed(cls, given: Any, *, beside: Mapping[str, Any]) -> Any:
+        """See ``values.Nested``."""
+        left = cls.rest_from is None if given is None else cls.rest_from is not None and beside.get(cls.rest_from)
+        return given if left else cls.completed(given)
+
+    @classmethod
+    def argument_converted(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """See ``values.Nested``; without a user's own names."""
+        hints = {name: info.annotation for name, info in cls.model_fields.items()}
+        return {key: converted(value, hints.get(key, Any)) for key, value in _without_own(given).items()}
+
+    def plain(self) -> dict[str, Any]:
+        """Every key with its value, defaults included, as plain values."""
+        return {name: plain(getattr(self, name)) for name in type(self).model_fields}
+
+    @classmethod
+    def completed(cls, given: Any) -> Any:
+        """A config's plain values with the default of every key that is left out. Nothing is checked: what the section
+        does not have stays as it is, so that a config of another version can be compared.
+        """
+        if not isinstance(given, Mapping | None):
+            return given
+        found = dict(given or {})
+        for name, info in cls.model_fields.items():
+            inner, (of, many) = section_of(info), component_of(info)
+            default = None if info.is_required() else plain(info.get_default(call_default_factory=True))
+            value = found.get(name, default)
+            if inner is not None:
+                value = None if value is None and type(None) in get_args(info.annotation) else inner.completed(value)
+            elif of is not None and many:
+                value = [of.completed(one) for one in one_or_many(value)]
+            elif of is not None:
+                value = of.completed({} if value is None and name not in found and of.default else value)
+            found[name] = value
+        return found
+
+
+def _without_own(given: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    own = any(isinstance(key, str) and key.startswith("_") for key in given)
+    return {k: v for k, v in given.items() if not (isinstance(k, str) and k.startswith("_"))} if own else given
+
+
+def plain(value: Any) -> Any:
+    """Sections, components and classes as what a config has for them."""
+    if isinstance(value, (Section, Component)):
+        return value.plain()
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(inner) for inner in value)
+    return registered_name(value) or value if isinstance(value, type) else value
+
+
+def _components(value: Any, path: str) -> Iterator[tuple[Component, str]]:
+    if isinstance(value, Component):
+        yield value, path
+    elif isinstance(value, Section):
+        for name in type(value).model_fields:
+            yield from _components(getattr(value, name), f"{path}.{name}" if path else name)
+    elif isinstance(value, tuple):
+        for index, inner in enumerate(value):
+            yield from _components(inner, f"{path}[{index}]")
+
+
+# ---- what a field is ------------------------------------------------------------------------------------------------
+
+
+def section_of(info: FieldInfo) -> type[Section] | None:
+    """The section that a field is, also where it may be None."""
+    options = get_args(info.annotation) if get_origin(info.annotation) in (Union, UnionType) else (info.annotation,)
+    return next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
+
+
+def member_of(info: FieldInfo) -> type[Section] | None:
+    """The section that each member of a field's list or mapping is."""
+    if get_origin(info.annotation) in (Union, UnionType):
+        return None
+    return next((one for one in get_args(info.annotation) if isinstance(one, type) and issubclass(one, Section)), None)
+
+
+def component_of(info: FieldInfo) -> tuple[Of | None, bool]:
+    """The registry of a field's components, and whether the field is a list of them."""
+    for one in info.metadata:
+        if isinstance(one, Of):
+            return one, False
+    for inner in get_args(info.annotation):
+        if get_origin(inner) is Annotated:
+            found = next((one for one in get_args(inner)[1:] if isinstance(one, Of)), None)
+            if found is not None:
+                return found, get_origin(info.annotation) is tuple
+    return None, False
+
+
+def keys(section: type[Section]) -> dict[str, Any]:
+    """The keys of a section: those below it where a key is a section itself, else None."""
+    closed = {name: inner for name, info in section.model_fields.items() if (inner := section_of(info))}
+    closed = {name: inner for name, inner in closed.items() if inner.model_config.get("extra") == "forbid"}
+    return {name: keys(closed[name]) if name in closed else None for name in section.model_fields}
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+class SettingErrors(ValueError):
+    """Several problems that a section's own check found."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        super().__init__("; ".join(map(str, errors)))
+        self.errors = errors
+
+
+def _explained(
+    cls: type[Section], given: Any, problems: Sequence[Any], where: str, *, whole: bool
+) -> list[ConfigError]:
+    """Pydantic's errors as ours, in the order of the config; a value that fails in several ways only once."""
+    found: dict[tuple[str, str], ConfigError] = {}
+    missing: list[str] = []
+    members = {one["loc"][:-1] for one in problems if one["loc"] and isinstance(one["loc"][-1], int)}
+    for one in problems:
+        if one["type"] == "too_short" and one["loc"] in members:
+            continue  # it has a member, whose own problem is reported
+        if not whole and one["type"] in ("missing", "component", "value_error", "too_short"):
+            continue
+        for path, problem in _explain(cls, given, one, where=where):
+            if one["type"] == "missing":
+                missing.append(problem)
+            else:
+                found.setdefault((path, str(problem)), problem)
+    errors = list(found.values())
+    if missing:
+        remedy = "docs/configs.md describes every key"
+        errors.insert(0, ConfigError(f"the config has no {', '.join(missing)}", remedy=remedy))
+    return errors
+
+
+def _explain(root: type[Section], given: Any, one: Any, *, where: str) -> Iterator[tuple[str, Any]]:
+    """(path, problem) of one of pydantic's errors; of a missing key its path instead of a problem."""
+    section, path, value = root, where, given
+    info: FieldInfo | None = None
+    hints: tuple[Any, Any] | None = None
+    for number, step in enumerate(one["loc"], 1):
+        if info is not None and (member := member_of(info)) is not None:  # a list or a mapping of sections
+            value = one_or_many(value)[step] if isinstance(step, int) else value[step]
+            path = f"{path}[{step}]" if isinstance(step, int) else f"{path}.{step}"
+            section, info = member, None
+            continue
+        if info is not None and isinstance(step, int) and component_of(info)[1]:
+            value, path = one_or_many(value)[step], f"{path}[{step}]"
+            break
+        inner = section if info is None else section_of(info)
+        if inner is None:
+            if info is not None and get_origin(info.annotation) is Mapping and step in value:  # a value of a mapping
+                hints = (get_args(info.annotation)[1], ())
+                value, path = value[step], f"{path}.{step}"
+            break
+        section, below = inner, f"{path}.{step}" if path else str(step)
+        if step not in section.model_fields:
+            if one["type"] == "extra_forbidden":
+                advice = hint(below, keys(section if where else root))
+                yield below, UnknownKey(str(step), section=path, valid=section.model_fields, hint=advice)
+                return
+            break
+        info, path = section.model_fields[str(step)], below
+        if one["type"] == "missing" and number == len(one["loc"]):
+            yield path, path
+            return
+        value = value.get(step) if isinstance(value, Mapping) else value
+    raised = (one.get("ctx") or {}).get("error")
+    if one["type"] == "component":
+        yield from ((path, problem) for problem in one["ctx"]["of"].problems(value, where=path))
+    elif isinstance(raised, SettingErrors):
+        yield from ((path, problem) for problem in raised.errors)
+    elif isinstance(raised, ConfigError):
+        yield path, raised
+    else:
+        hints = hints or ((info.annotation, info.metadata) if info is not None else (section, ()))
+        yield path, ConfigError(f"{path or 'the config'} is {value!r}", allowed=described(*hints))

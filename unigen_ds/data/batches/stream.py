@@ -1,0 +1,515 @@
+"""The cursor: where a run is in the global order of packed sequences, and what comes next.
+
+In: data sets (their lengths), the global order, a packer. Out: an endless sequence of rows (the draws that make one
+sequence), each with the cursor after it. A row is a pure function of (data, seed, position), so ranks, workers, batch
+sizes and kills change nothing: a run that continues from a cursor gets exactly the rows that were not used before.
+
+Packed: an epoch is split into windows of the global order, each planned from lengths alone; seeking a cursor plans one
+window (20 ms at 8,192 samples), wherever it is. Unpacked: one draw a row.
+
+A mandatory group has a sample in every row. Where a window has too few of it, the next records of the group are drawn
+in addition, so its share is raised by what is needed and no more; how many were drawn before a window is part of the
+cursor, as the number of sequences is.
+
+A run whose data was changed on a resume (``change.py``) has several phases, each with an order of its own. An epoch
+here is always one of the stream: ``sequences_per_epoch``, by which schedules and limits measure the run, stays that of
+its first start, however much longer its phases' epochs have become.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
+from unigen_ds.data.cache.array_cache import SUFFIX, cached, fingerprint
+from unigen_ds.data.datasets.dataset import PlannedDataset, source_names
+from unigen_ds.data.datasets.filtered import filters_of
+from unigen_ds.data.datasets.groups import Blend, check_mandatory
+from unigen_ds.data.datasets.held_out import division_of, whole_of
+from unigen_ds.data.datasets.overflow import Overflow
+from unigen_ds.data.datasets.shard_order import ShardWalk
+from unigen_ds.data.datasets.streamed_units import StreamedFitted, fitted
+from unigen_ds.data.order.cursor import Cursor as Cursor
+from unigen_ds.data.order.cursor import Phase as Phase
+from unigen_ds.data.order.order import Draw, GlobalOrder
+from unigen_ds.data.order.packing import Packer
+from unigen_ds.data.rules import RULE_VERSIONS
+from unigen_ds.data.samples.counts import Array
+from unigen_ds.system.seeding import derive_seed
+
+Row = tuple[Draw, ...]
+"""The draws of one sequence. An empty one only fills up the last iteration of an epoch that keeps its last samples."""
+
+_CHUNK = 1024
+_FORMAT = "stream-1"
+
+
+class SequenceStream:
+    """All sequences of a run, in order.
+
+    Args:
+        datasets: the sources, in the order of ``order``'s sizes.
+        order: the global order of their units (``overflow.Fitted``).
+        packer: groups samples into sequences; None: one sample a sequence.
+        seq_length: tokens of a sequence at most.
+        overflow: what happens to longer records; None: the default.
+        drop_last: unpacked only: an epoch leaves out the samples that fill no whole iteration; otherwise empty rows
+            fill up the last one. A packed epoch always keeps all.
+        sequences_per_iteration: of the geometry at the first start; unpacked epochs are rounded to whole ones.
+        sequences_per_epoch: the stored value on resume; None: worked out here.
+        phases: the stored ones on resume, the last one with these data sets; none: the first of a run.
+        blend: where the order's weights are those of groups: the groups.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[PlannedDataset],
+        order: GlobalOrder,
+        *,
+        packer: Packer | None,
+        seq_length: int,
+        overflow: Overflow | None = None,
+        drop_last: bool = True,
+        sequences_per_iteration: int = 1,
+        sequences_per_epoch: int | None = None,
+        phases: Sequence[Phase] = (),
+        blend: Blend | None = None,
+    ) -> None:
+        if seq_length < 1:
+            raise ConfigError(f"seq_length is {seq_length}", allowed="at least 1 token")
+        self.fitted = tuple(fitted(dataset, overflow or Overflow(seq_length)) for dataset in datasets)
+        assert tuple(map(len, self.fitted)) == order.sizes, "the order is that of other data sets"
+        self.datasets, self.order, self.packer, self.seq_length = tuple(datasets), order, packer, seq_length
+        self.sources = tuple(whole_of(dataset) for dataset in datasets)
+        """What the draws of rows point into."""
+        self.drop_last, self.sequences_per_iteration = drop_last, sequences_per_iteration
+        self.blend = blend or Blend()
+        self.names = source_names(datasets)
+        self._tokens = [source.tokens for source in self.fitted]
+        self._tiles = [source.tiles for source in self.fitted]
+        check_mandatory(self.blend, self._tokens, self._tiles, packer=packer, seq_length=seq_length)
+        self._window_counts: dict[tuple[int, int], int] = {}
+        self._after: dict[tuple[int, int], tuple[int, ...]] = {}
+        """Additional draws up to the end of a window, of each mandatory group, as far as they are known."""
+        if not phases:
+            rows = None if packer is not None else sequences_per_epoch or self._whole_iterations()
+            phases = (Phase(0, 0, 0, order.sizes, order.weights, rows, order.mandatory),)
+        assert (phases[-1].sizes, phases[-1].weights) == (order.sizes, order.weights), "the phases are of other data"
+        self.phases = tuple(phases)
+        self._orders = [phase.order(seed=order.seed) for phase in phases]
+        self.walks: dict[int, ShardWalk] = {
+            k: source.walk(k, seed=order.seed, first_pass=self.phases[-1].first_pass)
+            for k, source in enumerate(self.fitted)
+            if isinstance(source, StreamedFitted)
+        }
+        """The order of each streamed source: a run with one has one phase."""
+        assert not self.walks or (len(self.phases) == 1 and order.mixture is not None), "streamed sources have weights"
+        self._orders[-1].walks.update(self.walks)
+        self.sequences_per_epoch = sequences_per_epoch or self._first_epoch_rows
+        """What an epoch means for schedules and limits: the sequences of epoch 0, for the whole run. Packed: nominal
+        also for the stream's other epochs of the first phase (another order packs into a few more or fewer rows)."""
+
+    def with_phases(self, phases: Sequence[Phase]) -> SequenceStream:
+        """The same data with the phases that a resume found."""
+        return SequenceStream(
+            self.datasets,
+            self.order,
+            packer=self.packer,
+            seq_length=self.seq_length,
+            overflow=self.fitted[0].overflow,
+            drop_last=self.drop_last,
+            sequences_per_iteration=self.sequences_per_iteration,
+            sequences_per_epoch=self.sequences_per_epoch,
+            phases=phases,
+            blend=self.blend,
+        )
+
+    def new_phase(self, first_epoch: int, *, first_pass: int, first_sequence: int | None) -> Phase:
+        """A phase of all the present data. Raises ``ConfigError`` where it does not fill one iteration."""
+        rows = None if self.packer is not None else self._whole_iterations()
+        order = self.order
+        return Phase(first_epoch, first_pass, first_sequence, order.sizes, order.weights, rows, order.mandatory)
+
+    def _whole_iterations(self) -> int:
+        """Rows of an unpacked epoch of all the present data."""
+        whole = self.order.epoch_size // self.sequences_per_iteration
+        if not self.drop_last:
+            whole = -(-self.order.epoch_size // self.sequences_per_iteration)
+        if whole == 0:
+            raise ConfigError(
+                f"{self.order.epoch_size} samples do not fill one iteration of {self.sequences_per_iteration}"
+                " sequences",
+                remedy="a smaller batch_size, more data, or drop_last=False",
+            )
+        return whole * self.sequences_per_iteration
+
+    @property
+    def num_left_out(self) -> int:
+        """Samples that no row of an epoch has, since they fill no whole iteration (``drop_last``); others in each."""
+        rows = self.phases[-1].rows_per_epoch
+        return 0 if rows is None else max(0, self.order.stride - rows)
+
+    @property
+    def _first_epoch_rows(self) -> int:
+        """Rows of the first epoch of the first phase: exact; an estimate where a source is streamed."""
+        first = self.phases[0]
+        if first.rows_per_epoch is not None:
+            return first.rows_per_epoch
+        if self.walks:  # nobody knows the lengths beyond the first window
+            start, stop = self._window_range(first.first_epoch, 0)
+            size = self._orders[0].epoch_size
+            return max(1, self.window_count(first.first_epoch, 0) * size // (stop - start))
+        return sum(self.window_count(first.first_epoch, w) for w in range(self.num_windows(first.first_epoch)))
+
+    @property
+    def samples_per_sequence(self) -> float:
+        """Mean over an epoch of the first phase; 1 where nothing is packed."""
+        return 1.0 if self.packer is None else sum(self._draws(0)) / self.sequences_per_epoch
+
+    @property
+    def sample_length(self) -> int:
+        """Tokens of a sample at most."""
+        return self.fitted[0].overflow.seq_length
+
+    @cached_property
+    def draws_per_epoch(self) -> tuple[int, ...]:
+        """Of each source, in the first epoch that has all the present data, the additional ones of mandatory groups
+        included.
+        """
+        return self._draws(-1)
+
+    def _draws(self, phase: int) -> tuple[int, ...]:
+        """Of each source of a phase, in its first epoch."""
+        first, order = self.phases[phase].first_epoch, self._orders[phase]
+        if not order.mandatory:
+            return order.counts
+        ahead = order.ahead(self._extra_after(first, self.num_windows(first) - 1)).tolist()
+        return tuple(map(sum, zip(order.counts, ahead, strict=True)))
+
+    @property
+    def tokens_per_sequence(self) -> float:
+        """Mean over an epoch of the first phase, so that appended data moves no limit in tokens; from lengths alone:
+        condition dropout makes the true number a little smaller."""
+        first, order = self.phases[0], self._orders[0]
+        means = [float(tokens[:size].mean()) for tokens, size in zip(self._tokens, order.sizes, strict=False)]
+        drawn = sum(mean * count for mean, count in zip(means, self._draws(0), strict=True))
+        return drawn / (self.sequences_per_epoch if first.first_epoch == 0 else self._first_epoch_rows)
+
+    def _phase(self, epoch: int) -> int:
+        """Which phase an epoch belongs to."""
+        found = bisect([phase.first_epoch for phase in self.phases], epoch) - 1
+        if found < 0:
+            raise _replaced(f"epoch {epoch} of the data")
+        return found
+
+    def _begins_phase(self, epoch: int) -> bool:
+        return any(phase.first_epoch == epoch for phase in self.phases)
+
+    def epoch_order(self, epoch: int) -> GlobalOrder:
+        """The order of the phase that an epoch belongs to."""
+        return self._orders[self._phase(epoch)]
+
+    def num_windows(self, epoch: int) -> int:
+        """Windows of an epoch; 1 where nothing is packed."""
+        return 1 if self.packer is None else -(-self.epoch_order(epoch).epoch_size // self.packer.window)
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """The data by name, so that a resume can report what changed. Plain values."""
+        records = [dataset.prefix_digest(len(dataset)) for dataset in self.datasets]
+        found = {name: filters_of(dataset) for name, dataset in zip(self.names, self.datasets, strict=True)}
+        filters = {name: list(one.settings) for name, one in found.items() if one is not None and one.settings}
+        return {
+            **self._fingerprinted,
+            **({"filters": filters} if filters else {}),
+            "records": records,
+            "rules": dict(RULE_VERSIONS),
+            "overflow": self.fitted[0].overflow.actions,
+            "units": list(self.order.sizes),
+            **({"shards": {self.names[k]: walk.num_shards for k, walk in self.walks.items()}} if self.walks else {}),
+        }
+
+    @property
+    def _fingerprinted(self) -> dict[str, Any]:
+        touched = sorted({item for source in self.fitted for item in source.touched.items()})
+        division = division_of(self.datasets)
+        return {
+            "format": _FORMAT,
+            "names": list(self.names),
+            "sizes": [len(dataset) for dataset in self.datasets],
+            "digests": [dataset.fingerprint for dataset in self.datasets],
+            "weights": None if self.order.weights is None else list(self.order.weights),
+            "seed": self.order.seed,
+            "packing": None if self.packer is None else self.packer.fingerprint,
+            "seq_length": self.seq_length,
+            **({"order": "mixture-2"} if self.order.mixture is not None else {}),
+            **({"groups": self.blend.facts} if self.blend.facts else {}),
+            **({"max_sample_tokens": self.sample_length} if self.sample_length != self.seq_length else {}),
+            **({"long_records": touched} if touched else {}),
+            **({"validation": division.facts} if division else {}),
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever any row of a phase of all the present data may change."""
+        return fingerprint(sorted(self._fingerprinted.items()))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the cursor: which data this is, and in which phases the run uses it."""
+        phases = [phase.state_dict() for phase in self.phases]
+        return {"seed": self.order.seed, "fingerprint": self.fingerprint, "facts": self.facts, "phases": phases}
+
+    def window_rows(self, epoch: int, window: int) -> list[Row]:
+        """All rows of one window of a packed stream."""
+        plan, columns = self._plan(epoch, window)
+        draws = [Draw(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        return [tuple(self._record(draws[i]) for i in group) for group in plan]
+
+    def _plan(self, epoch: int, window: int) -> tuple[list[list[int]], tuple[Array, ...]]:
+        """The plan of a window, and its draws as columns."""
+        assert self.packer is not None
+        if self.order.mandatory:
+            return self._plan_with_mandatory(epoch, window)
+        columns = self.epoch_order(epoch).columns(epoch, *self._window_range(epoch, window))
+        lengths, tiles = (values.tolist() for values in self._lengths_of(*columns[:2]))
+        key = derive_seed(self.order.seed, "window", epoch, window)
+        return self.packer.plan(lengths, tiles, self.seq_length, key), columns
+
+    def _plan_with_mandatory(self, epoch: int, window: int) -> tuple[list[list[int]], tuple[Array, ...]]:
+        """The plan of a window, and its draws: as many of each mandatory group in addition as it lacks sequences."""
+        packer: Any = self.packer
+        order, before = self.epoch_order(epoch), self._extra_before(epoch, window)
+        extra, bounds = list(before), self._window_range(epoch, window)
+        columns: tuple[Array, ...] = order.columns(epoch, *bounds, extra=before)
+        key = derive_seed(self.order.seed, "window", epoch, window)
+        while True:
+            tokens, tiles = self._lengths_of(columns[0], columns[1])
+            groups = [np.flatnonzero(np.isin(columns[0], sources)) for sources in order.mandatory]
+            plan, missing = packer.plan_with(tokens, tiles, self.seq_length, key, groups=groups)
+            if not any(missing):
+                break
+            for group, number in enumerate(missing):
+                more = order.additional(epoch, bounds[1], group, number, extra=extra)
+                columns = tuple(np.concatenate(pair) for pair in zip(columns, more, strict=True))
+                extra[group] += number
+        self._after[epoch, window] = tuple(extra)
+        return plan, columns
+
+    def _extra_before(self, epoch: int, window: int) -> tuple[int, ...]:
+        """Additional draws of each mandatory group before a window, since the start of its phase."""
+        order = self.epoch_order(epoch)
+        if (epoch, window) == (order.first_epoch, 0):
+            return (0,) * len(order.mandatory)
+        return self._extra_after(*self._window_before(epoch, window)) if order.mandatory else ()
+
+    def _extra_after(self, epoch: int, window: int) -> tuple[int, ...]:
+        """As ``_extra_before``, after a window. Plans all before it that are not known: those of a phase's first epoch
+        are cached, and a cursor has its own.
+        """
+        begin = (self.epoch_order(epoch).first_epoch, 0)
+        unplanned, at = [], (epoch, window)
+        while at not in self._after:
+            if self._begins_phase(at[0]) and (at[0], 0) not in self._window_counts:
+                self.window_count(at[0], 0)
+                continue
+            unplanned.append(at)
+            if at == begin:
+                break
+            at = self._window_before(*at)
+        for one in reversed(unplanned):
+            self._plan_with_mandatory(*one)
+        return self._after[epoch, window]
+
+    def _window_before(self, epoch: int, window: int) -> tuple[int, int]:
+        return (epoch, window - 1) if window else (epoch - 1, self.num_windows(epoch - 1) - 1)
+
+    def _record(self, unit: Draw) -> Draw:
+        return self.fitted[unit.source].record(unit)
+
+    def _window_range(self, epoch: int, window: int) -> tuple[int, int]:
+        """Positions in the epoch's order."""
+        assert self.packer is not None
+        start = window * self.packer.window
+        return start, min(start + self.packer.window, self.epoch_order(epoch).epoch_size)
+
+    def _lengths_of(self, sources: Array, records: Array) -> tuple[Array, Array]:
+        """(tokens, tiles) of some draws."""
+        tokens, tiles = np.empty_like(records), np.empty_like(records)
+        for source in np.unique(sources).tolist():
+            here = sources == source
+            tokens[here], tiles[here] = self.fitted[source].lengths_of(records[here])
+        return tokens, tiles
+
+    def window_count(self, epoch: int, window: int) -> int:
+        """Rows of one window. Those of a phase's first epoch are planned once and cached with the index."""
+        if (epoch, window) not in self._window_counts:
+            if self._begins_phase(epoch) and not self.walks:
+                for w, number in enumerate(self._first_epoch_counts(epoch)):
+                    self._window_counts[epoch, w] = number
+            else:
+                self._window_counts[epoch, window] = len(self._plan(epoch, window)[0])
+        return self._window_counts[epoch, window]
+
+    def _first_epoch_counts(self, epoch: int) -> list[int]:
+        folder = next((d.cache_folder for d in self.datasets if d.cache_folder is not None), None)
+        changed = epoch > 0 or len(self.phases) > 1
+        key = fingerprint(self.fingerprint, self.phases[self._phase(epoch)]) if changed else self.fingerprint
+        cache = None if folder is None else folder / f"plan-{key[:16]}{SUFFIX}"
+
+        def make() -> dict[str, Any]:
+            windows = range(self.num_windows(epoch))
+            made = {"counts": np.asarray([len(self._plan(epoch, window)[0]) for window in windows], dtype=np.int64)}
+            if self.order.mandatory:
+                extra = [self._after[epoch, window] for window in windows]
+                made["extra"] = np.asarray(extra, dtype=np.int64)
+            return made
+
+        found = cached(cache, key, make)
+        for window, extra in enumerate(found["extra"].tolist() if self.order.mandatory else ()):
+            self._after[epoch, window] = tuple(extra)
+        return found["counts"].tolist()
+
+    def fetch_ahead(self) -> None:
+        """Fetch the shards that come next in the background: called where rows are loaded, not only planned."""
+        for source in self.fitted:
+            if isinstance(source, StreamedFitted):
+                source.shards.fetches_ahead = True
+
+    def rows(self, cursor: Cursor | None = None) -> Iterator[tuple[Row, Cursor]]:
+        """Every row from ``cursor`` on, over all epochs, each with the cursor after it. Endless."""
+        cursor = cursor or Cursor()
+        self._take_over(cursor)
+        return self._single_rows(cursor) if self.packer is None else self._packed_rows(cursor)
+
+    def _take_over(self, cursor: Cursor) -> None:
+        """What the cursor knows of its position, so that nothing before it is planned again."""
+        order = self.epoch_order(cursor.epoch)
+        offset = min(cursor.row, order.stride)
+        if self.packer is not None:
+            offset = min(cursor.window * self.packer.window, order.stride)
+        fits = not cursor.drawn
+        if order.mixture is not None and cursor.drawn:
+            fits = order.mixture.remember(order.position(cursor.epoch, offset), cursor.drawn)
+        if cursor.extra and (cursor.epoch, cursor.window) != (order.first_epoch, 0):
+            before = self._window_before(cursor.epoch, cursor.window)
+            fits = fits and self._after.setdefault(before, cursor.extra) == cursor.extra
+        fits = fits and len(cursor.blocks) in (0, 3 * len(self.walks))
+        if cursor.blocks and fits:
+            drawn = order.mixture.counts(order.position(cursor.epoch, offset)) if order.mixture is not None else ()
+            for i, (k, walk) in enumerate(self.walks.items()):
+                start, pass_number, block = cursor.blocks[3 * i : 3 * i + 3]
+                fits = fits and start <= drawn[k] and walk.remember((start, pass_number, block))
+        if not fits or len(cursor.extra) not in (0, len(order.mandatory)):
+            raise CheckpointError(
+                f"the data cursor has {list(cursor.extra)} additional draws, the state {list(cursor.drawn)} and the"
+                f" blocks {list(cursor.blocks)}",
+                remedy="the data, its weights or its groups differ from those of the checkpoint",
+            )
+
+    def _drawn(self, epoch: int, offset: int) -> tuple[int, ...]:
+        """``Cursor.drawn`` before an offset of an epoch."""
+        order = self.epoch_order(epoch)
+        if order.mixture is None or not order.mixture.is_long:
+            return ()
+        return order.mixture.state(order.position(epoch, min(offset, order.stride)))
+
+    def _blocks(self, epoch: int, offset: int) -> tuple[int, ...]:
+        """``Cursor.blocks`` before an offset of an epoch."""
+        if not self.walks:
+            return ()
+        order = self.epoch_order(epoch)
+        assert order.mixture is not None
+        drawn = order.mixture.counts(order.position(epoch, min(offset, order.stride)))
+        return tuple(number for k, walk in self.walks.items() for number in walk.state(drawn[k]))
+
+    def _packed_rows(self, cursor: Cursor) -> Iterator[tuple[Row, Cursor]]:
+        epoch, window, first, sequences = cursor.epoch, cursor.window, cursor.row, cursor.sequences
+        windows = self.num_windows(epoch)
+        if window >= windows:
+            raise CheckpointError(
+                f"the data cursor is in window {window} of an epoch of {windows}",
+                remedy="the data or the packing differs from that of the checkpoint",
+            )
+        while True:
+            rows = self.window_rows(epoch, window)
+            if first >= len(rows):
+                raise CheckpointError(
+                    f"the data cursor is at row {first} of a window of {len(rows)}",
+                    remedy="the data or the packing differs from that of the checkpoint",
+                )
+            after = self._next_window(epoch, window)
+            state, state_after = (
+                (self._extra_before(*at), self._drawn(at[0], first_draw), self._blocks(at[0], first_draw))
+                for at in ((epoch, window), after)
+                for first_draw in [self._window_range(*at)[0]]
+            )
+            for i in range(first, len(rows)):
+                sequences += 1
+                here = Cursor(epoch, window, i + 1, sequences, *state)
+                yield rows[i], Cursor(*after, 0, sequences, *state_after) if i + 1 == len(rows) else here
+            (epoch, window), first = after, 0
+
+    def _single_rows(self, cursor: Cursor) -> Iterator[tuple[Row, Cursor]]:
+        epoch, row, sequences = cursor.epoch, cursor.row, cursor.sequences
+        length = self._rows_per_epoch(epoch)
+        if row >= length:
+            raise CheckpointError(
+                f"the data cursor is at row {row} of an epoch of {length}",
+                remedy="sequences_per_epoch is not that of the checkpoint",
+            )
+        while True:
+            order, length = self.epoch_order(epoch), self._rows_per_epoch(epoch)
+            stop = min(row + _CHUNK, length)
+            filled = min(stop, order.stride)
+            draws = order.draws(epoch, min(row, filled), filled)
+            rows: list[Row] = [(self._record(draw),) for draw in draws] + [()] * (stop - row - len(draws))
+            for i, content in enumerate(rows, start=row + 1):
+                sequences += 1
+                at = (epoch + 1, 0, 0) if i == length else (epoch, 0, i)
+                yield (
+                    content,
+                    Cursor(*at, sequences, drawn=self._drawn(at[0], at[2]), blocks=self._blocks(at[0], at[2])),
+                )
+            epoch, row = (epoch + 1, 0) if stop == length else (epoch, stop)
+
+    def _next_window(self, epoch: int, window: int) -> tuple[int, int]:
+        return (epoch, window + 1) if window + 1 < self.num_windows(epoch) else (epoch + 1, 0)
+
+    def _rows_per_epoch(self, epoch: int) -> int:
+        """Unpacked only."""
+        rows = self.phases[self._phase(epoch)].rows_per_epoch
+        assert rows is not None
+        return rows
+
+    def seek(self, sequence: int) -> Cursor:
+        """The cursor before a global sequence number. Packed: plans every window before it beyond the first epoch.
+
+        Raises ``DataError`` for a sequence of data that was replaced.
+        """
+        known = [(phase.first_sequence, phase.first_epoch) for phase in self.phases]
+        before = [(first, epoch) for first, epoch in known if first is not None and first <= sequence]
+        if not before:
+            raise _replaced(f"sequence {sequence}")
+        first, epoch = before[-1]
+        left, window = sequence - first, 0
+        if self.packer is None:
+            while left >= (length := self._rows_per_epoch(epoch)):
+                left, epoch = left - length, epoch + 1
+            return Cursor(epoch, 0, left, sequence)
+        while left >= (number := self.window_count(epoch, window)):
+            left -= number
+            epoch, window = self._next_window(epoch, window)
+        return Cursor(epoch, window, left, sequence)
+
+
+def _replaced(what: str) -> DataError:
+    return DataError(
+        f"{what} is from before the data was replaced (--on-data-change restart)",
+        remedy="the data of that time, with a checkpoint of that time",
+    )

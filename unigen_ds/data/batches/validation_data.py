@@ -1,0 +1,134 @@
+"""The records of an evaluation as batches: the same sequences, noise and time steps at every evaluation.
+
+In: sources fitted to ``seq_length``. Out: batches of one source each, so that a loss can be given for every source,
+with one sample a sequence. An iteration has the next ``batch_size * dp_size`` samples of a source, of which rank r has
+every ``dp_size``-th from the r-th on; empty sequences fill up the last iteration of a source, so that all ranks make
+the same calls of the model. Noise and time steps are keyed by sample id, so none of this changes a number by more than
+rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unigen_ds.core.batch import Batch
+from unigen_ds.data.batches.loader import BatchLoader, RowSource
+from unigen_ds.data.batches.stream import Row
+from unigen_ds.data.datasets.filtered import filters_of, removal_line
+from unigen_ds.data.datasets.held_out import whole_of
+from unigen_ds.data.datasets.overflow import Fitted, overflow_line
+from unigen_ds.data.order.order import Draw, shares
+
+
+@dataclass(frozen=True)
+class ValidationBatch:
+    """One iteration of an evaluation, seen from one rank."""
+
+    source: str
+    """The name of the source that all its samples are of."""
+    batch: Batch
+    """This rank's part, on the CPU."""
+
+
+class ValidationData:
+    """What is evaluated on. Every rank has one; nothing is collective.
+
+    Args:
+        fitted: the sources.
+        names: of the sources, as in sample ids and metrics.
+        processor: turns records into tensors; condition dropout and augmentation are left out.
+        seed: of noise and time steps.
+        batch_size: sequences per device.
+        num_workers, prefetch_factor, pin_memory, timeout: as of ``UpdateLoader``; workers live for one evaluation.
+    """
+
+    def __init__(
+        self,
+        fitted: Sequence[Fitted],
+        names: Sequence[str],
+        *,
+        processor: Any,
+        seed: int,
+        batch_size: int,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        timeout: float = 0.0,
+    ) -> None:
+        self.fitted, self.names = tuple(fitted), tuple(names)
+        self.datasets = tuple(source.dataset for source in fitted)
+        self.sources = tuple(whole_of(dataset) for dataset in self.datasets)
+        self.processor, self.seed = for_evaluation(processor), seed
+        self.seq_length = fitted[0].overflow.seq_length
+        self.batch_size = batch_size
+        self._loading: dict[str, Any] = {
+            "num_workers": num_workers, "prefetch_factor": prefetch_factor, "pin_memory": pin_memory,
+            "timeout": timeout,
+        }  # fmt: skip
+
+    def __len__(self) -> int:
+        """Samples of a whole evaluation."""
+        return sum(map(len, self.fitted))
+
+    def start_lines(self) -> Iterator[str]:
+        """What a start reports of each source."""
+        for name, fitted in zip(self.names, self.fitted, strict=True):
+            records, whole = len(fitted.dataset), len(whole_of(fitted.dataset))
+            report = overflow_line(fitted.report(name), records=records, seq_length=self.seq_length)
+            yield f"Validation, {name}: {records:,} of {whole:,} records; {report}."
+            if (found := filters_of(fitted.dataset)) is not None:
+                yield f"Validation, {name}: {removal_line(found.report)}."
+
+    def draws(self, limit: int | None = None) -> list[list[Draw]]:
+        """The samples of each source; ``limit``: at most so many of all, spread evenly over each source."""
+        return [
+            [source.record(Draw(k, int(index), 0)) for index in np.arange(number) * len(source) // max(number, 1)]
+            for k, (source, number) in enumerate(zip(self.fitted, self._numbers(limit), strict=True))
+        ]
+
+    def _numbers(self, limit: int | None) -> Sequence[int]:
+        """How many samples of each source are evaluated."""
+        sizes = [len(source) for source in self.fitted]
+        return sizes if limit is None or limit >= sum(sizes) else shares(limit, sizes)
+
+    def _limit(self, max_batches: int | None) -> int | None:
+        return None if max_batches is None else max_batches * self.batch_size
+
+    def num_batches(self, max_batches: int | None = None, *, dp_size: int = 1) -> int:
+        """How many ``batches`` has on each rank."""
+        return sum(-(-number // (self.batch_size * dp_size)) for number in self._numbers(self._limit(max_batches)))
+
+    def batches(
+        self, max_batches: int | None = None, *, dp_rank: int = 0, dp_size: int = 1
+    ) -> Iterator[ValidationBatch]:
+        """All samples once, over all ranks. ``max_batches``: at most so many times ``batch_size`` of them, however many
+        ranks there are.
+        """
+        limit = self._limit(max_batches)
+        iterations: list[tuple[str, list[Row]]] = []
+        step = self.batch_size * dp_size
+        for name, draws in zip(self.names, self.draws(limit), strict=True):
+            for first in range(0, len(draws), step):
+                rows: list[Row] = [(draw,) for draw in draws[first : first + step]]
+                rows += [()] * (step - len(rows))
+                iterations.append((name, rows[dp_rank::dp_size]))
+        source = RowSource(self.sources, self.names, self.seq_length)
+        loader = BatchLoader(source, self.processor, [rows for _, rows in iterations], seed=self.seed, **self._loading)
+        with closing(loader):
+            for name, _ in iterations:
+                yield ValidationBatch(name, loader.next())
+
+
+def for_evaluation(processor: Any) -> Any:
+    """A processor without condition dropout and augmentation: an evaluation sees every record as it is."""
+    changed = copy.copy(processor)
+    for name, none in (("dropout", {}), ("augment", ()), ("vit_augment", ())):
+        if hasattr(processor, name):
+            setattr(changed, name, none)
+    return changed

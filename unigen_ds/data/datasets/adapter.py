@@ -1,0 +1,409 @@
+"""A user's own map-style data set (pre-tokenised ids, ready tensors) with the interface of ``PlannedDataset``.
+
+In: items with ids, labels and images, and ``lengths()`` where the data set has it. Out: samples, counts and digests, so
+order, packing, resume and ledger work for it too. Without ``lengths()`` a start reads every item once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import random
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from unigen_ds.config.registry import DATASETS, check_arguments, checked
+from unigen_ds.core.errors import ConfigError, DataError, UnigenError, suggestion
+from unigen_ds.data.cache.array_cache import SUFFIX, cached, fingerprint, launch, left_by_others, shared_by_node
+from unigen_ds.data.datasets.dataset import ScannedDataset
+from unigen_ds.data.index.planning import UNUSABLE
+from unigen_ds.data.records.unusable import NUM_LISTED, BadRecord, OnRecordError, as_array, from_array, unusable_error
+from unigen_ds.data.samples.counts import COLUMNS, Array, Counts, count, record_digest
+from unigen_ds.data.samples.processor import ConversationProcessor
+from unigen_ds.data.samples.sample import Sample, Split, Tally
+from unigen_ds.data.samples.splits import ImageKind, TokenSplit
+from unigen_ds.system.log import logger
+from unigen_ds.system.seeding import derive_seed
+
+
+@DATASETS.register_module()
+class DatasetAdapter(ScannedDataset):
+    """A user's map-style data set of ``dict(input_ids, attention_mask, labels, padded_images)``.
+
+    ``labels`` follow the Hugging Face convention: aligned with ``input_ids``, -100 ignored, shifted here. Positions
+    where ``attention_mask`` is 0 are dropped. ``padded_images``: None, [C, H, W] or [n, C, H, W], floating point
+    from -1 (black) to 1 (white). Other keys are refused. The data set's own random numbers are keyed by (index, pass),
+    so they depend on no worker.
+
+    Items with several images may have ``image_roles``, one for each: ``'target'`` is drawn, after the text;
+    ``'condition'`` (seen by the vision tower) and ``'edited'`` (encoded by the VAE) are before it.
+
+    A start reads every item once, on one process of a node, for its length. A data set with ``lengths()`` is not read:
+    for each item the number of tokens, or ``(tokens, [(height, width), ...])`` with its images, or
+    ``(height, width, role)``. One with ``fingerprint``, a text that changes with its content, is read once for all
+    starts.
+
+    Args:
+        dataset: the object, or ``dict(type='module.Class', ...)``: a class or its path, and its arguments.
+        processor: has the patch sizes and the image ids.
+        images: ``generate``: each image is a target after the text; ``understand``: a condition before it.
+        weight: relative share of the samples in a mixture; all sources (of a group) have one, or none has.
+        group: its group of `train_dataloader.groups`.
+        num_used_data: only the first records are used, so many of them; None: all.
+        name: first part of a sample id; None: the class's name.
+        cache_dir: folder for what was read of a data set with ``fingerprint``, and for plans; None: nothing is kept.
+        on_record_error: ``'error'``: malformed items stop the start, with a list of the first. ``'skip'``: every item
+            is read, also with ``lengths()``; malformed ones are left out, counted, and listed in ``left_out.jsonl``;
+            more than ``max_skipped_fraction`` are refused.
+    """
+
+    @checked()
+    def __init__(
+        self,
+        dataset: Any,
+        processor: ConversationProcessor,
+        *,
+        images: Literal["generate", "understand"] = "generate",
+        weight: float | None = None,
+        group: str | None = None,
+        num_used_data: Annotated[int, Ge(1)] | None = None,
+        name: str | None = None,
+        cache_dir: str | Path | None = None,
+        on_record_error: OnRecordError = "error",
+    ) -> None:
+        self.on_record_error, self._bad = on_record_error, list[BadRecord]()
+        self._given = _as_text(dataset)
+        self.dataset = _make(dataset) if isinstance(dataset, Mapping) else dataset
+        is_map = hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")
+        if not is_map or isinstance(self.dataset, (str, bytes)):
+            raise ConfigError(
+                f"DatasetAdapter.dataset is {self.dataset!r}",
+                allowed="a map-style data set: an object, or dict(type='module.Class', ...)",
+                remedy=f"dataset=dict(type={self.dataset!r})" if isinstance(self.dataset, str) else None,
+            )
+        self.processor, self.images, self.weight = processor, images, weight
+        self.group, self.num_used_data = group, num_used_data
+        self.name = name or type(self.dataset).__name__
+        if not len(self.dataset):
+            raise DataError(f"{self.name}: the data set has no item (its __len__ is 0)")
+        self.unk_id = getattr(processor.tokenizer, "unk_id", None)
+        self._typed = 0
+        """Items that were read and have ``token_type_ids``."""
+        self.own_fingerprint: str | None = getattr(self.dataset, "fingerprint", None)
+        if cache_dir is not None:
+            if not isinstance(self.own_fingerprint, str):
+                kind = type(self.dataset).__name__
+                problem = f"DatasetAdapter.cache_dir is given, and {kind}.fingerprint is {self.own_fingerprint!r}"
+                raise ConfigError(problem, allowed="a text that changes with the content of the data set")
+            self.cache_folder = Path(cache_dir)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def fingerprint(self) -> str:
+        """As of ``ScannedDataset``; with ``lengths()`` of them and of the data set's own ``fingerprint``."""
+        return fingerprint(super().fingerprint, self.own_fingerprint) if self._has_lengths else super().fingerprint
+
+    def content_digests(self) -> Array:
+        """As of ``ScannedDataset``. With ``lengths()`` every item is read for it."""
+        return self._read_once()[1] if self._has_lengths else super().content_digests()
+
+    @property
+    def _has_lengths(self) -> bool:
+        return self.on_record_error == "error" and callable(getattr(self.dataset, "lengths", None))
+
+    @cached_property
+    def _scanned(self) -> tuple[Counts, Array, str]:
+        return self._of_lengths() if self._has_lengths else self._read_once()
+
+    def _read_once(self) -> tuple[Counts, Array, str]:
+        """``_read_all``, by one process of a node; with ``cache_dir`` by one of all starts."""
+        processor = getattr(self.processor, "fingerprint", None)
+        facts = (
+            _ADAPTER, self.name, len(self), self.images, processor, self.unk_id, self._given, self.own_fingerprint,
+            self.on_record_error,
+        )  # fmt: skip
+        folder, key = self.cache_folder, fingerprint(facts)
+        if folder is None and (self._given is not None or self.own_fingerprint is not None):
+            folder, key = shared_by_node(), fingerprint(facts, *launch())
+            if folder is not None:
+                left_by_others(folder / f"adapter-{key[:16]}{SUFFIX}")
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+        def make() -> dict[str, Array]:
+            self._typed = 0
+            self._bad.clear()
+            counts, records, digest = self._read_all()
+            if self._bad and self.on_record_error == "error":
+                raise unusable_error(self._bad, self.name, len(self))
+            if self._typed:
+                logger().info("Data, %s: token_type_ids of %d of %d items are all 0: they are not used.",
+                              self.name, self._typed, len(self))  # fmt: skip
+            whole = np.frombuffer(bytes.fromhex(digest), dtype="<i8").astype(np.int64)
+            return {**{name: getattr(counts, name) for name in COLUMNS}, "records": records, "digest": whole,
+                    UNUSABLE: as_array(self._bad)}  # fmt: skip
+
+        found = cached(folder and folder / f"adapter-{key[:16]}{SUFFIX}", key, make)
+        digest = np.ascontiguousarray(found["digest"], dtype="<i8").tobytes().hex()
+        counts, self._bad = Counts(*(found[name] for name in COLUMNS)), [*from_array(found[UNUSABLE])]
+        if not counts.targets.any():
+            raise DataError(
+                f"{self.name}: none of its {len(self):,} items has a target: labels are -100, and no image is drawn",
+                allowed="labels aligned with input_ids; the first one is not used",
+            )
+        return counts, found["records"], digest
+
+    def _sample_or_none(self, index: int) -> Sample:
+        try:
+            return self.sample(index)
+        except DataError as error:
+            self._bad.append(BadRecord(index, self.name, index, None, str(error), True))
+            if self.on_record_error == "error" and len(self._bad) == NUM_LISTED:  # to read the others may take hours
+                raise unusable_error(self._bad, f"{self.name}, of which no more is read", index + 1) from error
+            return Sample(())
+
+    def unusable(self) -> Sequence[BadRecord]:
+        if self.on_record_error == "error":
+            return ()
+        _ = self._scanned
+        return self._bad
+
+    def _of_lengths(self) -> tuple[Counts, Array, str]:
+        """``_scanned`` of the data set's own ``lengths()``. Every token but the first counts as a target."""
+        given = self.dataset.lengths()
+        if len(given) != len(self):
+            raise DataError(
+                f"{self.name}.lengths() has {len(given)} values", allowed=f"one for each of {len(self)} items"
+            )
+        rows = [count(self._measured(value, f"{self.name}.lengths()[{i}]")) for i, value in enumerate(given)]
+        records = [record_digest(b"", row) for row in rows]
+        digest = hashlib.blake2b(np.asarray(records, dtype="<i8").tobytes(), digest_size=16).hexdigest()
+        return Counts.of(rows), np.asarray(records, dtype=np.int64), digest
+
+    def _measured(self, value: Any, where: str) -> Sample:
+        """A sample of that length, without content."""
+        tokens, images = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, ())
+        if isinstance(tokens, bool) or not isinstance(tokens, (int, np.integer)) or tokens < 0:
+            raise DataError(f"{where} is {value!r}", allowed="tokens, or (tokens, [(height, width, role), ...])")
+        splits: list[Split] = [_Tokens(int(tokens))]
+        for height, width, *role in images:
+            kind = self._kind(role[0] if role else None, where)
+            channels = self.processor.vit_channels if kind == "vit" else self.processor.vae_channels
+            blank = torch.empty((channels, int(height), int(width)), device="meta")
+            splits.append(self.processor.ready_image(blank, kind, where))
+        return Sample(tuple(splits))
+
+    def _kind(self, role: Any, where: str) -> ImageKind:
+        """How an image of a role is encoded; ``role`` None: by the argument ``images``."""
+        if role is None:
+            return "noise" if self.images == "generate" else "vit"
+        if not isinstance(role, str) or role not in _ROLES:
+            raise DataError(f"{where} is {role!r}", allowed=", ".join(map(repr, _ROLES)))
+        return _ROLES[role]
+
+    def sample(self, index: int, *, pass_number: int = 0) -> Sample:
+        """The item as splits. Raises ``DataError`` naming data set, index and field where it is malformed."""
+        where = f"{self.name}[{index}]"
+        item = self._item(index, pass_number, where)
+        tokens = _token_split(item, where, getattr(self.processor, "vocab_size", None))
+        given, roles = _images(item, where), item.get("image_roles")
+        if roles is not None and (not isinstance(roles, (list, tuple)) or len(roles) != len(given)):
+            raise DataError(f"{where}.image_roles is {roles!r}", allowed=f"a list of {len(given)}, one for each image")
+        kinds = [self._kind(roles[i] if roles else None, f"{where}.image_roles[{i}]") for i in range(len(given))]
+        images = [
+            self.processor.ready_image(image, kind, f"{where}.padded_images[{i}]")
+            for i, (image, kind) in enumerate(zip(given, kinds, strict=True))
+        ]
+        before = [image for image in images if image.kind != "noise"]
+        splits: list[Split] = [*before, tokens, *(image for image in images if image.kind == "noise")]
+        document = not images and all(label >= 0 for label in tokens.labels[:-1])
+        return Sample(tuple(splits), plain=document)
+
+    def _item(self, index: int, pass_number: int, where: str) -> Mapping[str, Any]:
+        """As the data set returns it. Raises ``DataError`` where that fails, or is no dict of known keys."""
+        try:
+            with _keyed_random(derive_seed("adapter", index, pass_number)):
+                item = self.dataset[index]
+        except (UnigenError, MemoryError):
+            raise
+        except Exception as error:  # foreign code raises anything
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            line = f"{Path(last.filename).name}, line {last.lineno}"
+            raise DataError(f"{where} cannot be read: {type(error).__name__}: {error} ({line})") from error
+        if not isinstance(item, Mapping):
+            raise DataError(f"{where} is of type {type(item).__name__}", allowed="a dict with input_ids and labels")
+        if _TYPES in item:
+            self._check_types(item[_TYPES], where)
+        if unknown := [str(key) for key in item if key not in (*_KEYS, _TYPES)]:
+            raise DataError(
+                f"{where} has the key {unknown[0]!r}, which is not used",
+                allowed=", ".join(_KEYS),
+                remedy=suggestion(unknown[0], _KEYS) or "leave it out",
+            )
+        return item
+
+    def _check_types(self, given: Any, where: str) -> None:
+        """Raise ``DataError`` where ``token_type_ids`` differ: zeros, as tokenizers of transformers return them, say
+        nothing.
+        """
+        self._typed += 1
+        try:
+            zeros = not np.any(np.asarray(given))
+        except (TypeError, ValueError):
+            zeros = False
+        if not zeros:
+            raise DataError(
+                f"{where}.{_TYPES} are not all 0, and no model of this project has types of tokens",
+                allowed="zeros, which are not used",
+                remedy=f"leave {_TYPES} out: tokenizer(..., return_token_type_ids=False)",
+            )
+
+
+_ADAPTER = "unigen-adapter-1"
+_KEYS = ("input_ids", "attention_mask", "labels", "padded_images", "image_roles")
+_TYPES = "token_type_ids"
+"""Of items of transformers' tokenizers: zeros are accepted, and not used."""
+_LARGEST = 16.0
+"""Largest absolute value of a pixel: with published means and deviations it is below 5."""
+_ROLES: dict[str, ImageKind] = {"target": "noise", "condition": "vit", "edited": "vae"}
+"""Of an image of a user's own data set -> how it is encoded."""
+
+
+@dataclass(frozen=True)
+class _Tokens(Split):
+    """Text tokens of which only the number is known."""
+
+    number: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.number
+
+    def count(self, tally: Tally) -> None:
+        tally.text_targets += max(self.number - 1, 0)
+
+
+def _as_text(dataset: Any) -> str | None:
+    """The data set of a config, by which another process recognises it; None: it has objects of its own."""
+    if not isinstance(dataset, Mapping):
+        return None
+    kind = dataset.get("type")
+    name = f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else kind
+    try:
+        return json.dumps({**dataset, "type": name}, sort_keys=True)
+    except (TypeError, ValueError):
+        return None
+
+
+def _make(spec: Mapping[str, Any]) -> Any:
+    kind = spec.get("type")
+    if isinstance(kind, str):
+        module, _, attribute = kind.rpartition(".")
+        try:
+            kind = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"DatasetAdapter.dataset.type {kind!r} cannot be imported: {error}", allowed="a class or 'module.Class'"
+            ) from error
+    if not callable(kind):
+        raise ConfigError(f"DatasetAdapter.dataset.type is {kind!r}", allowed="a class or 'module.Class'")
+    arguments = {key: value for key, value in spec.items() if key != "type"}
+    check_arguments(kind, arguments, where="DatasetAdapter.dataset")
+    return kind(**arguments)
+
+
+@contextmanager
+def _keyed_random(seed: int) -> Iterator[None]:
+    """Foreign code inside draws from generators seeded here; the generators outside are not changed."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _token_split(item: Mapping[str, Any], where: str, vocab_size: int | None) -> TokenSplit:
+    """``vocab_size``: ids that the model has; None: not known."""
+    ids = _numbers(item, "input_ids", where)
+    labels = _numbers(item, "labels", where)
+    mask = _numbers(item, "attention_mask", where) if item.get("attention_mask") is not None else [1] * len(ids)
+    if not len(ids) == len(labels) == len(mask):
+        raise DataError(
+            f"{where}: input_ids, labels and attention_mask have {len(ids)}, {len(labels)} and {len(mask)} positions",
+            allowed="the same length",
+        )
+    kept = [i for i, seen in enumerate(mask) if seen]
+    _check_ids(ids, kept, f"{where}.input_ids", vocab_size, lowest=0)
+    _check_ids(labels, kept[1:], f"{where}.labels", vocab_size, lowest=None)
+    shifted = [labels[i] for i in kept[1:]] + [-100] * bool(kept)
+    return TokenSplit(tuple(ids[i] for i in kept), tuple(label if label >= 0 else -100 for label in shifted))
+
+
+def _check_ids(values: Sequence[int], used: Sequence[int], where: str, size: int | None, *, lowest: int | None) -> None:
+    """Raise ``DataError`` for the first id at the positions ``used`` that a model of ``size`` ids does not have."""
+    for i in used:
+        if (lowest is not None and values[i] < lowest) or (size is not None and values[i] >= size):
+            ids = "0 or more" if size is None else f"0 to {size - 1:,}, the ids of the model"
+            raise DataError(f"{where}[{i}] is {values[i]}", allowed=ids + ", and -100" * (lowest is None))
+
+
+def _numbers(item: Mapping[str, Any], key: str, where: str) -> list[int]:
+    value = item.get(key)
+    if isinstance(value, (Tensor, np.ndarray)):
+        value = value.tolist()
+    if isinstance(value, Sequence) and len(value) == 1 and isinstance(value[0], (list, tuple)):
+        value = value[0]  # [1, T], as tokenizers return it
+    if not isinstance(value, Sequence) or not all(isinstance(v, (int, float)) for v in value):
+        raise DataError(
+            f"{where}.{key} is {'missing' if value is None else type(value).__name__}", allowed="[T] numbers"
+        )
+    for i, v in enumerate(value):
+        if isinstance(v, float) and not v.is_integer():
+            raise DataError(f"{where}.{key}[{i}] is {v}", allowed="whole numbers")
+    return [int(v) for v in value]
+
+
+def _images(item: Mapping[str, Any], where: str) -> Sequence[Tensor]:
+    """Those of an item. Raises ``DataError`` for what is no image, or has values that no normalised image has."""
+    found = _tensors(item, where)
+    for i, image in enumerate(found):
+        given = "" if image.is_floating_point() else f"of {image.dtype}"
+        if not given and image.numel() and float(image.abs().max()) > _LARGEST:  # not a number: NanGuardHook counts it
+            given = f"with values from {float(image.min()):g} to {float(image.max()):g}"
+        if given:
+            raise DataError(
+                f"{where}.padded_images[{i}] is a tensor {given}",
+                allowed="floating point values from -1 (black) to 1 (white)",
+                remedy="of pixels from 0 to 255: pixels.float() / 127.5 - 1",
+            )
+    return found
+
+
+def _tensors(item: Mapping[str, Any], where: str) -> Sequence[Tensor]:
+    images = item.get("padded_images")
+    if images is None:
+        return ()
+    if isinstance(images, (list, tuple)) and all(isinstance(one, Tensor) and one.ndim == 3 for one in images):
+        return images
+    if not isinstance(images, Tensor) or images.ndim not in (3, 4):
+        allowed = "None, [C, H, W], [n, C, H, W] or a list of [C, H, W]"
+        raise DataError(f"{where}.padded_images is {type(images).__name__}", allowed=allowed)
+    return (images,) if images.ndim == 3 else tuple(images)

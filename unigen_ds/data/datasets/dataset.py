@@ -1,0 +1,387 @@
+"""Map-style data sets that plan before they decode: ``lengths()`` of all records at once, ``sample(index)`` for one.
+
+``UnifiedGenerationDataset`` reads records of any format (``sources``) through their index. ``ScannedDataset`` is the
+base of data sets that make their own samples; ``adapter.py`` has that of a user's own map-style data set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+import numpy as np
+from annotated_types import Ge
+
+from unigen_ds.config.registry import DATASETS, FILTERS, build
+from unigen_ds.config.sections import Of, one_or_many
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.cache.array_cache import fingerprint
+from unigen_ds.data.datasets.filters import RecordFilter
+from unigen_ds.data.datasets.streamed import StreamedShards, Streaming, stream_shards
+from unigen_ds.data.index.index import Index, prefix_digest
+from unigen_ds.data.index.planning import learnt
+from unigen_ds.data.index.token_cache import TokenCache
+from unigen_ds.data.records.records import Captions, Layout
+from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.records.unusable import BadRecord, OnRecordError
+from unigen_ds.data.samples.counts import Array, Counts, count, record_digest
+from unigen_ds.data.samples.processor import ConversationProcessor
+from unigen_ds.data.samples.sample import Sample
+from unigen_ds.data.sources.base import FoundRecord, folder_of
+from unigen_ds.data.sources.find import default_name, open_source
+from unigen_ds.data.sources.huggingface import HuggingFaceSource
+from unigen_ds.system.log import logger
+
+_SHOWN = 5
+
+
+class PlannedDataset(Protocol):
+    """The interface of a source that the stream and the collating code use."""
+
+    name: str
+    """The first part of a sample id."""
+    weight: float | None
+    """Relative share of the samples; None: every record once an epoch. A source may also have ``group`` and
+    ``num_used_data``, as ``UnifiedGenerationDataset``."""
+    cache_folder: Path | None
+    """Where plans may be cached."""
+
+    def __len__(self) -> int: ...
+    def lengths(self) -> tuple[Array, Array]:
+        """(tokens, tiles) of every record, untruncated."""
+        ...
+
+    def counts(self) -> Counts: ...
+    def sample(self, index: int, *, pass_number: int = 0) -> Sample: ...
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever a record, its byte range or its length may change. Contains no path: data may be moved."""
+        ...
+
+    def prefix_digest(self, number: int) -> str:
+        """Of the first ``number`` records: the same for every data set that begins with them, whatever comes after."""
+        ...
+
+
+@DATASETS.register_module()
+class UnifiedGenerationDataset:
+    """Conversations, documents and images with texts, from files of any format; ``docs/data.md`` shows all of them.
+
+    Args:
+        data_path: a file, a folder, a pattern (``data/part-*.parquet``), or a list of files of one format; with
+            ``format='huggingface'`` also a name of the hub.
+        processor: plans a conversation.
+        image_root: folder of relative image paths; None: that of the data file, or the folder itself.
+        weight: relative share of the samples in a mixture; all sources (of a group) have one, or none has.
+        group: its group of `train_dataloader.groups`.
+        num_used_data: only the first records are used, so many of them; None: all.
+        name: first part of a sample id; None: the file's stem.
+        cache_dir: folder for the index, and for unpacked copies, where ``.unigen_index/`` beside the data cannot be
+            written.
+        index_workers: processes that build the index, once; 0: this one.
+        cache_tokens: keep the ids of all texts beside the index, 4 bytes a token: a text is tokenized once, not in each
+            epoch.
+        format: name of the format, or ``dict(type=name, ...)`` with settings of its own; None: by suffix or content.
+        columns: names of the records' keys -> those of a layout: ``{'prompt': 'text_prompt'}``.
+        captions: what an image with a text teaches: ``'generate'`` (text, then the image) or ``'understand'`` (image,
+            then the text); None: ``'generate'``, and in JSON ``{image, text}`` is a document.
+        filters: list of components: filters that leave records out, counted.
+        streaming: read shard after shard, each through a local copy, without reading all of the data first;
+            ``data_path`` may then have urls, and names of the hub. ``dict(...)`` has its settings (``docs/data.md``).
+        on_error: ``'skip'``: if it cannot be opened or indexed, or none of its images can be read, the run continues
+            without it, with a warning.
+        on_record_error: ``'error'``: a malformed record stops the start, with a list of the first. ``'skip'``: these,
+            and records with an image that cannot be read, are left out, counted, and listed in ``left_out.jsonl``; more
+            than ``max_skipped_fraction`` are refused.
+    """
+
+    def __init__(
+        self,
+        data_path: str | Path | Sequence[str | Path],
+        processor: ConversationProcessor,
+        *,
+        image_root: str | Path | None = None,
+        weight: float | None = None,
+        group: str | None = None,
+        num_used_data: Annotated[int, Ge(1)] | None = None,
+        name: str | None = None,
+        cache_dir: str | Path | None = None,
+        index_workers: Annotated[int, Ge(0)] = 0,
+        cache_tokens: bool = False,
+        format: str | Mapping[str, Any] | None = None,
+        columns: Mapping[str, str] | None = None,
+        captions: Captions | None = None,
+        filters: Annotated[Any, Of(FILTERS, trial=True, many=True)] = (),
+        streaming: bool | Mapping[str, Any] = False,
+        on_error: Literal["raise", "skip"] = "raise",
+        on_record_error: OnRecordError = "error",
+    ) -> None:
+        self.filters: tuple[RecordFilter, ...] = tuple(
+            build(FILTERS, one, where=f"filters[{i}]") if isinstance(one, Mapping) else one
+            for i, one in enumerate(one_or_many(filters))
+        )
+        cache = Path(cache_dir) if cache_dir is not None else None
+        self.processor, self.weight, self.name = processor, weight, name or default_name(data_path)
+        self.group, self.num_used_data = group, num_used_data
+        columns_of = tuple((columns or {}).items())
+        ratings = tuple(rating for one in self.filters for rating in one.ratings)
+        folders = image_root is None
+        self.shards: StreamedShards | None = None
+        if streaming is not False:
+            self._not_streamed(cache_tokens=cache_tokens)
+            self.name = name or self.name.partition("{")[0].rstrip("-_.") or "data"
+            self.shards = stream_shards(
+                data_path,
+                processor,
+                format=format,
+                cache_dir=cache,
+                layout=Layout(None, captions, columns_of, ratings, folders),
+                image_root=None if image_root is None else Path(image_root),
+                num_workers=index_workers,
+                settings=Streaming.parse(None if streaming is True else streaming, where="streaming"),
+                facts=[fact for one in self.filters for fact in (one.settings, one.code)],
+                on_record_error=on_record_error,
+            )
+            self.index = self.shards.index(0)
+            self.path = self.index.source.path
+            self.image_root = self.index.source.root if image_root is None else Path(image_root)
+        else:
+            source = open_source(data_path, format=format, cache_dir=cache, columns=columns)
+            self.path = source.origin
+            self.image_root = source.root if image_root is None else Path(image_root)
+            self.index = Index.build(
+                source,
+                processor,
+                image_root=self.image_root,
+                cache_dir=cache,
+                num_workers=index_workers,
+                layout=Layout(None, captions or source.captions, columns_of, ratings, folders),
+                on_record_error=on_record_error,
+            )
+        self.cache_folder = self.index.folder
+        self.tokens = TokenCache.build(self.index, processor, num_workers=index_workers) if cache_tokens else None
+
+    def _not_streamed(self, *, cache_tokens: bool) -> None:
+        """Raise ``ConfigError`` for what needs all records of the data."""
+        if self.num_used_data is not None:
+            raise ConfigError(
+                f"{self.name} has streaming and num_used_data={self.num_used_data}",
+                remedy="a list of fewer shards as data_path, or no streaming",
+            )
+        if cache_tokens:
+            raise ConfigError(f"{self.name} has streaming and cache_tokens=True", remedy="one of the two")
+
+    def __len__(self) -> int:
+        """Of a streamed data set: the records of its first shard, as of ``lengths`` and ``counts``."""
+        return len(self.index)
+
+    def lengths(self) -> tuple[Array, Array]:
+        return self.index.counts.tokens, self.index.counts.tiles
+
+    def num_tokens(self, index: int) -> int:
+        """Tokens of a record, untruncated, wherever it is."""
+        found, position = self._found(index)
+        return int(found.counts.tokens[position])
+
+    def counts(self) -> Counts:
+        return self.index.counts
+
+    def sample(self, index: int, *, pass_number: int = 0) -> Sample:
+        """The record as splits; reads the record and the files of its images, and decodes nothing."""
+        entry, turns = self._read(index)
+        if self.tokens is not None:
+            return self.processor.plan_with(turns, entry.where, self.tokens.of(index), keep_images=True)
+        return self.processor.plan(turns, entry.where, keep_images=True)
+
+    def turns(self, index: int) -> list[Turn]:
+        """The record as its file has it, for showing it."""
+        return self._read(index)[1]
+
+    def _read(self, index: int) -> tuple[FoundRecord, list[Turn]]:
+        """A record, and its turns."""
+        found, position = self._found(index)
+        entry = found.read(position)
+        return entry, learnt(entry.record, entry.where, found.layout.at(folder_of(entry)))
+
+    def _found(self, index: int) -> tuple[Index, int]:
+        """The index that has a record, and its position there."""
+        return (self.index, index) if self.shards is None else self.shards.find(index)
+
+    @property
+    def fingerprint(self) -> str:
+        return self.index.digest if self.shards is None else self.shards.fingerprint
+
+    def prefix_digest(self, number: int) -> str:
+        streamed = () if self.shards is None else (self.shards.fingerprint,)
+        return self.index.prefix_digest(number, self.processor.fingerprint, *streamed)
+
+    def content_digests(self) -> Array:
+        """[N] of each record's values, whatever the order of its keys and its white space. Cached with the index."""
+        if self.shards is not None:
+            raise ConfigError(
+                f"{self.name} is streamed, and val_dataloader.split needs all its records",
+                remedy="a dataset of its own for val_dataloader",
+            )
+        return self.index.content_digests()
+
+
+class ScannedDataset:
+    """A source that is read once at the start, for its lengths: the base of data sets that make their own samples.
+
+    A subclass has ``__len__`` and ``sample``, and sets ``name`` and ``weight``. A sample is the same whenever it is
+    made, except for what depends on ``pass_number``, and its length never depends on that. The ``repr`` of a sample is
+    its identity, so a split has its content as tuples or as a digest: that of a long array leaves numbers out.
+    """
+
+    name: str
+    weight: float | None = None
+    cache_folder: Path | None = None
+    unk_id: int | None = None
+    """The tokenizer's id of unknown words, if it has one."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__}.__len__")
+
+    def sample(self, index: int, *, pass_number: int = 0) -> Sample:
+        """As of ``PlannedDataset``."""
+        raise NotImplementedError(f"{type(self).__name__}.sample")
+
+    @cached_property
+    def _scanned(self) -> tuple[Counts, Array, str]:
+        """Counts, the digest of each record, and that of all."""
+        return self._read_all()
+
+    def _read_all(self) -> tuple[Counts, Array, str]:
+        """``_scanned`` of every sample."""
+        rows, records, digest = [], [], hashlib.blake2b(digest_size=16)
+        for index in range(len(self)):
+            sample = self._sample_or_none(index)
+            text = repr(sample).encode()
+            rows.append(count(sample, unk_id=self.unk_id))
+            records.append(record_digest(text, rows[-1]))
+            digest.update(text)
+        return Counts.of(rows), np.asarray(records, dtype=np.int64), digest.hexdigest()
+
+    def _sample_or_none(self, index: int) -> Sample:
+        """For a subclass that leaves records out: an empty one for these."""
+        return self.sample(index)
+
+    def unusable(self) -> Sequence[BadRecord]:
+        """Records that are left out: none, unless a subclass finds some."""
+        return ()
+
+    def counts(self) -> Counts:
+        return self._scanned[0]
+
+    def lengths(self) -> tuple[Array, Array]:
+        return self.counts().tokens, self.counts().tiles
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the ``repr`` of every sample: of ids, labels and image sizes; pixels are not read."""
+        return fingerprint(len(self), self._scanned[2])
+
+    def prefix_digest(self, number: int) -> str:
+        return prefix_digest(self._scanned[1], number)
+
+    def content_digests(self) -> Array:
+        """[N] of the ``repr`` of each sample, and of its counts."""
+        return self._scanned[1]
+
+
+def check_readable(datasets: Sequence[PlannedDataset], names: Sequence[str]) -> None:
+    """Raise ``DataError`` with the first paths where no image of a source can be read: its folder is wrong."""
+    for name, dataset in zip(names, datasets, strict=True):
+        if not dataset.counts().no_image_readable:
+            continue
+        title = name if (shards := getattr(dataset, "shards", None)) is None else shards.titled(name)
+        raise DataError(
+            f"{title}: none of its {int(dataset.counts().images.sum()):,} images can be read. The first:\n  "
+            + "\n  ".join(unreadable(dataset)),
+            remedy=_where_images_start(dataset),
+        )
+
+
+def forget_mended(dataset: PlannedDataset) -> bool:
+    """Remove the index of an earlier start that calls a record unusable which can be used now. Whether it does."""
+    index = dataset.index if isinstance(dataset, UnifiedGenerationDataset) and dataset.shards is None else None
+    if index is None or index.cache is None or not index.is_mended(dataset.processor):  # type: ignore[attr-defined]
+        return False
+    logger().info("%s: records that could not be used can be used now; all are read again.", index.source.title)
+    index.cache.unlink(missing_ok=True)
+    return True
+
+
+def _where_images_start(dataset: PlannedDataset) -> str:
+    """How its images can be found."""
+    if not isinstance(dataset, UnifiedGenerationDataset):
+        return "image paths are files, relative to the data file's folder or to image_root"
+    if dataset.shards is not None and dataset.shards.listed.root is None:
+        return (
+            "images as single files beside urls are not fetched: a relative path is a file of this machine, below"
+            " image_root=FOLDER; or have the images inside of the shards (tar, Parquet)"
+        )
+    if isinstance(dataset.index.source, HuggingFaceSource):
+        return f"relative image paths start at {dataset.image_root}: image_root=FOLDER is another one"
+    return "image paths are files, relative to the data file's folder or to image_root"
+
+
+def unreadable(dataset: PlannedDataset, *, most: int = _SHOWN) -> list[str]:
+    """Why the first images that cannot be read cannot: a sentence for each, with its path."""
+    broken: dict[str, str] = {}
+    for index in np.flatnonzero(dataset.counts().unreadable).tolist():
+        found = {split.source: split.error for split in dataset.sample(index).splits if split.error}
+        broken |= {path: error + _of_first_folder(dataset, index, path) for path, error in found.items()}
+        if len(broken) >= most:
+            break
+    return list(broken.values())[:most]
+
+
+def _of_first_folder(dataset: PlannedDataset, index: int, path: str) -> str:
+    """Whether an image that is not beside its data file is beside the first one of several; '' where there is one."""
+    if not isinstance(dataset, UnifiedGenerationDataset) or dataset.shards is not None:
+        return ""
+    own, first = folder_of(dataset.index.source.read(index, index + 1)[0]), dataset.image_root
+    if own is None or not dataset.index.layout.folders or not Path(path).is_relative_to(own):
+        return ""
+    other = first / Path(path).relative_to(own)
+    if os.path.exists(other):
+        return f" (but {other} is there, beside the first data file: image_root={str(first)!r} reads that one)"
+    return f" (nor is there {other}, beside the first data file)"
+
+
+def is_streamed(dataset: PlannedDataset) -> bool:
+    """Whether its records are found shard after shard (``streamed.py``)."""
+    return getattr(dataset, "shards", None) is not None
+
+
+def planned_tokens(dataset: PlannedDataset, index: int) -> int:
+    """Tokens of a record, untruncated."""
+    known: Any = getattr(dataset, "num_tokens", None)
+    return int(dataset.lengths()[0][index] if known is None else known(index))
+
+
+def dataset_weights(datasets: Sequence[PlannedDataset]) -> list[float] | None:
+    """The weights of a mixture: all given, or none. Raises ``ConfigError`` where only some are."""
+    weights = [dataset.weight for dataset in datasets]
+    given = [weight for weight in weights if weight is not None]
+    if given and len(given) < len(weights):
+        without = [d.name for d in datasets if d.weight is None]
+        raise ConfigError(f"data sets without a weight beside others with one: {', '.join(without)}",
+                          remedy="give all of them a weight, or none")  # fmt: skip
+    return given or None
+
+
+def source_names(datasets: Sequence[PlannedDataset]) -> tuple[str, ...]:
+    """Names for sample ids; a name that occurs again is followed by its number."""
+    names: list[str] = []
+    for dataset in datasets:
+        name = dataset.name
+        while name in names:
+            name = f"{dataset.name}#{len(names)}" if name == dataset.name else name + "'"
+        names.append(name)
+    return tuple(names)

@@ -1,0 +1,351 @@
+"""Filters of a data set (``filters=[dict(type=...)]``): which of its records are used.
+
+In: a record as a ``CheckedRecord``: its values, turns, sizes of images (from their headers) and counts of the index.
+Out: whether it is kept. A filter is a function of the record alone, so what it decides is kept with the index. The
+other records keep their numbers: a sample id is that of the record in its file (``filtered.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge
+
+from unigen_ds.config.registry import FILTERS, checked
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.records.ratings import RATINGS, rated_out
+from unigen_ds.data.records.records import Layout
+from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.samples.processor import ConversationProcessor
+from unigen_ds.data.sources.base import FoundRecord, folder_of
+
+Limit = Annotated[int, Ge(1)] | None
+RATED = "rated"
+"""Of ``RatingFilter.rules``: questions of records that have ratings."""
+_RATING_KEYS = tuple(f"{rule}_ratings" for rule in RATINGS)
+
+
+class CheckedRecord:
+    """One record, as a filter sees it. What needs reading is read when it is asked for."""
+
+    def __init__(
+        self, entry: FoundRecord | None, layout: Layout, processor: ConversationProcessor, counts: Mapping[str, int]
+    ) -> None:
+        self._entry, self._layout, self._processor, self.counts = entry, layout, processor, counts
+        self._rated: tuple[tuple[tuple[str, int], ...] | None, list[str | None]] = (None, [])
+
+    @property
+    def where(self) -> object:
+        """As text ``train.jsonl:17``: it begins every message about the record."""
+        return None if self._entry is None else self._entry.where
+
+    @cached_property
+    def values(self) -> Mapping[str, Any]:
+        """As its file has them, under the names of a layout (``columns``); images inside of the file are
+        ``StoredImage``."""
+        assert self._entry is not None, "a filter without `reads` reads a record"
+        record = self._entry.record
+        return self._layout.named(record, self.where) if self._layout.columns else record
+
+    @cached_property
+    def turns(self) -> Sequence[Turn]:
+        """Texts and images in their order, without what ratings remove."""
+        assert self._entry is not None, "a filter without `reads` reads a record"
+        return self._layout.at(folder_of(self._entry)).turns(self._entry.record, self.where)
+
+    @property
+    def texts(self) -> list[str]:
+        return [turn.value for turn in self.turns if turn.kind == "text"]
+
+    @property
+    def images(self) -> list[str]:
+        """Paths, or ``StoredImage``."""
+        return [turn.value for turn in self.turns if turn.kind == "image"]
+
+    @cached_property
+    def image_sizes(self) -> list[tuple[int, int]]:
+        """(width, height) in pixels of each image whose header can be read; one that cannot is a skipped sample."""
+        headers = (self._processor.header(path, keep=False) for path in self.images)
+        return [header.size for header in headers if header.size is not None]
+
+    def rated_out(self, ratings: tuple[tuple[str, int], ...]) -> list[str | None]:
+        """``records.rated_out`` of the record, for as often as it is asked for."""
+        if ratings != self._rated[0]:
+            self._rated = ratings, rated_out(self.values, ratings, self.where)
+        return self._rated[1]
+
+    @property
+    def num_text_tokens(self) -> int:
+        return self.counts["tokens"] - self.counts["image_tokens"]
+
+    @property
+    def num_tiles(self) -> int:
+        """Images that a vision tower or the VAE encodes as conditions; of a ``VLM`` its tiles."""
+        return self.counts["tiles"]
+
+
+class RecordFilter:
+    """Subclass it, register it in ``FILTERS``, and return in ``keeps`` whether a record is used."""
+
+    reads: bool = True
+    """Whether it needs the record itself, not only its counts."""
+    rules: ClassVar[Sequence[str]] = ()
+    """Names of what ``removed_parts`` counts."""
+
+    def keeps(self, record: CheckedRecord) -> bool:
+        """Whether the record is used. A function of the record alone: it is called once, in any process."""
+        raise NotImplementedError(f"{type(self).__name__}.keeps")
+
+    def removed_parts(self, record: CheckedRecord) -> Sequence[int]:
+        """Parts of the record (questions) that each of ``rules`` removes from it."""
+        return ()
+
+    @property
+    def ratings(self) -> tuple[tuple[str, int], ...]:
+        """As of ``records.Layout``."""
+        return ()
+
+    @property
+    def name(self) -> str:
+        """In the log."""
+        return type(self).__name__
+
+    @property
+    def settings(self) -> str:
+        """In messages, and for recognising what was decided before."""
+        shown = ", ".join(f"{key}={value!r}" for key, value in sorted(vars(self).items()) if value is not None)
+        return f"{self.name}({shown})"
+
+    @property
+    def code(self) -> str | None:
+        """A digest of what decides; None: not known, so nothing is kept from one start to the next."""
+        return None if type(self).__module__ == "__main__" else _source_digest(type(self))
+
+
+@FILTERS.register_module()
+class RatingFilter(RecordFilter):
+    """nanoVLM's: questions with a rating below the least one are left out, and records without any other question.
+
+    Ratings are those of its rows: ``relevance_ratings`` and so on, one for each of ``texts``. A rating that is missing
+    or null removes nothing.
+
+    Args:
+        relevance_min_rating: least ``relevance_ratings`` that is kept.
+        image_correspondence_min_rating: the same of ``image_correspondence_ratings``.
+        visual_dependency_min_rating: the same of ``visual_dependency_ratings``.
+        formatting_min_rating: the same of ``formatting_ratings``.
+    """
+
+    rules = (*RATINGS, RATED)
+
+    @checked()
+    def __init__(
+        self,
+        *,
+        relevance_min_rating: int = 1,
+        image_correspondence_min_rating: int = 1,
+        visual_dependency_min_rating: int = 1,
+        formatting_min_rating: int = 1,
+    ) -> None:
+        self.relevance_min_rating = relevance_min_rating
+        self.image_correspondence_min_rating = image_correspondence_min_rating
+        self.visual_dependency_min_rating = visual_dependency_min_rating
+        self.formatting_min_rating = formatting_min_rating
+
+    @property
+    def ratings(self) -> tuple[tuple[str, int], ...]:
+        limits = (
+            self.relevance_min_rating,
+            self.image_correspondence_min_rating,
+            self.visual_dependency_min_rating,
+            self.formatting_min_rating,
+        )
+        return tuple(zip(RATINGS, limits, strict=True))
+
+    def keeps(self, record: CheckedRecord) -> bool:
+        found = record.rated_out(self.ratings)
+        return not found or None in found
+
+    def removed_parts(self, record: CheckedRecord) -> Sequence[int]:
+        found, values = record.rated_out(self.ratings), record.values
+        rated = any(values.get(key) for key in _RATING_KEYS)
+        return [*map(found.count, RATINGS), len(found) if rated else 0]
+
+
+@FILTERS.register_module()
+class ImageSizeFilter(RecordFilter):
+    """Records all of whose images have such a size, as the file has it; records without images are kept.
+
+    Args:
+        min_side: pixels of the shorter side at least.
+        max_side: pixels of the longer side at most.
+        max_ratio: longer side / shorter side at most.
+    """
+
+    @checked()
+    def __init__(
+        self, *, min_side: Limit = None, max_side: Limit = None, max_ratio: Annotated[float, Ge(1)] | None = None
+    ) -> None:
+        self.min_side, self.max_side, self.max_ratio = min_side, max_side, max_ratio
+        _need_one(self, "min_side", "max_side", "max_ratio")
+        _need_order(self, ("min_side", "max_side"))
+
+    def keeps(self, record: CheckedRecord) -> bool:
+        return all(
+            _within(min(size), self.min_side, None)
+            and _within(max(size), None, self.max_side)
+            and (self.max_ratio is None or max(size) <= self.max_ratio * min(size))
+            for size in record.image_sizes
+        )
+
+
+@FILTERS.register_module()
+class TextLengthFilter(RecordFilter):
+    """Records whose texts together are so long.
+
+    Args:
+        min_characters: characters at least.
+        max_characters: characters at most.
+        min_tokens: tokens of texts at least, those of the chat template included.
+        max_tokens: the same at most.
+    """
+
+    @checked()
+    def __init__(
+        self,
+        *,
+        min_characters: Limit = None,
+        max_characters: Limit = None,
+        min_tokens: Limit = None,
+        max_tokens: Limit = None,
+    ) -> None:
+        self.min_characters, self.max_characters = min_characters, max_characters
+        self.min_tokens, self.max_tokens = min_tokens, max_tokens
+        _need_one(self, "min_characters", "max_characters", "min_tokens", "max_tokens")
+        _need_order(self, ("min_characters", "max_characters"), ("min_tokens", "max_tokens"))
+
+    @property
+    def reads(self) -> bool:  # type: ignore[override]
+        return self.min_characters is not None or self.max_characters is not None
+
+    def keeps(self, record: CheckedRecord) -> bool:
+        if not _within(record.num_text_tokens, self.min_tokens, self.max_tokens):
+            return False
+        return not self.reads or _within(sum(map(len, record.texts)), self.min_characters, self.max_characters)
+
+
+@FILTERS.register_module()
+class ImageCountFilter(RecordFilter):
+    """Records with so many images.
+
+    Args:
+        max_images: images at most, as nanoVLM's ``max_images_per_example`` counts them.
+        max_tiles: images that a vision tower or the VAE encodes as conditions at most; of a ``VLM`` its tiles, each
+            global one included.
+    """
+
+    @checked()
+    def __init__(
+        self, *, max_images: Annotated[int, Ge(0)] | None = None, max_tiles: Annotated[int, Ge(0)] | None = None
+    ) -> None:
+        self.max_images, self.max_tiles = max_images, max_tiles
+        _need_one(self, "max_images", "max_tiles")
+
+    @property
+    def reads(self) -> bool:  # type: ignore[override]
+        return self.max_images is not None
+
+    def keeps(self, record: CheckedRecord) -> bool:
+        if not _within(record.num_tiles, None, self.max_tiles):
+            return False
+        return self.max_images is None or len(record.images) <= self.max_images
+
+
+@FILTERS.register_module()
+class FunctionFilter(RecordFilter):
+    """A function of your own: ``keeps(record) -> bool`` of a ``CheckedRecord``.
+
+    Args:
+        function: its path, ``'my.module.keeps'``, or the function itself.
+        version: another number where what the function calls has changed; its own text is compared.
+    """
+
+    @checked()
+    def __init__(self, *, function: Any, version: int = 1) -> None:
+        self.function: Callable[[CheckedRecord], bool] = _imported(function) if isinstance(function, str) else function
+        self.version = version
+        if not callable(self.function):
+            raise ConfigError(f"FunctionFilter.function is {function!r}", allowed="a function, or 'my.module.keeps'")
+
+    @property
+    def name(self) -> str:
+        function: Any = self.function
+        return getattr(function, "__qualname__", type(function).__name__)
+
+    @property
+    def settings(self) -> str:
+        return f"{getattr(self.function, '__module__', '')}.{self.name}, version {self.version}"
+
+    @property
+    def code(self) -> str | None:
+        return _source_digest(self.function)
+
+    def keeps(self, record: CheckedRecord) -> bool:
+        return self.function(record)
+
+
+def decided(one: RecordFilter, record: CheckedRecord) -> bool:
+    """What a filter decides. Raises ``DataError`` naming record and filter where it fails."""
+    try:
+        found: Any = one.keeps(record)
+    except DataError:
+        raise
+    except Exception as error:  # a user's own code raises anything
+        problem = f"{record.where}: the filter {one.name} failed: {type(error).__name__}: {error}"
+        raise DataError(
+            problem, remedy="it is called with a CheckedRecord (unigen_ds/data/datasets/filters.py)"
+        ) from error
+    if type(found) is not bool and type(found).__name__ not in ("bool_", "bool"):
+        raise DataError(f"{record.where}: the filter {one.name} returned {found!r}", allowed="True or False")
+    return bool(found)
+
+
+def _need_one(made: RecordFilter, *names: str) -> None:
+    if all(getattr(made, name) is None for name in names):
+        raise ConfigError(f"{type(made).__name__} has no limit", allowed=f"at least one of {', '.join(names)}")
+
+
+def _need_order(made: RecordFilter, *pairs: tuple[str, str]) -> None:
+    for low, high in pairs:
+        least, most = getattr(made, low), getattr(made, high)
+        if least is not None and most is not None and least > most:
+            name = type(made).__name__
+            raise ConfigError(
+                f"{name} has {low}={least} and {high}={most}: it keeps nothing", allowed=f"{low} <= {high}"
+            )
+
+
+def _within(value: int, low: int | None, high: int | None) -> bool:
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"FunctionFilter.function {path!r} cannot be imported: {error}", allowed="'my.module.keeps'"
+        ) from error
+
+
+def _source_digest(what: Any) -> str | None:
+    try:
+        return hashlib.blake2b(inspect.getsource(what).encode(), digest_size=16).hexdigest()
+    except (OSError, TypeError):
+        return None

@@ -1,0 +1,170 @@
+"""Groups of sources (``train_dataloader.groups``) -> the weight of each source, and which groups are mandatory.
+
+A group has its share of the samples, by its weight among the groups; its sources divide that by their own weights, or,
+where these are left out, in proportion to their samples, so that every sample of the group comes equally often. A
+mandatory group has a sample in every packed sequence, whatever its weight (``stream.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from pydantic import Field
+
+from unigen_ds.config.sections import Section
+from unigen_ds.config.values import Number
+from unigen_ds.core.errors import ConfigError, DataError, suggestion
+from unigen_ds.data.datasets.dataset import PlannedDataset, dataset_weights, is_streamed
+from unigen_ds.data.order.mixture import exact
+from unigen_ds.data.order.order import Weight
+from unigen_ds.data.samples.counts import Array
+
+_KEY = "train_dataloader.groups"
+
+
+class DataGroup(Section):
+    """Sources that share a weight: those whose `group` is its name."""
+
+    weight: Number = Field(gt=0, allow_inf_nan=False, description="share of the samples, relative to the other groups")
+    mandatory: bool = Field(
+        default=False, description="every packed sequence has a sample of it: where its weight means too few, more"
+    )
+
+
+@dataclass(frozen=True)
+class Blend:
+    """How the sources are mixed."""
+
+    weights: tuple[Weight, ...] | None = None
+    """Of each source; None: every record once an epoch."""
+    mandatory: tuple[tuple[int, ...], ...] = ()
+    """Numbers of the sources of each mandatory group."""
+    names: tuple[str, ...] = ()
+    """Of the mandatory groups."""
+    facts: dict[str, Any] | None = None
+    """For the manifest: groups and sources as given; None: there are no groups."""
+
+
+def blend(
+    datasets: Sequence[PlannedDataset],
+    sizes: Sequence[int],
+    groups: Mapping[str, DataGroup],
+    *,
+    skipped: Sequence[tuple[str, str | None]] = (),
+) -> Blend:
+    """``sizes``: samples of each source; ``skipped``: name and group of each that is left out (``on_error='skip'``).
+    Raises ``ConfigError`` where sources and groups do not fit each other, ``DataError`` where all of a group are
+    skipped.
+    """
+    of_sources = [getattr(dataset, "group", None) for dataset in datasets]
+    for dataset, group in zip(datasets, of_sources, strict=True):
+        if group not in groups and (group is not None or groups):
+            raise ConfigError(
+                f"the data set {dataset.name} has group={group!r}",
+                allowed=f"a group of {_KEY}: {', '.join(groups)}" if groups else f"{_KEY}, which names the groups",
+                remedy=suggestion(str(group), groups)
+                or (f"group={next(iter(groups))!r} of that data set" if group is None else None)
+                or f"{_KEY}=dict({group}=dict(weight=1.0)) in the config",
+            )
+    if not groups:
+        weights = dataset_weights(datasets)
+        _check_positive(datasets)
+        if weights is None and _check_streamed(datasets):
+            weights = [1.0]
+        return Blend(None if weights is None else tuple(weights))
+    members = {name: [k for k, group in enumerate(of_sources) if group == name] for name in groups}
+    if empty := [name for name, sources in members.items() if not sources]:
+        if left := [name for name, group in skipped if group == empty[0]]:
+            raise DataError(
+                f"{_KEY}: every data set of the group {empty[0]} is skipped (on_error='skip'): {', '.join(left)}",
+                remedy="see the warnings above; without its data the group has to be removed from the config",
+            )
+        raise ConfigError(f"{_KEY}: no data set has group={empty[0]!r}", remedy="remove the group, or name it")
+    total = sum((exact(group.weight) for group in groups.values()), Fraction(0))
+    found: list[Weight] = [0.0] * len(datasets)
+    for name, sources in members.items():
+        own = dataset_weights([datasets[k] for k in sources])
+        if own is None:
+            _check_streamed([datasets[k] for k in sources])
+        _check_positive([datasets[k] for k in sources])
+        parts = [Fraction(sizes[k]) for k in sources] if own is None else [exact(weight) for weight in own]
+        for k, part in zip(sources, parts, strict=True):
+            found[k] = str(exact(groups[name].weight) / total * part / sum(parts))
+    mandatory = [name for name, group in groups.items() if group.mandatory]
+    if mandatory and any(map(is_streamed, datasets)):
+        streamed = next(dataset.name for dataset in datasets if is_streamed(dataset))
+        raise ConfigError(
+            f"the group {mandatory[0]} is mandatory, which needs the lengths of all samples; {streamed} is streamed",
+            remedy="mandatory=False, or data sets without streaming",
+        )
+    given = {name: {"weight": float(group.weight), "mandatory": group.mandatory} for name, group in groups.items()}
+    each = [[group, dataset.weight] for group, dataset in zip(of_sources, datasets, strict=True)]
+    return Blend(
+        tuple(found),
+        tuple(tuple(members[name]) for name in mandatory),
+        tuple(mandatory),
+        {"groups": given, "sources": each},
+    )
+
+
+def _check_positive(datasets: Sequence[PlannedDataset]) -> None:
+    """Raise ``ConfigError`` for a weight with which no record would ever be drawn."""
+    for dataset in datasets:
+        if dataset.weight is not None and not 0 < dataset.weight < math.inf:
+            raise ConfigError(
+                f"the data set {dataset.name} has weight={dataset.weight}",
+                allowed="a positive number",
+                remedy=f"remove {dataset.name} from the list to train without it",
+            )
+
+
+def _check_streamed(datasets: Sequence[PlannedDataset]) -> bool:
+    """Whether a data set is streamed. Raises ``ConfigError`` where it is beside others, and none has a weight."""
+    streamed = [dataset.name for dataset in datasets if is_streamed(dataset)]
+    if streamed and len(datasets) > 1:
+        raise ConfigError(
+            f"{streamed[0]} is streamed, so nobody knows how many records it has beside those of the other data sets",
+            remedy="weight=... of each data set",
+        )
+    return bool(streamed)
+
+
+def check_mandatory(
+    blend: Blend, tokens: Sequence[Array], tiles: Sequence[Array], *, packer: Any, seq_length: int
+) -> None:
+    """Raise where mandatory groups cannot be in every sequence: ``ConfigError`` for a packer that does not know them,
+    ``DataError`` where a sample of another group may have no space beside one of each.
+    """
+    if not blend.mandatory:
+        return
+    named = f"the mandatory groups {', '.join(blend.names)}" if len(blend.names) > 1 else f"the group {blend.names[0]}"
+    if not hasattr(packer, "plan_with"):
+        given = "None" if packer is None else type(packer).__name__
+        raise ConfigError(
+            f"{named} must be in every sequence, and train_dataloader.packing is {given}",
+            allowed="a packer that knows mandatory groups",
+            remedy="packing=dict(type='BestFitPacking')",
+        )
+    for what, columns, limit, remedy in (
+        ("tokens", tokens, seq_length, "a larger seq_length, or train_dataloader.max_sample_tokens: longer samples are"
+         " then treated as `overflow` requires"),
+        ("images", tiles, getattr(packer, "max_tiles", None), "a larger max_tiles of the packer"),
+    ):  # fmt: skip
+        if limit is None:
+            continue
+        most = [min(int(column.max(initial=0)), limit) for column in columns]
+        reserved = sum(max(most[k] for k in group) for group in blend.mandatory)
+        left = max(limit - reserved, 0)
+        beside = [column for k, column in enumerate(columns) if not any(k in group for group in blend.mandatory)]
+        over = sum(int((column > left).sum()) for column in beside)
+        if reserved > limit or (over and reserved):
+            longest = max((int(column.max(initial=0)) for column in beside), default=0)
+            raise DataError(
+                f"{named} must be in every sequence, which needs up to {reserved:,} {what} of {limit:,}: {over:,}"
+                f" samples of other groups have more than the {left:,} {what} that are left (up to {longest:,})",
+                remedy=remedy,
+            )

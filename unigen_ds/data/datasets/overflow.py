@@ -1,0 +1,317 @@
+"""Records longer than ``seq_length`` (``train_dataloader.overflow``): split, truncated, skipped or refused; counted.
+
+In: the counts of a source (from its index) and the settings. Out: the units of the source that the global order draws
+(a record, or one piece of it), their lengths, and what is not trained on. Without a setting a plain text is split into
+pieces that together have every token and every target once, and any other record is left out, because truncation
+separates an answer from its question or an image from its prompt. The index alone shows what is too long: nothing is
+read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, cached, fingerprint
+from unigen_ds.data.datasets.dataset import PlannedDataset
+from unigen_ds.data.datasets.held_out import record_number
+from unigen_ds.data.order.order import Draw
+from unigen_ds.data.rules import RULES
+from unigen_ds.data.samples.counts import COLUMNS, CONTENT, KINDS, Array, Counts, count
+from unigen_ds.data.samples.sample import Sample, num_pieces, piece_bounds
+
+Action = Literal["split", "truncate", "skip", "error"]
+ACTIONS: tuple[Action, ...] = ("split", "truncate", "skip", "error")
+_BY_KIND: dict[str | None, dict[str, Action]] = {
+    **{action: dict.fromkeys(KINDS, action) for action in ACTIONS},
+    None: {"text": "split", "conversation": "skip", "images": "skip"},
+    "split": {"text": "split", "conversation": "split", "images": "skip"},  # an image stays with its text
+}
+_NAMED = 5
+_MOST_LOST = 0.5
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """The settings.
+
+    Args:
+        seq_length: tokens of a sequence at most.
+        given: ``train_dataloader.overflow``; None: the default of each kind of record.
+        key: of ``train_dataloader``, which sets ``seq_length``.
+    """
+
+    seq_length: int
+    given: str | None = None
+    key: str = "seq_length"
+
+    def __post_init__(self) -> None:
+        if self.given is not None and self.given not in ACTIONS:
+            raise ConfigError(f"train_dataloader.overflow is {self.given!r}", allowed=", ".join(ACTIONS))
+
+    @property
+    def actions(self) -> dict[str, Action]:
+        """What happens to a long record of each kind."""
+        return _BY_KIND[self.given]
+
+
+class Fitted:
+    """One source, fitted to sequences of ``overflow.seq_length`` tokens."""
+
+    def __init__(self, dataset: PlannedDataset, overflow: Overflow) -> None:
+        self.dataset, self.overflow = dataset, overflow
+        limit, (tokens, tiles) = overflow.seq_length, dataset.lengths()
+        self.longer: Array = np.flatnonzero(tokens > limit)
+        kinds, actions = dataset.counts().kind, overflow.actions
+        chosen = {
+            action: np.isin(kinds[self.longer], [KINDS.index(k) for k in KINDS if actions[k] == action])
+            for action in ACTIONS
+        }
+        self.by_action: dict[Action, Array] = {
+            action: self.longer if mask.all() else self.longer[mask] for action, mask in chosen.items()
+        }
+        """Records that are too long, by what happens to them."""
+        self._records: Array | None = None
+        self._pieces: Array | None = None
+        self.tokens: Array = tokens
+        """Of each unit. Without a longer record the index's own, which needs no memory of the process."""
+        self.tiles: Array = tiles
+        split, skip = self.by_action["split"], self.by_action["skip"]
+        if self.longer.size:
+            divides = bool(split.size or skip.size)
+            found = self._shared("units", len(tokens), self._units if divides else self._shortened)
+            self.tokens = found["tokens"]
+            if divides:
+                self._records, self._pieces, self.tiles = found["records"], found["pieces"], found["tiles"]
+
+    def _shared(self, kind: str, number: int, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
+        """``make()``, of many records in a file that all processes share."""
+        overflow, folder = self.overflow, self.dataset.cache_folder
+        if folder is None or number < SHARED_FROM:  # without the fingerprint, which may read the data
+            return make()
+        key = fingerprint(_UNITS, kind, self.dataset.fingerprint, overflow.seq_length, RULES.overflow, overflow.actions)
+        return cached(folder / f"{kind}-{key[:16]}{SUFFIX}", key, make)
+
+    def _shortened(self) -> dict[str, Array]:
+        return {"tokens": np.minimum(self.dataset.lengths()[0], self.overflow.seq_length)}
+
+    def _units(self) -> dict[str, Array]:
+        """Of each unit: its record, its piece or -1, tokens and tiles."""
+        limit, (tokens, tiles) = self.overflow.seq_length, self.dataset.lengths()
+        split, skip = self.by_action["split"], self.by_action["skip"]
+        number = np.ones(len(tokens), dtype=np.int64)
+        number[split], number[skip] = num_pieces(tokens[split], limit), 0
+        records = np.repeat(np.arange(len(tokens), dtype=np.int64), number)
+        piece = np.arange(len(records), dtype=np.int64) - np.repeat(np.cumsum(number) - number, number)
+        whole = number[records] == 1
+        start, stop = piece_bounds(tokens[records], limit, piece)
+        units = np.where(whole, np.minimum(tokens, limit)[records], stop - start)
+        return {"records": records, "pieces": np.where(whole, -1, piece), "tokens": units, "tiles": tiles[records]}
+
+    def __len__(self) -> int:
+        """Units: draws of one pass."""
+        return len(self.tokens)
+
+    positions: int | None = None
+    """Tokens of a document at most, by the model, as far as it has a limit (``check_positions``)."""
+
+    def lengths_of(self, units: Array) -> tuple[Array, Array]:
+        """(tokens, tiles) of some units."""
+        return self.tokens[units], self.tiles[units]
+
+    def record(self, unit: Draw) -> Draw:
+        """A draw of a unit as a draw of its record, by its number in the whole source (``held_out.whole_of``)."""
+        index, piece = unit.index, -1
+        if self._records is not None and self._pieces is not None:
+            index, piece = int(self._records[unit.index]), int(self._pieces[unit.index])
+        return Draw(unit.source, record_number(self.dataset, index), unit.pass_number, piece)
+
+    def titled(self, name: str) -> str:
+        """How messages call what the numbers of this source are of: a streamed one is measured in part."""
+        return name
+
+    def ids(self, name: str, records: Array) -> list[str]:
+        """What messages call some records of the source."""
+        return [f"{name}:{record_number(self.dataset, index)}" for index in records.tolist()]
+
+    @property
+    def touched(self) -> dict[str, Action]:
+        """What happens to the kinds of records that have a long one: enters the fingerprint of the data."""
+        present = {KINDS[kind] for kind in np.unique(self.dataset.counts().kind[self.longer]).tolist()}
+        return {kind: action for kind, action in self.overflow.actions.items() if kind in present}
+
+    @property
+    def kept(self) -> Counts:
+        """Counts of what is trained on, per record: zeros for a skipped one. Reads truncated records once (cached).
+
+        Six columns of its own where a record is longer: sums alone are in ``kept_sums``.
+        """
+        counts, (left_out, cut, truncated) = self.dataset.counts(), self._lost
+        if not left_out.size and not cut.size:
+            return counts
+        columns = {name: np.array(getattr(counts, name)) for name in CONTENT}
+        for name, column in columns.items():
+            column[left_out] = 0
+            column[cut] = truncated[:, COLUMNS.index(name)]
+        return replace(counts, **columns)
+
+    @cached_property
+    def kept_sums(self) -> dict[str, int]:
+        """Sums of the columns ``CONTENT`` of ``kept``."""
+        counts, (left_out, cut, truncated) = self.dataset.counts(), self._lost
+        return {
+            name: int(column.sum() - column[left_out].sum() - column[cut].sum())
+            + int(truncated[:, COLUMNS.index(name)].sum())
+            for name in CONTENT
+            for column in [getattr(counts, name)]
+        }
+
+    @cached_property
+    def kept_targets(self) -> int:
+        """Targets of every loss term that are trained on."""
+        return sum(self.kept_sums[f"{kind}_targets"] for kind in ("text", "image", "other"))
+
+    @cached_property
+    def _lost(self) -> tuple[Array, Array, Array]:
+        """Records that are left out, records that are truncated, and the counts [n, columns] of these afterwards."""
+        cut = self.by_action["truncate"]
+        truncated = self._truncated(cut) if cut.size else np.empty((0, len(COLUMNS)), dtype=np.int64)
+        return np.concatenate([self.by_action["skip"], self.by_action["error"]]), cut, truncated
+
+    def _truncated(self, records: Array) -> Array:
+        """Rows of ``Counts`` of truncated records."""
+        overflow, folder = self.overflow, self.dataset.cache_folder
+        key = fingerprint(self.dataset.fingerprint, overflow.seq_length, RULES.overflow, overflow.actions, COLUMNS)
+
+        def make() -> dict[str, Array]:
+            samples = (self.dataset.sample(index) for index in records.tolist())
+            rows = [count(sample.truncated(overflow.seq_length)) for sample in samples]
+            return {"rows": np.asarray(rows, dtype=np.int64)}
+
+        return cached(folder and folder / f"cut-{key[:16]}{SUFFIX}", key, make)["rows"]
+
+    def report(self, name: str) -> dict[str, Any]:
+        """Plain numbers. ``name``: of the source in sample ids."""
+        whole, kept = self.dataset.counts(), self.kept_sums
+        targets = {
+            f"{kind}_targets{suffix}": int(value)
+            for kind in ("text", "image", *["other"] * bool(whole.other_targets.any()))
+            for total in [int(getattr(whole, f"{kind}_targets").sum())]
+            for suffix, value in (("", total), ("_lost", total - kept[f"{kind}_targets"]))
+        }
+        total = sum(int(getattr(whole, f"{kind}_targets").sum()) for kind in ("text", "image", "other"))
+        return {
+            "longer": len(self.longer),
+            **{_DONE[action]: len(self.by_action[action]) for action in ACTIONS},
+            "pieces": int(num_pieces(whole.tokens[self.by_action["split"]], self.overflow.seq_length).sum()),
+            "skipped_records": self.ids(name, self.by_action["skip"]),
+            **targets,
+            "share_lost": (total - self.kept_targets) / max(total, 1),
+        }
+
+
+_UNITS = "unigen-units-1"
+_DONE: dict[Action, str] = {"split": "split", "truncate": "truncated", "skip": "skipped", "error": "refused"}
+
+
+def part_of(sample: Sample, piece: int, seq_length: int) -> Sample:
+    """The part of its record that a drawn unit is."""
+    if piece < 0:
+        return sample.truncated(seq_length)
+    start, stop = piece_bounds(sample.num_tokens, seq_length, piece)
+    return sample.part(int(start), int(stop))
+
+
+def unit_tokens(num_tokens: int, piece: int, seq_length: int) -> int:
+    """Tokens of a drawn unit of a record of ``num_tokens``."""
+    if piece < 0:
+        return min(num_tokens, seq_length)
+    start, stop = piece_bounds(num_tokens, seq_length, piece)
+    return int(stop - start)
+
+
+def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
+    """Raise ``DataError`` where ``overflow='error'`` and a record is too long, or most image targets would be lost."""
+    for name, source in zip(names, sources, strict=True):
+        refused, limit, key = source.by_action["error"], source.overflow.seq_length, source.overflow.key
+        first = ", ".join(source.ids(name, refused[:_NAMED])) + ", ..." * (refused.size > _NAMED)
+        name = source.titled(name)
+        if refused.size:
+            raise DataError(
+                f"{name}: {len(refused):,} of {len(source.dataset):,} records are longer than {key}"
+                f" {limit:,} ({first}), and train_dataloader.overflow is 'error'",
+                remedy=f"{key} of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
+                " 'split', 'truncate' or 'skip'",
+            )
+        total, kept = int(source.dataset.counts().image_targets.sum()), source.kept_sums["image_targets"]
+        if total - kept > _MOST_LOST * total:
+            raise DataError(
+                f"{name}: {total - kept:,} of {total:,} image targets do not fit {key} {limit:,}"
+                f" (the largest image has {int(source.dataset.counts().largest_image.max()):,} tokens, the longest"
+                f" record {int(source.dataset.lengths()[0].max()):,})",
+                allowed="at most half of a source's image targets lost",
+                remedy=f"a larger train_dataloader.{key}, or a smaller max_size of processor.vae_transform",
+            )
+    for name, source in zip(names, sources, strict=True):
+        tokens, limit = source.dataset.lengths()[0], source.overflow.seq_length
+        key, shortest, longest = source.overflow.key, int(tokens.min()), int(tokens.max())
+        larger = f"train_dataloader.{key} of {shortest:,} or more (the longest: {longest:,})"
+        if not len(source):
+            images = KINDS.index("images") in source.dataset.counts().kind
+            raise DataError(
+                f"{source.titled(name)}: all {len(source.dataset):,} records are longer than {key} {limit:,} and are"
+                " skipped",
+                remedy=f"a {larger}" + ("" if images else ", or train_dataloader.overflow='split'"),
+            )
+        total, left = int(source.dataset.counts().targets.sum()), source.kept_targets
+        if total and not left:
+            raise DataError(
+                f"{source.titled(name)}: all {total:,} targets are lost: what of its records fits {key} {limit:,} has"
+                " none",
+                allowed="records that leave something to learn",
+                remedy=f"a {larger}",
+            )
+
+
+def check_positions(sources: Sequence[Fitted], names: Sequence[str], *, limit: int | None) -> None:
+    """Raise ``DataError`` where a document is longer than the ``limit`` of positions that a model has (None: any)."""
+    for name, source in zip(names, sources, strict=True):
+        source.positions, longest = limit, int(source.tokens.max(initial=0))
+        if limit is not None and longest > limit:
+            number = int((source.tokens > limit).sum())
+            raise DataError(
+                f"{source.titled(name)}: {number:,} of {len(source.tokens):,} samples have more tokens"
+                f" (up to {longest:,}) than the model has"
+                f" positions, model.llm.max_position_embeddings {limit:,}",
+                remedy=f"train_dataloader.seq_length of at most {limit:,}: longer texts are split",
+            )
+
+
+def overflow_line(report: Mapping[str, Any], *, records: int, seq_length: int, key: str = "seq_length") -> str:
+    """``Fitted.report`` as a sentence. ``key``: as of ``Overflow``."""
+    if not report["longer"]:
+        return f"all {records:,} records fit {key} {seq_length:,}: 0.0% of the targets are lost"
+    done = []
+    if report["split"]:
+        done.append(f"{report['split']:,} split into {report['pieces']:,} samples")
+    if report["truncated"]:
+        done.append(f"{report['truncated']:,} truncated")
+    if report["refused"]:
+        done.append(f"{report['refused']:,} refused")
+    if report["skipped"]:
+        shown = ", ".join(report["skipped_records"][:_NAMED])
+        done.append(f"{report['skipped']:,} skipped ({shown}{', ...' if report['skipped'] > _NAMED else ''})")
+    lost = (
+        f"{report[f'{kind}_targets_lost']:,} of {report[f'{kind}_targets']:,} {kind} targets"
+        for kind in ("text", "image", "other")
+        if f"{kind}_targets" in report
+    )
+    return (
+        f"{report['longer']:,} of {records:,} records are longer than {key} {seq_length:,}: {', '.join(done)};"
+        f" {report['share_lost']:.1%} of the targets are lost ({', '.join(lost)})"
+    )

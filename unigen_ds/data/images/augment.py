@@ -1,0 +1,174 @@
+"""Random changes of training images, keyed by sample: the same wherever a sample is loaded.
+
+An augmentation accepts ``[C, H, W]`` and a generator and returns the same shape. ``processor.vit_augment`` changes the
+images that the model reads, each on its own; ``processor.augment`` changes all images of a record in the same way, also
+those that are to be generated: it draws the same numbers for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Protocol
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor
+from torch.nn import functional as F
+
+from unigen_ds.config.registry import TRANSFORMS, checked, registered_name
+from unigen_ds.config.values import Share
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.system.seeding import generator
+
+_LUMINANCE = (0.299, 0.587, 0.114)
+CHANGES = ("augment", "vit_augment")
+"""Keys of ``processor`` that are lists of random changes; one component is a list of one."""
+
+
+class Augment(Protocol):
+    """What ``processor.vit_augment`` and ``processor.augment`` list. One with ``unit_range = True`` is called with
+    values from 0 to 1, whatever the range of the model's images.
+    """
+
+    def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor: ...
+
+
+@TRANSFORMS.register_module()
+class RandomShift:
+    """Move an image by up to ``max_pixels`` to either side, up or down; its border is repeated where it leaves.
+
+    Args:
+        max_pixels: pixels by which an image moves to any side at most; its border is repeated.
+    """
+
+    @checked()
+    def __init__(self, *, max_pixels: Annotated[int, Ge(1)]) -> None:
+        self.max_pixels = max_pixels
+
+    def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor:
+        p = self.max_pixels
+        top, left = torch.randint(0, 2 * p + 1, (2,), generator=generator).tolist()
+        padded = F.pad(image, (p, p, p, p), mode="replicate")
+        return padded[:, top : top + image.shape[1], left : left + image.shape[2]]
+
+
+@TRANSFORMS.register_module()
+class RandomFlip:
+    """Mirror an image.
+
+    Args:
+        probability: of a mirrored image.
+        vertical: exchange top and bottom instead of left and right.
+    """
+
+    @checked()
+    def __init__(self, *, probability: Share = 0.5, vertical: bool = False) -> None:
+        self.probability, self.vertical = probability, vertical
+
+    def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor:
+        if torch.rand((), generator=generator).item() >= self.probability:
+            return image
+        return image.flip(1 if self.vertical else 2)
+
+
+@TRANSFORMS.register_module()
+class RandomCrop:
+    """A part of an image of the same shape, anywhere in it, enlarged to the whole size.
+
+    Args:
+        min_area: share of the area at least; the share is drawn evenly between it and 1.
+    """
+
+    @checked()
+    def __init__(self, *, min_area: Annotated[float, Gt(0), Le(1)]) -> None:
+        self.min_area = min_area
+
+    def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor:
+        area, down, right = torch.rand(3, generator=generator).tolist()
+        side = (self.min_area + (1 - self.min_area) * area) ** 0.5
+        height, width = (max(1, round(side * length)) for length in image.shape[1:])
+        top, left = round(down * (image.shape[1] - height)), round(right * (image.shape[2] - width))
+        part = image[None, :, top : top + height, left : left + width]
+        return F.interpolate(part, size=image.shape[1:], mode="bilinear", antialias=True, align_corners=False)[0]
+
+
+@TRANSFORMS.register_module()
+class ColorJitter:
+    """Other brightness, contrast and saturation, in this order; each is multiplied by an even draw from 1 - x to 1 + x.
+
+    Args:
+        brightness: x of brightness.
+        contrast: x of contrast, the distance to the mean luminance of the image.
+        saturation: x of saturation, the distance to grey. Of a grey image nothing.
+    """
+
+    unit_range = True
+
+    @checked()
+    def __init__(self, *, brightness: Share = 0.0, contrast: Share = 0.0, saturation: Share = 0.0) -> None:
+        self.brightness, self.contrast, self.saturation = brightness, contrast, saturation
+        if not any((brightness, contrast, saturation)):
+            allowed = "at least one of brightness, contrast, saturation above 0"
+            raise ConfigError("ColorJitter changes nothing", allowed=allowed)
+
+    def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor:
+        draws = (2 * torch.rand(3, generator=generator) - 1).tolist()
+        limits = (self.brightness, self.contrast, self.saturation)
+        bright, contrast, saturation = (1 + limit * draw for limit, draw in zip(limits, draws, strict=True))
+        image = (image * bright).clamp(0, 1)
+        image = torch.lerp(_grey(image).mean(), image, contrast).clamp(0, 1)
+        return torch.lerp(_grey(image), image, saturation).clamp(0, 1)
+
+
+@TRANSFORMS.register_module()
+class RandomGray:
+    """An image without colours.
+
+    Args:
+        probability: of an image without colours.
+    """
+
+    @checked()
+    def __init__(self, *, probability: Share = 0.1) -> None:
+        self.probability = probability
+
+    def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor:
+        grey = torch.rand((), generator=generator).item() < self.probability
+        return _grey(image).expand_as(image).clone() if grey else image
+
+
+def misplaced(cls: type, where: str, *, changes: bool) -> list[ConfigError]:
+    """An error where a transform that sets a size is to change images (``changes``), or the other way round."""
+    wrong = hasattr(cls, "largest_side") if changes else not hasattr(cls, "size")
+    if not wrong:
+        return []
+    fitting = [name for name, one in TRANSFORMS.module_dict.items() if hasattr(one, "size") is not changes]
+    what = "sets the size of an image" if changes else "changes images at random, and sets no size"
+    other = "processor.vit_transform or processor.vae_transform" if changes else "processor.augment or vit_augment"
+    problem = f"{where}.type is {registered_name(cls) or cls.__name__}, which {what}"
+    return [ConfigError(problem, allowed=", ".join(sorted(fitting)), remedy=f"it belongs to {other}")]
+
+
+def _grey(image: Tensor) -> Tensor:
+    """[1, H, W] of [C, H, W]; of other than three channels the image itself."""
+    if image.shape[0] != 3:
+        return image
+    return (image * image.new_tensor(_LUMINANCE)[:, None, None]).sum(0, keepdim=True)
+
+
+def changed(image: Tensor, changes: Sequence[Augment], key: tuple[object, ...], *, lowest: float) -> Tensor:
+    """``image`` after the changes, each keyed by ``key`` and its number. Its values are from ``lowest`` to 1.
+
+    Raises ``DataError`` where a change of a user's own returns another shape.
+    """
+    for number, change in enumerate(changes):
+        unit = getattr(change, "unit_range", False)
+        given = (image - lowest) / (1 - lowest) if unit else image
+        found = change(given, generator(*key, "augment", number))
+        if found.shape != image.shape:
+            raise DataError(
+                f"{type(change).__name__} returned {tuple(found.shape)} for an image of {tuple(image.shape)}",
+                allowed="the same shape: lengths are planned before an image is read",
+            )
+        image = found * (1 - lowest) + lowest if unit else found
+    return image

@@ -1,0 +1,136 @@
+"""Ids of the texts of every record, kept beside its index: a record is tokenized once, not in each epoch.
+
+In: an index and the processor of its records. Out: for a record, the ids of its texts in the order in which the
+processor asks for them. The file is made and mapped as that of the index (``array_cache.py``): one process makes it
+while others wait, it is complete or absent after a kill, and all processes share its pages. Trade-off: 4 bytes a token
+on the disk and one more pass over the texts, once; later a record costs a copy of its ids instead of its tokenization.
+Each record has a checksum of its own, since a wrong id would be learned without notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unigen_ds.core.errors import DataError
+from unigen_ds.data.cache.array_cache import SUFFIX, Arrays, NewArrays, fingerprint, kept, stored
+from unigen_ds.data.index.index import Index
+from unigen_ds.data.index.planning import Chunk, batches, learnt, planned
+from unigen_ds.data.records.records import Layout
+from unigen_ds.data.rules import RULES
+from unigen_ds.data.samples.processor import ConversationProcessor
+from unigen_ds.data.sources.base import RecordSource
+from unigen_ds.system.log import logger
+
+_FORMAT = "unigen-tokens-1"
+
+
+class TokenCache:
+    """Of one source. It is copied to loading processes by its path, and mapped there."""
+
+    def __init__(self, path: Path, key: str, arrays: Arrays) -> None:
+        self._path, self._key, self._starts, self._numbers = path, key, arrays["starts"], arrays["numbers"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened, (self._path, self._key)
+
+    def of(self, index: int) -> list[list[int]]:
+        """Ids of each text of a record. Raises ``DataError`` where the file was damaged."""
+        row = self._numbers[self._starts[index] : self._starts[index + 1]]
+        numbers = row[1:].tolist()
+        if not len(row) or int(row[0]) != _checksum(row[1:]):
+            raise DataError(
+                f"the cache of tokens {self._path} is damaged: record {index} is not what was written",
+                remedy="delete the file: it is made again",
+            )
+        texts, at = [], 0
+        while at < len(numbers):
+            length = numbers[at]
+            texts.append(numbers[at + 1 : at + 1 + length])
+            at += 1 + length
+        return texts
+
+    @classmethod
+    def build(cls, index: Index, processor: ConversationProcessor, *, num_workers: int = 0) -> TokenCache | None:
+        """From its file, or by tokenizing every text once. None, with a warning, where there is no space for a file.
+
+        Raises ``ConfigError`` for a processor that does not tokenize texts one by one.
+        """
+        next(processor.text_ids([]), None)  # refused before anything is read
+        name = index.source.origin.name
+        if index.folder is None:
+            logger().warning("the tokens of %s cannot be cached: there is no folder for it", index.source.title)
+            return None
+        key = fingerprint(
+            _FORMAT, index.content, type(processor).__qualname__, processor.tokenizer.fingerprint,
+            RULES.special_tokens, index.layout.facts, *index.source.cache_facts,
+        )  # fmt: skip
+        path = index.folder / f"{name}-tokens-{key[:16]}{SUFFIX}"
+
+        def fill(new: NewArrays) -> None:
+            new.add("starts", len(index) + 1)
+            new.add("numbers", None, "int32")
+            end = 0
+            malformed = frozenset(index.malformed.tolist())
+            plan = _TokenPlan(index.source, processor, index.layout, malformed)
+            for first, (lengths, numbers) in planned(plan, num_workers):
+                new.put("starts", first + 1, end + np.cumsum(lengths))
+                new.put("numbers", end, numbers)
+                end += len(numbers)
+
+        arrays = kept(path, key, fill)
+        return None if arrays is None else cls(path, key, arrays)
+
+
+def _opened(path: Path, key: str) -> TokenCache:
+    """In another process. Raises ``DataError`` where the file is gone."""
+    arrays = stored(path, key)
+    if arrays is None:
+        raise DataError(f"the cache of tokens {path} is gone or damaged", remedy="start again: it is made again")
+    return TokenCache(path, key, arrays)
+
+
+def _checksum(numbers: NDArray[Any]) -> int:
+    """31 bits of XXH32, so that it is a number of the array."""
+    return xxhash.xxh32_intdigest(np.ascontiguousarray(numbers, dtype="<i4").data) >> 1
+
+
+@dataclass(frozen=True)
+class _TokenPlan:
+    """Tokenizes records."""
+
+    source: RecordSource
+    processor: ConversationProcessor
+    layout: Layout
+    malformed: frozenset[int]
+    """Numbers of the records that have no texts."""
+
+    def chunk(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
+        """How many numbers each record has, and the numbers: its checksum, then of each text the length and ids."""
+        lengths: list[int] = []
+        rows: list[NDArray[np.int32]] = []
+        for first, entries in batches(self.source, chunk):
+            turns = [
+                [] if n in self.malformed else learnt(entry.record, entry.where, self.layout)
+                for n, entry in enumerate(entries, first)
+            ]
+            for texts in self.processor.text_ids(turns):
+                rows.append(_row(texts))
+                lengths.append(len(rows[-1]))
+        return np.asarray(lengths, dtype=np.int64), np.concatenate(rows)
+
+
+def _row(texts: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+    numbers: list[int] = []
+    for ids in texts:
+        numbers.append(len(ids))
+        numbers += ids
+    row = np.asarray([0, *numbers], dtype=np.int32)
+    row[0] = _checksum(row[1:])
+    return row

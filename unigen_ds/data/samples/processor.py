@@ -1,0 +1,243 @@
+"""What a model makes of records: the interface that the data package uses, and what processors of conversations share.
+
+A family has a processor of its own (``families/bagel/processor.py``, ``families/nanovlm/processor.py``). Lengths are
+known after planning; randomness comes later, when a split is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from PIL import Image
+from torch import Tensor
+
+from unigen_ds.core.batch import Batch
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.images.augment import Augment
+from unigen_ds.data.images.image_files import ImageContent, ImageHeader, flattened, image_header, open_image
+from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.data.records.turn import Turn, same_message
+from unigen_ds.data.samples.packed import PackedBuilder
+from unigen_ds.data.samples.sample import Loaded, Sample, Split
+from unigen_ds.data.samples.splits import ImageKind, ImageSplit
+
+_CHANGES_NO_PLAN = ("augment", "ce_reweight", "dropout", "seed", "tokenizer", "vit_augment", "vocab_size")
+"""Attributes of a processor."""
+
+
+class BatchBuilder(Protocol):
+    """Makes one micro-batch of documents. Called in a loader's process, by one thread."""
+
+    num_tokens: int
+    """Of the documents so far (``Split.num_tokens``)."""
+
+    def add_document(self, loaded: Sequence[Loaded]) -> None:
+        """The loaded splits of one sample."""
+        ...
+
+    def add_padding(self, num_tokens: int) -> None:
+        """A document without targets: of a sample that cannot be loaded, or of an empty sequence."""
+        ...
+
+    def batch(self, num_sequences: int, sample_ids: tuple[str, ...], skipped: tuple[dict[str, str], ...]) -> Batch:
+        """All documents. The three arguments are the fields of ``Batch``."""
+        ...
+
+
+class Processor(Protocol):
+    """What loading a batch needs of a processor; it is copied to each loader process."""
+
+    seed: int
+    """Of dropout and noise."""
+    dropout: Mapping[str, float]
+    """Kind of condition (``Split.condition``) -> the probability that one is left out."""
+
+    def builder(self) -> BatchBuilder:
+        """An empty micro-batch."""
+        ...
+
+
+class ConversationProcessor:
+    """Conversations of texts and images as a ``PackedBatch``: what processors of such models share.
+
+    A subclass has ``splits_of``; or, where whole conversations are tokenized by a chat template, ``plan_many``. Sizes
+    that its model does not have keep their defaults.
+    """
+
+    tokenizes_texts: ClassVar[bool] = True
+    """Whether each text is tokenized on its own (``splits_of``)."""
+
+    on_white: ClassVar[bool] = True
+    """Transparent parts become white, as in BAGEL; else the colours under them are visible."""
+    dropout: Mapping[str, float] = {}
+    vocab_size: int | None = None
+    """Ids that the model has; None: not known, since its files decide and were not read yet."""
+    vit_transform: Any = None
+    vae_transform: ImageTransform | None = None
+    augment: Sequence[Augment] = ()
+    vit_augment: Sequence[Augment] = ()
+    vit_patch_size = 14
+    vit_max_patches_per_side = 70
+    vae_downsample = 16
+    latent_channels = 16
+    latent_patch_size = 2
+    vae_spatial_downsample = 8
+    max_latent_size = 64
+
+    def __init__(self, tokenizer: Any, *, ce_reweight: bool = False, seed: int = 0) -> None:
+        self.tokenizer: Any = tokenizer
+        self.ce_reweight, self.seed = ce_reweight, seed
+
+    @property
+    def vit_channels(self) -> int:
+        return self.vit_transform.channels if self.vit_transform else 3
+
+    @property
+    def vae_channels(self) -> int:
+        return self.vae_transform.channels if self.vae_transform else 3
+
+    @property
+    def vit_lowest(self) -> float:
+        """Value of black in the patches of the vision tower; white is 1."""
+        return -1.0
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the plan of a record may change; dropout, weights and seed change none.
+
+        By default with the class, the tokenizer, and each public attribute that is a plain value or has a
+        ``fingerprint``.
+        """
+        names = ("bos_id", "eos_id", "image_start_id", "image_end_id")
+        facts: list[object] = [f"{type(self).__module__}.{type(self).__qualname__}", self.tokenizer.fingerprint]
+        facts += (getattr(self.tokenizer, name, None) for name in names)
+        for name, value in sorted(vars(self).items()):
+            of_plan = name not in _CHANGES_NO_PLAN and not name.startswith("_")
+            value = getattr(value, "fingerprint", value)
+            if of_plan and isinstance(value, str | int | float | tuple | list | None):
+                facts.append((name, value))
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+    def builder(self) -> PackedBuilder:
+        """As of ``Processor``."""
+        return PackedBuilder(self)
+
+    def read_image(self, image: str | Path | ImageContent | Image.Image) -> Image.Image:
+        """A picture as this model's family reads it, in RGB or L. Raises ``UnreadableImage``."""
+        decoded = image if isinstance(image, Image.Image) else open_image(image)
+        return flattened(decoded, white=self.on_white)
+
+    def touches(self, header: ImageHeader) -> bool:
+        """Whether the rule ``images`` changes what PIL decodes of such a picture."""
+        return header.changed or header.transparent
+
+    def header(self, path: str, *, keep: bool) -> ImageHeader:
+        """Of an image; ``keep``: read the whole file, for decoding it next."""
+        return image_header(ImageContent(path) if keep else path)
+
+    def plan(self, turns: Sequence[Turn], where: object = "", *, keep_images: bool = False) -> Sample:
+        """The splits of a conversation. ``where`` begins errors; ``keep_images``: they are decoded next.
+
+        An image whose header cannot be read does not raise: its split carries the reason and the smallest size.
+        """
+        return next(self.plan_many([(turns, where)], keep_images=keep_images))
+
+    def plan_many(
+        self, records: Iterable[tuple[Sequence[Turn], object]], *, keep_images: bool = False
+    ) -> Iterator[Sample]:
+        """``plan`` of each (turns, where); their texts are tokenized together."""
+        merged = [(_merged(turns), is_document(turns), where) for turns, where in records]
+        texts = [turn.value for turns, _, _ in merged for turn in turns if turn.kind == "text"]
+        spelling = self.spelling_special(texts)
+        ids = iter(self._encoded(texts))
+        for turns, plain, where in merged:
+            splits = tuple(self.splits_of(turns, ids, where, keep_images=keep_images))
+            spells = bool(spelling) and any(turn.kind == "text" and turn.value in spelling for turn in turns)
+            yield Sample(splits, spells_special=spells, plain=plain)
+
+    def splits_of(
+        self, turns: Sequence[Turn], ids: Iterator[Sequence[int]], where: object, *, keep_images: bool
+    ) -> Iterable[Split]:
+        """Those of one record. Neighbouring texts of a role are one turn.
+
+        Args:
+            ids: of each text, in order: one is taken for each turn of kind ``text``.
+            where: begins errors.
+            keep_images: they are decoded next (``header``).
+        """
+        raise NotImplementedError(f"{type(self).__name__}.splits_of")
+
+    def _encoded(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        # a tokenizer of a user's own may have "encode" alone
+        together = getattr(self.tokenizer, "encode_texts", None)
+        return together(texts) if together else [self.tokenizer.encode(text) for text in texts]
+
+    def spells_special(self, text: str) -> bool:
+        """Whether a text spells a special token of the tokenizer."""
+        spells = getattr(self.tokenizer, "spells_special", None)
+        return spells is not None and spells(text)
+
+    def text_ids(self, records: Sequence[Sequence[Turn]]) -> Iterator[list[Sequence[int]]]:
+        """Of each of some records the ids of its texts, in order; images are not read. For ``cache_tokens``.
+
+        Raises ``ConfigError`` where texts are not tokenized one by one.
+        """
+        if not self.tokenizes_texts:
+            raise ConfigError(
+                f"cache_tokens=True with {type(self).__name__}, which tokenizes whole conversations by a chat template",
+                remedy="leave cache_tokens out",
+            )
+        texts = [[turn.value for turn in _merged(turns) if turn.kind == "text"] for turns in records]
+        ids = iter(self._encoded([text for of_record in texts for text in of_record]))
+        for of_record in texts:
+            yield [next(ids) for _ in of_record]
+
+    def plan_with(
+        self, turns: Sequence[Turn], where: object, ids: Iterable[Sequence[int]], *, keep_images: bool = False
+    ) -> Sample:
+        """``plan`` where the ids of the texts are known."""
+        merged = _merged(turns)
+        splits = tuple(self.splits_of(merged, iter(ids), where, keep_images=keep_images))
+        spells = bool(self.spelling_special([turn.value for turn in merged if turn.kind == "text"]))
+        return Sample(splits, spells_special=spells, plain=is_document(turns))
+
+    def spelling_special(self, texts: Sequence[str]) -> set[str]:
+        """Those of some texts that spell a special token."""
+        together = getattr(self.tokenizer, "spelling_special", None)
+        return set(together(texts)) if together else {text for text in texts if self.spells_special(text)}
+
+    def ready_image(self, image: Tensor, kind: ImageKind, where: str) -> ImageSplit:
+        """The split of an image that a data set has as a tensor ``[C, H, W]``. Raises ``DataError`` for its shape."""
+        latent = kind != "vit"
+        stride = self.vae_downsample if latent else self.vit_patch_size
+        table = self.max_latent_size if latent else self.vit_max_patches_per_side
+        channels = self.vae_channels if latent else self.vit_channels
+        c, height, width = image.shape
+        if c != channels or height % stride or width % stride or max(height, width) > table * stride:
+            raise DataError(
+                f"{where} is a tensor of shape {tuple(image.shape)}",
+                allowed=f"[{channels}, H, W] with sides that are multiples of {stride}, at most {table * stride}",
+            )
+        grid = (height // stride, width // stride)
+        return ImageSplit(where, kind, grid, tensor=image.float())
+
+
+def is_document(turns: Sequence[Turn]) -> bool:
+    """Whether a record is plain text, all of it to be learned."""
+    return all(turn.is_target and turn.kind == "text" for turn in turns)
+
+
+def _merged(turns: Sequence[Turn]) -> list[Turn]:
+    if len(turns) == 1:
+        return list(turns)
+    merged: list[Turn] = []
+    for turn in turns:
+        last = merged[-1] if merged else None
+        if last is not None and turn.kind == last.kind == "text" and same_message(last, turn):
+            merged[-1] = last._replace(value=f"{last.value}\n{turn.value}")
+        else:
+            merged.append(turn)
+    return merged

@@ -1,0 +1,223 @@
+"""A sample as splits, before any tensor exists: enough to compute its length, shorten it, drop parts, and pack it.
+
+A split is one text, one image, one row of numbers: whatever a kind of model reads or learns as a unit. It has its
+own length and targets, and methods that shorten it, load it and add it to a batch (``Split``). Splits of
+texts and images are in ``splits.py``; a family may have others (``families/nanovlm/processor.py``), or none of these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from unigen_ds.core.errors import DataError
+from unigen_ds.data.rules import TOUCH_BITS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORED = -100
+"""A label: nothing is to be predicted."""
+
+
+class Tally:
+    """Sums over the splits of one record; ``counts.count`` makes a row of ``Counts`` of it."""
+
+    __slots__ = (
+        "image_targets", "image_tokens", "images", "largest_image", "other_targets", "text_targets", "tiles", "unk_id",
+        "unknown", "unreadable",
+    )  # fmt: skip
+
+    def __init__(self, unk_id: int | None = None) -> None:
+        self.unk_id = unk_id
+        """The tokenizer's id of unknown words, if it has one."""
+        self.tiles = self.image_tokens = self.text_targets = self.image_targets = self.unreadable = 0
+        self.images = self.unknown = self.largest_image = self.other_targets = 0
+
+
+class Loaded(Protocol):
+    """A split with its tensors."""
+
+    def place(self, builder: Any, position: int) -> int:
+        """Add it to the batch that ``builder`` (``Processor.builder``) makes. ``position``: the next rotary position of
+        its document; returns the one after it.
+        """
+        ...
+
+
+class Split:
+    """One unit of a sample: an immutable value, small enough to keep for every sample of a window.
+
+    Subclass it as a frozen dataclass. ``data`` calls these methods and depends on no subclass. The first four are
+    called while the records are counted, for every record.
+    """
+
+    error: Any = ""
+    """Why it cannot be loaded; its sample is then left out, and counted as skipped."""
+    touched: Any = False
+    """Whether the rule ``images`` (``rules.py``) changes what PIL decodes."""
+    drawn: Any = False
+    """Whether it is a picture that the model learns to draw: previews and metrics of pictures ask for it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Its length in a sequence, at least 1. Where nothing is a token, 1 for each unit that fills a sequence."""
+        raise NotImplementedError(f"{type(self).__name__}.num_tokens")
+
+    def count(self, tally: Tally) -> None:
+        """Add its targets, and what it has of images."""
+
+    @property
+    def num_encoded(self) -> int:
+        """Images that a vision tower must encode for it."""
+        return 0
+
+    @property
+    def source(self) -> str:
+        """The file that it is loaded from; '' where there is none."""
+        return ""
+
+    def shortened(self, num_tokens: int) -> Split | None:
+        """At most its first ``num_tokens``, fewer than it has, without its last target where that is not in them. None:
+        it cannot be shortened, and is left out.
+        """
+        return None
+
+    def part(self, start: int, stop: int) -> Split:
+        """Tokens ``start .. stop`` of it, every target in exactly one part. Raises ``DataError`` where it has none."""
+        raise DataError(
+            f"a {type(self).__name__} cannot be divided", remedy="train_dataloader.overflow='skip' or 'truncate'"
+        )
+
+    @property
+    def condition(self) -> str | None:
+        """The kind of condition that dropout may remove (a key of ``Processor.dropout``); None: it always stays."""
+        return None
+
+    def dropped(self) -> Loaded | None:
+        """What replaces it where condition dropout removes it."""
+        return None
+
+    def load(self, processor: Any, key: tuple[object, ...] | None) -> Loaded:
+        """The split with its tensors: decoded, with its noise drawn. Every random number is keyed by ``key``; None: for
+        inference, where nothing is random.
+
+        Raises ``UnreadableImage`` where its sample must be left out.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.load")
+
+    def pixels(self, processor: Any) -> Tensor:
+        """Of a ``drawn`` one: the record's own picture, ``[C, H, W]`` in [-1, 1]. Raises ``UnreadableImage``."""
+        raise NotImplementedError(f"{type(self).__name__}.pixels")
+
+    def picture_size(self, processor: Any) -> tuple[int, int]:
+        """Of a ``drawn`` one: (height, width) in pixels."""
+        height, width = self.pixels(processor).shape[1:]
+        return height, width
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One record, as splits."""
+
+    splits: tuple[Split, ...]
+    # the digest of a user's own data set is made of the repr, so what is added later is not part of it
+    spells_special: bool = field(default=False, compare=False, repr=False)
+    """Whether a text of the record spells a special token."""
+    plain: bool = field(default=False, compare=False, repr=False)
+    """Whether all of it is text to be learned: a document, not a conversation."""
+
+    @property
+    def touched(self) -> int:
+        """``TOUCH_BITS`` of the rules that change this record."""
+        touched = TOUCH_BITS["special_tokens"] if self.spells_special else 0
+        for split in self.splits:
+            if split.touched:
+                return touched | TOUCH_BITS["images"]
+        return touched
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(split.num_tokens for split in self.splits)
+
+    @property
+    def num_tiles(self) -> int:
+        """Images that a vision tower must encode."""
+        return sum(split.num_encoded for split in self.splits)
+
+    def truncated(self, seq_length: int) -> Sample:
+        """Truncated to ``seq_length`` tokens: a text is shortened, an image is kept whole or removed with all after it.
+
+        The last token that is kept predicts nothing.
+        """
+        kept: list[Split] = []
+        left = seq_length
+        for split in self.splits:
+            if split.num_tokens <= left:
+                kept.append(split)
+                left -= split.num_tokens
+                continue
+            if (first := split.shortened(left)) is not None:
+                kept.append(first)
+            break
+        return replace(self, splits=tuple(kept))
+
+    def part(self, start: int, stop: int) -> Sample:
+        """Tokens ``start .. stop`` of a record of texts."""
+        kept, first = [], 0
+        for split in self.splits:
+            begin, end = max(start - first, 0), min(stop - first, split.num_tokens)
+            if (begin, end) == (0, split.num_tokens):
+                kept.append(split)
+            elif begin < end:
+                kept.append(split.part(begin, end))
+            first += split.num_tokens
+        return replace(self, splits=tuple(kept))
+
+
+def num_pieces(num_tokens: Any, seq_length: int) -> Any:
+    """Pieces of a record of ``num_tokens`` (a number, or an array of them)."""
+    return -(-num_tokens // seq_length)
+
+
+def piece_bounds(num_tokens: Any, seq_length: int, piece: Any) -> tuple[Any, Any]:
+    """First token of a piece of a record, and the first one after it. Numbers, or arrays of them.
+
+    Every piece is full but the last; where that would be a single token (an end that predicts nothing), it gets the
+    token before it too.
+    """
+
+    def start(number: Any) -> Any:
+        single = (num_tokens % seq_length == 1) & (number == num_pieces(num_tokens, seq_length) - 1) & (seq_length > 1)
+        return np.minimum(number * seq_length - single * (number > 0), num_tokens)
+
+    return start(piece), start(piece + 1)
+
+
+class TextTokenizer(Protocol):
+    """What the data package needs of a tokenizer: text to ids, and five special ids."""
+
+    bos_id: int
+    eos_id: int
+    pad_id: int
+    image_start_id: int
+    image_end_id: int
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text that a user wrote: ordinary text, whatever it spells.
+
+        A tokenizer whose texts can spell a special token also has ``spells_special(text) -> bool``, as
+        ``tokenizers.py``.
+        """
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids, special tokens left out."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever ``encode`` may return other ids."""
+        ...

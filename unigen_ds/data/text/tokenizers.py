@@ -1,0 +1,300 @@
+"""Tokenizers with the five ids that the sequence rules need (``samples.TextTokenizer``)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from unigen_ds.config.hub import download, folder_of
+from unigen_ds.config.paths import download_remedy
+from unigen_ds.config.registry import TOKENIZERS, checked
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.data.images.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, TILE_TOKENS
+from unigen_ds.data.text.special import Special
+
+_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+_MOST_BYTES = 4
+"""Of a character in UTF-8."""
+
+
+class _Tokenizer:
+    """Wraps a fast tokenizer of transformers."""
+
+    def __init__(self, tokenizer: Any, names: Sequence[str]) -> None:
+        ids = tokenizer.convert_tokens_to_ids(list(names))
+        unk = (tokenizer.unk_token_id, tokenizer.unk_token)  # which is the end token of some
+        unknown = [n for n, i in zip(names, ids, strict=True) if i is None or (i == unk[0] and n != unk[1])]
+        if unknown:
+            raise ConfigError(f"the tokenizer has no token {', '.join(unknown)}", remedy="add it as a special token")
+        self._tokenizer = tokenizer
+        self.bos_id, self.eos_id, self.image_start_id, self.image_end_id = ids
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
+        self.unk_id = _unknown_id(tokenizer)
+        self._fingerprint = _digest(tokenizer)
+        # which its file may turn on, and transformers turns off in each call
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+        self.special = Special(tokenizer, names)
+
+    def __len__(self) -> int:
+        """Ids there are; the least ``vocab_size`` a model needs."""
+        return len(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_texts([text])[0]
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts that users wrote: one that spells a special token is ordinary text."""
+        spelled = set(self.special.spelled_in(texts))
+        if not spelled:
+            return self.encode_texts_unprotected(texts)
+        rest = iter(self.encode_texts_unprotected([text for text in texts if text not in spelled]))
+        return [self.special.encode(text) if text in spelled else next(rest) for text in texts]
+
+    def encode_unprotected(self, text: str) -> list[int]:
+        """Ids of a text of a template: what is spelled becomes the token."""
+        return self.encode_texts_unprotected([text])[0]
+
+    def encode_texts_unprotected(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode_unprotected`` of each, in one call: several times as fast for short texts."""
+        backend = self._tokenizer.backend_tokenizer
+        backend.encode_special_tokens = False  # a call for a text that spells a special token leaves it on
+        return [one.ids for one in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def spells_special(self, text: str) -> bool:
+        """Whether a text spells a special token."""
+        return self.special.spelled(text)
+
+    def spelling_special(self, texts: Sequence[str]) -> Sequence[str]:
+        """Those of some texts that spell a special token."""
+        return self.special.spelled_in(texts)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """What each id adds to the text of the ids before it, special tokens included. Of a character that several ids
+        make the last one has it, and the others have nothing.
+        """
+        decode, pieces = self._tokenizer.backend_tokenizer.decode, list[str]()
+        before = done = 0  # ids before ``done`` are shown; a tokenizer may join words by spaces, so some are kept
+        for number in range(1, len(ids) + 1):
+            known = decode(list(ids[before:done]), skip_special_tokens=False)
+            text = decode(list(ids[before:number]), skip_special_tokens=False)
+            if text.endswith("\ufffd") and number - done < _MOST_BYTES:
+                pieces.append("")
+                continue
+            pieces.append(text[len(known) :])
+            before, done = done, number
+        return pieces
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def save_pretrained(self, directory: str) -> None:
+        """Write the files that ``AutoTokenizer.from_pretrained`` reads."""
+        self._tokenizer.save_pretrained(directory)
+
+
+def _unknown_id(tokenizer: Any) -> int | None:
+    """The id of words that the vocabulary does not have; None where every text has ids of its own (bytes).
+
+    Many byte-level tokenizers name an unknown token that their model never returns, often their end token.
+    """
+    model = tokenizer.backend_tokenizer.model
+    unigram = type(model).__name__ == "Unigram"  # which does not show its unknown token
+    return tokenizer.unk_token_id if unigram or getattr(model, "unk_token", None) is not None else None
+
+
+def _digest(tokenizer: Any) -> str:
+    return hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest()
+
+
+@TOKENIZERS.register_module()
+class WordTokenizer(_Tokenizer):
+    """One id per word, from a given list: for small closed vocabularies. Unknown words become ``<unk>``.
+
+    Args:
+        words: one id per word of this list; any other word becomes ``<unk>``.
+    """
+
+    def __init__(self, *, words: Sequence[str]) -> None:
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from tokenizers.pre_tokenizers import Whitespace
+        from transformers import PreTrainedTokenizerFast
+
+        special = ("<pad>", "<unk>", *_SPECIAL)
+        vocabulary = {word: i for i, word in enumerate(dict.fromkeys((*special, *words)))}
+        inner = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+        inner.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=inner, pad_token="<pad>", unk_token="<unk>", additional_special_tokens=list(_SPECIAL)
+        )
+        super().__init__(fast, _SPECIAL)
+
+
+@TOKENIZERS.register_module()
+class PretrainedTokenizer(_Tokenizer):
+    """A tokenizer directory or hub name, as ``AutoTokenizer`` reads it. Tokens it lacks are added as special ones.
+
+    Args:
+        path: directory or hub name, as transformers' ``AutoTokenizer`` reads it.
+        bos: token that begins each text.
+        eos: token that ends each text.
+        image_start: token before an image's patches; None: there are no images.
+        image_end: token after them; None as ``image_start``.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        bos: str = _SPECIAL[0],
+        eos: str = _SPECIAL[1],
+        image_start: str | None = _SPECIAL[2],
+        image_end: str | None = _SPECIAL[3],
+    ) -> None:
+        names = (bos, eos, image_start or eos, image_end or eos)
+        super().__init__(_pretrained(path, names), names)
+
+
+@TOKENIZERS.register_module()
+class ChatTokenizer(_Tokenizer):
+    """A tokenizer with a chat template, for ``VLM``; tokens for images and their tiles are added in nanoVLM's order.
+
+    Args:
+        path: directory or hub name, as transformers' ``AutoTokenizer`` reads it.
+        chat_template: Jinja text; None: the tokenizer's own. It may only append: no message may change how earlier ones
+            are shown.
+        bos: token that begins each message.
+        eos: token that ends each message, and an answer.
+    """
+
+    def __init__(
+        self, *, path: str, chat_template: str | None = None, bos: str = _SPECIAL[0], eos: str = _SPECIAL[1]
+    ) -> None:
+        tokenizer = _pretrained(path, (bos, eos, IMAGE_TOKEN, GLOBAL_TOKEN, *TILE_TOKENS))
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template
+        if not tokenizer.chat_template:
+            raise ConfigError(f"tokenizer {path!r} has no chat template", remedy="give tokenizer.chat_template")
+        super().__init__(tokenizer, (bos, eos, GLOBAL_TOKEN, IMAGE_TOKEN))
+        self.image_id = self.image_end_id
+        self._fingerprint += "/" + hashlib.blake2b(str(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
+
+    @property
+    def chat(self) -> Any:
+        """The tokenizer of transformers, for its chat template and offsets."""
+        return self._tokenizer
+
+
+PROCESSOR_FILES = (
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
+"""Beside a tokenizer: of its model's processor, and of the ids that end a text."""
+
+
+@TOKENIZERS.register_module()
+class ModelTokenizer(_Tokenizer):
+    """A model's own tokenizer and chat template, unchanged, for ``CausalLM`` and ``ImageTextToText``.
+
+    Args:
+        path: the model's directory, or its name on the hub.
+        chat_template: Jinja text; None: the model's own.
+        learn: answers of a conversation with loss: ``'all'``, or ``'last'`` for templates that change earlier ones.
+    """
+
+    @checked("tokenizer")
+    def __init__(self, *, path: str, chat_template: str | None = None, learn: Literal["all", "last"] = "all") -> None:
+        folder = _model_folder(path)
+        tokenizer = _read(str(folder))
+        if not tokenizer.is_fast:
+            raise ConfigError(f"tokenizer.path {path!r} has no fast tokenizer", allowed="one with a tokenizer.json")
+        if tokenizer.eos_token is None:
+            raise ConfigError(f"the tokenizer {path!r} has no end token", remedy="eos_token in tokenizer_config.json")
+        self.files = {name: (folder / name).read_bytes() for name in PROCESSOR_FILES if (folder / name).is_file()}
+        """Those of ``PROCESSOR_FILES`` that there are."""
+        self.name, self.learn = path, learn
+        own = self._stored("chat_template.json").get("chat_template")
+        template = chat_template or tokenizer.chat_template or own
+        tokenizer.chat_template = template.get("default") if isinstance(template, Mapping) else template
+        super().__init__(tokenizer, (tokenizer.bos_token or tokenizer.eos_token, *(tokenizer.eos_token,) * 3))
+        stated = self._stored("generation_config.json").get("eos_token_id")
+        self.end_ids = frozenset({self.eos_id, *(stated if isinstance(stated, list) else [stated])}) - {None}
+        """Each of them ends an answer."""
+        facts = repr((tokenizer.chat_template, sorted(self.files.items()))) + learn * (learn != "all")
+        self._fingerprint += "/" + hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
+
+    def _stored(self, name: str) -> dict[str, Any]:
+        try:
+            found = json.loads(self.files.get(name, b"{}"))
+        except ValueError as error:
+            raise ConfigError(f"tokenizer.path {self.name!r}: {name} cannot be read: {error}") from error
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def chat(self) -> Any:
+        """As of ``ChatTokenizer``."""
+        return self._tokenizer
+
+    def save_pretrained(self, directory: str) -> None:
+        """Also the files of the model's processor, as they are."""
+        super().save_pretrained(directory)
+        for name, content in self.files.items():
+            (Path(directory) / name).write_bytes(content)
+
+
+def _model_folder(path: str) -> Path:
+    """The folder of a tokenizer and of its model's processor; of a name on the hub its files are downloaded."""
+    folder = folder_of(path, where="tokenizer.path", weights=False)
+    _check_folder(path, folder)
+    return folder if folder.is_dir() else download(path, where=f"tokenizer.path {path!r}", weights=False)
+
+
+def _pretrained(path: str, tokens: Sequence[str]) -> Any:
+    """The tokenizer at ``path``; those of ``tokens`` that it lacks are added as special ones. No code of its is run."""
+    tokenizer = _read(path)
+    present = tokenizer.get_vocab()
+    tokenizer.add_special_tokens({"additional_special_tokens": [token for token in tokens if token not in present]})
+    return tokenizer
+
+
+def _read(path: str) -> Any:
+    """The tokenizer at ``path``, as it is."""
+    from transformers import AutoTokenizer
+
+    folder = folder_of(path, where="tokenizer.path", weights=False)
+    _check_folder(path, folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        why = str(error).strip().splitlines()[0]
+        if folder.is_dir():
+            raise ConfigError(f"tokenizer.path {path!r} cannot be read: {why}", remedy=_OWN_CODE) from error
+        raise ConfigError(  # a name without an organisation, which transformers looks up itself
+            f"tokenizer.path {path!r} is no folder here, and it cannot be loaded from the hub: {why}",
+            remedy=download_remedy(path),
+        ) from error
+    return tokenizer
+
+
+_OWN_CODE = "name a tokenizer of a class that transformers has: code beside its files is never run"
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def _check_folder(path: str, folder: Path) -> None:
+    """Refuse a folder that is not there, before it is looked up on the hub, and one without a tokenizer."""
+    allowed = "a folder with tokenizer.json, or a name on the hub: organisation/name"
+    if folder.is_dir():
+        if not any((folder / name).is_file() for name in _FILES):
+            held = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
+            raise ConfigError(f"tokenizer.path {path!r} holds no tokenizer (it holds: {held})", allowed=allowed)
+    elif "/" in path or folder.exists():
+        remedy = f"check the path; a relative one begins at {Path.cwd()}"
+        raise ConfigError(f"tokenizer.path is {path!r}, and there is no such folder", allowed=allowed, remedy=remedy)

@@ -1,0 +1,323 @@
+"""Evaluations of checkpoints by other processes, while a training continues: commands, records and results, as files.
+
+One folder for each run, whose id is in ``run_id.txt``: ``step_<n>.job`` is the record of an evaluation of update n that
+is not logged yet, ``step_<n>.log`` what its command prints, ``step_<n>.status`` its exit status, ``step_<n>.json`` its
+result. The training writes and deletes records. A worker, a process of its own that outlives the training, runs what
+they ask for, one after the other, and ends when nothing waits; it ends a command whose record is deleted. So nobody
+needs the number of a process, and a training that was killed finds its evaluations again. No shell reads a command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.system.files import held, write_text_atomic
+
+NEEDED = ("checkpoint", "out")
+"""What a command must contain in braces: a checkpoint's directory, and the file for the result."""
+FIELDS = ("checkpoint", "step", "out")
+"""What it may contain: ``step`` is the checkpoint's update."""
+_FIELD = re.compile(r"\{(\w+)\}")
+_WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""")
+"""A word of a command line, with its quotes."""
+_OPERATOR = re.compile(r"(?:\d*[<>]|&>).*|\|\|?|&&?|;.*|.*[^\\];")
+"""A word in which a shell would see a redirection, or the end of a command."""
+_INTERPRETER = re.compile(r"python[\d.]*|sh|bash")
+_FLAGS = ("-u", "-B", "-E", "-I", "-O", "-s")
+"""Of Python, before the name of a script."""
+_SHELL_TEXT = ("--wrap", "-c")
+"""Options whose value is read by a shell: ``sbatch --wrap``, ``bash -c``."""
+RESULT = re.compile(r"step_(\d+)\.json")
+_SUBMITTED = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S+)?(?: on cluster \S+)?")
+_LAUNCHER = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT"
+    r"|(TORCHELASTIC|GROUP|ROLE|PMI|OMPI)_.*|SLURM_(?!CONF$).*"
+)
+"""Variables with which a command would try to join the training's processes."""
+_WORKER = "import sys; folder, *sys.path = sys.argv[1:]; from {module} import work; work(folder)"
+_RUNNING, _ENDED_UNSEEN, _NOT_STARTED = "running", -1, 127
+_POLL_SECONDS = 0.1
+_SHOWN_LINES = 5
+
+
+@dataclass(frozen=True)
+class Job:
+    """The evaluation of one checkpoint."""
+
+    update: int
+    commit: int
+    """Of the checkpoint's manifest."""
+    checkpoint: str
+    command: tuple[str, ...]
+    created: float
+    """Seconds since 1970, as of ``time.time()``."""
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the command only submits the evaluation."""
+        return os.path.basename(self.command[0]) == "sbatch"
+
+    @property
+    def text(self) -> str:
+        """The command, as one would type it."""
+        return shlex.join(self.command)
+
+
+def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]:
+    """The command as a list of arguments. Raises ``ConfigError`` where it cannot be split, has an unknown field, lacks
+    one without which no result can come, or is written for a shell.
+    """
+    try:
+        arguments = tuple(shlex.split(command) if isinstance(command, str) else command)
+    except ValueError as error:
+        allowed = "a command as typed, or a list of texts"
+        raise ConfigError(f"{where} is {command!r}: {error}", allowed=allowed) from error
+    fields = {name for argument in arguments for name in _FIELD.findall(argument)}
+    unknown = sorted(fields - {*FIELDS})
+    if not arguments or unknown:
+        problem = f"{where} has {', '.join(f'{{{name}}}' for name in unknown)}" if unknown else f"{where} is empty"
+        raise ConfigError(problem, allowed=", ".join(f"{{{name}}}" for name in FIELDS))
+    words = _WORD.findall(command) if isinstance(command, str) else ()
+    operator = next((word for word in words if _OPERATOR.fullmatch(word)), None)
+    if operator is not None:
+        raise ConfigError(
+            f"{where} has {operator!r}, which only a shell understands, and no shell reads it: {command}",
+            allowed="a program with its arguments; what it prints is in step_<n>.log beside its result",
+            remedy="sh -c '...' around the command as it is, or quotes around what is an argument",
+        )
+    missing = [f"{{{name}}}" for name in NEEDED if name not in fields]
+    if missing:
+        raise ConfigError(
+            f"{where} has no {' and no '.join(missing)}, so no result can come: {shlex.join(arguments)}",
+            allowed="{checkpoint} (its directory) and {out} (the file for the result), also for sbatch, whose script"
+            " gets them as arguments; {step} (the update)",
+        )
+    return arguments
+
+
+def check_program(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Raise ``ConfigError`` where the program of a command, or the script that it runs, is not there."""
+    if shutil.which(command[0], path={**os.environ, **environment}.get("PATH")) is None:
+        raise ConfigError(
+            f"there is no program {command[0]!r} (PATH and the present folder {Path.cwd()} were looked at)",
+            remedy="install it, or write its path out",
+        )
+    script = next((argument for argument in command[1:] if argument not in _FLAGS), "-")
+    is_script = _INTERPRETER.fullmatch(os.path.basename(command[0])) and not script.startswith(("-", "{"))
+    if is_script and not Path(script).is_file():
+        raise ConfigError(
+            f"there is no file {script!r}, which {shlex.join(command)} runs",
+            remedy=f"a relative path begins at {Path.cwd()}, where the training was started",
+        )
+
+
+def filled(command: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
+    """The command with its fields replaced. What a shell will read (``sbatch --wrap``) gets them quoted."""
+
+    def fill(text: str, before: str) -> str:
+        quoted = before in _SHELL_TEXT or text.startswith("--wrap=")
+        return _FIELD.sub(lambda field: shlex.quote(values[field[1]]) if quoted else values[field[1]], text)
+
+    return tuple(fill(text, before) for before, text in zip(("", *command), command, strict=False))
+
+
+class JobFolder:
+    """The folder of one run's evaluations. Every method may raise ``OSError``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.worker: subprocess.Popen[bytes] | None = None
+        """That this process started last."""
+
+    def claim(self, run_id: str) -> bool:
+        """Whether the folder is that of this run: from now on, where it was no run's."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        owner = self.folder / "run_id.txt"
+        with held(self.folder / "run_id.lock"):
+            if not owner.exists():
+                write_text_atomic(owner, f"{run_id}\n")
+        return owner.read_text(encoding="utf-8").strip() == run_id
+
+    def file(self, update: int, kind: str) -> Path:
+        """``kind``: ``job``, ``log``, ``status`` or ``json``, the result."""
+        return self.folder / f"step_{update}.{kind}"
+
+    @property
+    def stop_file(self) -> Path:
+        """While it is there, no worker starts another evaluation."""
+        return self.folder / "stop"
+
+    def last_lines(self, update: int) -> str:
+        """What the command printed last, in one line of text."""
+        lines = [line.strip() for line in self._printed(update)[-_SHOWN_LINES:] if line.strip()]
+        return " | ".join(lines) or "nothing was printed"
+
+    def batch_job(self, job: Job) -> str | None:
+        """The number that ``sbatch`` printed; None: it accepted nothing, or the command is another one."""
+        if not job.is_batch or self.status(job) not in (0, _ENDED_UNSEEN):
+            return None
+        matches = (_SUBMITTED.fullmatch(line.strip()) for line in self._printed(job.update))
+        return next((match[1] for match in matches if match), None)
+
+    def _printed(self, update: int) -> list[str]:
+        with contextlib.suppress(OSError):
+            return self.file(update, "log").read_text(encoding="utf-8", errors="replace").splitlines()
+        return []
+
+    def results(self) -> list[tuple[int, Path]]:
+        """Updates and files of all results that are there, in order."""
+        names = ((RESULT.fullmatch(path.name), path) for path in self.folder.iterdir()) if self.folder.is_dir() else ()
+        return sorted((int(match[1]), path) for match, path in names if match)
+
+    def records(self) -> Iterator[Job | str]:
+        """Every record; for one that cannot be read a sentence that names it."""
+        for path in sorted(self.folder.glob("step_*.job")):
+            try:
+                state = json.loads(path.read_text(encoding="utf-8"))
+                yield Job(**{**state, "command": tuple(map(str, state["command"])), "update": int(state["update"])})
+            except FileNotFoundError:  # deleted a moment ago
+                continue
+            except (ValueError, KeyError, TypeError) as error:
+                yield f"{path} is no record of an evaluation ({type(error).__name__}: {error}): it is not used"
+
+    def add(self, job: Job) -> None:
+        """Write the record of an evaluation that waits."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file(job.update, "status").unlink(missing_ok=True)
+        write_text_atomic(self.file(job.update, "job"), json.dumps(dataclasses.asdict(job), indent=1) + "\n")
+
+    def remove(self, job: Job) -> None:
+        """Delete the record: a worker ends the command if it still runs."""
+        self.file(job.update, "job").unlink(missing_ok=True)
+
+    def cancel(self, job: Job) -> None:
+        """The same, and ``scancel`` ends a batch job."""
+        batch_job = self.batch_job(job)
+        self.remove(job)
+        if batch_job is not None:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(("scancel", batch_job), stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+
+    def status(self, job: Job) -> int | str | None:
+        """Exit status of the command, below 0 where a signal ended it or nobody saw its end; ``running``; None: it
+        waits.
+        """
+        try:
+            text = self.file(job.update, "status").read_text(encoding="utf-8").strip()
+        except OSError:
+            return None
+        return text if text == _RUNNING else int(text)
+
+    def start_worker(self, environment: Mapping[str, str]) -> int:
+        """Start one, which begins when no other works in this folder; returns its number. It imports no torch, and no
+        signal to the training reaches it.
+        """
+        variables = {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
+        with (self.folder / "worker.log").open("ab") as log:
+            self.worker = subprocess.Popen(
+                (sys.executable, "-c", _WORKER.format(module=__name__), str(self.folder.absolute()), *sys.path),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**variables, **environment},
+                start_new_session=True,
+            )
+        return self.worker.pid
+
+    def run(self, job: Job) -> None:
+        """Run its command to the end, or until its record is deleted. By a worker."""
+        status = self.file(job.update, "status")
+        write_text_atomic(status, _RUNNING)
+        with self.file(job.update, "log").open("wb") as log:
+            options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            try:
+                process = subprocess.Popen(job.command, start_new_session=True, **options)
+            except OSError as error:
+                log.write(f"it cannot be started: {error}\n".encode())
+                log.flush()
+                write_text_atomic(status, str(_NOT_STARTED))
+                return
+        try:
+            while process.poll() is None and job in self.records():
+                time.sleep(_POLL_SECONDS)
+        finally:  # also where this worker is ended by a signal
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+        code = process.wait()
+        if job in self.records():  # not of another evaluation of this update, which waits
+            write_text_atomic(status, str(code))
+
+
+def work(folder: str) -> None:
+    """Run what waits in a folder, oldest first, until nothing does; what a worker that was killed left has ended."""
+    jobs = JobFolder(Path(folder))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with held(jobs.folder / "worker.lock"):
+        for job in jobs.records():
+            if isinstance(job, Job) and jobs.status(job) == _RUNNING:
+                write_text_atomic(jobs.file(job.update, "status"), str(_ENDED_UNSEEN))
+        while not jobs.stop_file.exists():
+            waiting = [job for job in jobs.records() if isinstance(job, Job) and jobs.status(job) is None]
+            if not waiting:
+                return
+            jobs.run(min(waiting, key=lambda job: job.update))
+
+
+def read_result(path: Path, *, update: int) -> tuple[dict[str, float], int]:
+    """Numbers of a result, with joined names (``mmstar/average``), and how many other values (texts) it has.
+
+    ``{"global_step": n, "results": {...}}`` as nanoVLM writes it, or ``{"results": [{"values": {...}}, ...]}`` of
+    ``tools/evaluate.py``.
+    Raises ``ValueError`` with what is wrong.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"it is no JSON ({error})") from error
+    content = content if isinstance(content, dict) else {}
+    values: Any = content.get("results")
+    if isinstance(values, list) and all(
+        isinstance(part, dict) and isinstance(part.get("values"), dict) for part in values
+    ):
+        values = {name: value for part in values for name, value in part["values"].items()}
+    if not isinstance(values, dict):
+        raise ValueError('it has no object under "results"')
+    step = content.get("global_step", update)
+    if step != update:
+        raise ValueError(f'its "global_step" is {step!r}')
+    numbers = numbers_of(values)
+    if not numbers:
+        raise ValueError("it has no number")
+    return numbers, len(dict(_leaves(values))) - len(numbers)
+
+
+def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among nested values, by joined names."""
+    return {name: float(value) for name, value in _leaves(values) if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and value.bit_length() < 1024)  # a larger one is no float
+
+
+def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{above}{name}/")
+        else:
+            yield f"{above}{name}", value

@@ -1,0 +1,276 @@
+"""Evaluate saved checkpoints in other processes while the training continues, and log each result once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.checkpoint.store import Lineage
+from unigen_ds.config.registry import HOOKS
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.progress import Duration
+from unigen_ds.evaluation.jobs.job import Job, JobFolder, arguments_of, check_program, filled, read_result
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.guard.signals import SignalHook
+from unigen_ds.hooks.log.logger import logger_of
+from unigen_ds.system import dist
+from unigen_ds.system.files import rename_into_place
+from unigen_ds.system.journals import METRICS_FILE, read_lines
+from unigen_ds.system.log import logger
+
+EVENT = "async_evaluation"
+ABANDONED = ".abandoned"
+
+
+@HOOKS.register_module()
+class AsyncEvaluateHook(Hook):
+    """A command of your own evaluates a checkpoint: as a local process, or by ``sbatch``. Training never waits for it,
+    and nothing that it does ends the training ([evaluation.md](evaluation.md#in-another-process)).
+
+    Args:
+        command: a command line, or its list of arguments; ``{checkpoint}``, ``{step}`` (the update) and ``{out}`` (the
+            file for its result) are replaced; the first and the last are needed. No shell reads it.
+        interval: between evaluations, in ``unit``. A checkpoint is saved for each.
+        by_epoch: whether ``interval`` means epochs; False: iterations.
+        unit: of ``interval``, instead of ``by_epoch``: ``'epoch'``, ``'iteration'`` or ``'update'``.
+        prefix: of the names of all results in the log.
+        results: folder of the results; None: ``eval_results`` in the work dir.
+        run_name: name of the run's own folder in ``results``; None: the work dir's name. Where that folder is another
+            run's, the first 8 characters of the run's id are added.
+        environment: additional variables of the processes, such as ``dict(CUDA_VISIBLE_DEVICES='7')``.
+        give_up_hours: after which an evaluation by ``sbatch`` without a result no longer keeps its checkpoint.
+        poll_seconds: least time between two looks for results.
+        wait_at_end: at the end of the training, wait until every local evaluation has its result in the log; False: end
+            at once, and a process of its own runs those that are left, one after the other.
+    """
+
+    name = "async_evaluate"
+
+    def __init__(
+        self,
+        command: str | Sequence[str],
+        interval: Annotated[float, Gt(0)] = 1,
+        *,
+        by_epoch: bool = True,
+        unit: Literal["epoch", "iteration", "update"] | None = None,
+        prefix: str = "lmms_eval",
+        results: str | None = None,
+        run_name: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        give_up_hours: Annotated[float, Gt(0)] = 24.0,
+        poll_seconds: Annotated[float, Ge(0)] = 10.0,
+        wait_at_end: bool = False,
+    ) -> None:
+        if run_name is not None and (not run_name or Path(run_name).name != run_name):
+            raise ConfigError(f"AsyncEvaluateHook.run_name is {run_name!r}", allowed="the name of a folder")
+        self.command = arguments_of(command, where="AsyncEvaluateHook.command")
+        self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
+        self.prefix, self.results, self.run_name = prefix, results, run_name
+        self.environment = dict(environment or {})
+        self.give_up_hours, self.poll_seconds, self.wait_at_end = give_up_hours, poll_seconds, wait_at_end
+        self._every: Duration | None = None
+        self._due = self._asks = False
+        self._jobs: dict[int, Job] = {}
+        """Of rank 0: by update, those without a result."""
+        self._logged: set[int] = set()
+        self._reported: dict[Path, tuple[int, int]] = {}
+        """Time and size of each malformed result that a warning has named."""
+        self._looked = -float("inf")
+        self._folder = JobFolder(Path())
+
+    def before_run(self, run: Run) -> None:
+        """Raises ``ConfigError`` where the program of the command is not there. Collective."""
+        dist.on_main(lambda: check_program(self.command, self.environment))
+        self._every = run.ruler.duration(self.interval, self.unit)
+
+    def before_train(self, run: Run) -> None:
+        self._on_main(lambda: self._find(run))
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        assert self._every is not None
+        self._asks = self._every.every(run.progress, run.previous)
+        self._due = self._due or self._asks
+        if time.monotonic() - self._looked >= self.poll_seconds:
+            self._on_main(lambda: self._look(run))
+
+    def wants_save(self) -> bool:
+        return self._asks
+
+    def after_save_checkpoint(self, run: Run, path: Path) -> None:
+        if self._due:
+            self._due = False  # a save that fails is made up for by the next one
+            self._on_main(lambda: self._add(run, path))
+
+    def after_run(self, run: Run) -> None:
+        """After the last checkpoint is saved. On rank 0: wait for the results, or leave them to the worker."""
+        self._on_main(lambda: self._finish(run))
+
+    def keeps(self, manifest: Manifest) -> bool:
+        return any(job.commit == manifest.commit for job in self._jobs.values())
+
+    def _on_main(self, action: Callable[[], None]) -> None:
+        """On rank 0 alone; not collective. Whatever goes wrong is a warning."""
+        if not dist.is_main():
+            return
+        try:
+            action()
+        except Exception as error:
+            logger().warning("AsyncEvaluateHook: %s: %s. Training continues.", type(error).__name__, error)
+
+    def _find(self, run: Run) -> None:
+        """What earlier starts of this run left: results that are in the log, and evaluations that are not finished."""
+        results = run.work_dir / "eval_results" if self.results is None else Path(self.results)
+        name = self.run_name or run.work_dir.resolve().name
+        self._folder = JobFolder(results / name)
+        if not self._folder.claim(run.run_id):
+            self._folder = JobFolder(results / f"{name}-{run.run_id[:8]}")
+            self._folder.claim(run.run_id)
+            logger().info("%s has the evaluations of another run: those of this one are in %s.",
+                          results / name, self._folder.folder)  # fmt: skip
+        self._folder.stop_file.unlink(missing_ok=True)
+        lines = read_lines(run.work_dir / METRICS_FILE)
+        self._logged = {int(line["update"]) for line in lines if line.get("event") == EVENT}
+        for record in self._folder.records():
+            if isinstance(record, str):
+                logger().warning("%s.", record)
+            else:
+                self._jobs[record.update] = record
+        abandoned = Lineage.read(run.checkpoint_dir).abandoned
+        for job in list(self._jobs.values()):
+            if job.commit in abandoned or job.update > run.progress.updates:
+                self._set_aside(job.update, "its checkpoint was abandoned by a resume")
+                logger().warning("The evaluation of update %d is ended: a resume abandoned its checkpoint %s.",
+                                 job.update, job.checkpoint)  # fmt: skip
+                self._folder.cancel(job)
+                del self._jobs[job.update]
+        for update, _ in self._folder.results():
+            if update > run.progress.updates:
+                self._set_aside(update, "this start continues from an earlier checkpoint")
+
+    def _set_aside(self, update: int, why: str) -> None:
+        """Rename a result, if it is there."""
+        path = self._folder.file(update, "json")
+        if path.exists():
+            aside = path.with_name(path.name + ABANDONED)
+            rename_into_place(path, aside)
+            logger().warning("The result %s is not logged and is now %s: %s.", path, aside.name, why)
+
+    def _add(self, run: Run, path: Path) -> None:
+        update = run.progress.updates
+        self._set_aside(update, "its update is evaluated again")
+        self._logged.discard(update)
+        out = self._folder.file(update, "json").absolute()
+        values = {"checkpoint": str(path.absolute()), "step": str(update), "out": str(out)}
+        job = Job(update, Manifest.read(path).commit, str(path), filled(self.command, values), time.time())
+        self._folder.add(job)
+        self._jobs[update] = job
+        logger().info("Evaluation of update %d asked for: %s", update, job.text)
+        self._look(run)
+
+    def _look(self, run: Run) -> None:
+        """Log new results, release checkpoints whose evaluation has ended, and see that a worker runs the others."""
+        self._looked = time.monotonic()
+        for job in list(self._jobs.values()):
+            if isinstance(status := self._folder.status(job), int) and self._has_ended(run, job, status):
+                del self._jobs[job.update]
+                self._folder.remove(job)
+        for update, _ in self._folder.results():  # of others: written by hand, or after an evaluation was given up
+            if update not in self._jobs and update <= run.progress.updates:
+                self._log_result(run, update)
+        worker = self._folder.worker
+        if self._local() and (worker is None or worker.poll() is not None):
+            self._folder.start_worker(self.environment)
+
+    def _local(self) -> list[int]:
+        """Updates whose commands wait or run."""
+        return sorted(n for n, job in self._jobs.items() if not isinstance(self._folder.status(job), int))
+
+    def _has_ended(self, run: Run, job: Job, status: int) -> bool:
+        """Whether nothing more comes of an evaluation whose command has ended; its result is logged, or a warning has
+        the reason.
+        """
+        if job.update in self._logged or self._log_result(run, job.update):
+            return True
+        if (number := self._folder.batch_job(job)) is not None:
+            if time.time() - job.created <= 3600 * self.give_up_hours:
+                return False
+            logger().warning("The evaluation of update %d (batch job %s) has no result after %g hours: %s is no longer"
+                             " kept for it.", job.update, number, self.give_up_hours, job.checkpoint)  # fmt: skip
+        elif not self._folder.file(job.update, "json").exists():
+            logger().warning("The evaluation of update %d has ended%s without a result. The last lines of its output,"
+                             " %s: %s. Command: %s", job.update, f" with status {status}" if status >= 0 else "",
+                             self._folder.file(job.update, "log"), self._folder.last_lines(job.update),
+                             job.text)  # fmt: skip
+        return True
+
+    def _log_result(self, run: Run, update: int) -> bool:
+        """Log the result of an update's checkpoint, if it is there, complete, and not in the log yet. True: it was.
+
+        A malformed one is named in a warning, once for each content.
+        """
+        path = self._folder.file(update, "json")
+        if update in self._logged or not path.exists():
+            return False
+        try:
+            values, others = read_result(path, update=update)
+        except ValueError as error:
+            status = path.stat()
+            content = (status.st_mtime_ns, status.st_size)
+            if self._reported.get(path) != content:
+                self._reported[path] = content
+                logger().warning("The result %s is not logged: %s.", path, error)
+            return False
+        self._logged.add(update)
+        named = {f"{self.prefix}/{name}": value for name, value in values.items()}
+        logger_of(run).log(run, named, update=update, axis=f"{self.prefix}/step", event=EVENT)
+        if others:
+            logger().info("%s has %d values that are no numbers: they are not logged.", path, others)
+        return True
+
+    def _finish(self, run: Run) -> None:
+        stopped = any(isinstance(hook, SignalHook) and hook.stopped for hook in run.hooks)
+        if stopped:
+            self._folder.stop_file.touch()
+        self._look(run)
+        if self.wait_at_end and not stopped:
+            self._wait(run)
+        if not self._jobs:
+            return
+        waiting = [n for n in self._local() if self._folder.status(self._jobs[n]) is None]
+        lines = [f"Evaluations without a result yet: update {_listed(self._jobs)}."]
+        if waiting and stopped:
+            lines.append(f"Of these, update {_listed(waiting)} waits for the next start of this run.")
+        elif self._local():
+            number = self._folder.start_worker(self.environment)  # the former one may be about to end
+            lines.append(f"Process {number}, which remains until then, runs them in this order, one at a time.")
+        lines.append(
+            f"Their checkpoints are kept. Results are written into {self._folder.folder}, where tools/report.py finds"
+            " them; the next start of this run (tools/train.py with --resume, also of one that is finished) logs them."
+        )
+        if "SLURM_JOB_ID" in os.environ and self._local():
+            lines.append("SLURM ends the local ones with this job: wait_at_end=True waits for them, and with sbatch as"
+                         " the command each is a job of its own.")  # fmt: skip
+        logger().info("%s", " ".join(lines))
+
+    def _wait(self, run: Run) -> None:
+        """Until no local evaluation is left; Ctrl-C ends it."""
+        local = self._local()
+        if local:
+            logger().info("Waiting for %d evaluations, of update %s (AsyncEvaluateHook.wait_at_end). Ctrl-C ends the"
+                          " training without them: they continue.", len(local), _listed(local))  # fmt: skip
+        try:
+            while self._local():
+                time.sleep(min(max(self.poll_seconds, 0.05), 1.0))
+                self._look(run)
+        except KeyboardInterrupt:
+            logger().warning("Interrupted: the training ends without the results that are missing.")
+
+
+def _listed(updates: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(updates)))

@@ -1,0 +1,108 @@
+"""Keep an fp32 average of the weights, moved once per applied update, on the engine's own shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from unigen_ds.config.registry import HOOKS, checked
+from unigen_ds.config.values import NotNegative
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.progress import Duration
+from unigen_ds.core.shards import EMA, Shard, ShardReader
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.optim.averaging import Momentum, ShardEMA
+from unigen_ds.system import dist
+from unigen_ds.system.log import logger
+
+LARGEST_USUAL = 0.5
+"""Above it a momentum is probably a decay, written by mistake; decays are 0.9 and more."""
+
+
+@HOOKS.register_module()
+class EMAHook(Hook):
+    """mmengine's arguments and convention: ``average = (1 - momentum) * average + momentum * weights``.
+
+    Args:
+        momentum: weight of the new value; BAGEL's decay of 0.9999 is 0.0001, and a value above 0.5
+            warns.
+        begin_iter: the average equals the weights until so many iterations are done.
+        begin_epoch: the same in epochs.
+        begin_update: the same in updates; at most one of the three.
+
+    A skipped update (non-finite gradients) does not move it.
+    """
+
+    name = "ema"
+
+    @checked()
+    def __init__(
+        self,
+        *,
+        momentum: Momentum = 0.0002,
+        begin_iter: NotNegative = 0,
+        begin_epoch: NotNegative = 0,
+        begin_update: NotNegative = 0,
+    ) -> None:
+        given = {"begin_iter": begin_iter, "begin_epoch": begin_epoch, "begin_update": begin_update}
+        set_ones = [name for name, value in given.items() if value]
+        if len(set_ones) > 1:
+            raise ConfigError(f"EMAHook has both {' and '.join(set_ones)}", remedy="give one of them")
+        self.momentum = momentum
+        units = {"begin_iter": "iteration", "begin_epoch": "epoch", "begin_update": "update"}
+        begin = set_ones[0] if set_ones else "begin_iter"
+        self._begin_value, self._begin_unit = given[begin], units[begin]
+        self._begin: Duration | None = None
+        self._average: ShardEMA | None = None
+
+    @property
+    def average(self) -> ShardEMA:
+        assert self._average is not None, "used before before_run"
+        return self._average
+
+    def before_run(self, run: Run) -> None:
+        if self.momentum > LARGEST_USUAL and dist.is_main():
+            logger().warning(
+                "EMAHook.momentum is %g: each update replaces %g%% of the average, which looks like a decay."
+                " Momentum is 1 - decay: for a decay of %g write momentum=%.6g.",
+                self.momentum, 100 * self.momentum, self.momentum, 1 - self.momentum,
+            )  # fmt: skip
+        self._begin = run.ruler.duration(self._begin_value, self._begin_unit) if self._begin_value else None
+        self._average = ShardEMA(run.backend.master_shards(), momentum=self.momentum)
+
+    def before_train(self, run: Run) -> None:
+        if self.average.num_updates == 0:  # weights may have been loaded since before_run
+            self.average.copy_from(run.backend.master_data())
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if not result.applied:
+            return
+        if self._begin is None or self._begin.reached(run.progress):
+            self.average.update(run.backend.master_data())
+        else:
+            self.average.copy_from(run.backend.master_data())
+
+    def swapped(self, run: Run) -> AbstractContextManager[None]:
+        """The model computes with the averaged weights inside the context."""
+        return run.backend.swapped(self.average.shards)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_updates": self.average.num_updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.average.num_updates = int(state["num_updates"])
+
+    def shards(self) -> Mapping[str, Sequence[Shard]]:
+        return {EMA: self.average.shards}
+
+    def load_shards(self, readers: Mapping[str, ShardReader]) -> None:
+        if EMA in readers:
+            self.average.load(readers[EMA])
+        else:
+            logger().warning("The checkpoint has no EMA: the average starts from the loaded weights.")
+
+
+def ema_of(run: Run) -> EMAHook | None:
+    """The run's EMA hook, if it has one."""
+    return next((hook for hook in run.hooks if isinstance(hook, EMAHook)), None)

@@ -1,0 +1,336 @@
+"""Evaluate on the validation data at an interval, at the end of a run, and before it if wanted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt
+
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.config.registry import HOOKS, METRICS, component_problems
+from unigen_ds.core.errors import ConfigError, raise_any, suggestion
+from unigen_ds.core.progress import Duration, Progress
+from unigen_ds.evaluation import scoring
+from unigen_ds.evaluation.generation import trained_family
+from unigen_ds.evaluation.metrics import Metric, build_metrics
+from unigen_ds.evaluation.provenance import write_results
+from unigen_ds.evaluation.validation import Validation
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.evaluate.ema import ema_of
+from unigen_ds.hooks.save.best import BestCheckpoint, rule_of
+from unigen_ds.system import dist
+from unigen_ds.system.clock import EVALUATION
+from unigen_ds.system.files import make_directory
+from unigen_ds.system.log import logger
+from unigen_ds.system.seeding import kept_generators
+
+FOLDER = "evaluations"
+"""Of the work dir: ``<update>.json`` has the metrics of an update with their provenance."""
+PREFIX = "val/"
+
+
+@HOOKS.register_module()
+class EvaluateHook(Hook):
+    """Computes ``val/loss`` and its parts ([evaluation.md](evaluation.md)) and calls ``after_val`` of every hook with
+    them. The training is not changed by a bit: generators, running statistics, dropout and the engine's state are those
+    of a run without evaluation.
+
+    Args:
+        interval: between evaluations, in ``unit``; the end of the training is always evaluated. -1: only then.
+        by_epoch: whether ``interval`` means epochs; False: iterations.
+        unit: of ``interval``, in place of ``by_epoch``: ``'epoch'``, ``'iteration'`` or ``'update'``.
+        at_start: also before the first update.
+        max_batches: at most so many times ``val_dataloader.batch_size`` samples, over all processes, spread evenly over
+            each source; None: all.
+        use_ema: the weights are those of the ``EMAHook``.
+        metrics: further metrics ([metrics.md](metrics.md)): names, ``['BLEU']``, or components,
+            ``[dict(type='BLEU')]``, each of which may have an ``interval`` of its own, in ``unit``.
+        metric_interval: between computations of each metric without its own ``interval``, in ``unit``; None: at every
+            evaluation. At the end of the training, and with ``at_start``, all are computed.
+        max_samples: records at most that the model answers for metrics; None: as many as ``max_batches`` has.
+        generation: how it answers them: ``max_new_tokens`` (64), ``temperature`` (0), ``top_p``, ``batch_size``
+            (``val_dataloader``'s), ``seed`` (``val_dataloader``'s) and ``flow``, as of ``PreviewHook``.
+        save_best: a name of the results, such as ``val/loss``, which ``'auto'`` means: the checkpoint with the best
+            value is saved when it is found and never deleted as an old one
+            ([evaluation.md](evaluation.md#the-best-checkpoint)).
+        rule: ``'less'`` or ``'greater'`` is better; None: inferred from the name, as mmengine does.
+        best_weights_only: keep the best weights alone, in ``best_weights/``, instead of a whole checkpoint.
+        empty_cache: release the unused memory of CUDA before and after.
+    """
+
+    name = "evaluate"
+
+    def __init__(
+        self,
+        interval: float = 1,
+        *,
+        by_epoch: bool = True,
+        unit: Literal["epoch", "iteration", "update"] | None = None,
+        at_start: bool = False,
+        max_batches: Annotated[int, Ge(1)] | None = None,
+        use_ema: bool = False,
+        metrics: str | Sequence[str | Mapping[str, Any]] = (),
+        metric_interval: Annotated[float, Gt(0)] | None = None,
+        max_samples: Annotated[int, Ge(1)] | None = None,
+        generation: Mapping[str, Any] | None = None,
+        save_best: str | None = None,
+        rule: str | None = None,
+        best_weights_only: bool = False,
+        empty_cache: bool = False,
+    ) -> None:
+        if interval <= 0 and interval != -1:
+            raise ConfigError(f"EvaluateHook.interval is {interval}", allowed="a positive number, or -1")
+        if metric_interval is not None and not metrics:
+            raise ConfigError("EvaluateHook.metric_interval has no effect without metrics")
+        if save_best is None and (rule is not None or best_weights_only):
+            raise ConfigError("EvaluateHook.rule and best_weights_only have no effect without save_best")
+        if (max_samples is not None or generation) and not metrics:
+            raise ConfigError("EvaluateHook.max_samples and generation have no effect without metrics")
+        self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
+        self.at_start, self.max_batches, self.use_ema = at_start, max_batches, use_ema
+        self.empty_cache, self.max_samples = empty_cache, max_samples
+        self._answering = scoring.Answering.of(generation or {}, where="EvaluateHook.generation")
+        self._metrics, self._intervals = _metrics_of(metrics, interval=metric_interval, unit=self.unit)
+        self.best = None
+        if save_best is not None:
+            name = "val/loss" if save_best == "auto" else save_best
+            try:
+                rule_of(name, rule)
+            except ConfigError:  # the cause may be an unknown name
+                self._check_name(name, ("<term>",), where="EvaluateHook.save_best")
+                raise
+            self.best = BestCheckpoint(name, rule=rule, weights_only=best_weights_only, ema=use_ema)
+        self._every: Duration | None = None
+        self._metric_every: dict[str, Duration] = {}
+        self._computed: dict[str, Progress] = {}
+        """When each metric with an interval was computed last."""
+        self._logged: set[str] = set()
+        self._evaluated: tuple[int, Mapping[str, float]] | None = None
+        self.complete = True
+        """Whether the last evaluation has all metrics, so that a name that it lacks does not exist."""
+
+    def before_run(self, run: Run) -> None:
+        """Raises ``ConfigError`` where the model or the data cannot give what a metric scores. Collective."""
+        if self.use_ema and ema_of(run) is None:
+            raise ConfigError("EvaluateHook.use_ema is True and there is no EMAHook", remedy="add one to custom_hooks")
+        self._every = run.ruler.duration(self.interval, self.unit) if self.interval > 0 else None
+        self._metric_every = {
+            metric.name: run.ruler.duration(interval, self.unit)
+            for metric, interval in zip(self._metrics, self._intervals, strict=True)
+            if interval is not None
+        }
+        where = "EvaluateHook.metrics"
+        scoring.check(self._metrics, run.backend, _validation(run), where=where, answering=self._answering)
+        if self.best is not None:
+            self.check_name(run, self.best.metric, where="EvaluateHook.save_best")
+            self.best.before_run(run, provenance=self.provenance(run, self.best.metric))
+
+    def check_name(self, run: Run, name: str, *, where: str, prefix: str = PREFIX) -> None:
+        """Raise ``ConfigError`` where no evaluation of this run can have a value of that name.
+
+        Other hooks ask before their own ``before_run``. ``prefix``: what all names begin with.
+        """
+        self._check_name(name, tuple(trained_family(run.backend)[0].terms), where=where, prefix=prefix)
+
+    def _check_name(self, name: str, terms: Sequence[str], *, where: str, prefix: str = PREFIX) -> None:
+        """Known are ``val/loss``, the loss terms and what the values of each metric begin with. Which sources and
+        groups of a term have targets is known only after an evaluation, so names below a term are accepted here.
+        """
+        metrics = [metric.name for metric in self._metrics]
+        known = [f"{prefix}{one}" for one in ("loss", *(f"loss/{term}" for term in terms), *metrics)]
+        own = name.removeprefix(prefix)
+        first, *rest = own.split("/")
+        of_loss = first == "loss" and (not rest or rest[0] in terms)
+        if name.startswith(prefix) and (of_loss or own.startswith(tuple(metrics))):
+            return
+        near = f"did you mean '{prefix}{name}'?" if f"{prefix}{name}" in known else suggestion(name, known)
+        raise ConfigError(
+            f"{where} is {name!r}, which no evaluation of this run has",
+            allowed=", ".join(known),
+            remedy=_metric_of(own) or near,
+        )
+
+    def provenance(self, run: Run, name: str) -> Mapping[str, str]:
+        """Where its values ``name`` come from; the same in all evaluations of this run and on all ranks. Collective."""
+        weights = "EMA" if self.use_ema else "trained"
+        return dist.on_main(lambda: scoring.provenance_of(
+            name, _validation(run), self._metrics, max_batches=self.max_batches, max_samples=self.max_samples,
+            answering=self._answering, made_by={"precision": _precision(run), "weights": weights},
+        ))  # fmt: skip
+
+    def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
+        """Results of updates that the run has gone back from are not among the others."""
+        if dist.is_main():
+            set_aside(run.work_dir / FOLDER, after=run.progress.updates)
+        if self.best is not None:
+            self.best.after_load_checkpoint(run, manifest)
+
+    def before_update(self, run: Run) -> None:
+        if self.best is not None:
+            self.best.before_update()
+        if self.at_start and run.progress.updates == 0:
+            self.evaluate(run)
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        due = self._every is not None and self._every.every(run.progress, run.previous)
+        if due or run.finished:
+            self.evaluate(run)
+
+    def after_train(self, run: Run) -> None:
+        if self.best is not None:
+            self.best.after_train()
+
+    def evaluate(self, run: Run) -> Mapping[str, float]:
+        """Now, at the present weights. Collective. Returns what ``after_val`` of every hook is called with."""
+        for hook in run.hooks:
+            hook.before_val(run)
+        begun = time.perf_counter()
+        with run.clock(EVALUATION):
+            self._empty_cache()
+            values = self._values(run)
+            self._empty_cache()
+        self._evaluated = (run.progress.updates, values)
+        if dist.is_main():
+            data = _validation(run).data
+            limit = len(data) if self.max_batches is None else self.max_batches * data.batch_size
+            logger().info("Evaluation: %d samples in %.1f s.", min(len(data), limit), time.perf_counter() - begun)
+        if self.best is not None and run.progress.updates:
+            self.best.offer(run, values, complete=self.complete)
+        for hook in run.hooks:
+            hook.after_val(run, values)
+        return values
+
+    def _values(self, run: Run) -> Mapping[str, float]:
+        """Losses and the metrics that are due. Collective; the same on all ranks."""
+        ema = ema_of(run) if self.use_ema else None
+        due = [metric for metric in self._metrics if self._is_due(metric, run)]
+        with ema.swapped(run) if ema is not None else nullcontext():
+            evaluation = scoring.evaluate(
+                run.backend, _validation(run), due,
+                checkpoint=f"{run.work_dir} (update {run.progress.updates}){' EMA' if self.use_ema else ''}",
+                max_batches=self.max_batches, max_samples=self.max_samples, answering=self._answering, resamples=0,
+                made_by={"precision": _precision(run)}, logged=self._logged,
+            )  # fmt: skip
+        self._computed |= {metric.name: run.progress for metric in due if metric.name in self._metric_every}
+        self.complete = len(due) == len(self._metrics) and not evaluation.failed
+        if evaluation.metrics and dist.is_main():
+            _store(run, evaluation)
+        return evaluation.values
+
+    def _is_due(self, metric: Metric, run: Run) -> bool:
+        """At its interval, at the end of the training, and before it."""
+        every = self._metric_every.get(metric.name)
+        if every is None or run.finished or run.progress.updates == 0:
+            return True
+        return every.every(run.progress, self._computed.get(metric.name, Progress()))
+
+    def _empty_cache(self) -> None:
+        if self.empty_cache and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
+        """A checkpoint has the values of its own update."""
+        if self._evaluated is not None and self._evaluated[0] == run.progress.updates:
+            metrics.update(self._evaluated[1])
+
+    def wants_save(self) -> bool:
+        return self.best is not None and self.best.wants_save()
+
+    def after_save_checkpoint(self, run: Run, path: Path) -> None:
+        if self.best is not None:
+            self.best.after_save_checkpoint(run, path)
+
+    def keeps(self, manifest: Manifest) -> bool:
+        return self.best is not None and self.best.keeps(manifest)
+
+    def state_dict(self) -> dict[str, Any]:
+        computed = {name: progress.state_dict() for name, progress in self._computed.items()}
+        return {**({"computed": computed} if computed else {}), **({} if self.best is None else self.best.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._computed = {name: Progress.from_state_dict(one) for name, one in state.get("computed", {}).items()}
+        if self.best is not None:
+            self.best.load_state_dict(state)
+
+
+def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> EvaluateHook | None:
+    """The run's ``EvaluateHook``. Raises ``ConfigError`` where it can have no value of that name."""
+    hook = next((hook for hook in run.hooks if isinstance(hook, EvaluateHook)), None)
+    if hook is not None:
+        hook.check_name(run, name, where=where, prefix=prefix)
+    return hook
+
+
+def _metrics_of(
+    specs: str | Sequence[str | Mapping[str, Any]], *, interval: float | None, unit: str
+) -> tuple[list[Metric], list[float | None]]:
+    """Metrics and their intervals; the key ``interval`` of a component is not an argument of the metric.
+
+    Raises ``ConfigError`` with all that is wrong, and for what is not installed.
+    """
+    several = [specs] if isinstance(specs, str) else specs
+    components: list[dict[str, Any]] = [{"type": spec} if isinstance(spec, str) else dict(spec) for spec in several]
+    intervals: list[float | None] = [component.pop("interval", interval) for component in components]
+    problems = [component_problems(METRICS, one, where=f"metrics[{k}]") for k, one in enumerate(components)]
+    raise_any(list(chain.from_iterable(problems)))
+    for k, own in enumerate(intervals):
+        if own is not None and (isinstance(own, bool) or not isinstance(own, (int, float)) or own <= 0):
+            problem = f"EvaluateHook.metrics[{k}].interval is {own!r}"
+            raise ConfigError(problem, allowed=f"a number of {unit}s above 0")
+    with kept_generators():
+        torch.manual_seed(0)  # a part that is not loaded from a file is the same on every rank and at every start
+        return build_metrics(components, where="EvaluateHook.metrics"), intervals
+
+
+def _metric_of(name: str) -> str | None:
+    """How to get a value that a metric would have, which is not computed."""
+    for kind, cls in METRICS.module_dict.items():
+        own = getattr(cls, "name", "")
+        if name.startswith(kind.lower()) or (isinstance(own, str) and own and name.startswith(own)):
+            return f"EvaluateHook(metrics=[dict(type={kind!r})]) computes it"
+    return None
+
+
+def _store(run: Run, evaluation: scoring.Evaluation) -> None:
+    path = run.work_dir / FOLDER / f"{run.progress.updates}.json"
+    try:
+        make_directory(path.parent)
+        write_results(path, evaluation.results)
+    except OSError as error:
+        logger().warning("The metrics of update %d are not stored with their provenance: %s",
+                         run.progress.updates, error)  # fmt: skip
+
+
+def _precision(run: Run) -> str:
+    return str(run.backend.topology().get("precision"))
+
+
+def _validation(run: Run) -> Validation:
+    assert run.validation is not None, "checked with the config"
+    return run.validation
+
+
+# Files ``<update>.*`` of a folder after a resume that went back: those of later updates belong to no run any more.
+
+ABANDONED = "abandoned"
+
+
+def set_aside(folder: Path, *, after: int) -> None:
+    """Move files of later updates to ``abandoned``, so that nothing shows them among the others. Rank 0."""
+    later = [path for path in folder.glob("*.*") if path.stem.isdigit() and int(path.stem) > after]
+    if not later:
+        return
+    try:
+        (folder / ABANDONED).mkdir(exist_ok=True)
+        for path in later:
+            path.replace(folder / ABANDONED / path.name)
+    except OSError as error:
+        logger().warning("Files after update %d could not be moved to %s: %s", after, folder / ABANDONED, error)
+    else:
+        logger().info("%s: %d file(s) after update %d are moved to %s.", folder.name, len(later), after, ABANDONED)

@@ -1,0 +1,329 @@
+"""Pictures of how the model is doing: fixed prompts, images and held-out records, every so many updates.
+
+``previews/<update>.png`` is a sheet of all of them and ``previews/<update>.json`` has their texts in full; log writers
+that show images get the sheet. Training with previews is bit-equal to training without.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
+from PIL import Image
+
+from unigen_ds.config.registry import DATASETS, HOOKS, build, check_arguments
+from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.progress import Duration
+from unigen_ds.data.datasets.dataset import source_names
+from unigen_ds.data.samples.splits import TokenSplit
+from unigen_ds.evaluation.generation import (
+    GenerationError,
+    Question,
+    Records,
+    ask,
+    check_answers,
+    generate_all,
+    inferencer_of,
+    own_prompt,
+    question_at,
+    trained_family,
+)
+from unigen_ds.evaluation.sheet import Cell, contact_sheet
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.evaluate.ema import ema_of
+from unigen_ds.hooks.evaluate.evaluate import set_aside
+from unigen_ds.hooks.log.logger import logger_of
+from unigen_ds.inference import prompts as files_of_prompts
+from unigen_ds.inference.sampling import Sampling
+from unigen_ds.inference.together import AnotherRankFailed
+from unigen_ds.system import dist
+from unigen_ds.system.files import write_atomic, write_text_atomic
+from unigen_ds.system.log import logger
+
+FOLDER = "previews"
+
+
+@dataclass(frozen=True)
+class PreviewPrompt(files_of_prompts.Prompt):
+    """One entry of ``prompts``."""
+
+    understand: bool = False
+
+
+@dataclass
+class _Made:
+    """One cell: what was asked and what came of it."""
+
+    prompt: str
+    seed: int
+    images: Sequence[str] = ()
+    text: str = ""
+    reference: str = ""
+    """The record's own answer: its text, or the file of its picture, which is then the last of ``pictures``."""
+    record: str = ""
+    error: str = ""
+    pictures: list[Image.Image] = field(default_factory=list)
+    reference_shown: bool = False
+    """Whether the reference is a picture."""
+
+    def cell(self) -> Cell:
+        answer = f"failed: {self.error}" if self.error else self.text
+        reference = "the picture on the right" if self.reference_shown else self.reference
+        lines = [self.prompt, answer and f"> {answer}", reference and f"= {reference}"]
+        return Cell(self.pictures, "\n".join(line for line in lines if line))
+
+
+@HOOKS.register_module()
+class PreviewHook(Hook):
+    """Shows what the model draws and writes. A preview that fails is a warning; the run continues.
+
+    Args:
+        prompts: texts, or ``dict(prompt=..., images=[...], parts=["a text", dict(image="a.png")], understand=True)``;
+            or the path of a file of them, ``.txt`` or ``.jsonl``, as `tools/generate.py --prompts` reads it. A model
+            that draws makes a picture of each, any other one a text. Prompt i has the seed ``seed + i``, as there.
+        images: paths of pictures that the model reads and describes; a relative one begins in the folder in which the
+            training is started.
+        question: text that follows each of ``images``.
+        num_held_out: so many records of held-out data: the model's answer beside the record's own.
+        held_out: component: a data set with these records; None: the run's validation data.
+        interval: updates between previews.
+        unit: of ``interval``.
+        by_epoch: the same as ``unit='epoch'``.
+        use_ema: with the average of the weights, where the run has one.
+        seed: of every random number.
+        size: (height, width) of drawn pictures in pixels; None: as large as possible.
+        flow: settings of drawing, of the model's family. Of a ``UnifiedModel``: ``num_timesteps``, ``timestep_shift``,
+            ``text_scale``, ``image_scale``, ``interval``, ``renorm`` and ``renorm_min``; what is left out is BAGEL's,
+            with the ``timestep_shift`` of the training.
+        max_new_tokens: of a text.
+        temperature: of texts; 0 chooses the likeliest token.
+        top_p: of texts: only the likeliest tokens are drawn, which have this probability together.
+        columns: of the sheet; None: chosen.
+    """
+
+    name = "preview"
+
+    def __init__(
+        self,
+        *,
+        prompts: str | Sequence[str | Mapping[str, Any]] = (),
+        images: Sequence[str] = (),
+        question: str = "",
+        num_held_out: Annotated[int, Ge(0)] = 0,
+        held_out: Mapping[str, Any] | None = None,
+        interval: Annotated[float, Gt(0)] = 500,
+        unit: Literal["update", "iteration", "epoch"] = "update",
+        by_epoch: bool = False,
+        use_ema: bool = True,
+        seed: int = 0,
+        size: Sequence[int] | None = None,
+        flow: Mapping[str, Any] | None = None,
+        max_new_tokens: Annotated[int, Ge(1)] = 64,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        columns: Annotated[int, Ge(1)] | None = None,
+    ) -> None:
+        self._prompts = _prompts(prompts)
+        self._prompts += [PreviewPrompt(question, (path,), understand=True) for path in images]
+        if not self._prompts and not num_held_out:
+            raise ConfigError("PreviewHook has nothing to show", allowed="prompts, images or num_held_out")
+        if by_epoch and unit == "iteration":
+            raise ConfigError("PreviewHook has by_epoch=True and unit='iteration'", remedy="leave one of them out")
+        if size is not None and (len(size) != 2 or min(size) < 1):
+            raise ConfigError(f"PreviewHook.size is {size!r}", allowed="(height, width) in pixels")
+        self._flow, self._drawing = flow or {}, None
+        self._sampling = Sampling(temperature, top_p)
+        self._num_held_out, self._held_out = num_held_out, held_out
+        self._interval, self._unit = interval, "epoch" if by_epoch else unit
+        self._every: Duration | None = None
+        self._use_ema, self._seed, self._size = use_ema, seed, tuple(size) if size else None
+        self._max_new_tokens, self._columns = max_new_tokens, columns
+        self._questions: list[Question] = []
+
+    def before_run(self, run: Run) -> None:
+        """Raises ``ConfigError`` where the family has no inference, or the model reads no pictures; where a picture is
+        missing; where there are no held-out records. Collective.
+        """
+        self._every = run.ruler.duration(self._interval, self._unit)
+        inferencer = inferencer_of(run.backend, run.processor)[1]
+        family = trained_family(run.backend)[0]
+        flow = self._flow if family.drawing is not None else {}  # else a line states that it has no effect
+        self._drawing = family.drawing_settings(inferencer.model, flow, where="PreviewHook.flow")
+        self._check_images(inferencer)
+        if self._num_held_out:
+            check_answers(inferencer, "text")
+            self._questions = self._held_out_questions(run, inferencer)
+
+    def _check_images(self, inferencer: Any) -> None:
+        paths = [path for prompt in self._prompts for path in prompt.paths]
+        if paths and not getattr(inferencer, "reads_images", True):
+            raise ConfigError(
+                "PreviewHook has images, and this model reads texts alone", remedy="delete images, or give prompts"
+            )
+        if any(prompt.parts for prompt in self._prompts) and not getattr(inferencer, "interleaves", False):
+            problem = f"PreviewHook.prompts has parts, which {type(inferencer).__name__} cannot read"
+            raise ConfigError(problem, allowed="prompt and images for this model")
+        missing = dist.on_main(lambda: [str(Path(path).absolute()) for path in paths if not Path(path).is_file()])
+        if missing:
+            raise ConfigError(
+                f"PreviewHook: there is no picture {', '.join(missing)}",
+                remedy="a path relative to the folder in which the training is started, or an absolute one",
+            )
+
+    def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
+        if dist.is_main():
+            set_aside(run.work_dir / FOLDER, after=run.progress.updates)
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        assert self._every is not None, "used before before_run"
+        if self._every.every(run.progress, run.previous):
+            with run.clock("preview"):
+                self.preview(run)
+
+    def preview(self, run: Run) -> None:
+        """Make one now. Collective."""
+        try:
+            made = self._generated(run)
+        except GenerationError as error:  # raised on every rank alike
+            logger().warning("No preview at update %d: %s", run.progress.updates, error)
+            return
+        if made is None:
+            return
+        failed = [each for each in made if each.error]
+        if failed:
+            logger().warning(
+                "%d of %d previews at update %d failed; the first: %s",
+                len(failed), len(made), run.progress.updates, failed[0].error,
+            )  # fmt: skip
+        try:
+            self._show(run, made)
+        except OSError as error:
+            logger().warning("The preview of update %d was not written: %s", run.progress.updates, error)
+
+    def _generated(self, run: Run) -> list[_Made] | None:
+        """All of them on rank 0, None elsewhere. Collective."""
+        ema = ema_of(run) if self._use_ema else None
+        asked: list[PreviewPrompt | Question] = [*self._prompts, *self._questions]
+        mine = generate_all(
+            run.backend,
+            run.processor,
+            list(enumerate(asked)),
+            lambda inferencer, request: self._make(inferencer, *request),
+            weights=lambda: ema.swapped(run) if ema else nullcontext(),
+        )
+        gathered = dist.gather_to_main(mine)
+        return (
+            None if gathered is None else [made for _, made in sorted(kv for part in gathered for kv in part.items())]
+        )
+
+    def _make(self, inferencer: Any, number: int, request: PreviewPrompt | Question) -> _Made:
+        seed = self._seed + number
+        made = _Made("", seed)
+        try:
+            if isinstance(request, Question):
+                self._answer(inferencer, request, made)
+            else:
+                self._follow(inferencer, request, made)
+        except (UnigenError, OSError) as error:
+            if isinstance(error, GenerationError | AnotherRankFailed):
+                raise
+            made.error = str(error)
+        return made
+
+    def _follow(self, inferencer: Any, request: PreviewPrompt, made: _Made) -> None:
+        processor = inferencer.processor
+        made.prompt, made.images = request.text, request.paths
+        options: dict[str, Any] = request.shown
+        if "image" in getattr(inferencer, "answers", ()):
+            options |= {"understand": True} if request.understand else {"flow": self._drawing, "size": self._size}
+        options |= {key: value for key, value in vars(self._sampling).items() if value != vars(Sampling())[key]}
+        made.pictures += [processor.read_image(path) for path in request.paths]
+        result = inferencer.unified_generate(request.prompt, max_length=self._max_new_tokens, seed=made.seed, **options)
+        made.text = result.text
+        made.pictures += result.images
+
+    def _answer(self, inferencer: Any, question: Question, made: _Made) -> None:
+        processor = inferencer.processor
+        made.record, made.prompt, made.images = question.key, question.prompt(processor), question.sources()
+        made.pictures += question.images(processor)
+        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "sampling": self._sampling}
+        if question.wanted == "image":
+            options["flow"] = self._drawing
+        [result] = inferencer.complete([question.request(processor, seed=self._seed)], **options)
+        reference = question.reference(processor)
+        made.text = result.text
+        made.pictures += result.images
+        if isinstance(reference, str):
+            made.reference = reference
+        elif reference is not None:
+            made.pictures.append(reference)
+            made.reference, made.reference_shown = question.target.source, True
+
+    def _held_out_questions(self, run: Run, inferencer: Any) -> list[Question]:
+        data = self._held_out_data(run)
+        limit = getattr(run.backend.model, "max_document_tokens", None)
+        questions: list[Question] = []
+        for wanted in inferencer.answers:
+            for source, index in ask(data, wanted=wanted, max_samples=self._num_held_out, limit=limit)[0]:
+                question = question_at(data, wanted, source, index)
+                assert question is not None, "the data changed while it was read"
+                if isinstance(question.target, TokenSplit):  # a chat template is around the record's texts
+                    question = replace(question, own_prompt=own_prompt(data.datasets[source], index))
+                questions.append(question)
+        if not questions:
+            raise ConfigError(
+                "PreviewHook.num_held_out: no held-out record has an answer with a prompt before it",
+                remedy="prompts or images instead",
+            )
+        return questions
+
+    def _held_out_data(self, run: Run) -> Records:
+        if self._held_out is not None:
+            datasets = [build(DATASETS, self._held_out, where="PreviewHook.held_out", processor=run.processor)]
+            return Records(datasets, source_names(datasets), run.processor)
+        validation = getattr(run, "validation", None)
+        if validation is None:
+            raise ConfigError(
+                "PreviewHook.num_held_out needs validation data, and the config has no val_dataloader",
+                remedy="val_dataloader=..., or PreviewHook(held_out=dict(type=..., data_path=...))",
+            )
+        return Records(validation.data.datasets, validation.data.names, run.processor)
+
+    def _show(self, run: Run, made: Sequence[_Made]) -> None:
+        """On rank 0."""
+        update = run.progress.updates
+        folder = run.work_dir / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        sheet = contact_sheet([each.cell() for each in made], columns=self._columns, title=f"update {update}")
+        rows = [
+            {key: value for key, value in vars(each).items() if key not in ("pictures", "reference_shown")}
+            for each in made
+        ]
+        write_atomic(folder / f"{update}.png", lambda path: sheet.save(path, format="PNG"))
+        write_text_atomic(folder / f"{update}.json", json.dumps(rows, ensure_ascii=False, indent=1) + "\n")
+        logger_of(run).image(run, "preview", sheet, update=update)
+
+
+def _prompts(value: Any) -> list[PreviewPrompt]:
+    """Raises ``ConfigError`` and ``DataError``."""
+    if not isinstance(value, str):
+        return [_prompt(one, f"PreviewHook.prompts[{i}]") for i, one in enumerate(value)]
+    if Path(value).suffix not in (".txt", ".jsonl"):
+        raise ConfigError(f"PreviewHook.prompts is {value!r}", allowed="a list of prompts, or a .txt or .jsonl file")
+    prompts = files_of_prompts.read_prompts(Path(value), where="PreviewHook.prompts")
+    return [PreviewPrompt(**vars(one)) for one in prompts]
+
+
+def _prompt(value: Any, where: str) -> PreviewPrompt:
+    if isinstance(value, str):
+        return PreviewPrompt(value)
+    check_arguments(PreviewPrompt, value, where=where)
+    try:
+        return PreviewPrompt(**{**value, "parts": files_of_prompts.checked_parts(value.get("parts", ()))})
+    except ValueError as error:
+        raise ConfigError(f"{where}.{error}", allowed='a list of texts and of dict(image="a.png")') from error

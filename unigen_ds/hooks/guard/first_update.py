@@ -1,0 +1,197 @@
+"""What the first update of a fine-tune shows: whether the published weights compute what they were trained to compute.
+
+A run that starts from published weights (``model.pretrained``) or from a checkpoint's weights (``load_from``) can train
+for days from weights that are of no use to it: names that did not match, another tokenizer, latents of another scale.
+Its first losses show that. Before the first update the loaded tensors, the tokenizer and the average of the weights are
+looked at as well. One warning for each problem; the training itself is not changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Gt
+
+from unigen_ds.config.registry import HOOKS, MODELS, checked, find
+from unigen_ds.families.base import family_of
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.evaluate.ema import ema_of
+from unigen_ds.system import dist
+from unigen_ds.system.log import logger
+
+KNOWS = 0.9
+"""A loaded model whose first loss is more than this share of chance knows nothing of its task."""
+LARGEST, SMALLEST = 10.0, 1e-5
+"""Root mean square of a weight matrix; those of published models are between 0.005 and 1."""
+FEWEST_TOKENS = 200
+"""Of a tokenizer that must be able to write any text; a smaller one is a list of words."""
+NAMED = 3
+"""Tensors that a warning names."""
+TEXT = "Paris, 1889: the tower is 300 m high; e = 2.718 (about)."
+PAGE = "docs/checkpoints.md#the-first-update"
+
+
+@HOOKS.register_module()
+class FirstUpdateHook(Hook):
+    """Compares the first losses of a fine-tune with chance and with recorded ones, and looks at what was loaded.
+
+    Args:
+        expected: loss terms of the published model, as ``dict(text=0.9, image=0.4)``, for example those of a first
+            update that was known to be good; None: no comparison but with chance.
+        factor: a first loss of more than so many times the expected one is a warning.
+
+    Chance is ``Family.chance_level``; a term of which the family states none is not compared with it. A run that begins
+    from random weights, and a resume, are not looked at.
+    """
+
+    name = "first_update"
+
+    @checked()
+    def __init__(self, *, expected: Mapping[str, float] | None = None, factor: Annotated[float, Gt(1)] = 1.5) -> None:
+        self.expected, self.factor = dict(expected or {}), factor
+        self._begins = False
+
+    def before_train(self, run: Run) -> None:
+        self._begins = run.progress.updates == 0 and _loaded(run.config)
+        if not self._begins:
+            return
+        number, problems = _tensors(run)
+        problems += [*_round_trip(getattr(run.processor, "tokenizer", None)), *_average(run)]
+        if dist.is_main():
+            logger().info("First update: the values of %s tensors are looked at.", f"{number:,}")
+            for problem in problems:
+                logger().warning("First update: %s", problem)
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if not self._begins:
+            return
+        self._begins = False
+        names = sorted(result.local_sums)
+        totals = dist.sum_floats([float(result.local_sums[name]) for name in names])
+        losses = {n: total / result.counts[n] for n, total in zip(names, totals, strict=True) if result.counts.get(n)}
+        if dist.is_main():
+            family = family_of(find(MODELS, run.config["model"], where="model"))
+            levels = family.chance_level(run.processor) if family is not None else {}
+            chance = {name: level for name, level in levels.items() if name in losses}
+            logger().info(
+                "First update: losses %s%s.", _values(losses), f"; chance is {_values(chance)}" if chance else ""
+            )
+            problems = [*loss_problems(losses, chance=chance, expected=self.expected, factor=self.factor)]
+            for problem in problems:
+                logger().warning("First update: %s", problem)
+            if problems:
+                logger().warning("First update: the likely causes are in %s", PAGE)
+
+
+def _values(losses: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in losses.items())
+
+
+def loss_problems(
+    losses: Mapping[str, float], *, chance: Mapping[str, float], expected: Mapping[str, float], factor: float
+) -> Iterator[str]:
+    """A sentence for each loss that a trained model would not have."""
+    for name, loss in losses.items():
+        if not math.isfinite(loss):
+            yield f"the loss {name} is {loss}"
+        elif loss >= KNOWS * chance.get(name, math.inf):
+            yield (
+                f"the loss {name} is {loss:.4g}, and chance is {chance[name]:.4g}: the task is new to the loaded"
+                " weights, or they are not the trained ones"
+            )
+        elif loss > factor * expected.get(name, math.inf):
+            yield (
+                f"the loss {name} is {loss:.4g}, more than {factor:g} times the expected {expected[name]:.4g}"
+                " (FirstUpdateHook.expected)"
+            )
+    missing = sorted(set(expected) - set(losses))
+    if missing:
+        yield (
+            f"FirstUpdateHook.expected has {', '.join(missing)}, of which this update had no targets; it had"
+            f" {', '.join(losses)}"
+        )
+
+
+def _loaded(config: Mapping[str, Any]) -> bool:
+    """Whether a config begins from trained weights."""
+    return bool(config.get("load_from") or (config.get("model") or {}).get("pretrained"))
+
+
+@torch.no_grad()
+def _tensors(run: Run) -> tuple[int, list[str]]:
+    """The number of tensors, and what is wrong with their values. Collective; the same for every engine."""
+    backend = run.backend
+    names = [*backend.trainable_sizes(), *backend.frozen_sizes()]
+    at, matrices, complete = {name: i for i, name in enumerate(names)}, _matrices(backend.model), _complete(run.config)
+    sums = torch.zeros(len(names), 2, dtype=torch.float64)  # of squares, and elements: replicas count in both
+    for shard in (*backend.master_shards(), *backend.frozen_shards()):
+        if shard.data.is_floating_point():
+            norm = float(torch.linalg.vector_norm(shard.data, dtype=torch.float64)) if shard.data.numel() else 0.0
+            sums[at[shard.name]] += torch.tensor([norm**2, shard.data.numel()])
+    whole = torch.tensor(dist.sum_floats(sums.flatten().tolist())).view(-1, 2)
+    scale = {name: math.sqrt(square / number) for name, (square, number) in zip(names, whole.tolist(), strict=True)
+             if number}  # fmt: skip
+    kinds = {
+        "are not finite": [n for n, value in scale.items() if not math.isfinite(value)],
+        "of weight matrices are all zeros": [
+            n for n, value in scale.items() if value == 0 and n in matrices and complete
+        ],
+        f"of weight matrices have a root mean square of more than {LARGEST:g} or less than {SMALLEST:g}": [
+            n
+            for n, value in scale.items()
+            if math.isfinite(value) and value > 0 and n in matrices and not SMALLEST <= value <= LARGEST
+        ],
+    }
+    return len(names), [
+        f"{len(found):,} of {len(names):,} tensors {what}: {', '.join(found[:NAMED])}"
+        + f" and {len(found) - NAMED:,} more" * (len(found) > NAMED)
+        + ". Likely causes: a damaged or incomplete file, or names of weights that did not match."
+        for what, found in kinds.items()
+        if found
+    ]
+
+
+def _complete(config: Mapping[str, Any]) -> bool:
+    """Whether all weights were read; otherwise some keep their initial values, which may be zeros."""
+    parts = not isinstance((config.get("model") or {}).get("pretrained"), str | None)
+    return not parts and not config.get("lora") and "missing" not in ((config.get("load_cfg") or {}).get("allow") or ())
+
+
+def _matrices(model: torch.nn.Module) -> set[str]:
+    """Names of the weights of linear layers, convolutions and embeddings."""
+    kinds = (torch.nn.Linear, torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
+    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def _round_trip(tokenizer: Any) -> Iterator[str]:
+    """Whether a plain sentence is the same after the tokenizer."""
+    if tokenizer is None or not hasattr(tokenizer, "decode") or len(tokenizer) < FEWEST_TOKENS:
+        return
+    ids = tokenizer.encode(TEXT)
+    text = tokenizer.decode(ids)
+    unknown = ids.count(tokenizer.unk_id) if getattr(tokenizer, "unk_id", None) is not None else 0
+    if "".join(text.split()).casefold() != "".join(TEXT.split()).casefold() or unknown:
+        yield (
+            f"the tokenizer reads {TEXT!r} as {text!r}, {unknown} of {len(ids)} tokens unknown. Likely causes: a"
+            " damaged tokenizer.json, or a tokenizer that is not the published model's."
+        )
+
+
+def _average(run: Run) -> Iterator[str]:
+    """Whether the average of the weights begins as the weights."""
+    hook = ema_of(run)
+    if hook is None:
+        return
+    pairs = zip(hook.average.shards, run.backend.master_shards(), strict=True)
+    differ = sum(
+        not torch.equal(mine.data.float(), weights.data.float().to(mine.data.device)) for mine, weights in pairs
+    )
+    (number,) = dist.sum_floats([float(differ)])
+    if number:
+        yield (
+            f"{number:,.0f} pieces of the average of the weights (EMA) are not the weights before the first update."
+            " Likely cause: a hook that loads weights after EMAHook."
+        )

@@ -1,0 +1,243 @@
+"""Which checkpoint is the best one by a metric: found, saved, kept. The evaluation hook has one of these.
+
+A better value asks the checkpoint hook for a save at this update; only the checkpoint that is then complete becomes the
+best one, and only after that the former one may be deleted. So a save that fails (a full disk) leaves the former.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.checkpoint import best_record as stored
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.best_record import Best
+from unigen_ds.checkpoint.convert import merge
+from unigen_ds.checkpoint.home import same
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.checkpoint.saver import CONFIG_FILE, TOKENIZER
+from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.evaluation.comparison import unlike
+from unigen_ds.evaluation.provenance import Result
+from unigen_ds.hooks.base import Run
+from unigen_ds.hooks.save.checkpoint import CheckpointHook
+from unigen_ds.system import dist
+from unigen_ds.system.files import delete_inside, fsync_path, make_directory, new_directory
+from unigen_ds.system.log import logger
+
+RULES = ("less", "greater")
+_GREATER = ("acc", "top", "ar@", "auc", "precision", "map", "mdice", "miou", "macc", "aacc")
+"""mmengine's, in lower case: a metric whose name contains one is better when it is greater (``loss``: when less)."""
+_OWN = {
+    "less": ("fid", "kid", "frechet", "perplexity"),
+    "greater": ("bleu", "rouge", "meteor", "bertscore", "exact_match", "vqa", "clip", "consistency", "text_rendering"),
+}
+"""Beginnings of the names of this project's metrics."""
+
+
+def rule_of(metric: str, rule: str | None = None) -> str:
+    """``rule``; or, where it is None, ``'less'`` or ``'greater'`` by the metric's name, as mmengine infers it.
+
+    The first part of the name after ``val/`` decides, so that ``val/loss/text/accounts.jsonl`` is a loss.
+    Raises ``ConfigError`` for another rule, and where none can be inferred.
+    """
+    if rule is not None:
+        if rule not in RULES:
+            raise ConfigError(f"rule is {rule!r}", allowed="'less' or 'greater'")
+        return rule
+    name = metric.removeprefix("val/").lower()
+    for part in (name.split("/")[0], name):
+        for found, beginnings in _OWN.items():
+            if part.startswith(beginnings):
+                return found
+        if part != "loss" and any(key in part for key in _GREATER):
+            return "greater"
+        if "loss" in part:
+            return "less"
+    raise ConfigError(
+        f"whether {metric!r} is better when it is less or greater cannot be inferred from its name",
+        remedy="add rule='less' or rule='greater'",
+    )
+
+
+def value_of(metric: str, metrics: Mapping[str, Any], *, where: str, complete: bool = True) -> float | None:
+    """The metric's value; NaN where it has none. None: this evaluation is not ``complete`` and leaves it out.
+
+    Raises ``ConfigError`` with the names that exist where there is no such metric.
+    """
+    if metric in metrics:
+        value = metrics[metric]
+        return math.nan if value is None else float(value)
+    if not complete and not metric.startswith("val/loss"):
+        return None
+    allowed = ", ".join(sorted(metrics)) or "nothing: it has no results"
+    raise ConfigError(f"{where} is {metric!r}, which the evaluation does not have", allowed=allowed)
+
+
+class BestCheckpoint:
+    """Finds the best checkpoint by one metric, and keeps it. Methods are called on every rank, in the run's order.
+
+    Args:
+        metric: a name of the evaluation's results, such as ``val/loss``.
+        rule: ``'less'`` or ``'greater'``; None: by the name (``rule_of``).
+        weights_only: keep the best weights alone, in ``best_weights/update_<n>/``, instead of a whole checkpoint.
+        ema: the value is one of the averaged weights (EMA); the weights that are kept are then these.
+    """
+
+    def __init__(self, metric: str, *, rule: str | None = None, weights_only: bool = False, ema: bool = False) -> None:
+        self.metric, self.rule = metric, rule_of(metric, rule)
+        self._weights_only, self._ema = weights_only, ema
+        self._best: Best | None = None
+        self._folder: Path | None = None
+        self._offered: Best | None = None
+        self._commit: int | None = None
+        self._missing: ConfigError | None = None
+        self._provenance: dict[str, str] = {}
+
+    @property
+    def best(self) -> Best | None:
+        """The best one that is saved."""
+        return self._best
+
+    def before_run(self, run: Run, *, provenance: Mapping[str, str] | None = None) -> None:
+        """``provenance``: of the metric's values in this run. Raises ``ConfigError`` where nothing would save it."""
+        self._provenance = dict(provenance or {})
+        if not any(isinstance(hook, CheckpointHook) for hook in run.hooks):
+            raise ConfigError(f"save_best={self.metric!r} without a CheckpointHook", remedy="add the hook that saves")
+
+    def before_update(self) -> None:
+        """What was not saved at its own update is not the best one. Raises what ``offer`` found wrong."""
+        self.after_train()
+        if self._offered is not None and dist.is_main():
+            kept = "none is kept" if self._folder is None else f"{self._folder} stays the best checkpoint"
+            logger().warning("The best %s so far, %.6g at update %d, was not saved: %s.",
+                             self.metric, self._offered.value, self._offered.updates, kept)  # fmt: skip
+        self._offered = None
+
+    def after_train(self) -> None:
+        """Raise ``ConfigError`` where the last evaluation had no such metric: the checkpoint is saved by now."""
+        if self._missing is not None:
+            raise self._missing
+
+    def offer(self, run: Run, metrics: Mapping[str, Any], *, complete: bool = True) -> None:
+        """The results of an evaluation at the present update. ``complete``: whether others have no further metrics.
+
+        Where there is no such metric, a checkpoint of this update is wanted, and the run ends after it.
+        """
+        try:
+            value = value_of(self.metric, metrics, where="EvaluateHook.save_best", complete=complete)
+        except ConfigError as error:
+            self._missing, value = error, None
+        if value is None:
+            return
+        worst = math.inf if self.rule == "less" else -math.inf
+        if not math.isfinite(value) and dist.is_main():
+            logger().warning("%s is %g at update %d: it is not the best.", self.metric, value, run.progress.updates)
+        if stored.better(value, worst if self._best is None else self._best.value, rule=self.rule):
+            self._offered = Best(self.metric, self.rule, value, run.progress.updates, provenance=self._provenance)
+
+    def wants_save(self) -> bool:
+        """As ``Hook.wants_save``."""
+        return self._offered is not None or self._missing is not None
+
+    def after_save_checkpoint(self, run: Run, path: Path) -> None:
+        """The checkpoint of the present update is complete: if its value is the best, it is the best one now."""
+        if self._offered is None:
+            return
+        former, best, self._offered = self._folder, self._offered, None
+        self._settle(run, best, path)
+        if dist.is_main():
+            logger().info("Best checkpoint so far: %s (%s %.6g at update %d).",
+                          self._folder, best.metric, best.value, best.updates)  # fmt: skip
+            if former is not None and former != self._folder:
+                _delete_weights(former, run.checkpoint_dir)
+
+    def _settle(self, run: Run, best: Best, checkpoint: Path) -> None:
+        """``checkpoint`` has ``best``: write its weights alone if asked, and the hint. A failure is a warning."""
+
+        def settle() -> tuple[Path, int | None]:
+            folder: Path = checkpoint
+            commit: int | None = Manifest.read(checkpoint).commit
+            try:
+                if self._weights_only:
+                    folder, commit = self._write_weights(run.checkpoint_dir, best, checkpoint), None
+                stored.write_hint(run.checkpoint_dir, folder)
+            except (OSError, UnigenError) as error:
+                logger().warning("The best checkpoint is %s, complete and kept, but: %s", folder, error)
+            return folder, commit
+
+        self._refer(run, best, *dist.on_main(settle))
+
+    def _refer(self, run: Run, best: Best, folder: Path, commit: int | None) -> None:
+        """``folder`` has ``best``. ``commit``: of the checkpoint of this run that retention must not delete."""
+        home = run.checkpoint_dir.resolve()
+        inside = folder.resolve().is_relative_to(home)
+        name = folder.resolve().relative_to(home) if inside else folder.absolute()
+        self._best, self._folder, self._commit = replace(best, path=str(name)), folder, commit
+
+    def _write_weights(self, home: Path, best: Best, checkpoint: Path) -> Path:
+        """The weights of ``checkpoint`` with its config and tokenizer, on disk when this returns. Rank 0."""
+        folder = stored.weights_folder(home, best.updates)
+        make_directory(folder.parent)
+        delete_inside(folder, home)  # of a branch of the run that a resume abandoned
+        with new_directory(folder) as staging:
+            merge(checkpoint, staging, ema=self._ema, safe_serialization=True)
+            shutil.copyfile(checkpoint / CONFIG_FILE, staging / CONFIG_FILE)
+            if (checkpoint / TOKENIZER).is_dir():
+                shutil.copytree(checkpoint / TOKENIZER, staging / TOKENIZER)
+                for path in (staging / TOKENIZER).iterdir():
+                    fsync_path(path)
+        return folder
+
+    def keeps(self, manifest: Manifest) -> bool:
+        """As ``Hook.keeps``: the checkpoint that is the best one."""
+        return manifest.commit == self._commit
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint that is being saved: it is the best one itself if its value is."""
+        best = self._offered or self._best
+        return {} if best is None else {stored.KEY: best.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``'s value; ``after_load_checkpoint`` then finds the checkpoint."""
+        self._best = Best.from_state_dict(state[stored.KEY]) if state.get(stored.KEY) else None
+
+    def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
+        """Find the best checkpoint again, which another engine or work dir may have written."""
+        best, checkpoint = self._best, store.outer(Path(manifest["path"]))
+        self._best = None
+        if best is None:
+            return
+        problem: str | None = None
+        if (best.metric, best.rule) != (self.metric, self.rule):
+            problem = f"it was chosen by {best.metric} ({best.rule}), and save_best is now {self.metric} ({self.rule})"
+        elif reasons := unlike(Result({}, best.provenance), Result({}, self._provenance)):
+            problem = f"its value cannot be compared with those of this run: {'; '.join(reasons)}"
+        folder = dist.on_main(lambda: best.where(checkpoint))
+        if problem is None and not dist.on_main(folder.is_dir):
+            problem = "it is not there any more"
+        if problem is not None:
+            if dist.is_main():
+                logger().warning("%s (%s %.6g at update %d) is not the best checkpoint any more: %s. The next"
+                                 " evaluation starts anew.",
+                                 folder, best.metric, best.value, best.updates, problem)  # fmt: skip
+            return
+        if store.is_checkpoint_name(folder.name) and store.is_inside(run.checkpoint_dir, folder):
+            self._settle(run, best, folder)
+        else:
+            self._refer(run, best, folder, None)
+            dist.on_main(lambda: stored.write_hint(run.checkpoint_dir, folder))
+
+
+def _delete_weights(former: Path, home: Path) -> None:
+    """The former best, if it is weights alone of this run: a record may name any folder, also one of another run."""
+    if re.fullmatch(r"update_\d+", former.name) and same(former.parent, home / stored.WEIGHTS):
+        try:
+            delete_inside(former, home)
+        except OSError as error:
+            logger().warning("The former best weights %s could not be deleted: %s", former, error)

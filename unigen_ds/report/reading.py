@@ -1,0 +1,260 @@
+"""The files of a work dir as plain values, for reports and plots. Nothing of them is executed or unpickled.
+
+A file that is missing or damaged leaves its part empty and adds a line to ``problems``; nothing here raises for what a
+file contains. Times are in seconds; ``update`` counts optimizer steps of the run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.home import HINT as HOME_HINT
+from unigen_ds.checkpoint.home import home_of
+from unigen_ds.checkpoint.manifest import FILE_NAME as MANIFEST
+from unigen_ds.checkpoint.partial import REPORT_FILE
+from unigen_ds.checkpoint.saver import CONFIG_FILE, HOOKS_FILE
+from unigen_ds.checkpoint.store import Lineage
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.evaluation.metric_lines import (
+    Line,
+    is_count,
+    lines_of_updates,
+    number,
+    well_formed,
+)
+from unigen_ds.report import results
+from unigen_ds.report.results import RESULTS, SCORES, STATISTICS, Evaluated, Problems, attempt, json_object
+from unigen_ds.system.journals import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, TIMELINE_FILE, in_effect, parse_lines
+
+BEST_HINT, LOG_FILE, PREVIEWS = "best_checkpoint", "train.log", "previews"
+_OF_A_RUN = (METRICS_FILE, TIMELINE_FILE, LEDGER_FILE, LOG_FILE, CONFIG_FILE, SCORES, RESULTS)
+_MOST_NAMES = 10
+_SECRET = re.compile(r"(?i)(api_?key|password|passwd|secret|access_token)$")
+_LOGGED = re.compile(r"(\S+ \S+) (WARNING|ERROR|CRITICAL) (.*)")
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """One start of the run: from a fresh beginning or a checkpoint to its end or kill."""
+
+    update: int
+    """Updates of the run when it began."""
+    record: Line
+    """Its line in ``timeline.jsonl``."""
+    times: Sequence[Line]
+    """The lines of ``timeline.jsonl`` between this start and the next, in order."""
+    lines: Sequence[Line]
+    """The lines of ``metrics.jsonl`` and ``ledger.jsonl`` that this start wrote, void ones too."""
+
+    @property
+    def reached(self) -> int:
+        """The last update that any file has. A late result belongs to an earlier update than its line."""
+        own = [line for line in (*self.times, *self.lines) if line.get("event") in (None, "time", "end")]
+        return max([self.update, *(line.get("update", 0) for line in own)])
+
+    @property
+    def end(self) -> str | None:
+        """How it ended; None where it was killed or runs still."""
+        last = self.times[-1] if self.times else {}
+        return str(last.get("reason")) if last.get("event") == "end" else None
+
+
+@dataclass(frozen=True)
+class WorkDir:
+    """See the module docstring."""
+
+    path: Path
+    name: str
+    starts: Sequence[RunStart]
+    updates: Sequence[Line]
+    """Lines of updates that count, one for each update that was logged, in order."""
+    abandoned: Sequence[Sequence[Line]]
+    """Lines that a resume made void, by the start that wrote them."""
+    statistics: Sequence[Line]
+    """Lines with the statistics over ranks that count, in order."""
+    evaluations: Sequence[Evaluated]
+    checkpoints: Sequence[store.Found]
+    lineage: Lineage
+    best: str | None
+    """Name of the best checkpoint."""
+    best_state: Mapping[str, Any]
+    """Of ``EvaluateHook``: metric, rule, value, updates."""
+    skipped: Sequence[Line]
+    previews: Sequence[tuple[int | None, Path]]
+    """Update and file, in order; None: a picture of another name."""
+    log: Sequence[tuple[str, str, str]]
+    """Warnings and errors of ``train.log``: time, level, text."""
+    load_report: Mapping[str, Any] | None
+    config: Mapping[str, Any]
+    config_text: str | None
+    problems: Sequence[tuple[str, str]] = field(default_factory=list)
+    """File and what is wrong with it."""
+
+    @property
+    def last(self) -> Line:
+        """The last line of an update; empty where there is none."""
+        return self.updates[-1] if self.updates else {}
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a folder has anything that a report shows."""
+    return any((path / name).exists() for name in _OF_A_RUN) or any(path.glob(f"*/{MANIFEST}"))
+
+
+def read_work_dir(path: Path) -> WorkDir:
+    """Everything that a report needs. Raises ``CheckpointError`` only where ``path`` is not a directory or no run."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory", remedy="name the work dir of a run")
+    if not _is_run(path):
+        within = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_run(child))
+        names = ", ".join(within[:_MOST_NAMES]) + (
+            f" and {more} more" if (more := len(within) - _MOST_NAMES) > 0 else ""
+        )
+        raise CheckpointError(
+            f"{path} is no run" + (f"; its folders {names} are" if within else ""),
+            allowed="a folder with " + ", ".join(_OF_A_RUN) + " or a checkpoint",
+            remedy="name the work dirs of runs, one after the other",
+        )
+    problems: Problems = []
+    metrics = _journal(path / METRICS_FILE, problems)
+    ledger = _journal(path / LEDGER_FILE, problems)
+    starts = _starts(_journal(path / TIMELINE_FILE, problems), metrics, ledger)
+    home = attempt(HOME_HINT, lambda: home_of(path), path, problems)
+    checkpoints = attempt(path.name, lambda: store.list_checkpoints(home), list[store.Found](), problems)
+    manifests = [entry.manifest for entry in checkpoints if entry.manifest is not None]
+    config = starts[-1].record.get("config") if starts else None
+    if not isinstance(config, Mapping):
+        config = manifests[-1].config if manifests else {}
+    kept = in_effect(metrics)
+    files = results.of_files(path, problems, prefix=results.async_prefix(config, kept))
+    best, best_state = _best(home, checkpoints, problems)
+    return WorkDir(
+        path=path,
+        name=path.resolve().name,
+        starts=starts,
+        updates=lines_of_updates(kept),
+        abandoned=_abandoned(metrics, kept),
+        statistics=[line for line in kept if line.get("event") == STATISTICS and is_count(line.get("update"))],
+        evaluations=results.once(results.of_lines(kept), files),
+        checkpoints=checkpoints,
+        lineage=attempt("lineage.json", lambda: Lineage.read(home), Lineage(), problems),
+        best=best,
+        best_state=best_state,
+        skipped=in_effect(_journal(path / SKIPPED_FILE, problems)) if (path / SKIPPED_FILE).exists() else [],
+        previews=_previews(path),
+        log=_log(path / LOG_FILE, problems),
+        load_report=json_object(path / REPORT_FILE, problems) if (path / REPORT_FILE).exists() else None,
+        config=masked(config),
+        config_text=_text(path / CONFIG_FILE, problems),
+        problems=problems,
+    )
+
+
+def run_names(work_dirs: Sequence[Path]) -> dict[str, Path]:
+    """A different name for each path. Raises ``ConfigError`` where one is given twice."""
+    paths = [path.resolve() for path in work_dirs]
+    twice = [str(path) for path, count in Counter(paths).items() if count > 1]
+    if twice:
+        raise ConfigError(f"given twice: {', '.join(twice)}", remedy="name each work dir once")
+    for depth in range(1, 1 + max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return dict(zip(names, work_dirs, strict=True))
+
+
+def masked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without the values of keys that name a secret: a report may be passed to others."""
+
+    def of(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return masked(value)
+        if isinstance(value, list):
+            return [of("", inner) for inner in value]
+        return "***" if value and _SECRET.search(key) else value
+
+    return {str(key): of(str(key), value) for key, value in config.items()}
+
+
+def _journal(path: Path, problems: Problems) -> list[Line]:
+    nothing: tuple[list[Line], int] = ([], 0)
+    parsed, damaged = attempt(path.name, lambda: parse_lines(path), nothing, problems)
+    lines, wrong = well_formed(parsed)
+    if damaged + wrong:
+        problems.append((path.name, f"{damaged + wrong} of {len(parsed) + damaged} lines are damaged and left out"))
+    if not path.exists():
+        problems.append((path.name, "is missing"))
+    return lines
+
+
+def _by_start(lines: Iterable[Line]) -> list[tuple[int, list[Line]]]:
+    """Lines by the start that wrote them, with the update at which it began."""
+    parts: list[tuple[int, list[Line]]] = [(0, [])]
+    for line in lines:
+        if line.get("event") == "resume":
+            parts.append((line["updates"], []))
+        else:
+            parts[-1][1].append(line)
+    return parts if parts[0][1] else parts[1:]
+
+
+def _starts(timeline: Iterable[Line], *journals: Iterable[Line]) -> list[RunStart]:
+    """One for each start line of the timeline. A start that ended before its first update is in the timeline alone, so
+    it is matched with the parts of the journals from their ends.
+    """
+    recorded: list[tuple[Line, list[Line]]] = []
+    for line in timeline:
+        if line.get("event") == "start":
+            recorded.append((line, []))
+        elif recorded and line.get("event") in ("time", "end") and number(line.get("seconds")) is not None:
+            recorded[-1][1].append(line)
+    parts = [_by_start(lines) for lines in journals]
+    starts = []
+    for record, times in reversed(recorded):
+        update = record.get("update", 0)
+        own = [part.pop()[1] for part in parts if part and part[-1][0] == update]
+        starts.append(RunStart(update, record, times, [line for lines in own for line in lines]))
+    return starts[::-1]
+
+
+def _abandoned(metrics: Iterable[Line], kept: Iterable[Line]) -> list[list[Line]]:
+    count = {id(line) for line in kept}
+    void = ([line for line in lines if id(line) not in count] for _, lines in _by_start(metrics))
+    return [updates for lines in void if (updates := lines_of_updates(lines))]
+
+
+def _text(file: Path, problems: Problems) -> str | None:
+    return attempt(file.name, lambda: file.read_text(encoding="utf-8", errors="replace"), None, problems)
+
+
+def _log(path: Path, problems: Problems) -> list[tuple[str, str, str]]:
+    matches = (_LOGGED.match(line) for line in (_text(path, problems) or "").splitlines())
+    return [(match[1], match[2], match[3]) for match in matches if match]
+
+
+def _best(home: Path, checkpoints: Sequence[store.Found], problems: Problems) -> tuple[str | None, Mapping[str, Any]]:
+    """The name in ``best_checkpoint``, and the state of ``EvaluateHook`` in the newest checkpoint."""
+    hint = home / BEST_HINT
+    text = _text(hint, problems) if hint.exists() else None
+    name = text and Path(text.strip()).name
+    for entry in reversed(checkpoints):
+        file = entry.path / HOOKS_FILE
+        if entry.manifest is not None and file.is_file():
+            state = (json_object(file, problems, name=f"{entry.path.name}/{HOOKS_FILE}") or {}).get("evaluate")
+            state = state.get("best", state) if isinstance(state, Mapping) else {}
+            return name, state if isinstance(state, Mapping) else {}
+    return name, {}
+
+
+def _previews(path: Path) -> list[tuple[int | None, Path]]:
+    pictures: list[tuple[int | None, Path]] = []
+    for file in (path / PREVIEWS).glob("*.png"):
+        digits = re.search(r"(\d{1,18})(?=\D*$)", file.stem)
+        pictures.append((int(digits[1]) if digits else None, file))
+    return sorted(pictures, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1].name))

@@ -1,0 +1,173 @@
+"""Validations and evaluations of a run: lines of ``metrics.jsonl`` and files of results."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.json_values import member_names
+from unigen_ds.evaluation.jobs.job import RESULT, numbers_of, read_result
+from unigen_ds.evaluation.metric_lines import Line, is_count, number
+from unigen_ds.system.journals import METRICS_FILE
+
+RESULTS = "eval_results"
+SCORES = "evaluations"
+"""Of the metrics of ``EvaluateHook``, whose lines in ``metrics.jsonl`` have the same values without provenance."""
+STATISTICS = "training_stats"
+"""Event of the lines with the statistics over ranks."""
+Problems = list[tuple[str, str]]
+"""Names of files and what is wrong with them."""
+T = TypeVar("T")
+_POSITION = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "updates"}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A validation or an evaluation: a line of ``metrics.jsonl``, or a file of results."""
+
+    update: int | None
+    values: Mapping[str, float]
+    provenance: Mapping[str, Any]
+    origin: str
+
+
+def of_lines(lines: Iterable[Line]) -> list[Evaluated]:
+    """Of lines with an event, and of those of updates that have ``val/...``."""
+    evaluations = []
+    for line in lines:
+        event = line.get("event")
+        if event == STATISTICS or "update" not in line:
+            continue
+        values = _numbers({key: line[key] for key in line if event is not None or key.startswith("val/")})
+        if values:
+            origin = METRICS_FILE if event is None else f"{METRICS_FILE}, {event}"
+            evaluations.append(Evaluated(line["update"], values, _provenance(line), origin))
+    return evaluations
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {key: n for key, value in values.items() if key not in _POSITION and (n := number(value)) is not None}
+
+
+def _provenance(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    provenance = content.get("provenance")
+    return provenance if isinstance(provenance, Mapping) else {}
+
+
+def once(lines: Iterable[Evaluated], files: Sequence[Evaluated]) -> list[Evaluated]:
+    """Without the values of lines that a file has with their provenance."""
+    stored = {(one.update, key) for one in files for key in one.values}
+    kept = [
+        replace(line, values={key: n for key, n in line.values.items() if (line.update, key) not in stored})
+        for line in lines
+    ]
+    return [*(line for line in kept if line.values), *files]
+
+
+def async_prefix(config: Mapping[str, Any], lines: Iterable[Line]) -> str | None:
+    """Of the names that ``AsyncEvaluateHook`` logs; None: the run has no such hook."""
+    hooks = config.get("custom_hooks")
+    for hook in hooks if isinstance(hooks, list) else ():
+        if isinstance(hook, Mapping) and str(hook.get("type")).rpartition(".")[2] == "AsyncEvaluateHook":
+            return str(hook.get("prefix", "lmms_eval"))
+    names = (key for line in lines if line.get("event") == "async_evaluation" for key in line)
+    return next((key.partition("/")[0] for key in names if "/" in key), None)
+
+
+def _of_process(file: Path, content: Line, update: int, prefix: str) -> list[Evaluated]:
+    """A result by the rules and with the names of ``AsyncEvaluateHook``. Raises ``ValueError`` where it refuses it."""
+    read_result(file, update=update)
+    listed = content["results"]
+    evaluations = []
+    for part in listed if isinstance(listed, list) else [{"values": listed}]:
+        numbers = {key: number(value) for key, value in numbers_of(part["values"]).items()}
+        values = {f"{prefix}/{key}": value for key, value in numbers.items() if value is not None}
+        evaluations.append(Evaluated(update, values, _provenance(part), RESULTS))
+    return [one for one in evaluations if one.values]
+
+
+def of_files(path: Path, problems: Problems, *, prefix: str | None) -> list[Evaluated]:
+    """``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what ``provenance.write_results`` wrote,
+    ``{"values", "provenance"}``, or names and numbers.
+    """
+    scores = sorted((path / SCORES).glob("*.json"), key=lambda file: (len(file.name), file.name))
+    single = path / "results.json"
+    evaluations = []
+    for file in (*sorted((path / RESULTS).rglob("*.json")), *scores, *([single] if single.is_file() else [])):
+        name = str(file.relative_to(path))
+        content = json_object(file, problems, name=name)
+        if content is None:
+            continue
+        if prefix is not None and file.is_relative_to(path / RESULTS) and (match := RESULT.fullmatch(file.name)):
+            try:
+                evaluations += _of_process(file, content, int(match[1]), prefix)
+            except ValueError as error:
+                problems.append((name, f"is not logged by AsyncEvaluateHook: {error}"))
+            continue
+        step = re.search(r"(\d+)\.json$", file.name)
+        update = content.get("update", content.get("updates", int(step[1]) if step else None))
+        listed = content.get("results")
+        parts = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else [content]
+        entries = (_result_of(part, update if is_count(update) else None, name) for part in parts)
+        valid = [one for one in entries if one.values]
+        if len(valid) < len(parts) or not parts:
+            problems.append((name, f"{len(parts) - len(valid)} of {len(parts)} results have no number"))
+        evaluations += [_as_score(one) for one in valid] if file in scores else valid
+    return evaluations
+
+
+def _result_of(content: Line, update: int | None, origin: str) -> Evaluated:
+    nested = next(
+        (content[k] for k in ("values", "results", "metrics") if isinstance(content.get(k), Mapping)), content
+    )
+    values = {key: n for key, n in _numbers(flat(nested)).items() if not key.startswith("provenance.")}
+    return Evaluated(update, values, _provenance(content), origin)
+
+
+def _as_score(one: Evaluated) -> Evaluated:
+    """With the names that ``EvaluateHook`` logs."""
+    values = {key if key.startswith("val/") else f"val/{key}": value for key, value in one.values.items()}
+    return replace(one, values=values, origin=SCORES)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "", *, by_name: bool = False) -> dict[str, Any]:
+    """Dotted key -> value; members of a list by index, or ``by_name``: as ``member_names`` has them."""
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        name, members = f"{prefix}{key}", value
+        if isinstance(value, list) and any(isinstance(member, Mapping) for member in value):
+            names = member_names(value) if by_name else map(str, range(len(value)))
+            members = dict(zip(names, value, strict=True))
+        if isinstance(members, Mapping) and members:
+            values |= flat({str(k): v for k, v in members.items()}, f"{name}.", by_name=by_name)
+        else:
+            values[name] = value
+    return values
+
+
+def attempt(name: str, read: Callable[[], T], default: T, problems: Problems) -> T:
+    """What ``read`` returns. Where it fails: ``default``, and one more of ``problems``."""
+    try:
+        return read()
+    except FileNotFoundError:
+        problems.append((name, "is missing"))
+    except CheckpointError as error:
+        problems.append((name, str(error)))
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append((name, f"cannot be read: {type(error).__name__}: {error}"[:300]))
+    return default
+
+
+def json_object(file: Path, problems: Problems, *, name: str | None = None) -> dict[str, Any] | None:
+    """A file's object. None, and one more of ``problems``, where it has none."""
+    name = name or file.name
+    content = attempt(name, lambda: json.loads(file.read_text(encoding="utf-8")), None, more := Problems())
+    if not more and not isinstance(content, dict):
+        more.append((name, f"has a {type(content).__name__}, not an object"))
+    problems += more
+    return content if isinstance(content, dict) else None

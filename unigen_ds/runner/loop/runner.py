@@ -1,0 +1,370 @@
+"""The training loop. It uses interfaces only; a feature is a hook or a backend, never an ``if`` in this module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from unigen_ds.backends.base import Backend
+from unigen_ds.checkpoint import saver, store
+from unigen_ds.checkpoint.base_files import save_base
+from unigen_ds.checkpoint.consolidated import Form
+from unigen_ds.checkpoint.convert import DTYPES
+from unigen_ds.checkpoint.home import WorkDirLock, claim, run_id, same
+from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.config.sections import Component
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.progress import Progress
+from unigen_ds.data.batches.stream import Cursor
+from unigen_ds.hooks.base import PRIORITY, Hook, Iteration, UpdateResult
+from unigen_ds.runner.loop.replay import LastUpdate, losses
+from unigen_ds.runner.loop.updates import Update, counted
+from unigen_ds.runner.open.publish import export_checkpoint
+from unigen_ds.runner.start.build import check_states
+from unigen_ds.runner.start.parts import Parts, build_parts
+from unigen_ds.runner.start.restore import restore
+from unigen_ds.system import announced, dist
+from unigen_ds.system.clock import Clock
+from unigen_ds.system.files import write_text_atomic
+from unigen_ds.system.journals import sample_digest
+from unigen_ds.system.log import logger
+
+
+class Runner:
+    """Trains ``Parts`` to its limits. ``Runner.from_cfg(cfg).train()``; implements ``hooks.base.Run``."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.config, self.work_dir, self.backend = parts.settings.given, parts.work_dir, parts.backend
+        self.checkpoint_dir = parts.checkpoint_dir
+        self.peak_tflops = parts.settings.env.peak_tflops
+        self.ruler, self.geometry, self.total_sequences = parts.ruler, parts.geometry, parts.total_sequences
+        self.hooks: Sequence[Hook] = sorted(parts.hooks, key=lambda hook: hook.priority)
+        manifest = parts.resumed
+        self.progress = self.previous = manifest.progress if manifest else Progress()
+        self.processor, self.datasets = parts.processor, parts.datasets
+        self.validation = parts.validation
+        self.clock = Clock(device=parts.backend.device)
+        self.stop_reason: str | None = None
+        self.run_id = ""  # known once the work dir is locked
+        self.hparams: Sequence[Mapping[str, Any]] = ()
+        self.iteration: Iteration | None = None
+        self._cursor: Cursor = parts.cursor
+        self._last: LastUpdate = LastUpdate.stored(manifest, parts.cursor)
+        self._parent = _parent_name(parts.checkpoint_dir, parts.plan.checkpoint) if manifest else None
+        self._locks: list[WorkDirLock] = []
+        self._parameters = Parameters(parts.backend)
+
+    @classmethod
+    def from_cfg(cls, config: Any, *, max_updates: int | None = None) -> Runner:
+        """Build everything a config names: what ``load_config`` returns, a mapping, or ``Settings``. See
+        ``runner/start/parts.py`` for the errors.
+        """
+        with announced.shared():
+            return cls(build_parts(config, max_updates=max_updates))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the next update would go beyond a limit of ``train_cfg``: a run never trains on more than asked.
+
+        A limit in tokens ends with the update that reaches it: how many the next update has is not known in advance.
+        """
+        ahead = self.progress.sequences + self.geometry.global_batch_size
+        return any(
+            ahead > limit.value if limit.unit == "sequence" else limit.reached(self.progress)
+            for limit in self._parts.limits
+        )
+
+    @property
+    def left(self) -> int:
+        """Sequences until the first limit of ``train_cfg``: when training is complete, those that fill no update."""
+        limits = [limit.value for limit in self._parts.limits if limit.unit == "sequence"]
+        return max(0, math.floor(min(limits, default=0.0)) - self.progress.sequences)
+
+    @property
+    def done(self) -> bool:
+        most = self._parts.max_updates
+        return self.finished or self.stop_reason is not None or (most is not None and self.progress.updates >= most)
+
+    def request_stop(self, reason: str) -> None:
+        self.stop_reason = reason
+
+    def last_losses(self) -> dict[str, float] | None:
+        """See ``hooks.base.Run``."""
+        update = self._last.read(self.geometry, self._parts.loader_at)
+        return None if update is None else losses(self.backend, update)
+
+    def train(self) -> Progress:
+        """Restore, train until done, clean up. Collective. Returns the final progress."""
+        self.run_id = dist.on_main(self._lock_folders)
+        try:
+            self._call("before_run")
+            restored = restore(self._parts, self.hooks)
+            if restored is not None:
+                self._call("after_load_checkpoint", restored)
+            dist.on_main(lambda: write_text_atomic(self.work_dir / saver.CONFIG_FILE, self._parts.config_text))
+            dist.on_main(lambda: self._parts.list_left_out(self.work_dir))
+            self._call("before_train")
+            check_states(self.hooks)
+            updates = counted(
+                iter(self._parts.loader),
+                terms=self._parts.loss_weights,
+                stop=lambda: any(hook.wants_stop() for hook in self.hooks),
+            )
+            epoch: int | None = None
+            while not self.done:
+                if epoch != self.progress.epoch:
+                    epoch = self.progress.epoch
+                    self._call("before_train_epoch")
+                self.train_update(updates)
+                if epoch != self.progress.epoch:
+                    self._call("after_train_epoch")
+            self._call("after_train")
+            self._call("after_run")
+        except BaseException as error:
+            cause = announced.explained(error)
+            self._report(cause)
+            if cause is not error:
+                raise cause from error
+            if isinstance(error, OSError):
+                self._check_folders()  # names the cause where one is gone
+            raise
+        finally:
+            self._parts.loader.close()
+            self.backend.close()
+            self._unlock_folders()
+        return self.progress
+
+    def _lock_folders(self) -> str:
+        """On rank 0: lock the work dir and the folder of the checkpoints, connect them, and remove unfinished files of
+        runs that were killed. Returns the id of the run.
+        """
+        folders = {"work_dir": self.work_dir, "checkpoint_dir": self.checkpoint_dir}
+        if same(*folders.values()):
+            folders.pop("checkpoint_dir")
+        hour = 3600.0
+        try:
+            for key, folder in folders.items():
+                self._locks.append(WorkDirLock(folder, key=key))
+            claim(self.work_dir, self.checkpoint_dir)
+            found = run_id(self.work_dir)
+        except BaseException:
+            self._unlock_folders()
+            raise
+        for lock, folder in zip(self._locks, folders.values(), strict=True):
+            for path in store.sweep(folder, older_than_s=0.0 if lock.exclusive else hour):
+                logger().info("Removed %s, left by an interrupted save or deletion.", path)
+        return found
+
+    def _check_folders(self) -> None:
+        """On rank 0, else nothing. Raises ``TrainingError`` where a locked folder is gone."""
+        for lock in self._locks:
+            lock.check()
+
+    def _unlock_folders(self) -> None:
+        while self._locks:
+            self._locks.pop().release()
+
+    def train_update(self, updates: Iterator[Update]) -> None:
+        """One optimizer step: ``accumulative_counts`` micro-batches, each target weighing the same in the loss."""
+        self._last = self._last.without_data()
+        with self.clock("data"):
+            update = next(updates)
+        micro_batches = update.micro_batches
+        self._call("before_update")
+        self.hparams = hparams = self._parts.schedules.at(self.progress)
+        self.backend.set_hparams(hparams)
+        sums: dict[str, Tensor] = {}
+        for i, micro_batch in enumerate(micro_batches):
+            last = i == len(micro_batches) - 1
+            self._call("before_train_iter", i, micro_batch.batch)
+            with self.clock("forward_backward"), self.backend.accumulate(last=last):
+                terms = self.backend.model(micro_batch.batch.to(self.backend.device))
+                self.backend.backward(terms.weighted(self._parts.loss_weights, update.counts))
+            found = {name: value.detach() for name, value in terms.sums.items()}
+            each = {name: value.detach() for name, value in terms.each.items()}
+            self.iteration = Iteration(micro_batch.batch, found, self._parts.loss_weights, each)
+            for name, value in found.items():
+                sums[name] = sums[name] + value if name in sums else value
+            if not last:
+                self._call("after_train_iter", i, micro_batch.batch)
+        with self.clock("step"):
+            step = self.backend.step()
+        self._call("after_train_iter", len(micro_batches) - 1, micro_batches[-1].batch)
+        self._advance(update, applied=step.applied)
+        names = self._parts.source_names
+        sample_ids = [draw.sample_id(names) for m in micro_batches for row in m.rows for draw in row]
+        result = UpdateResult(
+            local_sums=sums,
+            counts=update.counts,
+            loss_weights=self._parts.loss_weights,
+            grad_norm=step.grad_norm,
+            applied=step.applied,
+            hparams=hparams,
+            num_skipped=update.skipped,
+            sequences=(self.previous.sequences, self.progress.sequences),
+            sample_digest=sample_digest(sample_ids),
+            sample_ids=sample_ids,
+            tokens=update.tokens,
+            loss_scale=step.loss_scale,
+            scale_fell=step.scale_fell,
+            stop_wanted=update.stop_wanted(),
+        )
+        self._call("after_update", result)
+
+    def _advance(self, update: Update, *, applied: bool) -> None:
+        self._last = LastUpdate(self._cursor, self.geometry.global_batch_size, update)
+        self._cursor = update.micro_batches[-1].cursor
+        self.previous = self.progress
+        self.progress = self.progress.advance(
+            sequences=self._cursor.sequences - self.progress.sequences,
+            samples=update.samples,
+            tokens=update.tokens,
+            epoch=self._cursor.epoch,
+            applied=applied,
+        )
+
+    def _call(self, point: str, *arguments: Any) -> None:
+        for hook in self.hooks:
+            with self.clock(f"hook:{hook.name or type(hook).__name__}"):
+                getattr(hook, point)(self, *arguments)
+            self._parameters.check(hook, point)
+
+    def _report(self, error: BaseException) -> None:
+        """Report an error to every hook. If a hook fails here, the others and the caller still get the error."""
+        for hook in self.hooks:
+            try:
+                hook.on_exception(self, error)
+            except Exception:
+                logger().exception("%s failed in on_exception:", type(hook).__name__)
+
+    def save_checkpoint(self, name: str, *, form: Form = "sharded") -> Path:
+        """See ``hooks.base.Run``."""
+        parts = self._parts
+        manifest = Manifest(
+            commit=0,  # set by the saver
+            parent=self._parent,
+            progress=self.progress,
+            geometry=self.geometry,
+            ruler=self.ruler,
+            topology=self.backend.topology(),
+            schedule=parts.schedules.state_dict(),
+            loader={"cursor": self._cursor.state_dict(), "last": self._last.state_dict(), **parts.data_identity},
+            parameters=parts.parameters,
+            config=parts.plain_config,
+            run=self.run_id,
+            base=None if parts.plan.base is None else parts.plan.base.state_dict(),
+        )
+        for hook in self.hooks:
+            hook.before_save_checkpoint(self, manifest.metrics)
+        path = saver.save(
+            self.checkpoint_dir,
+            name,
+            backend=self.backend,
+            manifest=manifest,
+            hook_states={hook.name: state for hook in self.hooks if (state := hook.state_dict())},
+            hook_shards={folder: shards for hook in self.hooks for folder, shards in hook.shards().items()},
+            config_text=parts.config_text,
+            form=form,
+            before=self._before_save,
+            write_tokenizer=write_tokenizer(parts.settings.tokenizer, getattr(parts.processor, "tokenizer", None)),
+        )
+        self._parent = path.name
+        self._call("after_save_checkpoint", path)
+        return path
+
+    @property
+    def model(self) -> nn.Module:
+        """See ``hooks.base.Run``."""
+        engine: Any = self.backend.model
+        found: Any = engine if isinstance(engine, self._parts.settings.model.cls) else engine.module
+        return cast(nn.Module, found)
+
+    def save_base(self) -> None:
+        """See ``hooks.base.Run``."""
+        base = self._parts.plan.base
+        if base is None:
+            raise ConfigError(
+                "CheckpointHook has save_base=True, and this run has no adapters on files of a base",
+                remedy="lora=dict(...) and model.pretrained, or save_base=False",
+            )
+        if (copied := dist.on_main(lambda: save_base(base, self.checkpoint_dir))) is not None:
+            logger().info("Saved the base in %s.", copied)
+
+    def export(self, checkpoint: Path, out: Path, *, raw: bool = False, dtype: str = "fp32") -> None:
+        """See ``hooks.base.Run``."""
+        config = None if (checkpoint / FILE_NAME).is_file() else self.config  # weights alone have no manifest
+        adapters = self._parts.settings.lora is not None  # they are written alone, as they are
+        export_checkpoint(checkpoint, out, raw=raw, config=config, dtype=None if adapters else DTYPES[dtype])
+
+    def _before_save(self) -> None:
+        """On rank 0. Raises ``OSError`` or ``TrainingError``: then the save fails."""
+        assert self._locks, "saved outside of train()"
+        self._check_folders()
+        for hook in self.hooks:
+            hook.sync()
+
+
+def write_tokenizer(settings: Component | None, tokenizer: Any) -> Callable[[str], None] | None:
+    """A function that writes the tokenizer's files, if its config names a folder or a model of the hub; else None."""
+    return getattr(tokenizer, "save_pretrained", None) if settings is not None and settings.get("path") else None
+
+
+def _parent_name(folder: Path, checkpoint: Path | None) -> str | None:
+    """The parent in a manifest: the name of a checkpoint of the same folder, the whole path of any other."""
+    if checkpoint is None:
+        return None
+    return store.outer(checkpoint).name if store.is_inside(folder, checkpoint) else str(checkpoint)
+
+
+# The parameters that the engine was built with. It has sharded them, and has optimizer states of those that are
+# trained, so a hook that freezes, adds or replaces one would not be obeyed: weight decay moves a weight without
+# gradient, and a new one is neither trained nor saved. Such a hook is refused by name.
+
+_RARE = ("before_run", "after_load_checkpoint", "before_train", "before_train_epoch", "after_train_epoch")
+"""Points after which the modules are walked through. After an update those alone that had a parameter are looked at,
+and after all others flags are compared."""
+
+
+class Parameters:
+    """As they are when a run begins."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._built = backend.named_parameters()
+        self._held = [*self._built.values()]
+        self._trained = [parameter.requires_grad for parameter in self._held]
+        owners = (module._parameters for module in backend.model.modules())
+        self._owners = [(owner, name, p) for owner in owners for name, p in owner.items()]
+
+    def check(self, hook: Hook, point: str) -> None:
+        """Raise ``ConfigError`` where ``hook`` has changed them. Called after each of its methods."""
+        if hook.name in PRIORITY and type(hook).__module__.startswith("unigen_ds."):
+            return
+        changes = []
+        if [parameter.requires_grad for parameter in self._held] != self._trained:
+            flags = zip(self._built.items(), self._trained, strict=True)
+            changes = [f"sets requires_grad={not was} of {name}" for (name, p), was in flags if p.requires_grad != was]
+        if point in _RARE or (point == "after_update" and self._are_others()):
+            now, built = self._backend.named_parameters(), self._built
+            changes += [f"adds {name}" for name in now if name not in built]
+            changes += [f"removes {name}" for name in built if name not in now]
+            changes += [f"replaces {name}" for name, p in now.items() if built.get(name, p) is not p]
+        if changes:
+            more = f" (and {len(changes) - 1} more changes)" if len(changes) > 1 else ""
+            found_late = point == "after_update" and not changes[0].startswith("sets ")
+            others = " (or a hook before it in this update)" if found_late else ""
+            raise ConfigError(
+                f"{hook.name or type(hook).__name__}.{point}{others} {changes[0]}{more}, after the engine was built",
+                allowed="hooks that leave the model's parameters as they are",
+                remedy="model.freeze, or optim_wrapper.paramwise_cfg.groups=[dict(pattern=..., lr=0)], freezes; a model"
+                " with other parameters is a class of your own (docs/extending.md)",
+            )
+
+    def _are_others(self) -> bool:
+        """Whether a module has another object, which may also be one that the engine has gathered."""
+        return any(owner.get(name) is not parameter for owner, name, parameter in self._owners)

@@ -1,0 +1,220 @@
+"""A checkpoint of any layout, or a published directory -> a model for inference. Nothing is merged first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unigen_ds.checkpoint.base_files import Folders, find_base
+from unigen_ds.checkpoint.convert import Source, read_source
+from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.checkpoint.saver import TOKENIZER
+from unigen_ds.checkpoint.weight_files import locate
+from unigen_ds.checkpoint.writers import Entry
+from unigen_ds.config.hub import folder_of
+from unigen_ds.config.registry import LAYOUTS
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.fitting import by_first_name, misfit, refuse_misfit
+from unigen_ds.core.modules import tied_names
+from unigen_ds.families.directories import formats, published_format
+from unigen_ds.models.lora import base_tensors
+from unigen_ds.resume.edited import BUILT
+from unigen_ds.runner.settings.custom_imports import custom_modules, import_custom
+from unigen_ds.runner.settings.family_settings import family_of_model
+from unigen_ds.runner.settings.tree import ModelSettings
+from unigen_ds.runner.start.build import build_model, build_processor
+from unigen_ds.system.files import check_digests
+from unigen_ds.system.log import logger
+
+
+def open_model(
+    path: Path,
+    *,
+    raw: bool = False,
+    tag: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    allow_custom_imports: bool = False,
+    base: str | None = None,
+) -> tuple[nn.Module, Any]:
+    """The model on the CPU in fp32, and its processor.
+
+    Args:
+        path: a published directory, a checkpoint, or a work dir.
+        raw: the weights themselves, also where there is an average of them (EMA).
+        tag: name of the checkpoint's folder below ``path``.
+        config: of the training, whose ``custom_imports`` are imported first; None: the checkpoint's own.
+        allow_custom_imports: import the modules that the checkpoint's config names, which executes them. Those of
+            this package need no permission.
+        base: of adapters: the folder of the base's files; None: as ``find_base`` finds them.
+
+    Raises ``CheckpointError`` where weights are missing, unexpected or of another shape, or where a published directory
+    is not readable; ``ConfigError`` where modules would have to be imported.
+    """
+    if config is not None:
+        import_custom(config)  # first: they may register the format, or the layout
+    path = folder_of(path, where="MODEL")
+    found = published_format(path, complete=config is not None)
+    if found is not None and found.pretrained:
+        if base is not None:
+            raise ConfigError(f"--base {base} has no effect: {path} is a published directory", remedy="leave it out")
+        check_digests(path)
+        try:
+            settings = ModelSettings.of(found.config(path))
+            processor = build_processor(settings, seed=0)
+            return build_model(settings, processor, seed=0), processor
+        except ConfigError as error:  # the config is the directory's, nobody wrote it
+            raise CheckpointError(f"{path}: {error.problem}", allowed=error.allowed, remedy=error.remedy) from error
+    if config is None:
+        _import_layout(path, tag, allow=allow_custom_imports)
+    source = read_source(path, tag=tag)
+    given: Mapping[str, Any]
+    if config is None:
+        given = config_of(source.directory)
+        import_stored(given, source.directory, allow=allow_custom_imports)
+        config = self_contained(given, source.directory)
+    else:
+        given = config = _of_weights(config, source)
+    if source.base is not None:
+        config = on_base(config, find_base(source.base, given=base, checkpoint=source.directory), given=given)
+    elif base is not None:
+        raise ConfigError(f"--base {base} has no effect: {source.directory} holds no adapters", remedy="leave it out")
+    uncompiled = {key: value for key, value in config["model"].items() if key != "compile"}
+    settings, seed = ModelSettings.of({**config, "model": uncompiled}), _seed_of(config)
+    processor = build_processor(settings, seed=seed)
+    model = build_model(settings, processor, seed=seed)
+    ema = source.average is not None and not raw
+    _fill(model, source.entries(dtype=torch.float32, ema=ema), where=source.directory)
+    if source.base is not None:
+        model.__dict__["base_folders"] = config["model"]["pretrained"]
+    model.published = False  # type: ignore[assignment]  # these weights are not those of its config's ``pretrained``
+    used = "the average of the weights (EMA)" if ema else "the weights"
+    also = ", not their average (EMA), which the checkpoint has as well" if source.average is not None and raw else ""
+    logger().info("%s: %s%s", source.directory, used, also)
+    return model, processor
+
+
+def open_inferencer(
+    path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, **source: Any
+) -> Any:
+    """``open_model``, which accepts ``source``, as the inferencer of its family (``Family.inferencer``)."""
+    check_device(device)
+    model, processor = open_model(path, **source)
+    model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    return family_of_model(type(model)).inferencer(model, processor)
+
+
+def check_device(device: torch.device | str) -> None:
+    """Raise ``ConfigError`` for a device that is not here: before the model is read."""
+    try:
+        torch.empty(1, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise ConfigError(
+            f"device {str(device)!r} cannot be used: {str(error).strip().splitlines()[0]}",
+            remedy="device 'cpu', or the PyTorch build for your CUDA version and a free GPU (README.md, GPU)",
+        ) from error
+
+
+def _of_weights(config: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
+    """The config of a training of adapters, for what ``tools/export.py --merge`` wrote of it."""
+    names = (name for kind in source.reader.kinds() for name in source.reader.names(kind))
+    if not config.get("lora") or any(".lora_" in name for name in names):
+        return config
+    logger().info("%s has no adapters, so lora of the config is not used.", source.directory)
+    return {**config, "lora": None}
+
+
+def self_contained(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """The config of a checkpoint without the folders that it names: the sizes as the model was built, the tokenizer
+    that was saved with it.
+    """
+    found, built = dict(config), (config.get(BUILT) or {}).get("model")
+    if built:
+        model = {key: value for key, value in config["model"].items() if key not in _OF_FILES}
+        found["model"] = {**model, **built}
+    if (checkpoint / TOKENIZER).is_dir():
+        found["tokenizer"] = {**config["tokenizer"], "path": str(checkpoint / TOKENIZER)}
+    return found
+
+
+_OF_FILES = ("pretrained", "copy_init_moe")
+"""Keys of a model that need its published files."""
+
+
+def on_base(config: Mapping[str, Any], folders: Folders, *, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the files of the base as ``model.pretrained``, read as in the training (``given``)."""
+    read = {key: value for key, value in given["model"].items() if key in _OF_FILES}
+    return {**config, "model": {**config["model"], **read, "pretrained": folders}}
+
+
+def _seed_of(config: Mapping[str, Any]) -> int:
+    """``randomness.seed`` of a stored config, or of a given one, which may leave it to the run."""
+    return int((config.get("randomness") or {}).get("seed") or 0)
+
+
+def config_of(directory: Path) -> dict[str, Any]:
+    """The config that a checkpoint contains. Raises ``CheckpointError`` where it has none."""
+    found = published_format(directory)
+    if found is not None and not found.pretrained:
+        return found.config(directory)
+    if not (directory / FILE_NAME).is_file():
+        check_digests(directory)
+        raise CheckpointError(
+            f"{directory} does not contain its config"
+            + ", at least not one that a registered family recognises" * (directory / "config.json").is_file(),
+            allowed="a checkpoint, or " + ", ".join(dict.fromkeys(each.name for each in formats())),
+            remedy="--config CONFIG; for a family of your own one with its custom_imports, which register it",
+        )
+    return Manifest.read(directory).config
+
+
+def import_stored(config: Mapping[str, Any], directory: Path, *, allow: bool) -> None:
+    """Import the modules that the config of the checkpoint in ``directory`` names. Raises ``ConfigError`` where that
+    would execute code that is not allowed.
+    """
+    if not allow:
+        _refuse_imports(config, directory)
+    import_custom(config)
+
+
+def _refuse_imports(config: Mapping[str, Any], directory: Path) -> None:
+    """A checkpoint may come from anywhere, and an import executes code. Allowed are modules that are imported already
+    and those of this package, which are found in its own folder whatever the working directory contains.
+    """
+    own = ("unigen_ds.",)
+    wanted = [name for name in custom_modules(config) if name not in sys.modules and not name.startswith(own)]
+    if wanted:
+        raise ConfigError(
+            f"the config in {directory} imports {', '.join(wanted)} (custom_imports), which would execute their code",
+            remedy="--allow-custom-imports if you trust them, or name a config of your own: --config CONFIG",
+        )
+
+
+def _import_layout(path: Path, tag: str | None, *, allow: bool) -> None:
+    """Import the modules of a checkpoint whose layout no imported module reads: one of them may register it.
+
+    Raises as ``open_model`` does.
+    """
+    directory = locate(path, tag)
+    if not (directory / FILE_NAME).is_file():
+        return
+    manifest = Manifest.read(directory)
+    if manifest.layout not in LAYOUTS.module_dict:
+        import_stored(manifest.config, directory, allow=allow)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, entries: list[Entry], *, where: Path) -> None:
+    own, base, tied = model.state_dict(), base_tensors(model), tied_names(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items() if tied.get(name, name) not in base}
+    stored = {entry.name: tuple(entry.shape) for entry in entries}
+    refuse_misfit(where, misfit(by_first_name(stored, tied), by_first_name(shapes, tied)))
+    for entry in entries:
+        flat, at = own[entry.name].view(-1), 0
+        for piece in entry.pieces():
+            flat[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()

@@ -1,0 +1,86 @@
+"""``custom_imports``: a user's own modules, which register their classes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from logging import WARNING
+from pathlib import Path
+from typing import Annotated, Any
+
+from mmengine.config import Config
+from pydantic import BeforeValidator, Field
+
+from unigen_ds.config.file import with_bases
+from unigen_ds.config.registry import undone_on_failure
+from unigen_ds.config.sections import LISTED, Section
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.system.log import logger
+
+
+class CustomImports(Section):
+    """A user's own modules, which register their classes."""
+
+    imports: Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
+                       LISTED] = Field(default=(), description="names of modules, as Python imports them")  # fmt: skip
+    allow_failed_imports: bool = Field(default=False, description="True: a module that cannot be imported is a warning")
+
+
+def custom_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The modules of ``custom_imports``. Raises ``ConfigError`` where it names none."""
+    return CustomImports.parse(config.get("custom_imports"), where="custom_imports").imports
+
+
+_beside: dict[str, None] = {}
+"""Folders of configs and their bases where modules of ``custom_imports`` were looked for, as they are nowhere else."""
+
+
+def importable(config: Config) -> None:
+    """Modules of ``custom_imports`` that Python does not find are looked for beside the config and its bases. For the
+    whole process: worker processes of data loaders import them again.
+    """
+    given = config.get("custom_imports")
+    names = given.get("imports") if isinstance(given, Mapping) else None
+    names = [names] if isinstance(names, str) else names or []
+    if not config.filename or not any(isinstance(name, str) and _is_missing(name) for name in names):
+        return
+    for file in with_bases(Path(config.filename).resolve()):
+        _beside[str(file.parent)] = None
+        if str(file.parent) not in sys.path:
+            sys.path.append(str(file.parent))
+
+
+def _is_missing(name: str) -> bool:
+    top = name.partition(".")[0]
+    try:
+        return top not in sys.modules and importlib.util.find_spec(top) is None
+    except (ImportError, ValueError):
+        return True
+
+
+def import_custom(config: Mapping[str, Any]) -> None:
+    """``custom_imports=dict(imports=['my.module'])``: modules that register a user's own classes."""
+    found = CustomImports.parse(config.get("custom_imports"), where="custom_imports")
+    for name in found.imports:
+        try:
+            with undone_on_failure():
+                importlib.import_module(name)
+        except ImportError as error:
+            absent = isinstance(error, ModuleNotFoundError) and _is_missing(name)
+            searched = ["the installed packages", f"PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'})", *_beside]
+            reason = f"there is no such module in {', '.join(searched)}" if absent else str(error)
+            problem = f"custom_imports: {name!r} cannot be imported: {reason}"
+            if not found.allow_failed_imports:
+                remedy = "put it beside the config, or start with PYTHONPATH=FOLDER" if absent else None
+                raise ConfigError(problem, remedy=remedy) from error
+            logger().log(WARNING, problem)
+        except KeyError as error:
+            if "is already registered" not in str(error):
+                raise
+            raise ConfigError(
+                f"custom_imports: {name!r} registers a name that is in use: {error.args[0]}",
+                remedy="another name for your class, or register_module(name='...')",
+            ) from error

@@ -1,0 +1,139 @@
+"""The sections ``tokenizer``, ``processor`` and ``loss_weights``, which depend on the family of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+from unigen_ds.config.registry import MODELS, argument_problems, find
+from unigen_ds.config.sections import Component, Of, one_or_many
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.data.images.augment import CHANGES, misplaced
+from unigen_ds.data.settings import Transform
+from unigen_ds.families.base import Family, families, family_of
+from unigen_ds.families.directories import published_format
+from unigen_ds.system.log import notice
+
+PROCESSOR_KEYS = (
+    "vit_transform", "vae_transform", "augment", "vit_augment", "text_dropout", "vit_dropout", "vae_dropout",
+    "timestep", "ce_reweight", "max_image_size", "resize_to_max_side_len",
+)  # fmt: skip
+"""Keys of ``processor`` of the families of this package."""
+_FIXED = ("tokenizer", "seed")
+"""Arguments of a processor that no config sets in its section."""
+_CHANNELS = {"RGB": 3, "L": 1}
+_WITH_MODE = ("ImageTransform", "CenterCrop", "FixedSize")
+
+
+_LANGUAGE = ("CausalLM", "DecoderLM")
+"""Models that may be a part of another one."""
+
+
+def family_of_model(kind: type) -> Family:
+    """The family of a model's class. Raises ``ConfigError`` where none is registered."""
+    family = family_of(kind)
+    if family is None:
+        raise ConfigError(
+            f"model.type is {kind.__name__!r}, and no registered family has this model",
+            allowed=f"{', '.join(sorted(each.model.__name__ for each in families()))}, or a subclass of one",
+            remedy="name the module that registers its family in custom_imports; docs/extending.md shows how to write"
+            " one",
+        )
+    return family
+
+
+@contextmanager
+def of_its_kind(kind: type, spec: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, an error about ``model.pretrained`` states it where another kind of model is read from that folder.
+
+    Raises ``ConfigError``.
+    """
+    try:
+        yield
+    except (CheckpointError, ConfigError) as error:
+        given, family = spec.get("pretrained"), family_of(kind)
+        folder = Path(given) if isinstance(given, str) else None
+        if (
+            folder is None
+            or not folder.is_dir()
+            or family is None
+            or any(f.recognises(folder) for f in family.published)
+        ):
+            raise
+        found = published_format(folder)
+        if found is None:
+            raise
+        try:
+            other = found.config(folder)["model"]["type"]
+        except (CheckpointError, ConfigError):
+            other = None
+        own = error.remedy is not None and other in _LANGUAGE
+        parts = f"; or {error.remedy}" if own else ""
+        raise ConfigError(
+            f"model.pretrained is {given!r}: {found.name}, and not for model.type {kind.__name__!r}",
+            allowed=", ".join(each.name for each in family.published) or None,
+            remedy=(f"model.type={other!r}" if other else "another folder") + parts,
+        ) from error
+
+
+def family_problems(given: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """What is wrong with ``tokenizer``, ``processor`` and ``loss_weights``, which depend on the model's family."""
+    try:
+        kind = find(MODELS, given.get("model") or {}, where="")
+    except ConfigError:
+        return  # reported with the model
+    try:
+        family = family_of_model(kind)
+    except ConfigError as error:
+        yield error
+        return
+    if family.needs_tokenizer and given.get("tokenizer") is None:
+        yield ConfigError("the config has no tokenizer", remedy="docs/configs.md describes every key")
+    processor, weights = given.get("processor"), given.get("loss_weights")
+    if isinstance(processor, Mapping):
+        fixed = (*_FIXED, *getattr(kind, "fixes_of_processor", ()))
+        yield from (
+            ConfigError(f"processor.{key} cannot be set", remedy="delete it") for key in fixed if key in processor
+        )
+        listed = {**processor, **{key: [processor[key]] for key in CHANGES if isinstance(processor.get(key), Mapping)}}
+        yield from argument_problems(family.processor_arguments(), listed, where="processor", provided=fixed)
+        yield from _of_transforms(processor)
+    others = {term for other in families() for term in other.terms}
+    for term in weights if isinstance(weights, Mapping) else ():
+        if term not in family.terms and term in others:  # a config that several kinds of models share
+            notice(f"loss_weights.{term} has no effect: {family.model.__name__} has no such loss term.")
+        elif term not in family.terms:
+            problem, remedy = f"loss_weights.{term} is the weight of no loss term", "has no other loss terms"
+            yield ConfigError(problem, allowed=", ".join(family.terms), remedy=f"{family.model.__name__} {remedy}")
+
+
+def _of_transforms(processor: Mapping[str, Any]) -> Iterator[ConfigError]:
+    of: Of = get_args(Transform)[1]
+
+    def problems(spec: Any, where: str, *, changes: bool) -> list[ConfigError]:
+        return of.problems(spec, where=where) or misplaced(find(of.registry, spec, where=where), where, changes=changes)
+
+    for key in ("vit_transform", "vae_transform"):
+        if isinstance(spec := processor.get(key), Mapping):
+            yield from problems(spec, f"processor.{key}", changes=False)
+    for key in CHANGES:
+        augment = one_or_many(processor.get(key))
+        for index, spec in enumerate(augment if isinstance(augment, tuple) else ()):
+            yield from problems(spec, f"processor.{key}[{index}]", changes=True)
+
+
+def channel_problems(model: Component, processor: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Images of other channels than the model's input."""
+    for part, key in (("vae", "channels"), ("vit", "num_channels")):
+        transform, section = processor.get(f"{part}_transform"), model.get(part)
+        given = section.get(key, 3) if isinstance(section, Mapping) else None
+        spec = transform if isinstance(transform, Mapping) else {}
+        mode = (spec.get("mode") or "RGB") if spec.get("type") in _WITH_MODE else None
+        made = _CHANNELS.get(str(mode))
+        if isinstance(given, int) and made is not None and given != made:
+            other = next((name for name, number in _CHANNELS.items() if number == given), None)
+            grey = f"processor.{part}_transform.mode={other!r} converts the images, or " if other else ""
+            problem = f"model.{part}.{key} is {given}, and processor.{part}_transform makes {made} (mode={mode!r})"
+            yield ConfigError(problem, remedy=f"{grey}model.{part}.{key}={made} keeps them as they are")

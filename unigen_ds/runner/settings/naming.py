@@ -1,0 +1,208 @@
+"""The name of a run from a template of its settings, and a folder of its own for each run.
+
+``visualizer.run_name='nanovlm'`` is nanoVLM's own template. ``work_dir='checkpoints/{run_name}'`` makes a folder for
+each run. Which folder a resume continues in is decided by the names of the folders that hold checkpoints:
+
+=================================================  =================================================================
+all fields but the date are as in the config       the newest of them
+only ``gpus``, ``batch_size``, ``updates`` differ  it, where it is the only one of the template and model; else refused
+``lr`` or rates of groups differ                   refused: a changed rate, or a run to compare with, are both likely
+others differ (model, seed, ...)                   another run: a new folder, with a warning
+=================================================  =================================================================
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+import string
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.home import home_of, same
+from unigen_ds.core.choices import AUTO
+from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
+from unigen_ds.core.json_values import json_values
+from unigen_ds.core.progress import Geometry
+from unigen_ds.resume.edited import other_sizes
+from unigen_ds.resume.finding import shown
+from unigen_ds.runner.settings.tree import Settings
+
+NANOVLM = "nanoVLM_{vit}_{max_image_size}_mp{mp}_{llm}_{gpus}xGPU_bs{batch_size}_{updates}_lr_{nanovlm_lrs}_{date}"
+"""``nanoVLM_siglip2-base-patch16-512_2048_mp4_SmolLM2-360M-Instruct_8xGPU_bs128_40000_lr_..._1229-143022``."""
+NANOVLM_PARTS = ("vision", "language", "connector")
+"""Names of parameter groups, in the order of nanoVLM's name."""
+FIELDS = (
+    "model", "vit", "llm", "max_image_size", "mp", "gpus", "batch_size", "updates", "lr", "group_lrs", "nanovlm_lrs",
+    "seed", "date",
+)  # fmt: skip
+_RESIZED = frozenset(("date", "gpus", "batch_size", "updates"))
+"""Fields that a resume may change without being another experiment; the checklist reports the change."""
+_RATES = frozenset(("lr", "group_lrs", "nanovlm_lrs"))
+PLACE = "{run_name}"
+
+
+class _Anything:
+    """A field of which every value matches, whatever its format."""
+
+    def __format__(self, spec: str) -> str:
+        return "*"
+
+
+class Named(NamedTuple):
+    """What a run is called."""
+
+    name: str | None = None
+    """None: not asked for."""
+    folder: str | None = None
+    """Where ``work_dir`` contains ``{run_name}``."""
+    why: str | None = None
+    """A warning about the folder: why it is the one, where a resume did not find it by its name."""
+
+
+def name_and_folder(settings: Settings, geometry: Geometry) -> Named:
+    """The name of the run, and its folder where ``work_dir`` contains ``{run_name}``.
+
+    Called on rank 0 alone: both contain the time. Raises ``ResumeBlocked`` where several runs, or a doubtful one, could
+    be the one to resume.
+    """
+    template, folder = settings.visualizer.run_name, settings.work_dir or ""
+    if template is None:
+        return Named()
+    template = NANOVLM if template == "nanovlm" else template
+    name = filled(template, settings, geometry, date=f"{datetime.now():%m%d-%H%M%S}")
+    if PLACE not in folder:
+        return Named(name)
+    existing, why = _existing(folder, template, settings, geometry) if settings.resume else (None, None)
+    if existing is None:
+        return Named(name, folder.replace(PLACE, name), why)
+    parts = map(re.escape, folder.split(PLACE, 1))
+    found = re.fullmatch("(.+)".join(parts), existing)
+    return Named(found[1] if found else name, existing, why)
+
+
+def filled(
+    template: str, settings: Settings, geometry: Geometry, *, date: str = "", any_of: Collection[str] = ()
+) -> str:
+    """``template`` with the values of the settings, ``*`` for the fields ``any_of``. Raises ``ConfigError`` for another
+    field.
+    """
+    given = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
+    if given - {*FIELDS}:
+        raise ConfigError(
+            f"visualizer.run_name has {', '.join(sorted(given - {*FIELDS}))}", allowed="fields " + ", ".join(FIELDS)
+        )
+    values = {**_values(settings, geometry), "date": date, **{field: _Anything() for field in any_of}}
+    return re.sub(r"[/\\\s]+", "-", template.format(**values))
+
+
+def _values(settings: Settings, geometry: Geometry) -> dict[str, Any]:
+    model, processor, limits = settings.model, settings.processor, settings.train_cfg
+    pretrained = model.get("pretrained")
+    vit = model.get("vit")
+    side = vit.get("image_size", 512) if isinstance(vit, Mapping) else 512
+    base, rates = settings.optim_wrapper.optimizer.lr, _rates(settings)
+    of = dict(rates)
+    return {
+        "model": model.name,
+        "vit": _part(pretrained, "vit"),
+        "llm": _part(pretrained, "llm"),
+        "max_image_size": processor.get("max_image_size") or 4 * side,
+        "mp": model.get("pixel_shuffle_factor") or 4,
+        "gpus": geometry.dp_size,
+        "batch_size": geometry.global_batch_size,
+        "updates": limits.max_updates
+        or (limits.max_iters and limits.max_iters // geometry.accumulative_counts)
+        or f"{limits.max_epochs or 0:g}epochs",
+        "lr": f"{settings.optim_wrapper.optimizer.lr:g}",
+        "group_lrs": "".join(f"{re.sub('[^A-Za-z0-9]+', '-', name)}_{rate:g}-" for name, rate in rates) + f"{base:g}",
+        "nanovlm_lrs": "vision_{:g}-language_{:g}-{:g}".format(*(of.get(part, base) for part in NANOVLM_PARTS)),
+        "seed": settings.randomness.seed,
+    }
+
+
+def _part(pretrained: Any, part: str) -> str:
+    path = pretrained.get(part) if isinstance(pretrained, Mapping) else pretrained
+    return Path(str(path)).name if path else part
+
+
+def _rates(settings: Settings) -> list[tuple[str, float]]:
+    """Name and learning rate of each parameter group of the config."""
+    base = settings.optim_wrapper.optimizer.lr
+    groups = settings.optim_wrapper.paramwise_cfg.groups
+    return [(g.name or g.pattern, g.lr if g.lr is not None else base * (g.lr_mult or 1.0)) for g in groups]
+
+
+def _existing(folder: str, template: str, settings: Settings, geometry: Geometry) -> tuple[str | None, str | None]:
+    """The folder that a resume continues in (None: a new one), and a warning: see the table above."""
+
+    def folders(fields: Collection[str]) -> list[str]:
+        wild = folder.replace(PLACE, filled(template, settings, geometry, any_of=fields))
+        return sorted(path for path in glob.glob(glob.escape(wild).replace("[*]", "*")) if Path(path).is_dir())
+
+    named = settings.load_from if settings.resume is True else settings.resume if settings.resume != AUTO else None
+    if named:
+        parent = Path(str(named)).expanduser().resolve().parent
+        return next((path for path in folders(FIELDS) if same(_home(path), parent)), None), None
+    own, every = folders({"date"}), folders(FIELDS)
+    begun = [path for path in every if _checkpoints(path)]
+    if found := [path for path in own if path in begun] or ([] if begun else own):
+        return max(found, key=_age), None
+    resized = [path for path in folders(_RESIZED) if path in begun]
+    likely = [path for path in resized if _same_run(Path(path), settings)]
+    name = filled(template, settings, geometry, date="<date>")
+    if len(likely) == 1:
+        return likely[0], (
+            f"Resume: continued in {likely[0]}. No run is named {name}; this is the only one of the same template and"
+            " model whose name differs in nothing but the number of processes, the batch size or the number of updates."
+        )
+    if doubtful := resized or [path for path in folders(_RESIZED | _RATES) if path in begun]:
+        raise _which(doubtful, name)
+    why = None
+    if begun:
+        why = (
+            f"Resume: no run is named {name}, so a new one begins. Others differ in more than a resume can change:"
+            f" {shown(begun)}."
+        )
+    return max(own, key=_age, default=None), why
+
+
+def _home(folder: str) -> Path:
+    """Where the checkpoints of the run in a work dir are, or were: those of another run may be gone."""
+    try:
+        return home_of(Path(folder))
+    except CheckpointError:
+        return Path(folder)
+
+
+def _checkpoints(folder: str) -> list[store.Found]:
+    return store.list_checkpoints(_home(folder))
+
+
+def _age(path: str) -> float:
+    return Path(path).stat().st_mtime
+
+
+def _same_run(folder: Path, settings: Settings) -> bool:
+    """Whether the newest checkpoint has the same template and the same model; it may have where none can be read."""
+    manifests = [found.manifest for found in _checkpoints(str(folder)) if found.manifest is not None]
+    if not manifests:
+        return True
+    stored, now = manifests[-1].config, json_values(settings.given)
+    names = [(side.get("visualizer") or {}).get("run_name") for side in (stored, now)]
+    kinds = [(side.get("model") or {}).get("type") for side in (stored, now)]
+    return names[0] == names[1] and kinds[0] == kinds[1] and not other_sizes(stored, now)
+
+
+def _which(folders: Sequence[str], name: str) -> ResumeBlocked:
+    """The refusal to choose among ``folders``, with the commands that do."""
+    newest = {folder: _checkpoints(folder)[-1].path for folder in folders}
+    commands = [f"--resume {path} or --resume --work-dir {folder}" for folder, path in newest.items()]
+    return ResumeBlocked(
+        f"no run is named {name}, and {len(folders)} of this template may be meant, whose name has other settings:"
+        f" {shown(folders)}",
+        remedy=f"name the one to continue: {shown(commands)}. Without --resume a new run begins",
+    )

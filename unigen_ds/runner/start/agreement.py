@@ -1,0 +1,148 @@
+"""What must be equal on all ranks, compared when they have joined: first the settings and versions, since what follows
+waits for the same collectives; then, once each rank has read it, the data.
+
+A rank with other values would train something else, or wait for ever. Paths on the disks of a node may differ; what is
+found there may not. So may what only rank 0 uses, and how a process computes (``_OWN``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.checkpoint.manifest import current_versions
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.json_values import as_text, json_values
+from unigen_ds.runner.settings.tree import Settings
+from unigen_ds.runner.start.build import Data, located
+from unigen_ds.system import dist
+from unigen_ds.system.versions import source_digest
+
+_OWN = (
+    "work_dir", "checkpoint_dir", "launcher", "visualizer", "env.num_threads", "env.cuda_allocator",
+    "env.tokenizers_parallelism", "env.peak_tflops", "env.log_level",
+)  # fmt: skip
+_OWN_LAST = ("cache_dir", "num_workers", "index_workers", "prefetch_factor", "pin_memory")
+_NAMED_ABOVE = ("names", "sizes", "digests", "records", "units")
+_LONGEST, _MOST = 80, 10
+"""Characters of a value, and keys, that the error shows."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".json")
+
+
+class RanksDiffer(ConfigError):
+    """Ranks have other settings, data, versions or code."""
+
+    everywhere = True
+
+
+def check_settings(settings: Settings, *, max_updates: int | None) -> None:
+    """Raise ``RanksDiffer`` on all ranks where one has other settings, packages or code. Collective."""
+    if dist.world_size() == 1:
+        return
+    values = dict(_leaves(json_values(Settings.completed(settings.given), _named)))
+    kept = {
+        key: value
+        for key, value in values.items()
+        if not key.startswith(_OWN) and not key.endswith(_OWN_LAST) and not _is_local(value)
+    }
+    given = values.get("backend.config")
+    if isinstance(given, str) and Path(given).is_file():
+        kept["backend.config"] = Path(given).read_text(encoding="utf-8", errors="replace")
+    code = {f"code of {name}": _code(name) for name in settings.custom_imports.imports}
+    own: dict[str, Any] = {f"version of {name}": found for name, found in current_versions().items()}
+    own |= {"max_updates": max_updates, "code of unigen_ds": source_digest()}
+    _compare({**kept, **code, **own})
+
+
+def check_data(settings: Settings, data: Data, *, total_sequences: float) -> None:
+    """The same for the data that each rank has read, and for the files of published weights. Collective."""
+    if dist.world_size() == 1:
+        return
+    found: dict[str, Any] = {"total_sequences": total_sequences}
+    for kind, part in (("data", data.stream), ("validation data", data.validation)):
+        for name, dataset in () if part is None else zip(part.names, part.datasets, strict=True):
+            found[f"{kind} {name}: records"] = len(dataset)
+            found[f"{kind} {name}: fingerprint"] = dataset.fingerprint
+    identity = data.stream.identity
+    order = {key: value for key, value in identity["facts"].items() if key not in _NAMED_ABOVE}
+    found |= _leaves({"order": order, "phases": identity["phases"]})
+    for key, value in _leaves({"pretrained": located(settings.model.spec).get("pretrained")}):
+        found[f"model.{key}: files"] = _files(Path(value).expanduser()) if isinstance(value, str) else value
+    _compare(found)
+
+
+def _compare(own: Mapping[str, Any]) -> None:
+    texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in own.items()}
+    number = int.from_bytes(hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()[:6], "big")
+    highest, lowest = dist.max_floats([number, -number])
+    if highest == -lowest:
+        return
+    ranks = dist.gather_objects({key: _short(text) for key, text in texts.items()})
+    lines: list[str] = []
+    everywhere = set.intersection(*map(set, ranks))
+    for key in sorted({key for one in ranks for key in one}, key=lambda key: (key not in everywhere, key)):
+        having: dict[str, list[int]] = defaultdict(list)
+        for rank, one in enumerate(ranks):
+            having[one.get(key, "not there")].append(rank)
+        if len(having) > 1:
+            lines.append(f"{key}: " + "; ".join(f"{_of(found)}: {text}" for text, found in having.items()))
+    more = f"\n  and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
+    raise RanksDiffer(
+        "the processes differ:\n  " + "\n  ".join(lines[:_MOST]) + more,
+        remedy="start all of them with the same config, files, packages and code",
+    )
+
+
+def _of(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def _short(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}... ({len(text)} characters, digest {hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted paths with the values that are no mapping, and no list of mappings."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}" if path else key)
+    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{path}[{index}]")
+    else:
+        yield path, value
+
+
+def _named(value: Any) -> Any:
+    """A class or a function by its name: the text of an object has its address."""
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return re.sub(r" at 0x[0-9a-f]+", "", found) if isinstance(found := as_text(value), str) else found
+
+
+def _is_local(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_local, value))
+    return isinstance(value, str) and value.startswith(("/", "~", "./", "../"))
+
+
+def _code(module: str) -> str | None:
+    """Of a module that registers a user's own classes; of a package all files."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    return None if path is None else source_digest(Path(path))
+
+
+def _files(path: Path) -> dict[str, int]:
+    """Names and sizes of the files of weights: to read them all would need minutes."""
+    found = [path] if path.is_file() else sorted(path.rglob("*"))
+    sizes = {str(one.relative_to(path)): one.stat().st_size for one in found if one.suffix in _WEIGHTS}
+    return {name: size for name, size in sizes.items() if not name.startswith(".cache")}

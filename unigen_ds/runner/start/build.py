@@ -1,0 +1,417 @@
+"""Settings -> objects, one function for each part: the only module that names concrete classes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.checkpoint.saver import states_text
+from unigen_ds.config.hub import folder_of
+from unigen_ds.config.sections import Component
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
+from unigen_ds.data.batches.loader import UpdateLoader
+from unigen_ds.data.batches.stream import Cursor, SequenceStream
+from unigen_ds.data.batches.validation_data import ValidationData
+from unigen_ds.data.datasets.dataset import check_readable, forget_mended, source_names
+from unigen_ds.data.datasets.filtered import filtered, used
+from unigen_ds.data.datasets.groups import blend
+from unigen_ds.data.datasets.held_out import Division, divided
+from unigen_ds.data.datasets.overflow import Fitted, Overflow, check_overflow
+from unigen_ds.data.datasets.streamed_units import check_streamed, fitted
+from unigen_ds.data.order.order import GlobalOrder
+from unigen_ds.data.order.packing import check_packer
+from unigen_ds.data.settings import TrainDataloader
+from unigen_ds.evaluation.validation import Validation
+from unigen_ds.hooks.base import Hook
+from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
+from unigen_ds.hooks.log.journal import LedgerHook, TimelineHook
+from unigen_ds.hooks.log.skipped import SkippedSamplesHook
+from unigen_ds.hooks.mmengine import completed
+from unigen_ds.models.lora import add_adapters
+from unigen_ds.optim.optimizer import (
+    OptimizerConfig,
+    ParamGroup,
+    build_torch_optimizer,
+    default_fused,
+    element_wise,
+    settled_precision,
+)
+from unigen_ds.optim.optimizer_state import state_of
+from unigen_ds.optim.param_groups import build_param_groups
+from unigen_ds.resume.geometry import lr_factor
+from unigen_ds.runner.settings.family_settings import family_of_model, of_its_kind
+from unigen_ds.runner.settings.tree import ModelSettings, Settings, TrainCfg
+from unigen_ds.schedule.schedule import Schedules
+from unigen_ds.system.log import logger, notice
+
+
+def build_geometry(settings: Settings, *, dp_size: int) -> Geometry:
+    """Sequences per device, accumulation and data-parallel ranks."""
+    loader, counts = settings.train_dataloader, settings.optim_wrapper.accumulative_counts
+    if loader.global_batch_size is None:
+        assert loader.batch_size is not None, "checked with the settings"
+        return Geometry(loader.batch_size, counts, dp_size)
+    return split_global_batch(
+        loader.global_batch_size, accumulative_counts=counts, dp_size=dp_size, batch_size=loader.batch_size
+    )
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A data set that is left out (``on_error='skip'``)."""
+
+    name: str
+    """Its name, or the path that the config has."""
+    why: str
+    group: str | None = None
+
+
+def build_sources(
+    components: Sequence[Component], processor: Any, *, again: bool = True
+) -> tuple[list[Any], list[Skipped]]:
+    """The data sets, and what is left out: one with ``on_error='skip'`` that cannot be opened, or of whose images none
+    can be read, with a warning. The others are the data then, also for the fingerprint: a source that comes back is a
+    change. Raises ``DataError`` where none is left, and ``ConfigError`` with the path of a data set in the config.
+
+    ``again``: whether records that could not be used at an earlier start are read again: on a resume that would be
+    other data.
+    """
+    found, skipped = [], list[Skipped]()
+    for component in components:
+        try:
+            made = component.build(processor=processor)
+            if again and forget_mended(made):
+                made = component.build(processor=processor)
+            made = filtered(used(made))
+            if component.arguments.get("on_error") == "skip":
+                check_readable([made], [made.name])
+            found.append(made)
+        except ConfigError as error:
+            raise error.at(component.where) from error
+        except DataError as error:
+            if component.arguments.get("on_error") != "skip":
+                raise
+            name = component.arguments.get("name") or component.arguments.get("data_path")
+            skipped.append(Skipped(str(name), str(error), component.arguments.get("group")))
+            logger().warning("data set %s is skipped (on_error='skip'): %s", name, error)
+    if len(found) < len(components):
+        left = len(components) - len(found)
+        if not found:
+            raise DataError(f"No valid datasets were loaded: all {left} were skipped", remedy="see the warnings above")
+        logger().warning("%d of %d data sets are skipped, %d are used", left, len(components), len(found))
+    return found, skipped
+
+
+@dataclass(frozen=True)
+class Data:
+    """The processor and the stream of sequences."""
+
+    processor: Any
+    """As of ``Family.processor``."""
+    stream: SequenceStream
+    validation: ValidationData | None = None
+    skipped: Sequence[Skipped] = ()
+
+    @property
+    def parts(self) -> list[Any]:
+        """The data of the training and, if there is any, of the validation; each has ``fitted`` and ``names``."""
+        return [self.stream, *([self.validation] if self.validation else [])]
+
+
+def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None) -> Data:
+    """Tokenizer, processor, data sets, global order, packer, stream. ``ruler`` is the stored one on a resume: it
+    fixes the epoch.
+    """
+    loader, seed = settings.train_dataloader, settings.seed
+    processor = build_processor(settings, seed=seed)
+    again = ruler is None or settings.on_data_change == "restart"
+    datasets, skipped = build_sources(loader.dataset, processor, again=again)
+    held_out: list[Any] = []
+    if settings.val_dataloader is not None and settings.val_dataloader.split is not None:
+        own = settings.val_dataloader.seed
+        division = Division(settings.val_dataloader.split, seed if own is None else own)
+        datasets, held_out = divided(datasets, division)
+    overflow = Overflow(loader.seq_length, loader.overflow)
+    if loader.max_sample_tokens is not None:
+        overflow = replace(overflow, seq_length=loader.max_sample_tokens, key="max_sample_tokens")
+    sources = [fitted(dataset, overflow) for dataset in datasets]
+    if not all(map(len, sources)):  # else the start refuses, and tools/inspect_data.py shows the numbers
+        check_overflow(sources, source_names(datasets))
+    packer = None if loader.packing is None else loader.packing.build()
+    if packer is not None:
+        check_packer(packer)
+    sizes = [len(source) for source in sources]
+    blended = blend(datasets, sizes, loader.groups, skipped=[(one.name, one.group) for one in skipped])
+    stream = SequenceStream(
+        datasets,
+        GlobalOrder(sizes, blended.weights, seed=seed, mandatory=blended.mandatory),
+        packer=packer,
+        seq_length=loader.seq_length,
+        overflow=overflow,
+        drop_last=loader.drop_last,
+        sequences_per_iteration=(ruler.geometry if ruler else geometry).sequences_per_iteration,
+        sequences_per_epoch=ruler.sequences_per_epoch if ruler else None,
+        blend=blended,
+    )
+    validation = build_validation_data(settings, processor, held_out, geometry=geometry, again=again)
+    return Data(processor, stream, validation, skipped)
+
+
+def build_validation_data(
+    settings: Settings,
+    processor: Any,
+    held_out: Sequence[Any],
+    *,
+    geometry: Geometry,
+    again: bool = True,
+) -> ValidationData | None:
+    """``val_dataloader``'s own data sets, or the share ``held_out`` of the training's; None: it has neither."""
+    loader, training = settings.val_dataloader, settings.train_dataloader
+    if loader is None:
+        return None
+    datasets = build_sources(loader.dataset, processor, again=again)[0] or held_out
+    check_streamed(datasets, what="val_dataloader.dataset")
+    named = [(name, dataset) for name, dataset in zip(source_names(datasets), datasets, strict=True) if len(dataset)]
+    seq_length = training.seq_length if loader.seq_length is None else loader.seq_length
+    overflow = Overflow(seq_length, loader.overflow or training.overflow)
+    return ValidationData(
+        [Fitted(dataset, overflow) for _, dataset in named],
+        [name for name, _ in named],
+        processor=processor,
+        seed=settings.seed if loader.seed is None else loader.seed,
+        batch_size=loader.batch_size or geometry.batch_size,
+        num_workers=training.num_workers if loader.num_workers is None else loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        pin_memory=torch.cuda.is_available() if loader.pin_memory is None else loader.pin_memory,
+        timeout=loader.timeout,
+    )
+
+
+def build_validation(settings: Settings, data: Data) -> Validation | None:
+    """What a run is evaluated on."""
+    if data.validation is None:
+        return None
+    family, spec = family_of_model(settings.model.cls), settings.model.spec
+    return Validation(data.validation, settings.term_weights, partial(family.target_groups, located(spec)))
+
+
+def build_processor(settings: ModelSettings, *, seed: int) -> Any:
+    """The tokenizer and the family's processor; every size that the model determines is read from the model."""
+    tokenizer = None if settings.tokenizer is None else settings.tokenizer.build()
+    kind, spec, given = settings.model.cls, located(settings.model.spec), dict(settings.processor)
+    with of_its_kind(kind, spec):
+        return family_of_model(kind).processor(spec, given, tokenizer=tokenizer, seed=seed)
+
+
+def located(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section ``model`` with folders instead of the hub's names in ``pretrained``."""
+    given, where = spec.get("pretrained"), "model.pretrained"
+    if isinstance(given, str):
+        return {**spec, "pretrained": str(folder_of(given, where=where))}
+    if not isinstance(given, Mapping):
+        return spec
+    parts = {part: folder_of(path, where=f"{where}.{part}") if isinstance(path, str) else path
+             for part, path in given.items()}  # fmt: skip
+    return {**spec, "pretrained": {part: str(path) if isinstance(path, Path) else path for part, path in parts.items()}}
+
+
+def build_limits(train_cfg: TrainCfg, ruler: Ruler) -> list[Duration]:
+    """When training is complete, in amounts of data. The first limit reached ends it."""
+    return [ruler.duration(amount, unit) for amount, unit in train_cfg.limits]
+
+
+def total_sequences(limits: Sequence[Duration], geometry: Geometry, tokens_per_sequence: float) -> float:
+    """Sequences until the first limit; for a limit in tokens an estimate from the mean length."""
+    total = min(limit.value / tokens_per_sequence if limit.unit == "token" else limit.value for limit in limits)
+    if total < geometry.global_batch_size:
+        raise ConfigError(
+            f"train_cfg ends after {total:g} sequences, before the first update of {geometry} sequences",
+            remedy="train for longer, or with a smaller effective batch",
+        )
+    return math.floor(total)
+
+
+def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: bool = False) -> nn.Module:
+    """The model on the CPU in fp32, with adapters: the same weights on every rank and for every number of processes.
+
+    ``stream``: on the meta device if its weights are published ones, which its ``initial_weights`` then reads. A model
+    that is to be quantised is first built whole.
+    """
+    spec, tokenizer = located(settings.model.spec), getattr(processor, "tokenizer", None)
+    kind = settings.model.cls
+    torch.manual_seed(seed)
+    packed = spec.get("quantize") or (settings.lora is not None and settings.lora.quantize)
+    stream = stream and bool(spec.get("pretrained")) and not packed and hasattr(kind, "initial_weights")
+    with of_its_kind(kind, spec), torch.device("meta") if stream else nullcontext():
+        model = family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
+    if getattr(processor, "vocab_size", 0) is None:
+        processor.vocab_size = getattr(model, "vocab_size", None)
+    if use_processor := getattr(model, "use_processor", None):
+        use_processor(processor)
+    if settings.lora is not None:
+        add_adapters(model, settings.lora, seed=seed)
+    return model
+
+
+def build_groups(settings: Settings, named: Iterable[tuple[str, nn.Parameter]]) -> list[ParamGroup]:
+    """The parameter groups of a model's named parameters."""
+    wrapper = settings.optim_wrapper
+    return build_param_groups(named, wrapper.optimizer, wrapper.paramwise_cfg)
+
+
+def recorded_fused(settings: Settings, manifest: Manifest | None) -> bool | None:
+    """``optim_wrapper.optimizer.fused`` for the manifest, where the config does not set it; None: no record.
+
+    A new run uses torch's fused AdamW; a resumed run what it used before, which without a record is not fused.
+    """
+    optimizer = settings.optim_wrapper.optimizer
+    if not default_fused(optimizer.type, optimizer.arguments):
+        return None
+    if manifest is None:
+        return True
+    stored = ((manifest.config.get("optim_wrapper") or {}).get("optimizer") or {}).get("fused")
+    return None if stored is None else bool(stored)
+
+
+def build_optimizer_config(settings: Settings, *, fused: bool | None = None) -> OptimizerConfig:
+    """``fused``: ``recorded_fused``'s value."""
+    wrapper = settings.optim_wrapper
+    found = OptimizerConfig(
+        type=wrapper.optimizer.type,
+        arguments=wrapper.optimizer.arguments,
+        adamw=wrapper.optimizer.adamw.arguments if wrapper.optimizer.adamw else {},
+        max_norm=wrapper.clip_grad.max_norm,
+        precision=settled_precision(wrapper.precision),
+        loss_scale=wrapper.loss_scale.arguments,
+        fused=bool(fused),
+    )
+    one = ParamGroup("default", lr=1.0, weight_decay=0.0, parameters=("one",))
+    groups = [(one, [nn.Parameter(torch.zeros(1, 1))])]
+    if not element_wise(found.type):
+        rest = replace(one, name="adamw", parameters=("other",), by_adamw=True)
+        groups.append((rest, [nn.Parameter(torch.zeros(1))]))
+    build_torch_optimizer(found, groups)  # refuses arguments before processes join, and so does the next
+    state_of(found)
+    return found
+
+
+def build_schedules(
+    settings: Settings,
+    manifest: Manifest | None,
+    groups: Sequence[ParamGroup],
+    *,
+    ruler: Ruler,
+    total_sequences: float,
+    global_batch_size: int,
+) -> Schedules:
+    """The config's curves. On a resume the stored ones, where the config is the one they came from; an edited config's
+    own at the present progress. A change of the effective batch scales both as ``on_batch_change`` requires.
+    """
+    base = [{"name": group.name, "lr": group.lr} for group in groups]
+    given = Schedules.from_cfg(settings.param_scheduler, ruler=ruler, base=base, total_sequences=total_sequences)
+    if manifest is None:
+        return given
+    stored = Schedules.from_state_dict(manifest.schedule)
+    same = (stored.base, stored.total_sequences) == (given.base, given.total_sequences) and stored.same_curves(given)
+    factor = lr_factor(settings.on_batch_change, was=manifest.geometry.global_batch_size, now=global_batch_size)
+    return replace(stored if same else given, lr_scale=stored.lr_scale * factor)
+
+
+def build_hooks(settings: Settings) -> list[Hook]:
+    """Default hooks (the config's arguments, or another ``type``, replace the default's), then the user's."""
+    hooks: list[Hook] = []
+    for name, component in settings.default_hooks.components.items():
+        extra: dict[str, Any] = {}
+        if name == "logger":
+            extra["writers"] = [writer.build() for writer in settings.visualizer.vis_backends]
+            extra |= {"run_name": settings.run_name} if settings.run_name else {}
+        hooks.append(component.build(**extra))
+    hooks += [LedgerHook(), TimelineHook()]
+    hooks.append(SkippedSamplesHook(max_skipped_fraction=settings.train_dataloader.max_skipped_fraction))
+    hooks += [component.build() for component in settings.custom_hooks]
+    if settings.val_dataloader is not None and not settings.evaluates:
+        notice("val_dataloader is evaluated after every epoch: EvaluateHook in custom_hooks sets another interval.")
+        hooks.append(EvaluateHook())
+    hooks = completed(hooks)
+    with_state = [hook for hook in hooks if hook.name or type(hook).state_dict is not Hook.state_dict]
+    names = [hook.name or "a hook with a state and no name" for hook in with_state]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if EvaluateHook.name in twice:
+        raise ConfigError(
+            "custom_hooks has more than one EvaluateHook",
+            remedy="one hook evaluates everything: metrics and metric_interval belong into the EvaluateHook that has"
+            " interval and save_best",
+        )
+    if twice:
+        raise ConfigError(f"hooks named twice: {', '.join(twice)}", remedy="each may appear once")
+    return hooks
+
+
+def check_states(hooks: Sequence[Hook]) -> None:
+    """Refuse a hook whose state no checkpoint can store, before the first update instead of at every save.
+
+    One whose ``state_dict`` fails before an update is left to the first save. Raises ``ConfigError``.
+    """
+    states: dict[str, Any] = {}
+    for hook in hooks:
+        with suppress(Exception):
+            states[hook.name or type(hook).__name__] = hook.state_dict()
+    states_text(states)
+
+
+def build_loader(
+    settings: TrainDataloader,
+    data: Data,
+    *,
+    geometry: Geometry,
+    dp_rank: int,
+    cursor: Cursor,
+    workers: bool = True,
+) -> UpdateLoader:
+    """Micro-batches of one rank from ``cursor`` on. Without ``workers`` each is made when it is requested."""
+    return UpdateLoader(
+        data.stream,
+        processor=data.processor,
+        geometry=geometry,
+        dp_rank=dp_rank,
+        cursor=cursor,
+        num_workers=settings.num_workers if workers else 0,
+        prefetch_factor=settings.prefetch_factor if workers else None,
+        pin_memory=torch.cuda.is_available() if settings.pin_memory is None else settings.pin_memory,
+        timeout=settings.timeout,
+    )
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter under every name that it has: tied ones occur more than once."""
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def parameter_table(named: Sequence[tuple[str, nn.Parameter]], groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
+    """Name, shape, dtype, trainable, group and further (tied) names of every parameter, for the manifest."""
+    group_of = {name: group.name for group in groups for name in group.parameters}
+    names: dict[int, list[str]] = {}
+    for name, parameter in named:
+        names.setdefault(id(parameter), []).append(name)
+    return [
+        {
+            "name": name,
+            "shape": list(getattr(parameter, "ds_shape", parameter.shape)),
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "trainable": parameter.requires_grad,
+            "group": group_of.get(name),
+            "tied": names[id(parameter)][1:],
+        }
+        for name, parameter in named
+        if names[id(parameter)][0] == name
+    ]

@@ -1,0 +1,223 @@
+"""How ranks learn of each other's errors: by the key-value store of the job, which is there before they join.
+
+A rank that fails writes its error there and waits until rank 0 has it. Rank 0 reports the errors of all ranks in its
+``train.log``; a thread reads them, because the main thread may compute or wait, and a launcher that stops all processes
+once one has ended would stop it before it has looked. An error of a connection is a consequence of another rank's end:
+``explained`` replaces it with that rank's error, or names the ranks that do not answer. An error that every rank finds
+by itself (of the config, say) is reported by rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as td
+
+from unigen_ds.core.errors import TrainingError, UnigenError
+from unigen_ds.system import dist
+from unigen_ds.system.log import logger
+
+_PATIENCE_S = 10.0
+"""For another rank to find the same error, to read one, or to answer: it may be slower, or have started later."""
+_POLL_S = 0.5
+_MOST = 2000
+"""Characters of an error that another rank repeats."""
+_OF_CONNECTION = re.compile(
+    r"gloo|nccl|broken pipe|process ?group|connection (was )?(closed|reset|refused|timed out)|socket closed|"
+    r"(application|read|write|wait) timeout|timed out waiting|operation timed out|pair (is not connected|closure)", re.I
+)  # fmt: skip
+"""In a ``RuntimeError`` of torch's C++ parts. A ``DataLoader`` that timed out is an error of this rank."""
+_number = 0
+"""Of errors that this process has had, and so in the keys: it may begin another run after one."""
+_said = -1
+"""The last ``_number`` whose error rank 0 has reported."""
+_failed, _stopped = threading.Event(), threading.Event()
+_REPORTED = "_reported_by_rank_0"
+"""Attribute of what ``explained`` has returned."""
+
+
+class RankEnded(TrainingError):
+    """This rank ends because another one has, or does not answer."""
+
+    everywhere = True
+
+
+def say(error: BaseException) -> None:
+    """Report an error: in the log, or on the console before there is one."""
+    text = _text(error)
+    logger().error("%s", text) if logger().handlers else print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def is_reported(error: BaseException) -> bool:
+    """Whether rank 0 has reported an error that ``explained`` has returned."""
+    return bool(getattr(error, _REPORTED, False))
+
+
+@contextmanager
+def shared() -> Iterator[None]:
+    """The other ranks learn of an error inside; it is ``explained``."""
+    try:
+        yield
+    except BaseException as error:
+        if (found := explained(error)) is not error:
+            raise found from error
+        raise
+
+
+def arrive(*, timeout_s: float) -> None:
+    """Wait until all ranks are here, before they join. Raises ``RankEnded``: at once where a rank fails before it is
+    here, else after ``timeout_s``.
+    """
+    if (store := dist.job_store()) is None:
+        return
+    rank = dist.env_rank()
+    if rank == 0:
+        watcher = threading.Thread(target=_watch, args=(store,), daemon=True)
+        watcher.start()
+        atexit.register(watcher.join)
+        atexit.register(_stopped.set)  # comes first
+    store.set(f"here/{rank}", "")
+    if store.add("here", 1) == dist.env_world_size():
+        store.set("go", "")
+    if not _wait(lambda: store.check(["go"]), timeout_s):
+        raise RankEnded(f"{_without(store, 'here')} not here {timeout_s:g} s after this process")
+    if (cause := _cause(store)) is not None:
+        raise cause
+
+
+def explained(error: BaseException, *, first: bool = False) -> BaseException:
+    """Let the other ranks know the error that ends this one. Returns what to raise: another error where this one is a
+    consequence. ``first``: also before the ranks have a store. Nothing happens in one process.
+    """
+    global _number
+    if hasattr(error, _REPORTED):
+        return error
+    try:
+        store = dist.open_store(timeout_s=_PATIENCE_S) if first else dist.job_store()
+        if store is None:
+            return error
+        _failed.set()
+        found, reported = _explained(error, store)
+    except Exception as lost:  # of the store
+        found, reported = error, False
+        if _is_consequence(error) and not dist.has_store():
+            found = RankEnded(f"rank 0 has ended; its train.log may say why ({_text(lost)})")
+    setattr(found, _REPORTED, reported)
+    _number += 1
+    _failed.clear()
+    return found
+
+
+def _explained(error: BaseException, store: Any) -> tuple[BaseException, bool]:
+    global _said
+    rank, world_size, text = dist.env_rank(), dist.env_world_size(), _text(error)
+    store.set(_key(f"error/{rank}"), text)
+    store.add(_key("errors"), 1)
+    if _is_consequence(error):
+        error = error if isinstance(error, RankEnded) else _source(error, store, world_size)
+    elif not getattr(error, "everywhere", False):
+        store.compare_set(_key("cause"), "", json.dumps([rank, text, getattr(error, "exit_status", 1)]))
+        store.set("go", "")
+    if rank == 0:
+        if _said != _number or not isinstance(error, RankEnded):
+            say(error)
+        _said = _number
+        store.set(_key("heard"), text)
+        if dist.has_store() and not dist.joined():  # the others read it before this process ends
+            _wait(lambda: store.add(_key("errors"), 0) == world_size)
+        return error, True
+    heard = _wait(lambda: store.check([_key("heard")]))
+    return error, heard and (getattr(error, "everywhere", False) or store.get(_key("heard")).decode() == text)
+
+
+def _source(error: BaseException, store: Any, world_size: int) -> BaseException:
+    """Why a connection was lost."""
+    _wait(lambda: store.check([_key("cause")]) or store.add(_key("errors"), 0) == world_size)
+    if (cause := _cause(store)) is not None:
+        return cause
+    silent = _without(store, _key("error"))
+    if not silent:
+        return error
+    return RankEnded(
+        f"{silent} not answer ({_text(error)})",
+        remedy="its output, and its machine's log: it was killed (out of memory?), stopped, or cannot be reached",
+    )
+
+
+def _cause(store: Any) -> RankEnded | None:
+    """The first error of a rank that is no consequence."""
+    if not store.check([_key("cause")]):
+        return None
+    rank, text, status = json.loads(store.get(_key("cause")))
+    found = RankEnded(f"rank {rank} has ended: {text}")
+    found.exit_status = status
+    return found
+
+
+def _watch(store: Any) -> None:
+    """On rank 0, in a thread: report the error of another rank, whatever the main thread does."""
+    global _said
+    while not _stopped.wait(_POLL_S):
+        number = _number
+        try:
+            cause = None if _said == number else _cause(store)
+            if cause is None or _failed.wait(2 * _POLL_S) or _number != number:
+                continue  # an error of this rank is reported by its main thread
+            _said = number
+            say(cause)
+            store.set(_key("heard"), "")
+        except Exception:  # of the store: the job ends
+            return
+
+
+def _without(store: Any, name: str) -> str:
+    """``rank 1 does``, ``ranks 1, 2 do``: those without a key ``name/<rank>``; '' where there is none."""
+    found = [str(rank) for rank in range(dist.env_world_size()) if not store.check([f"{name}/{rank}"])]
+    verb = {"here": ("is", "are")}.get(name, ("does", "do"))[len(found) > 1]
+    shown = ", ".join(found[:20]) + (f" and {len(found) - 20} more" if len(found) > 20 else "")
+    return f"rank{'s' * (len(found) > 1)} {shown} {verb}" if found else ""
+
+
+def _wait(done: Callable[[], bool], timeout_s: float = _PATIENCE_S) -> bool:
+    """Whether ``done`` becomes true in time. Asked less often after a while: a job may have many ranks."""
+    begin = time.monotonic()
+    while not (known := done()) and (waited := time.monotonic() - begin) < timeout_s:
+        time.sleep(min(0.02 + waited / 20, _POLL_S))
+    return known
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether ``error`` is that of a connection between ranks."""
+    if isinstance(error, RankEnded | td.DistError):
+        return True
+    if not isinstance(error, RuntimeError) or isinstance(error, UnigenError):
+        return False
+    return _OF_CONNECTION.search(str(error)) is not None
+
+
+def _text(error: BaseException) -> str:
+    text = str(error) if isinstance(error, UnigenError) else f"{type(error).__name__}: {error}"
+    return text if len(text) <= _MOST else f"{text[:_MOST]} ..."
+
+
+def _key(name: str) -> str:
+    return f"{_number}/{name}"
+
+
+def for_torchrun(error: BaseException) -> None:
+    """Write the file from which torchrun prints why a process has failed, instead of its exit status alone."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = _text(error) if isinstance(error, UnigenError) else "".join(traceback.format_exception(error))
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")

@@ -1,0 +1,233 @@
+"""What the time of an update is spent on: named sections, read and reset once per log line."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as td
+
+DEVICE_SECTIONS = ("forward_backward", "step")
+"""Sections that queue work for the device: on CUDA their time is the device's."""
+EVALUATION = "evaluation"
+"""Section of what is no part of an update."""
+COMMUNICATION = "communication"
+"""Section of ``system/clock.py``: on a CPU taken out of the section around it; on CUDA it may overlap with it."""
+
+Mark = float | torch.cuda.Event
+"""A point in time: of the host, in seconds, or of a device."""
+
+
+class Clock:
+    """``with clock('data'): ...`` adds to a section. The rest of the wall time is ``other``.
+
+    On a CPU this is host time. On CUDA the host is ahead of the device and waits for it where it first reads a value,
+    in ``step``; host time would count all of the waiting in that section. So ``DEVICE_SECTIONS`` are measured by events
+    that the device itself records. They are read once it has passed them, so nothing waits for them: what is not yet
+    passed counts at the next read.
+    """
+
+    def __init__(self, *, device: torch.device | None = None) -> None:
+        self.on_cuda = device is not None and device.type == "cuda"
+        self._sections: dict[str, float] = {}
+        self.totals: dict[str, float] = {}
+        """Seconds by section since the clock was made; reading does not reset them."""
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._overlapping: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        """Of other streams, which pass their events in another order."""
+        self._since = time.perf_counter()
+        self._current: str | None = None
+        self._thread = threading.get_ident()
+
+    @property
+    def in_update(self) -> bool:
+        """Whether a section of ``DEVICE_SECTIONS`` is being timed; on a CPU: by this thread."""
+        return self._current is not None and (self.on_cuda or self._thread == threading.get_ident())
+
+    def mark(self) -> Mark:
+        """Now: seconds on a CPU, on CUDA an event of the present stream."""
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def communicated(self, since: Mark) -> None:
+        """Count communication inside of the present section, from a mark until now."""
+        now = self.mark()
+        if not isinstance(since, float) and not isinstance(now, float):
+            self._overlapping.append((COMMUNICATION, since, now))
+        elif isinstance(since, float) and isinstance(now, float) and self._current is not None:
+            self._add(COMMUNICATION, now - since)
+            self._add(self._current, since - now)
+
+    def __call__(self, section: str) -> _Timed:
+        """Time what is inside of ``with``."""
+        return _Timed(self, section)
+
+    def _add(self, section: str, seconds: float) -> None:
+        self._sections[section] = self._sections.get(section, 0.0) + seconds
+        self.totals[section] = self.totals.get(section, 0.0) + seconds
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        """Seconds since the last read, and seconds by section; starts anew."""
+        passed = [event for event in self._events if event[2].query()]
+        self._events = self._events[len(passed) :]  # they are passed in the order in which they were recorded
+        overlapping, self._overlapping = self._overlapping, []
+        for event in overlapping:
+            (passed if event[1].query() and event[2].query() else self._overlapping).append(event)
+        for section, start, end in passed:
+            self._add(section, start.elapsed_time(end) / 1000.0)
+        now = time.perf_counter()
+        wall, sections = now - self._since, self._sections
+        self._since, self._sections = now, {}
+        return wall, sections
+
+
+class _Timed:
+    """One section, while it is timed: a class, since generators cost more than what they time here."""
+
+    __slots__ = ("_begin", "_clock", "_outer", "_section")
+
+    def __init__(self, clock: Clock, section: str) -> None:
+        self._clock, self._section = clock, section
+
+    def __enter__(self) -> None:
+        clock, section = self._clock, self._section
+        of_device = section in DEVICE_SECTIONS
+        self._outer, clock._thread = clock._current, threading.get_ident()
+        clock._current = section if of_device else None
+        self._begin = clock.mark() if of_device else time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        clock, begin = self._clock, self._begin
+        clock._current = self._outer
+        if isinstance(begin, float):
+            clock._add(self._section, time.perf_counter() - begin)
+        else:
+            end = clock.mark()
+            assert not isinstance(end, float)
+            clock._events.append((self._section, begin, end))
+
+
+# How long a start needs: from the process, or from the building of a run, to its first update.
+
+_since: float | None = None
+_whole_process = False
+
+
+def begin(*, whole_process: bool = False) -> None:
+    """A run begins now; with ``whole_process`` it began with this process, which a later ``begin()`` keeps."""
+    global _since, _whole_process
+    if not _whole_process:
+        _since = time.perf_counter() - (process_age() or 0.0 if whole_process else 0.0)
+        _whole_process = whole_process
+
+
+def seconds() -> float | None:
+    """Since the start began; None where none did. The next ``begin`` counts anew."""
+    global _since, _whole_process
+    found = None if _since is None else time.perf_counter() - _since
+    _since, _whole_process = None, False
+    return found
+
+
+def process_age() -> float | None:
+    """Seconds since this process was started; None where the system does not have ``/proc``."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, LookupError, AttributeError):
+        return None
+
+
+# How long an engine communicates, whatever the engine: the collectives of ``torch.distributed`` are timed.
+
+
+_METHODS = (
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall",
+    "_allgather_base", "_reduce_scatter_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
+    "alltoall_base",
+    # the same under their names since torch 2.13
+    "all_gather_single", "reduce_scatter_single", "all_gather_single_coalesced", "reduce_scatter_single_coalesced",
+    "all_to_all_single",
+)  # fmt: skip
+_clocks: list[Clock] = []
+"""Of the runs that train in this process."""
+_originals: list[tuple[Any, str, Any]] = []
+
+
+@contextmanager
+def timed(clock: Clock) -> Iterator[None]:
+    """Inside, collectives of the sections of an update count in ``clock`` as ``communication``."""
+    if not td.is_available():
+        yield
+        return
+    if not _clocks:
+        _wrap()
+    _clocks.append(clock)
+    try:
+        yield
+    finally:
+        _clocks.remove(clock)
+        if not _clocks:
+            _restore()
+
+
+def _wrap() -> None:
+    pending: dict[int, Mark] = {}
+    """``id`` of a work that is under way on CUDA -> where it began. An id that is used again is written again."""
+    for kind, name, wrapper in [(td.ProcessGroup, n, _issuing) for n in _METHODS] + [(td.Work, "wait", _waiting)]:
+        if name in vars(kind):
+            _originals.append((kind, name, vars(kind)[name]))
+            setattr(kind, name, wrapper(vars(kind)[name], pending))
+
+
+def _restore() -> None:
+    while _originals:
+        setattr(*_originals.pop())
+
+
+def _updating() -> Clock | None:
+    """The clock of the run whose update this thread computes."""
+    return next((clock for clock in _clocks if clock.in_update), None)
+
+
+def _issuing(function: Callable[..., Any], pending: dict[int, Mark]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def issue(*arguments: Any, **named: Any) -> Any:
+        clock = _updating()
+        if clock is None:
+            work = function(*arguments, **named)
+            pending.pop(id(work), None)
+            return work
+        begin = clock.mark()
+        work = function(*arguments, **named)
+        if work is None or not clock.on_cuda:  # without a work the present stream has the result
+            clock.communicated(begin)
+        else:
+            pending[id(work)] = begin
+        return work
+
+    return issue
+
+
+def _waiting(function: Callable[..., Any], pending: dict[int, Mark]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wait(work: Any, *arguments: Any, **named: Any) -> Any:
+        begin, clock = pending.pop(id(work), None), _updating()
+        if clock is not None and not clock.on_cuda:
+            begin = clock.mark()
+        done = function(work, *arguments, **named)
+        if clock is not None and begin is not None:
+            clock.communicated(begin)
+        return done
+
+    return wait

@@ -1,0 +1,316 @@
+"""Processes: start, sums, objects. Every helper has a single-process fallback, so callers never branch.
+
+NCCL + gloo on CUDA, gloo on CPU. Object gathers and the loader's counts use gloo: no device sync.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as td
+
+from unigen_ds.core.choices import LAUNCHERS
+from unigen_ds.core.errors import ConfigError, UnigenError
+
+T = TypeVar("T")
+_timeout: timedelta | None = None
+"""Of the process groups, as ``init`` got it."""
+_store: Any = None
+_TCP: Any = td.TCPStore  # type: ignore[attr-defined]  # documented, and missing in its stubs
+_PREFIX: Any = td.PrefixStore  # type: ignore[attr-defined]
+_ENV = {
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
+_PROCESSES_OF_A_NODE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
+"""As torchrun, the deepspeed launcher, MPI and SLURM (``4`` or ``4(x2)``) report them."""
+
+
+def launcher_environment(launcher: str) -> None:
+    """Set RANK, WORLD_SIZE and LOCAL_RANK from the launcher's own variables. ``none`` and ``pytorch`` keep them."""
+    if launcher not in LAUNCHERS:
+        raise ConfigError(f"launcher {launcher!r}", allowed=", ".join(LAUNCHERS))
+    if launcher == "pytorch" and "RANK" not in os.environ:
+        raise ConfigError(
+            "launcher 'pytorch' needs RANK and WORLD_SIZE", remedy="start it with torchrun, or use --launcher none"
+        )
+    if launcher in _ENV:
+        missing = [name for name in _ENV[launcher] if name not in os.environ]
+        if missing:
+            raise ConfigError(f"launcher {launcher!r} needs {', '.join(missing)} in the environment")
+        for name, source in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), _ENV[launcher], strict=True):
+            os.environ[name] = os.environ[source]
+        os.environ.setdefault("MASTER_ADDR", _first_node() if launcher == "slurm" else "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", _port_of_job() if launcher == "slurm" else "29500")
+
+
+def _first_node() -> str:
+    """Of a SLURM step: that of rank 0 (``gpu[03-04,7]-ib,n1`` begins with ``gpu03-ib``). None listed: this machine."""
+    listed = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""
+    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", listed)
+    return "".join(part or "" for part in found.groups()) if found else "127.0.0.1"
+
+
+def _port_of_job() -> str:
+    """The same on every node of a job, and different for jobs that share one."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return str(20000 + int(job) % 20000) if job.isdecimal() else "29500"
+
+
+def env_rank() -> int:
+    """Rank as the launcher announces it, before any process group exists."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def env_processes_per_node() -> int | None:
+    """Processes of a node as the launcher announces them; None where it does not, or where nodes differ."""
+    for name in _PROCESSES_OF_A_NODE:
+        if given := os.environ.get(name):
+            found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", given)
+            return int(found[1]) if found else None
+    return 1 if env_world_size() == 1 else None
+
+
+def env_world_size() -> int:
+    """Process count as the launcher announces it, before any process group exists."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def joined() -> bool:
+    """Whether this process is in a process group: collectives work."""
+    return td.is_initialized()
+
+
+def init(*, timeout_s: float = 1800.0) -> None:
+    """Join the process group that the environment describes; nothing to do for a single plain process."""
+    if td.is_initialized() or "WORLD_SIZE" not in os.environ:
+        return
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(_device_index())
+        backend = "cpu:gloo,cuda:nccl"
+    global _timeout
+    _timeout = timedelta(seconds=timeout_s)
+    of_job: dict[str, Any] = {}
+    if _store is not None:
+        of_job = {"store": _PREFIX("group", _store), "rank": env_rank(), "world_size": env_world_size()}
+    td.init_process_group(backend, timeout=_timeout, **of_job)
+
+
+def open_store(*, timeout_s: float) -> Any:
+    """The key-value store of the processes that a launcher has started, for ``system/announced.py`` and ``init``. None
+    for one process, and where processes have joined without it. Connects once; raises after ``timeout_s``.
+
+    At MASTER_ADDR:MASTER_PORT: torchrun's own, which remains when it starts the processes again, else rank 0 opens it.
+    """
+    global _store
+    several = env_world_size() > 1 and {"RANK", "MASTER_ADDR"} <= os.environ.keys()
+    if _store is None and several and not td.is_initialized():
+        check_port()
+        address, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
+        found = _TCP(address, port, is_master=has_store(), timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+        _store = _PREFIX(f"unigen_ds/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
+    return _store
+
+
+def job_store() -> Any:
+    """What ``open_store`` has opened, else None."""
+    return _store
+
+
+def has_store() -> bool:
+    """Whether the store is in this process, and ends with it."""
+    return env_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _device_index() -> int:
+    """This process's CUDA device: LOCAL_RANK, or the only one that a scheduler lets the process see."""
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if count > 1 and index >= count:
+        raise ConfigError(
+            f"LOCAL_RANK is {index} and there are {count} CUDA devices",
+            remedy=f"start at most {count} processes on a machine, one for each device",
+        )
+    return index if count > 1 else 0
+
+
+def group(ranks: Sequence[int]) -> td.ProcessGroup:
+    """The process group of ``ranks``, to which this process belongs: the default one where they are all ranks.
+
+    Collective among these ranks alone, so that a rank creates its own groups and does not wait for those of all others.
+    Its timeout is that of ``init``.
+    """
+    if len(ranks) == world_size():
+        return td.group.WORLD  # type: ignore[return-value]
+    return td.new_group(list(ranks), timeout=_timeout, use_local_synchronization=True)
+
+
+def ensure_initialized() -> None:
+    """Create a process group even for one plain process: sharding engines need one."""
+    if td.is_initialized():
+        return
+    if env_world_size() == 1:
+        os.environ.setdefault("RANK", "0")
+        os.environ.setdefault("WORLD_SIZE", "1")
+        os.environ.setdefault("LOCAL_RANK", "0")
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+    init()
+
+
+def check_port() -> None:
+    """Raise ``ConfigError`` where another job uses MASTER_PORT, which rank 0 opens unless torchrun has."""
+    if not has_store() or "WORLD_SIZE" not in os.environ or _store is not None:
+        return
+    port = int(os.environ.get("MASTER_PORT", "29500"))
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"MASTER_PORT {port} cannot be opened: {error.strerror}",
+                remedy=f"another job uses it; MASTER_PORT={free_port()} is free just now",
+            ) from error
+
+
+def free_port() -> int:
+    """A TCP port of this machine that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank() -> int:
+    return td.get_rank() if td.is_initialized() else env_rank()
+
+
+def world_size() -> int:
+    return td.get_world_size() if td.is_initialized() else env_world_size()
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait for all ranks, over gloo: the device continues to work. Collective."""
+    sum_floats([0.0])
+
+
+def sum_floats(values: Sequence[float]) -> list[float]:
+    """Sums over ranks of a list of float64, on the CPU. Collective."""
+    if not td.is_initialized() or td.get_world_size() == 1:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64)
+    td.all_reduce(tensor)
+    return tensor.tolist()
+
+
+class PendingSum:
+    """``sum_floats`` in the background. Every rank creates these, and waits for them, in the same order."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._tensor = torch.tensor(values, dtype=torch.float64)
+        alone = not td.is_initialized() or td.get_world_size() == 1
+        self._work = None if alone else td.all_reduce(self._tensor, async_op=True)
+
+    def wait(self) -> list[float]:
+        """The sums over ranks. Collective."""
+        if self._work is not None:
+            self._work.wait()
+        return self._tensor.tolist()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The value of every rank, on every rank. For small values of our own making. Collective."""
+    if not td.is_initialized() or td.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * td.get_world_size()
+    td.all_gather_object(gathered, value)
+    return gathered
+
+
+def gather_to_main(value: Any) -> list[Any] | None:
+    """The value of every rank, by rank, on rank 0; None elsewhere. Collective."""
+    if not td.is_initialized() or td.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] | None = [None] * td.get_world_size() if is_main() else None
+    td.gather_object(value, gathered, dst=0)
+    return gathered
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value, on every rank. Collective."""
+    if not td.is_initialized() or td.get_world_size() == 1:
+        return value
+    box = [value]
+    td.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def on_main(action: Callable[[], T]) -> T:
+    """Rank 0's ``action()``, its value on every rank; where it fails, it fails on every rank alike. Collective."""
+    if not td.is_initialized() or td.get_world_size() == 1:
+        return action()
+    outcome: tuple[Any, Exception | None] = (None, None)
+    if is_main():
+        try:
+            outcome = (action(), None)
+        except (UnigenError, OSError) as error:
+            outcome = (None, error)
+        except Exception as error:  # others may not survive being pickled
+            outcome = (None, RuntimeError(f"rank 0: {type(error).__name__}: {error}"))
+    value, failure = broadcast_object(outcome)
+    if failure is not None:
+        raise failure
+    return value
+
+
+def only_on_main(action: Callable[[], T]) -> T | None:
+    """Rank 0's ``action()``, whose value stays there: None on the others. Fails on every rank alike. Collective."""
+    made: list[T] = []
+    on_main(lambda: made.append(action()))
+    return made[0] if made else None
+
+
+def max_floats(values: Sequence[float]) -> list[float]:
+    """The largest over ranks of each of a list of float64, on the CPU. Collective."""
+    if not td.is_initialized() or td.get_world_size() == 1:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64)
+    td.all_reduce(tensor, op=td.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def shutdown(*, after_error: bool = False) -> None:
+    """Leave the process group. Not collective.
+
+    After an error a group with NCCL is left as it is: to destroy it waits for collectives that other ranks may never
+    join. The end of the process ends it.
+    """
+    global _store
+    if td.is_initialized() and not (after_error and "nccl" in td.get_backend_config()):
+        td.destroy_process_group()
+        _store = _store and _PREFIX("next", _store)  # what this group has left there is not of another one
+
+
+def leave(status: int) -> None:
+    """End the process here if it is one of several; what was registered with ``atexit`` is done first.
+
+    Threads that gloo and DeepSpeed leave running sometimes abort an ordinary exit ("terminate called without an
+    active exception"): all is saved by then, but a launcher sees a failure and ends the other processes.
+    """
+    if env_world_size() > 1:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,323 @@
+"""Durable files: a name that exists means its content is on disk."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import xxhash
+from filelock import FileLock
+from safetensors import SafetensorError
+
+from unigen_ds.core.errors import CheckpointError, ConfigError
+
+ALGORITHM = "xxh3_128"
+"""Of a checkpoint's files."""
+_BLOCK = 1 << 20
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or directory entry to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Make a folder with its missing parents; the entry of each new one is on disk in its own parent."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            folder.mkdir()
+        fsync_path(folder.parent)
+    if not path.is_dir():
+        raise NotADirectoryError(f"{path} is not a folder")
+
+
+def _pid_space() -> str:
+    facts = [socket.gethostname()]
+    for read in (Path("/proc/sys/kernel/random/boot_id").read_text, lambda: os.readlink("/proc/self/ns/pid")):
+        try:
+            facts.append(read())
+        except OSError:  # then every process is on its own: nothing of another one counts as left by a dead one
+            facts.append(secrets.token_hex(8))
+    return hashlib.blake2b("\n".join(facts).encode(), digest_size=6).hexdigest()
+
+
+PID_SPACE = _pid_space()
+"""Where a process number means the same process as here: not in a container of the same host name."""
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(tmp|writing)-(?P<space>[A-Za-z0-9-]*)\.(?P<process>\d+)(-[0-9a-f]+)?")
+_MADE: set[str] = set()
+"""Names that this process made: its threads may fill several temporaries of one name at a time."""
+_ABANDONED_S = 86400.0
+
+
+def temporary_beside(path: Path, kind: str) -> Path:
+    """A name of its own under which this process fills ``path``; what a killed process left of it is removed."""
+    remove_leftovers(path.parent, of=path.name)
+    name = f".{path.name}.{kind}-{PID_SPACE}.{os.getpid()}-{secrets.token_hex(4)}"
+    _MADE.add(name)
+    return path.with_name(name)
+
+
+def remove_leftovers(folder: Path, *, of: str | None = None) -> list[Path]:
+    """Remove the temporary files and folders that killed processes left in ``folder``: those ``of`` one name, or all.
+
+    What belongs to a living process stays, and what may belong to one of another machine or container for a day.
+    """
+    removed = []
+    with contextlib.suppress(OSError):
+        for path in list(folder.iterdir()):
+            match = _LEFTOVER.fullmatch(path.name)
+            if match is None or (of is not None and match["name"] != of) or not _left(path, match):
+                continue
+            delete_inside(path, folder)
+            removed.append(path)
+    return removed
+
+
+def delete_inside(path: Path, folder: Path) -> None:
+    """Delete ``path`` with all that is in it, if it really is inside of ``folder``, which the caller owns.
+
+    Every folder that this package deletes is deleted here. A symbolic link goes alone, never what it points to; a path
+    that does not exist is no error. Raises ``OSError``; nothing is deleted where ``path`` is elsewhere (links among its
+    parents are followed).
+    """
+    if not os.path.lexists(path):
+        return
+    if path.name in ("", "..") or not path.parent.resolve().is_relative_to(folder.resolve()):
+        raise PermissionError(f"{path} is not deleted: it is not inside of {folder}")
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _left(path: Path, match: re.Match[str]) -> bool:
+    if match["space"] != PID_SPACE:
+        return time.time() - path.lstat().st_mtime > _ABANDONED_S  # a link may point to an old file
+    process = int(match["process"])
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except OverflowError:
+        return False
+    except PermissionError:
+        return False
+    return process == os.getpid() and path.name not in _MADE  # an earlier process had the same number
+
+
+def rename_into_place(made: Path, final: Path, *, durable: bool = True) -> None:
+    """Give a complete file or folder its final name: one rename, whose entry is then on disk.
+
+    Every name that must not appear before its content is set here. ``durable=False``: where a power failure may undo
+    it. Raises ``OSError``; where ``made`` no longer exists then, the name is set, but may not survive a power failure.
+    """
+    os.replace(made, final)
+    if durable:
+        fsync_path(final.absolute().parent)
+
+
+def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+    """Call ``write`` with a temporary file beside ``path``, make it durable, then rename it to ``path``.
+
+    On any error ``path`` keeps what it held and the temporary file is removed.
+    """
+    temporary = temporary_beside(path, "tmp")
+    try:
+        write(temporary)
+        fsync_path(temporary)
+        rename_into_place(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """``write_atomic`` for text."""
+    write_atomic(path, lambda temporary: _write_text(temporary, text))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def check_new(out: Path) -> None:
+    """Raise ``ConfigError`` where ``out`` exists."""
+    if out.exists():
+        raise ConfigError(f"{out} exists", allowed="a new folder")
+
+
+@contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """An empty folder to fill, which becomes ``out`` when the block ends: complete, with ``digests.json``, and on disk,
+    or not at all.
+
+    Raises ``ConfigError`` where ``out`` exists, ``CheckpointError`` where it cannot be written (a full disk).
+    """
+    check_new(out)
+    staging = temporary_beside(out, "writing")
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        write_digests(staging)
+        for path in (*staging.iterdir(), staging):
+            fsync_path(path)
+        rename_into_place(staging, out)
+    except (OSError, SafetensorError) as error:
+        remedy = "free disk space, fix the permission, or name another folder"
+        raise CheckpointError(f"could not write {out}: {error}", remedy=remedy) from error
+    finally:
+        with contextlib.suppress(OSError):
+            delete_inside(staging, out.parent)
+
+
+def copy_files(source: Path, folder: Path, *, wanted: Callable[[str], bool]) -> None:
+    """Copy the files of ``source``, not its folders, whose name is ``wanted``; never its ``digests.json``."""
+    for path in source.iterdir():
+        if path.is_file() and path.name != DIGESTS and wanted(path.name):
+            shutil.copyfile(path, folder / path.name)
+
+
+def file_digest(path: Path) -> str:
+    """``xxh3_128:hex`` of the whole content."""
+    digest = xxhash.xxh3_128()
+    block = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as stream:
+        while number := stream.readinto(block):
+            digest.update(block[:number])
+    return f"{ALGORITHM}:{digest.hexdigest()}"
+
+
+DIGESTS = "digests.json"
+"""Beside the files of an export: path below the folder -> digest, as ``file_digest`` returns it."""
+
+
+def write_digests(folder: Path, *, keep: Mapping[str, str] | None = None) -> None:
+    """Write the digests of all files below ``folder``; those that are stored there already are not computed again.
+
+    Texts for people (``.md``) are left out: they are edited later.
+    ``keep``: of further files, which will be beside them.
+    """
+    digests, stored = dict(keep or {}), stored_digests(folder)
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != DIGESTS and path.suffix != ".md":
+            digests[name] = stored.get(name) or file_digest(path)
+    _write_text(folder / DIGESTS, json.dumps(digests, indent=1) + "\n")
+
+
+def stored_digests(folder: Path) -> dict[str, str]:
+    """What ``digests.json`` there has; {} without one. Raises ``CheckpointError`` where it is damaged."""
+    path = folder / DIGESTS
+    try:
+        digests = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not all(digest.partition(":")[0] == ALGORITHM for digest in digests.values()):
+            raise ValueError("a digest of an algorithm that is not known")
+        return dict(digests)
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}", remedy=_ANEW.format(folder=folder)) from error
+
+
+_ANEW = "write {folder} anew; if you changed it yourself, delete its digests.json: the files are then not verified"
+
+
+def check_digests(path: Path) -> None:
+    """Read the files of a folder, or of the folder of a file, that its ``digests.json`` lists. Raises
+    ``CheckpointError`` naming one that has changed. An export of others has no such file; one that is not there was not
+    downloaded.
+    """
+    folder = path if path.is_dir() else path.parent
+    for name, digest in stored_digests(folder).items():
+        file = folder / name
+        if file.is_file() and not _is_content(file, digest, file.stat().st_size, file.stat().st_mtime_ns):
+            problem = f"{file} has changed since it was written (its hash is not that of {DIGESTS})"
+            raise CheckpointError(problem, remedy=_ANEW.format(folder=folder))
+
+
+@cache
+def _is_content(file: Path, digest: str, size: int, mtime_ns: int) -> bool:
+    """Whether a file has a digest: read once by a process, as long as its size and time stay."""
+    return file_digest(file) == digest
+
+
+def quick_digest(path: Path, *, blocks: int = 64) -> str:
+    """BLAKE2b-128 of size, head, tail and evenly spaced 1 MiB blocks: the whole content up to ``blocks`` MiB.
+
+    Recognises a data file; a checkpoint file is always hashed whole (``file_digest``).
+    """
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with path.open("rb") as stream:
+        if size <= blocks * _BLOCK:
+            digest.update(stream.read())
+        else:
+            for i in range(blocks):
+                stream.seek((size - _BLOCK) * i // (blocks - 1))
+                digest.update(stream.read(_BLOCK))
+    return digest.hexdigest()
+
+
+# A lock file that one process holds at a time: ``filelock`` on a lock of the kernel's, which ends with the process.
+
+
+@contextmanager
+def held(path: Path) -> Iterator[OSError | None]:
+    """Wait until this process holds the lock of ``path``; a context.
+
+    Its value is None, or why no lock is held: the file system has none, or the file cannot be made (a read-only folder,
+    a full disk). The caller decides whether to continue without. Its soft locks, which a killed process leaves, are
+    not used.
+    """
+    lock = FileLock(path, fallback_to_soft=False)
+    problem: OSError | None = None
+    try:
+        lock.acquire()
+    except OSError as error:
+        problem = error
+    try:
+        yield problem
+    finally:
+        if problem is None:
+            lock.release()
+
+
+# Whether a file is text that can be read: UTF-8, no byte order mark where a parser would trip over it, not binary.
+
+_BOM = codecs.BOM_UTF8
+_UTF_32 = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def encoding_problem(path: Path, *, bom_allowed: bool = False) -> tuple[str, str] | None:
+    """What is wrong with the encoding, from the first bytes, and the command that converts the file; else None.
+
+    UTF-16 without a mark is recognised by its zero bytes, which no JSON, YAML or Python text has.
+    """
+    with path.open("rb") as stream:
+        head = stream.read(64)
+    convert = "iconv -f {} -t UTF-8 " + f"{path.name} > utf8{path.suffix}"
+    if head.startswith(_UTF_32):
+        return "is UTF-32 text, not UTF-8", convert.format("UTF-32")
+    if head.startswith(_UTF_16):
+        return "is UTF-16 text, not UTF-8", convert.format("UTF-16")
+    if b"\0" in head[:4] and len(head) > 1:
+        return "is UTF-16 text, not UTF-8", convert.format("UTF-16LE" if head[1:2] == b"\0" else "UTF-16BE")
+    if head.startswith(_BOM) and not bom_allowed:
+        return "begins with a byte order mark (BOM)", f"sed -i '1s/^\\xEF\\xBB\\xBF//' {path.name}"
+    return None

@@ -1,0 +1,158 @@
+"""Append-only JSON lines that survive kills: ``metrics.jsonl``, ``ledger.jsonl``, ``skipped_samples.jsonl``.
+
+A file is never rewritten. A resume appends ``{"event": "resume", "updates": n, ...}``; that line voids every earlier
+line of an update beyond ``n``, because those updates run again. Only ``read_lines`` applies the rule.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.core.json_values import json_values
+from unigen_ds.system.files import fsync_path
+
+METRICS_FILE, LEDGER_FILE, SKIPPED_FILE = "metrics.jsonl", "ledger.jsonl", "skipped_samples.jsonl"
+TIMELINE_FILE = "timeline.jsonl"
+_TAIL = 1 << 18
+
+
+class JsonLines:
+    """Appends a JSON object per line. A kill leaves at most one partial last line.
+
+    A line that cannot be written (a full disk) is kept in memory, in order, and written before the next one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._pending: list[bytes] = []
+        self._descriptor: int | None = None
+        self._unsynced = True
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record; non-finite floats, which JSON does not have, become null.
+
+        Raises ``OSError`` where it cannot be written now; it is then pending.
+        """
+        self._pending.append((json.dumps(json_values(record, finite), allow_nan=False) + "\n").encode())
+        self.write_pending()
+
+    def write_pending(self) -> None:
+        """Write what could not be written before. Raises ``OSError``; what is left stays pending."""
+        while self._pending:
+            descriptor = self._open()
+            self._unsynced = True
+            line = self._pending[0]
+            try:
+                written = os.write(descriptor, line)
+            except OSError as error:
+                error.filename = str(self.path)
+                raise
+            if written < len(line):  # the disk is full now: no part of a line stays
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            del self._pending[0]
+
+    def sync(self) -> None:
+        """Have every line on disk, the file's name too. Raises ``OSError`` where a line is still pending."""
+        self.write_pending()
+        if self._descriptor is not None and self._unsynced:
+            os.fsync(self._descriptor)
+            fsync_path(self.path.parent)
+            self._unsynced = False
+
+    def _open(self) -> int:
+        if self._descriptor is None:
+            torn = self.path.exists() and self.path.stat().st_size > 0 and not _ends_with_newline(self.path)
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = descriptor
+            if torn:  # a kill truncated the last line: end it, so that the next line is a line of its own
+                self._pending[0] = b"\n" + self._pending[0]
+        return self._descriptor
+
+    def close(self) -> None:
+        """Lines that are still pending are lost."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as stream:
+        stream.seek(-1, 2)
+        return stream.read(1) == b"\n"
+
+
+def read_lines(path: Path, *, key: str = "update") -> list[dict[str, Any]]:
+    """The lines that count: every resume event voids earlier lines beyond its position; torn lines are passed over.
+
+    ``key`` names the field that holds a line's update number (``update`` in ``metrics.jsonl`` and ``ledger.jsonl``). A
+    late result has the progress at which it was written in ``at``, and is void with the updates before it.
+    Resume events themselves are left out.
+    """
+    return in_effect(parse_lines(path)[0], key=key)
+
+
+def last_update(path: Path) -> int:
+    """The progress in updates of a file's last line; 0 where it has none. Reads its end alone."""
+    with path.open("rb") if path.is_file() else io.BytesIO() as stream:
+        stream.seek(-min(stream.seek(0, 2), _TAIL), 2)
+        for text in reversed(stream.read().split(b"\n")):
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(line, dict):
+                found = line.get("updates" if line.get("event") == "resume" else "at", line.get("update"))
+                if isinstance(found, int):
+                    return found
+    return 0
+
+
+def parse_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Every JSON object of a file, in its order, void ones and resume events too; and the number of lines that are none
+    (torn by a kill, or damaged). A missing file has no lines.
+    """
+    found: list[dict[str, Any]] = []
+    damaged = 0
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():
+        try:
+            line = json.loads(text) if text.strip() else None
+        except (ValueError, RecursionError):
+            line = text
+        if isinstance(line, dict):
+            found.append(line)
+        else:
+            damaged += line is not None
+    return found, damaged
+
+
+def in_effect(lines: Iterable[dict[str, Any]], *, key: str = "update") -> list[dict[str, Any]]:
+    """The lines that no later resume event voids, without the events."""
+    kept: list[dict[str, Any]] = []
+    for line in lines:
+        if line.get("event") == "resume":
+            kept = [k for k in kept if key not in k or k.get("at", k[key]) <= line["updates"]]
+        else:
+            kept.append(line)
+    return kept
+
+
+def sample_digest(sample_ids: Iterable[str]) -> str:
+    """What the ledger records of an update's samples: BLAKE2b-64 of their ids in order, hex."""
+    return hashlib.blake2b("\n".join(sample_ids).encode(), digest_size=8).hexdigest()

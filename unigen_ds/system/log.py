@@ -1,0 +1,157 @@
+"""One logger, rank-aware: console and file on rank 0, warnings with their rank elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from datetime import datetime
+from pathlib import Path
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.system.files import make_directory
+
+NAME = "unigen_ds"
+
+
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written (a full disk) is one line on the console, not a traceback for each message."""
+
+    failed = False
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what is still collected cannot be written
+            super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.failed:
+            self.failed = True
+            with contextlib.suppress(OSError):  # the console may be a file on the same disk
+                print(f"{self.baseFilename} cannot be written ({sys.exc_info()[1]}): see the console.", file=sys.stderr)
+
+
+def logger() -> logging.Logger:
+    """The project's logger. Usable before ``setup``."""
+    return logging.getLogger(NAME)
+
+
+_waiting: dict[str, int] = {}
+_shown: set[str] = set()
+
+
+def notice(text: str) -> None:
+    """Log a line about the config or an import, once. ``setup`` repeats the earlier ones, for its file."""
+    if not logger().handlers:
+        _waiting[text] = logging.INFO
+    if text not in _shown:
+        _shown.add(text)
+        logger().info(text)
+
+
+def unwritten() -> list[str]:
+    """Texts of ``notice`` that no log has: of a tool, which makes none. Each once."""
+    found = [text for text, level in _waiting.items() if level == logging.INFO]
+    for text in found:
+        del _waiting[text]
+    return found
+
+
+def warn_at_setup(text: str) -> None:
+    """Log a warning in the next ``setup``: it is known before the folder of the log is."""
+    _waiting[text] = logging.WARNING
+
+
+_KNOWN_RECORDS = {
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    "DeepSpeed": "Setting accelerator to CPU",
+}
+"""Name of a library's logger -> how its line begins. mmengine's hooks import both libraries: the first misses a kernel
+that nothing here uses, the second reports what a machine without a GPU has."""
+_KNOWN_WARNINGS = ((FutureWarning, r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated",
+                    r"torch\.distributed\.c10d_logger"),)  # fmt: skip
+"""Category, message and module: DeepSpeed and FSDP call these names, which torch 2.13 has renamed."""
+
+
+def hide_known() -> None:
+    """Hide lines of libraries in which there is nothing to do, each by its logger or module and its text.
+
+    Called where this module is imported: before the libraries, which print some of them at their import.
+    """
+    for category, message, module in _KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message, category, module)
+    for name in _KNOWN_RECORDS:
+        logging.getLogger(name).addFilter(_is_shown)  # the same function is added once
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    begins = _KNOWN_RECORDS.get(record.name)
+    return begins is None or record.levelno > logging.WARNING or not record.getMessage().startswith(begins)
+
+
+hide_known()
+
+LIBRARIES = ("torch", "bitsandbytes", "transformers", "deepspeed", "DeepSpeed", "mmengine")
+
+
+def quiet_libraries(rank: int) -> None:
+    """On every rank but 0, hide the warnings of libraries: each would be printed once for every process.
+
+    Call it before torch is imported, which warns then, too. Errors, and warnings of this project, are shown everywhere.
+    """
+    if rank == 0:
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # those of torch's C++ part
+    warnings.filterwarnings("ignore", module=rf"({'|'.join(LIBRARIES)})(\.|$)")
+    for name in LIBRARIES:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+_dated: dict[Path, Path] = {}
+
+
+def dated(log_file: Path, *, new: bool) -> Path:
+    """``logs/<stem>_<date>_<time>.log`` beside ``log_file``: of this start, or of a new one."""
+    if new or log_file not in _dated:
+        _dated[log_file] = log_file.parent / "logs" / f"{log_file.stem}_{datetime.now():%Y%m%d_%H%M%S}{log_file.suffix}"
+    return _dated[log_file]
+
+
+def setup(
+    *, rank: int, log_file: Path | None = None, level: int | str = logging.INFO, new_start: bool = False
+) -> logging.Logger:
+    """Attach handlers once per process. Rank 0 writes to the console, appends to ``log_file`` (for ``tail -f``), and
+    writes a file for each start (``dated``), which ``new_start`` begins.
+
+    Other ranks print warnings and errors only, prefixed with their rank.
+    """
+    log = logger()
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+    log.setLevel(level)
+    log.propagate = False
+    prefix = "" if rank == 0 else f"[rank {rank}] "
+    form = logging.Formatter(f"%(asctime)s %(levelname)s {prefix}%(message)s", datefmt="%H:%M:%S")
+    console = logging.StreamHandler(sys.stderr)
+    console.setFormatter(form)
+    console.setLevel(level if rank == 0 else logging.WARNING)
+    log.addHandler(console)
+    if rank == 0 and log_file is not None:
+        of_start = dated(log_file, new=new_start)
+        try:
+            make_directory(of_start.parent)
+            files = [_LogFile(path, mode="a", encoding="utf-8") for path in (log_file, of_start)]
+        except OSError as error:
+            problem = f"work_dir {log_file.parent} cannot be written: {error}"
+            raise ConfigError(problem, remedy="choose another --work-dir, or free disk space") from error
+        for file in files:
+            file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            log.addHandler(file)
+    _shown.clear()
+    for text, of_text in _waiting.items():
+        _shown.add(text)
+        log.log(of_text, text)
+    _waiting.clear()
+    return log
