@@ -83,7 +83,7 @@ robustness: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/robustness.py --seed $(SEED) $(if $(ONLY),--only $(ONLY),--num $(CASES)) $(if $(STREAMED),--streamed $(STREAMED))
 
 kills: $(VENV)/.stamp-test
-	KILLS=200 $(BIN)/python -m pytest --timeout 1200 tests/data/test_workers.py tests/runner/test_lost_data.py -k killed
+	KILLS=200 $(BIN)/python -m pytest --timeout 1200 tests/system/test_workers.py tests/end_to_end/resume/test_lost_data.py -k killed
 
 PART ?= 1/1
 mutations: $(VENV)/.stamp-test

@@ -1,7 +1,8 @@
 """The whole matrix of engines, compared with one plain process: ``make matrix``; half an hour on 2 CPU cores.
 
-In: ``tests/engines/cases.py``. Out: ``results/matrix_<date>.json`` and the same as tables, ``.md``; exit status 1 if a
-bound is exceeded. The tests in the folder of the cases explain the bounds. ``make test`` runs a part of the matrix.
+In: ``tests/end_to_end/engines/cases.py``. Out: ``results/matrix_<date>.json`` and the same as tables, ``.md``; exit
+status 1 if a bound is exceeded. The tests in the folder of the cases explain the bounds. ``make test`` runs a part of
+the matrix.
 
     python benchmarks/matrix.py [--groups equivalence resume ...] [--keep FOLDER]
 """
@@ -23,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from shared.record import write_result
 
-from tests.engines import cases, lora_cases, mixture_cases, model_cases
-from tests.engines.exactness import inexact, misdealt, sequences, windowed
-from tests.engines.formula import expected
-from tests.engines.groups import GROUPS, jobs_of
-from tests.engines.launch import (
+from tests.end_to_end.engines import cases, lora_cases, mixture_cases, model_cases
+from tests.end_to_end.engines.exactness import inexact, misdealt, sequences, windowed
+from tests.end_to_end.engines.formula import expected
+from tests.end_to_end.engines.groups import GROUPS, jobs_of
+from tests.end_to_end.engines.launch import (
     METRICS,
     Launched,
     Outcome,
@@ -37,7 +38,7 @@ from tests.engines.launch import (
     unequal,
     weight_deviation,
 )
-from tests.engines.mixture_data import removed, units
+from tests.end_to_end.engines.mixture_data import removed, units
 
 BOUND = 1e-5
 
@@ -67,7 +68,7 @@ def near(launched: Launched, name: str, reference: str, *, bound: float = BOUND)
 
 
 def check_bf16(launched: Launched, name: str) -> Row:
-    """As in ``tests/engines/test_equivalence.py``."""
+    """As in ``tests/end_to_end/engines/test_equivalence.py``."""
     group = name.partition("/")[0]
     reference = "single@1" if group == "bf16" else f"{group.removesuffix('-bf16')}/single@1"
     run, fp32, single, other = (
@@ -106,7 +107,7 @@ def check_killed(launched: Launched, name: str) -> Row:
 
 
 def check_lora(launched: Launched, name: str) -> Row:
-    """As ``tests/engines/test_lora.py``: a link of a chain, compared with one process that is never stopped."""
+    """As ``tests/end_to_end/engines/test_lora.py``: a link of a chain, compared with one process never stopped."""
     _, kind, part = name.split("/")
     number = int(part.partition("-")[0])
     run, straight = launched.outcome(name), launched.outcome(f"lora/{kind}/straight")
@@ -134,8 +135,8 @@ def check_chain(launched: Launched, name: str) -> Row:
 
 
 def check_mixture(launched: Launched, name: str) -> Row:
-    """As ``tests/engines/test_mixture.py``: losses and the sequences of each batch are those of one process; each pass
-    has each record once, begins when the one before it is complete, and has none that a filter removes.
+    """As ``tests/end_to_end/engines/test_mixture.py``: losses and the sequences of each batch are those of one process;
+    each pass has each record once, begins when the one before it is complete, and has none that a filter removes.
     """
     run, single = launched.outcome(name), launched.outcome("mixture/single")
     steps, folder = mixture_cases.steps_of(name), launched.out / "data" / "mixture"
@@ -344,7 +345,7 @@ def markdown(rows: list[Row], groups: list[str], path: Path) -> str:
     """One table for each group."""
     good = sum(row.good for row in rows)
     lines = [f"# The matrix of engines: {good} of {len(rows)} rows within their bounds", ""]
-    lines += [f"Machine, versions and commit: `{path.name}`. Bounds: `tests/engines/`.", ""]
+    lines += [f"Machine, versions and commit: `{path.name}`. Bounds: `tests/end_to_end/engines/`.", ""]
     for group in groups:
         members = [row for row in rows if row.group == group]
         columns = list(dict.fromkeys(key for row in members for key in row.figures))

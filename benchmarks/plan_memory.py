@@ -3,7 +3,7 @@
     python -m benchmarks.plan_memory [PART ...]      # only cases whose name has one of the texts
 
 Each case trains three updates of two micro-batches on real processes (gloo), which count the bytes of all tensors
-operation by operation, the engine's flat buffers included (``tests/engines/users.py``), and is planned by
+operation by operation, the engine's flat buffers included (``tests/end_to_end/engines/users.py``), and is planned by
 ``unigen_ds/planning``. All records of a case are the same, so that its largest micro-batch is the one that is trained.
 The largest count of all ranks is compared: the bounds are 5 % above and 2 % below. Results: ``benchmarks/results``.
 """
@@ -22,7 +22,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERAT
 
 import torch
 
-from tests.engines import cases, launch, model_cases
+from tests.end_to_end.engines import cases, launch, model_cases
 from tests.tiny import tiny_config
 from unigen_ds.checks.memory.planned import plan_memory
 from unigen_ds.system.machine import description

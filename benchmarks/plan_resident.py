@@ -26,8 +26,8 @@ import torch
 from shared.processes import Memory, finish, launch
 from shared.record import write_result
 
-from tests.engines import cases
-from tests.engines.users import write_mixed
+from tests.end_to_end.engines import cases
+from tests.end_to_end.engines.users import write_mixed
 from tests.tiny import tiny_config
 from unigen_ds.checks.memory.planned import plan_memory
 from unigen_ds.runner import Runner

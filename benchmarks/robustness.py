@@ -1,8 +1,8 @@
 """10,000 damaged data sets of every format, and 2,000 streamed ones: each is read as it is, is a counted skip, or is an
 error that names it.
 
-In: ``tests/robustness/cases.py`` and ``streams.py`` (damaged shards, servers that answer wrongly, files that change),
-numbered. Out: ``results/robustness_<date>.json``; exit status 1 if one of them ended
+In: ``tests/end_to_end/robustness/cases.py`` and ``streams.py`` (damaged shards, servers that answer wrongly, files that
+change), numbered. Out: ``results/robustness_<date>.json``; exit status 1 if one of them ended
 in another way: a traceback, a crash, more than 20 s, a record that is lost or read as another one without a message.
 Cases run in processes of their own, so that one that hangs or crashes is named and the others continue.
 
@@ -41,7 +41,7 @@ GOOD = ("sample", "skip", "named")
 
 def work(what: str, seed: int, numbers: range) -> None:
     """In a process: a line before and after each case."""
-    from tests.robustness.outcome import Hangs, scratch
+    from tests.end_to_end.robustness.outcome import Hangs, scratch
 
     ending_of = ending(what)
     for number in numbers:
@@ -60,7 +60,7 @@ def work(what: str, seed: int, numbers: range) -> None:
 
 def ending(what: str) -> Callable[[int, int, Path], tuple[str, str]]:
     """What runs a case: of ``files`` or of ``streams``."""
-    from tests.robustness import outcome, streams
+    from tests.end_to_end.robustness import outcome, streams
 
     return {"files": outcome.ending_of, "streams": streams.stream_ending_of}[what]
 
@@ -147,9 +147,9 @@ def campaign(what: str, seed: int, numbers: range, jobs: int) -> dict[str, Any]:
 
 def only(what: str, seed: int, number: int) -> int:
     """One case, with its traceback and its files."""
-    from tests.robustness.cases import case
-    from tests.robustness.outcome import scratch
-    from tests.robustness.streams import stream_case
+    from tests.end_to_end.robustness.cases import case
+    from tests.end_to_end.robustness.outcome import scratch
+    from tests.end_to_end.robustness.streams import stream_case
 
     folder = Path(tempfile.mkdtemp(prefix=f"robustness-{seed}-{number}-"))
     print((stream_case if what == "streams" else case)(seed, number, folder))

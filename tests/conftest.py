@@ -14,7 +14,7 @@ import torch
 
 from tests import lanes, processes
 from tests import small_disk as disks
-from tests.engines import launch
+from tests.end_to_end.engines import launch
 
 torch.set_num_threads(1)
 

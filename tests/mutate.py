@@ -188,7 +188,7 @@ def _child(folder: Path, test: str) -> None:
         os.dup2(stream, 1)
         os.dup2(stream, 2)
         os.environ["PYTHONPATH"] = str(folder)
-        os.environ["ENGINE_JOBS"] = "needed"  # tests/engines/launch.py
+        os.environ["ENGINE_JOBS"] = "needed"  # tests/end_to_end/engines/launch.py
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # two edits within a second have the same timestamp
         sys.dont_write_bytecode = True
         sys.path[:] = [str(folder), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]

@@ -21,8 +21,8 @@ from tests.checkpoint import plain_deepspeed
 from tests.checkpoint.plain_deepspeed import ZERO, AwkwardModel
 from tests.checkpoint.support import make_backend, save
 from tests.checkpoint.test_saver import fill
-from tests.engines.launch import Outcome, tensors, want
-from tests.engines.users import OddModel
+from tests.end_to_end.engines.launch import Outcome, tensors, want
+from tests.end_to_end.engines.users import OddModel
 from tests.processes import ROOT, run
 from unigen_ds.checkpoint.convert import merge, read_source
 from unigen_ds.checkpoint.writers import Entry, write_safetensors, write_torch

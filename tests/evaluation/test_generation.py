@@ -1,4 +1,4 @@
-"""Records as questions, and the turns in which ranks call a model; ``answers``: ``tests/engines/test_previews.py``."""
+"""Records as questions, and the turns in which ranks call a model; ``answers``: ``test_previews.py``."""
 
 from __future__ import annotations
 

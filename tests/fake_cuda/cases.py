@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.engines import pictures, texts
-from tests.engines.model_cases import FLUX, VLM
+from tests.end_to_end.engines import pictures, texts
+from tests.end_to_end.engines.model_cases import FLUX, VLM
 from tests.families import tiny_transformers
 from tests.golden_files import GOLDEN
 from tests.tiny import tiny_config

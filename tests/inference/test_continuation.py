@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.test_vlm_golden import CONFIG, NANOVLM, Ids
+from tests.families.nanovlm.test_model_golden import CONFIG, NANOVLM, Ids
 from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import DroppedImage, TokenSplit
 from unigen_ds.families.nanovlm.model import VLM

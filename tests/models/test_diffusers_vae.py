@@ -11,8 +11,8 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from tests.engines.pictures import write_drawings
-from tests.runner.test_hub_names import cached
+from tests.end_to_end.engines.pictures import write_drawings
+from tests.end_to_end.runs.test_hub_names import cached
 from tests.tiny import tiny_config
 from tools.export import main as export
 from unigen_ds.core.errors import ConfigError

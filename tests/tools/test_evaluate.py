@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.data.chat_support import NANOVLM, character_tokenizer
 from tests.data.support import write_jsonl
+from tests.data.text.chat_support import NANOVLM, character_tokenizer
 from tests.processes import ranks
 from tests.text_run import text_config, words
 from tools import evaluate as tool

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.hooks.test_best import config
+from tests.hooks.save.test_best import config
 from tests.hub_server import READ_ONLY, TOKEN, Hub, Repository, contents, hub_server
 from tests.processes import together
 from tools.export import main

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.engines.users import write_mixed
+from tests.end_to_end.engines.users import write_mixed
 from tests.tiny import tiny_config
 from tools.plan import main
 from unigen_ds.core.quantities import share, size

@@ -2,8 +2,8 @@
 
 A ``Section`` is a pydantic model. Its fields alone have a key's default, unit, limits and description; the
 class is beside the code that uses it (``data/settings.py``, ``optim/settings.py``, ...), and
-``runner/settings/tree.py`` combines them. A field of type ``Component`` is ``dict(type=..., **arguments)``: the class is
-looked up in the registry of the field's ``Of``, and the arguments are checked by the annotations of its constructor.
+``runner/settings/tree.py`` combines them. A field of type ``Component`` is ``dict(type=..., **arguments)``: the class
+is looked up in the registry of the field's ``Of``, and the arguments are checked by the annotations of its constructor.
 """
 
 from __future__ import annotations

@@ -1,0 +1,225 @@
+"""DeepSpeed's files, read without deepspeed: correct numbers, nothing executed, damage reported."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.end_to_end.engines.launch import Outcome, want
+from unigen_ds.backends.deepspeed.deepspeed import set_loss_scale
+from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader, load_file
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.shards import LOSS_SCALE
+
+runs = want("layouts")
+pytestmark = pytest.mark.timeout(3600)
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMES = [f"zero{stage}@2-{precision}" for stage in (1, 2, 3) for precision in ("fp32", "bf16")]
+
+
+def run_of(name: str) -> Outcome:
+    return runs().outcome(f"layouts/{name}")
+
+
+@pytest.fixture
+def checkpoint(tmp_path, request) -> Path:
+    """A copy, which a test may damage, of the run named by the parameter (ZeRO-2 by default)."""
+    name = getattr(request, "param", "zero2@2-fp32")
+    return Path(shutil.copytree(run_of(name).checkpoints[-1], tmp_path / "iter.pth"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_files_have_the_names_that_deepspeed_gives_them(name):
+    """``bf16_`` if bf16 is enabled; ZeRO-3 has model states of every rank."""
+    bf16, zero3 = "bf16_" if name.endswith("bf16") else "", name.startswith("zero3")
+    ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(2)]
+    wanted = [f"{bf16}{rank}_optim_states.pt" for rank in ranks]
+    wanted += [f"{rank}_model_states.pt" for rank in ranks] if zero3 else ["mp_rank_00_model_states.pt"]
+    assert sorted(path.name for path in run_of(name).checkpoints[-1].glob("*.pt")) == sorted(wanted)
+
+
+class Evil:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch '{self.path}'",)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reader_returns_the_engines_tensors(name):
+    """Every parameter (split at any element, frozen, tied) and buffer, bit by bit."""
+    run = run_of(name)
+    reader = DeepSpeedReader(run.checkpoints[-1])
+    names, buffers = set(reader.names("master")), set(reader.names("buffer"))
+    held = {key: value for key, value in run.held.items() if key != "head.weight"}  # tied to the embedding
+    assert buffers == {"gain", "calls"} and names | buffers == set(held)
+    for key, value in held.items():
+        kind = "buffer" if key in buffers else "master"
+        assert reader.numel(kind, key) == value.numel()
+        assert torch.equal(reader.read(kind, key, 0, value.numel()).float(), value.flatten()), key
+
+
+class Member:
+    """Stored as Python stores ``ZeroStageEnum``: by its value; from 3.11.0 to 3.11.3 by its name."""
+
+    def __init__(self, stage: int, *, named: bool) -> None:
+        self.stage, self.named = stage, named
+
+    def __reduce__(self) -> Any:
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+
+        return (
+            (getattr, (ZeroStageEnum, ZeroStageEnum(self.stage).name)) if self.named else (ZeroStageEnum, (self.stage,))
+        )
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("checkpoint", [f"zero{stage}@2-fp32" for stage in (1, 2, 3)], indirect=True)
+def test_files_of_every_python_are_read(checkpoint, named):
+    stage = int(
+        torch.load(next(checkpoint.glob("*_optim_states.pt")), weights_only=False)["optimizer_state_dict"]["zero_stage"]
+    )
+    for path in checkpoint.glob("*_optim_states.pt"):
+        state = torch.load(path, weights_only=False)
+        state["optimizer_state_dict"]["zero_stage"] = Member(stage, named=named)
+        torch.save(state, path)
+    assert DeepSpeedReader(checkpoint).zero_stage == stage
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_moments_and_steps_cover_every_trained_parameter(name):
+    run = run_of(name)
+    reader = DeepSpeedReader(run.checkpoints[-1])
+    trained = {key for key in reader.names("master") if not key.startswith("frozen.")}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        assert set(reader.names(kind)) == trained
+        for key in trained:
+            assert reader.numel(kind, key) == run.held[key].numel()
+            assert reader.read(kind, key, 0, run.held[key].numel()).abs().max() > 0
+    assert {float(reader.read("step", key, 0, 1)) for key in trained} == {2.0}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_range_may_be_read(name):
+    """Ranges that begin and end anywhere, also across the boundary between two ranks' files."""
+    run = run_of(name)
+    reader = DeepSpeedReader(run.checkpoints[-1])
+    whole = run.held["emb.weight"].flatten()
+    for start in range(0, whole.numel(), 37):
+        stop = min(start + 53, whole.numel())
+        assert torch.equal(reader.read("master", "emb.weight", start, stop), whole[start:stop])
+    with pytest.raises(CheckpointError, match=r"no elements"):
+        reader.read("master", "emb.weight", whole.numel() - 1, whole.numel() + 1)
+
+
+@pytest.mark.parametrize("name", ["zero1@2-fp32", "zero2@2-fp32", "zero2@2-bf16", "zero3@2-fp32", "zero3@2-bf16"])
+def test_deepspeeds_own_script_writes_the_same(name):
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    directory = run_of(name).checkpoints[-1]
+    reader = DeepSpeedReader(directory)
+    theirs = get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=".")
+    absent = {key for key in reader.names("master") if key not in theirs}
+    assert absent <= {key for key in reader.names("master") if key.startswith("frozen.")}
+    assert not absent or name.startswith("zero1")  # it omits frozen parameters there
+    for key in set(reader.names("master")) - absent:
+        ours = reader.read("master", key, 0, reader.numel("master", key))
+        assert torch.equal(ours.float(), theirs[key].flatten().float()), key
+
+
+@pytest.mark.parametrize(("overflows", "good"), [((), 5), ((0,), 4), ((1, 2), 2), ((4,), 0)])
+def test_the_loss_scale_goes_through_the_file_and_back(checkpoint, overflows, good):
+    """DeepSpeed's own scaler after five updates, saved, loaded into another scaler and saved again."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    def make() -> Any:
+        return DynamicLossScaler(2.0**16, 1000, 1.0, 1, False)
+
+    def stored(scaler: Any) -> list[float]:
+        path = checkpoint / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        state = torch.load(path, weights_only=False)
+        state["optimizer_state_dict"]["loss_scaler"] = scaler
+        torch.save(state, path)
+        return DeepSpeedReader(checkpoint).read(LOSS_SCALE, LOSS_SCALE, 0, 2).tolist()
+
+    first, second = make(), make()
+    for update in range(5):
+        first.last_overflow_iter = update if update in overflows else first.last_overflow_iter
+        first.cur_scale /= 2.0 if update in overflows else 1.0
+        first.cur_iter += 1
+    assert stored(first) == [2.0 ** (16 - len(overflows)), good]
+    set_loss_scale(second, first.cur_scale, good)
+    assert stored(second) == stored(first)
+    second.update_scale(False)
+    assert stored(second) == [first.cur_scale, good + 1]
+
+
+def test_deepspeed_is_not_imported():
+    directory = run_of("zero3@2-bf16").checkpoints[-1]
+    code = (
+        "import sys; from pathlib import Path; from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader as R;"
+        " r = R(Path(sys.argv[1])); r.read('master', 'emb.weight', 0, 5);"
+        " sys.exit(any(m.split('.')[0] == 'deepspeed' for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(directory)], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("file", ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+def test_a_crafted_file_is_refused_and_not_executed(checkpoint, tmp_path, file):
+    """A real file with one additional object, whose unpickling runs a command."""
+    mark = tmp_path / "executed"
+    state = torch.load(checkpoint / file, weights_only=False)
+    torch.save({**state, "extra": Evil(mark)}, checkpoint / file)
+    with pytest.raises(CheckpointError, match=file):
+        DeepSpeedReader(checkpoint)
+    assert not mark.exists()
+    torch.load(checkpoint / file, weights_only=False)  # the payload works: ordinary unpickling runs it
+    assert mark.exists()
+
+
+def test_a_bare_pickle_is_refused(tmp_path):
+    import pickle
+
+    path, mark = tmp_path / "mp_rank_00_model_states.pt", tmp_path / "executed"
+    path.write_bytes(pickle.dumps(Evil(mark)))
+    with pytest.raises(CheckpointError, match="mp_rank_00"):
+        load_file(path)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("checkpoint", ["zero1@2-bf16", "zero2@2-fp32", "zero3@2-fp32"], indirect=True)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_rank_is_named(checkpoint, rank):
+    """Also the last one, whose absence leaves no gap in the names."""
+    (found,) = [p for p in checkpoint.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")]
+    found.unlink()
+    with pytest.raises(CheckpointError, match=f"of rank {rank}"):
+        DeepSpeedReader(checkpoint)
+
+
+@pytest.mark.parametrize("checkpoint", ["zero1@2-bf16", "zero3@2-fp32"], indirect=True)
+def test_missing_model_files_are_noticed(checkpoint):
+    sorted(checkpoint.glob("*model_states.pt"))[-1].unlink()
+    with pytest.raises(CheckpointError, match="model"):
+        DeepSpeedReader(checkpoint)
+
+
+@pytest.mark.parametrize("checkpoint", ["zero2@2-fp32", "zero3@2-fp32"], indirect=True)
+@pytest.mark.parametrize("kind", ["model", "optim"])
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_truncated_file_is_named(checkpoint, kind, kept):
+    path = sorted(checkpoint.glob(f"*{kind}_states.pt"))[-1]
+    os.truncate(path, int(path.stat().st_size * kept))
+    with pytest.raises(CheckpointError, match=path.name):
+        DeepSpeedReader(checkpoint)

@@ -1,0 +1,127 @@
+"""The trace without memory counts what the same code counts with memory, to the byte."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from tests.end_to_end.engines.pictures import write_talks
+from tests.end_to_end.engines.users import write_mixed
+from tests.families.tiny_transformers import write_language
+from tests.tiny import tiny_config
+from unigen_ds.checks.memory import traced
+from unigen_ds.checks.memory.counted import CountedBytes
+from unigen_ds.checks.memory.largest import largest_batches
+from unigen_ds.checks.memory.traced import num_phases, trace
+from unigen_ds.core.errors import UnigenError
+from unigen_ds.runner.settings.tree import Settings, load_config
+from unigen_ds.runner.start.build import build_data
+from unigen_ds.runner.start.parts import build_engine
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    source = {"type": "UnifiedGenerationDataset", "data_path": str(write_mixed(folder))}
+    overrides = {
+        "train_dataloader__dataset": source, "train_dataloader__batch_size": 2, "train_dataloader__packing": None,
+        "optim_wrapper__precision": "bf16", "custom_hooks": [{"type": "EMAHook", "momentum": 0.1}],
+        "model__llm__num_hidden_layers": 1, "optim_wrapper__accumulative_counts": 2,
+    }  # fmt: skip
+    return Settings.from_config(tiny_config(folder / "run", folder, **overrides)).with_seed(0)
+
+
+def test_every_phase_without_memory_is_what_it_is_with_memory(settings):
+    """Parts of the former have processes of their own, which begin where the first update ends."""
+    geometry = build_engine(settings)[1]
+    data = build_data(settings, geometry=geometry, ruler=None)
+    largest = largest_batches(data, geometry)
+    assert len(largest.batches) > 1, "the longest micro-batch is not that with the most images"
+    ended: list[int] = []
+    planned, counted = (
+        asdict(trace(settings, build_engine(settings)[0], data.processor, largest.batches, geometry=geometry, **how))
+        for how in ({"fake": True, "jobs": 2}, {"fake": False, "jobs": 1, "phase_ended": lambda: ended.append(1)})
+    )
+    assert len(ended) == num_phases(largest.batches), "what the progress bar counts"
+    assert planned == counted
+    assert planned["held"] < planned["peak"]["step"] and planned["peak"]["load"] < planned["peak"]["evaluate"]
+    masters = planned["masters"]
+    assert masters == 4 * planned["trainable"]
+    frozen = 4 * (planned["parameters"] - planned["trainable"])
+    low = masters // 2 + frozen // 2
+    assert planned["held"] == pytest.approx(
+        4 * masters + frozen + low, rel=0.02
+    )  # weights, two moments, average; copies
+    assert planned["saved"] == pytest.approx(4 * masters + frozen, rel=0.02)
+
+
+def test_a_part_of_a_trace_that_fails_is_no_plan(settings, monkeypatch):
+    backend, geometry = build_engine(settings)
+    data = build_data(settings, geometry=geometry, ruler=None)
+    batches = largest_batches(data, geometry).batches[:1]
+    monkeypatch.setattr(traced, "_evaluate", _fails)
+    with pytest.raises(UnigenError, match="no memory for this"):
+        trace(settings, backend, data.processor, batches, geometry=geometry, jobs=2)
+
+
+def _fails(*args: Any, **kwargs: Any) -> None:
+    raise UnigenError("no memory for this")
+
+
+def test_a_model_of_transformers_is_planned(tmp_path):
+    """That it packs inside of documents is taken for granted: values alone could show it. Given, bytes are exact."""
+    write_talks(tmp_path / "talks")
+    write_language(tmp_path / "qwen3", "qwen3")
+
+    def of_model(packing: bool | None, *, fake: bool) -> dict[str, Any]:
+        changes = {
+            "model.pretrained": str(tmp_path / "qwen3"), "tokenizer.path": str(tmp_path / "qwen3"),
+            "train_dataloader.dataset.data_path": str(tmp_path / "talks" / "texts.jsonl"), "val_dataloader": None,
+            "train_dataloader.seq_length": 224, "train_dataloader.num_workers": 0, "backend": {"type": "single"},
+            "train_dataloader.dataset.index_workers": 0, "work_dir": str(tmp_path / "run"), "model.packing": packing,
+        }  # fmt: skip
+        settings = Settings.from_config(load_config("qwen_sft", changes)).with_seed(0)
+        backend, geometry = build_engine(settings)
+        data = build_data(settings, geometry=geometry, ruler=None)
+        batches = largest_batches(data, geometry).batches
+        return asdict(trace(settings, backend, data.processor, batches, geometry=geometry, fake=fake))
+
+    chosen, planned, counted = of_model(None, fake=True), of_model(True, fake=True), of_model(True, fake=False)
+    assert planned == counted and planned["masters"] > 0
+    assert chosen["held"] == planned["held"] and chosen["peak"]["step"] < planned["peak"]["step"], (
+        "no mask of all pairs"
+    )
+
+
+def test_the_largest_micro_batch_is_the_longest_of_all_ranks(settings):
+    geometry = build_engine(settings)[1]
+    data = build_data(settings, geometry=geometry, ruler=None)
+    found = largest_batches(data, geometry)
+    rows = data.stream.rows()
+    lengths = []
+    for _ in range(data.stream.sequences_per_epoch // 2):
+        two = [next(rows)[0] for _ in range(2)]
+        lengths.append(sum(int(data.stream.sources[d.source].lengths()[0][d.index]) for row in two for d in row))
+    assert found.tokens == max(lengths)
+    assert found.tokens - 4 <= found.batches[0].num_tokens <= found.tokens  # a condition may be dropped
+    assert largest_batches(data, geometry, most=4).tokens == max(lengths[:2])
+
+
+def test_bytes_are_counted_until_they_are_freed():
+    with CountedBytes() as counted:
+        a = torch.zeros(1000)
+        view = a.view(10, 100)
+        b = a + 1
+        _shape_alone = torch.empty(1000, device="meta")
+        assert counted.now == 8000
+        del a
+        assert counted.now == 8000, "a view keeps it"
+        del view
+        b.untyped_storage().resize_(0)
+        gc.collect()
+        assert (counted.now, counted.peak) == (0, 8000)
+        assert counted.begin() == 0 == counted.peak

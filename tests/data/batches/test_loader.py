@@ -1,0 +1,312 @@
+"""Equal batches, bit by bit, for all numbers of workers and ranks, batch sizes and kills; the workers' life cycle."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+from collections import Counter
+from itertools import islice
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.batches.test_collate import same
+from tests.data.support import image, make_processor, make_stream, mixed_dataset, picture, talk, text, write_jsonl
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.progress import Geometry
+from unigen_ds.data.batches import loader as packet
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import MicroBatch, Packet, UpdateLoader
+from unigen_ds.data.batches.stream import Cursor
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    processor = make_processor(text_dropout=0.3, vit_dropout=0.3, vae_dropout=0.3)
+    return mixed_dataset(tmp_path_factory.mktemp("data"), 36, processor=processor)
+
+
+def loader(data: Any, geometry: Geometry, *, window: int | None = 12, **more: Any) -> UpdateLoader:
+    stream = make_stream([data], window=window, sequences_per_epoch=more.pop("sequences_per_epoch", None))
+    return UpdateLoader(stream, processor=data.processor, geometry=geometry, seed=11, **more)
+
+
+def updates(number: int, *arguments: Any, **more: Any) -> list[list[MicroBatch]]:
+    made = loader(*arguments, **more)
+    try:
+        return list(islice(made, number))
+    finally:
+        made.close()
+
+
+def flat(many: list[list[MicroBatch]]) -> list[MicroBatch]:
+    return [micro for update in many for micro in update]
+
+
+def test_workers_change_nothing(data: Any) -> None:
+    geometry = Geometry(2, 3, 2)
+    alone = updates(4, data, geometry, dp_rank=1)
+    for workers in (1, 2):
+        many = updates(4, data, geometry, dp_rank=1, num_workers=workers, prefetch_factor=3)
+        for one, other in zip(flat(alone), flat(many), strict=True):
+            same(one.batch, other.batch)
+            assert one.cursor == other.cursor and one.rows == other.rows
+
+
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize(("batch", "accumulate", "ranks"), [(1, 1, 1), (4, 1, 1), (2, 2, 2), (1, 1, 3), (2, 1, 3)])
+def test_every_sequence_once_over_ranks(data: Any, window: int | None, batch: int, accumulate: int, ranks: int) -> None:
+    """The rows of all ranks together are the stream; one epoch of them contains every record once."""
+    geometry = Geometry(batch, accumulate, ranks)
+    stream = make_stream([data], window=window)
+    per_rank = [updates(8, data, geometry, dp_rank=r, window=window) for r in range(ranks)]
+    ids: list[str] = []
+    for update in zip(*per_rank, strict=True):
+        for micro in zip(*update, strict=True):
+            assert all(m.rows == micro[0].rows and m.cursor == micro[0].cursor for m in micro)
+            assert len(micro[0].rows) == batch * ranks and all(m.batch.num_sequences == batch for m in micro)
+            for i, row in enumerate(micro[0].rows):
+                expected = [draw.sample_id(stream.names) for draw in row]
+                ids += expected
+                rank, column = i % ranks, i // ranks
+                row_ids = [
+                    d.sample_id(stream.names) for r in micro[0].rows[rank::ranks][column : column + 1] for d in r
+                ]
+                assert row_ids == expected and set(expected) <= set(micro[rank].batch.sample_ids)
+            assert Counter(i for m in micro for i in m.batch.sample_ids) == Counter(
+                d.sample_id(stream.names) for row in micro[0].rows for d in row
+            )
+    total = 8 * geometry.global_batch_size
+    assert ids == [d.sample_id(stream.names) for row, _ in islice(stream.rows(), total) for d in row]
+    first = [i for i in ids if i.endswith(":0")]
+    assert len(first) == len(set(first)) <= 36
+    if total > stream.sequences_per_epoch:
+        assert len(first) == 36
+    assert per_rank[0][-1][-1].cursor.sequences == total
+
+
+def test_content_does_not_depend_on_the_geometry(data: Any) -> None:
+    """Each sequence of any split equals the same sequence collated alone (except for zero padding and numbering)."""
+    stream = make_stream([data], window=12)
+    for geometry in (Geometry(1, 2, 2), Geometry(4, 1, 1), Geometry(2, 1, 3)):
+        for rank in range(geometry.dp_size):
+            for update in updates(2, data, geometry, dp_rank=rank):
+                for micro in update:
+                    rows = micro.rows[rank :: geometry.dp_size]
+                    alone = [
+                        collate([row], [data], data.processor, seq_length=stream.seq_length, seed=11) for row in rows
+                    ]
+                    for name in (
+                        "text_ids",
+                        "text_target_ids",
+                        "position_ids",
+                        "vit_patches",
+                        "flow_noise",
+                        "timesteps",
+                    ):
+                        whole = torch.cat([getattr(batch, name) for batch in alone])
+                        assert torch.equal(getattr(micro.batch, name), whole), name
+                    ids = sum((batch.sample_ids for batch in alone), ())
+                    assert micro.batch.sample_ids == ids
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_killed_and_resumed_after_every_update(data: Any, window: int | None) -> None:
+    geometry = Geometry(2, 2, 1)
+    length = make_stream([data], window=window).sequences_per_epoch
+    whole = updates(12, data, geometry, window=window)
+    for done in range(0, 12, 3):
+        cursor = whole[done - 1][-1].cursor if done else Cursor()
+        rest = updates(12 - done, data, geometry, window=window, cursor=cursor, sequences_per_epoch=length)
+        for one, other in zip(flat(whole[done:]), flat(rest), strict=True):
+            same(one.batch, other.batch)
+            assert one.cursor == other.cursor
+
+
+def test_resumed_with_workers_under_another_geometry(data: Any) -> None:
+    """Prefetched but unused batches are not lost: the cursor is that of the last used update."""
+    before = updates(3, data, Geometry(2, 2, 1), num_workers=2, prefetch_factor=4)
+    ids = [i for update in before for micro in update for i in micro.batch.sample_ids]
+    after = [updates(4, data, Geometry(1, 1, 3), dp_rank=r, cursor=before[-1][-1].cursor) for r in range(3)]
+    stream = make_stream([data], window=12)
+    ids += [d.sample_id(stream.names) for update in after[0] for micro in update for row in micro.rows for d in row]
+    assert ids == [d.sample_id(stream.names) for row, _ in islice(stream.rows(), 12 + 12) for d in row]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_global_random_state_is_left_alone(data: Any, workers: int) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    updates(2, data, Geometry(2, 1, 1), num_workers=workers)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def worker_ids(made: UpdateLoader) -> list[int]:
+    return [process.pid for process in made._batches._made._processes]  # type: ignore[union-attr]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_close_ends_workers(data: Any) -> None:
+    made = loader(data, Geometry(2, 1, 1), num_workers=2)
+    iterator = iter(made)
+    next(iterator)
+    pids = worker_ids(made)
+    assert len(pids) == 2 and all(map(alive, pids))
+    made.close()
+    made.close()
+    assert not any(map(alive, pids))
+
+
+def test_workers_outlive_a_signal_to_the_job(data: Any) -> None:
+    """A launcher signals every process of a job; the main process still needs its workers to reach a checkpoint."""
+    made = loader(data, Geometry(2, 1, 1), num_workers=1, prefetch_factor=1)
+    iterator = iter(made)
+    next(iterator)
+    (pid,) = worker_ids(made)
+    if os.fork() == 0:  # another process than the worker's parent
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(pid, number)
+        os._exit(0)
+    os.wait()
+    for _ in range(4):
+        next(iterator)
+    assert alive(pid)
+    made._batches._made._processes[0].terminate()  # type: ignore[union-attr]  # the main process itself is obeyed
+    for _ in range(100):
+        if made._batches._made._processes[0].exitcode is not None:  # type: ignore[union-attr]
+            break
+        time.sleep(0.05)
+    assert made._batches._made._processes[0].exitcode is not None  # type: ignore[union-attr]
+    made.close()
+
+
+def test_errors_in_workers_reach_the_main_process(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", [{"conversations": [{"role": "gpt", "type": "text", "content": "abc"}]}])
+    data = UnifiedGenerationDataset(path, make_processor())
+    path.write_text(path.read_text().replace("content", "CONTENT"))
+    for workers in (0, 1):
+        with pytest.raises(ValueError, match=r"^record 0 of data file \S*t\.jsonl was changed during the run"):
+            updates(1, data, Geometry(1, 1, 1), window=None, num_workers=workers)
+
+
+@pytest.mark.parametrize("by_value", [64, 1 << 30])
+def test_a_packet_has_the_same_bits_and_aligned_memory(
+    data: Any, monkeypatch: pytest.MonkeyPatch, by_value: int
+) -> None:
+    """In shared memory and through the pipe; sums of unaligned memory could differ."""
+    monkeypatch.setattr(packet, "_BY_VALUE", by_value)
+    for rows in ([row for row, _ in islice(make_stream([data], window=12).rows(), 3)], [()]):
+        batch = collate(rows, [data], data.processor, seq_length=96)
+        sent = pickle.loads(ForkingPickler.dumps(Packet.packed(batch)))
+        assert sent.block.is_shared() if by_value == 64 else isinstance(sent.block, np.ndarray)
+        received = sent.unpacked()
+        same(received, batch)
+        tensors = [value for value in vars(received).values() if isinstance(value, torch.Tensor)]
+        assert all(tensor.data_ptr() % 64 == 0 and not tensor.is_shared() for tensor in tensors)
+
+
+def test_a_small_batch_of_a_worker_needs_no_shared_memory(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "share_memory_", lambda _: pytest.fail("it was sent in shared memory"))
+    assert updates(2, data, Geometry(2, 1, 1), window=None, num_workers=1)
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_no_batch_is_overwritten_while_it_is_used(data: Any, monkeypatch: pytest.MonkeyPatch, factor: int) -> None:
+    """Batches are kept, and read late, when the workers have made all that they were asked for."""
+    monkeypatch.setattr(packet, "_BY_VALUE", 64)
+    expected = [micro.batch for update in updates(8, data, Geometry(2, 2, 1)) for micro in update]
+    unpacked = Packet.unpacked
+
+    def late(self: Packet) -> Any:
+        time.sleep(0.03)
+        return unpacked(self)
+
+    monkeypatch.setattr(Packet, "unpacked", late)
+    loading = loader(data, Geometry(2, 2, 1), num_workers=2, prefetch_factor=factor)
+    batches = [micro.batch for update in islice(loading, 8) for micro in update]
+    loading.close()
+    assert len(batches) == len(expected) == 16
+    for one, other in zip(batches, expected, strict=True):
+        same(one, other)
+
+
+def test_batches_that_are_kept_use_up_no_file_descriptors(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packet, "_BY_VALUE", 64)
+    loading = loader(data, Geometry(2, 1, 1), num_workers=1)
+    batches = iter(loading)
+    kept = [next(batches) for _ in range(4)]
+    before = len(os.listdir("/proc/self/fd"))
+    kept += [next(batches) for _ in range(30)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 4
+    loading.close()
+
+
+def test_wrong_settings(data: Any) -> None:
+    for wrong in ({"num_workers": -1}, {"timeout": -1.0}, {"prefetch_factor": 0}):
+        with pytest.raises(ConfigError, match="num_workers"):
+            loader(data, Geometry(1, 1, 1), **wrong)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_chain_of_geometries_is_one_stream(data: Any, window: int | None) -> None:
+    """Resumed five times, each time with another split, over several epochs: the stream, each row once."""
+    length = make_stream([data], window=window, sequences_per_iteration=1).sequences_per_epoch
+    cursor, rows = Cursor(), []
+    for geometry in (Geometry(2, 2, 1), Geometry(1, 1, 3), Geometry(5, 2, 2), Geometry(1, 3, 1), Geometry(7, 1, 2)):
+        for update in updates(3, data, geometry, window=window, cursor=cursor, sequences_per_epoch=length):
+            rows += [row for micro in update for row in micro.rows]
+            cursor = update[-1].cursor
+    stream = make_stream([data], window=window, sequences_per_epoch=length)
+    assert cursor.epoch >= 3 and cursor.sequences == len(rows)
+    assert rows == [row for row, _ in islice(stream.rows(), len(rows))]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_file_is_read_once(tmp_path: Path, workers: int) -> None:
+    """An edited image is used for two inputs; its file is opened once."""
+    picture(tmp_path / "1.png", 16, 16, seed=1)
+    picture(tmp_path / "2.png", 16, 16, seed=2)
+    edited = talk(image("user", "1.png"), text("user", "x"), image("assistant", "2.png"))
+    processor = make_processor()
+    data = UnifiedGenerationDataset(write_jsonl(tmp_path / "t.jsonl", [edited]), processor)
+    made = {"processor": processor, "geometry": Geometry(1, 1, 1)}
+    first = next(iter(UpdateLoader(make_stream([data], window=None), **made)))[0].batch
+    assert not first.skipped and first.vae_images.shape[0] == 2 and len(first.vit_patches)
+    opened = tmp_path / "opened.txt"
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        name = Path(arguments[0]) if event == "open" and isinstance(arguments[0], (str, Path)) else Path()
+        if name.parent == tmp_path and name.suffix == ".png":
+            with opened.open("a") as lines:
+                print(name.name, file=lines)
+
+    sys.addaudithook(count)  # also in the loading process, which is forked
+    loader = UpdateLoader(make_stream([data], window=None), num_workers=workers, **made)
+    try:
+        same(next(iter(loader))[0].batch, first)
+    finally:
+        loader.close()
+    names = opened.read_text().split()
+    assert names[:2] == ["1.png", "2.png"] and (workers or len(names) == 2), (
+        "a loading process reads the next one ahead"
+    )
+
+
+def test_a_batch_that_stays_in_its_process_is_not_copied(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Packet, "packed", lambda *_: pytest.fail("copied"))
+    assert updates(1, data, Geometry(2, 1, 1))

@@ -1,0 +1,175 @@
+"""``DatasetAdapter`` in real runs: lengths from the data set or read once, roles of images, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data.datasets import adapted
+from tests.data.support import make_processor
+from tests.processes import ROOT, ranks
+from tests.tiny import tiny_config
+from unigen_ds.config.overrides import plain_values
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.datasets.adapter import DatasetAdapter
+from unigen_ds.data.order.order import Draw
+from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
+
+
+def config(folder: Path, kind: str, *, more: Any = None, resume: Any = False, **arguments: Any) -> Any:
+    options = {"train_dataloader__batch_size": 1, "train_dataloader__packing__window": 8}
+    made = tiny_config(folder, folder, resume=resume, **options)
+    own = {"type": f"tests.data.datasets.adapted.{kind}", **arguments}
+    made["train_dataloader"]["dataset"] = {"type": "DatasetAdapter", "name": "own", "dataset": own, **(more or {})}
+    return made
+
+
+def trained(folder: Path, kind: str, *, updates: int = 3, **more: Any) -> tuple[list[Any], list[Any]]:
+    Runner.from_cfg(config(folder, kind, **more), max_updates=updates).train()
+    losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+    return losses, [line["digest"] for line in read_lines(folder / "ledger.jsonl")]
+
+
+def reads(path: Path) -> list[list[str]]:
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_data_set_with_lengths_is_not_read_for_them(tmp_path: Path) -> None:
+    read = trained(tmp_path / "read", "Items", reads=str(tmp_path / "a"))
+    given = trained(tmp_path / "given", "WithLengths", reads=str(tmp_path / "b"))
+    assert given == read, "the same sequences with the same content"
+    assert len(reads(tmp_path / "b")) == len(reads(tmp_path / "a")) - adapted.NUMBER
+    trained(tmp_path / "cut", "WithLengths", updates=1, reads=str(tmp_path / "c"))
+    assert trained(tmp_path / "cut", "WithLengths", reads=str(tmp_path / "c"), resume=True) == given
+
+
+def test_an_item_of_another_length_is_a_counted_skip(tmp_path: Path) -> None:
+    made = config(tmp_path, "WithLengths", reads=str(tmp_path / "a"), extra=2)
+    made["train_dataloader"]["max_skipped_fraction"] = 1.0
+    Runner.from_cfg(made, max_updates=1).train()
+    lines = [json.loads(line) for line in (tmp_path / "skipped_samples.jsonl").read_text().splitlines()]
+    assert lines and "tokens, but" in str(lines[0])
+
+
+def test_two_processes_of_a_node_read_once(tmp_path: Path) -> None:
+    made = config(tmp_path / "two", "Items", reads=str(tmp_path / "reads"))
+    written = tmp_path / "config.json"
+    written.write_text(json.dumps(plain_values(made)))
+    command = [sys.executable, str(ROOT / "tools" / "train.py"), str(written), "--backend", "fsdp"]
+    for ended in ranks([*command, "--max-updates", "1"], LOCAL_WORLD_SIZE="2"):
+        assert ended.status == 0, ended.ending
+    found = reads(tmp_path / "reads")
+    planned = [process for process, index in found if index == str(adapted.NUMBER - 1)]
+    trained_on = sum(line["sequences"][1] for line in read_lines(tmp_path / "two" / "ledger.jsonl"))
+    assert trained_on == 2 and len(planned) < 2 * len({process for process, _ in found})
+    assert adapted.NUMBER < len(found) < 2 * adapted.NUMBER, "the other process used what was read"
+
+
+def test_what_was_read_is_kept_where_the_data_set_has_a_fingerprint(tmp_path: Path) -> None:
+    more = {"more": {"cache_dir": str(tmp_path / "cache")}, "reads": str(tmp_path / "reads")}
+    first = trained(tmp_path / "a", "Fingerprinted", **more)
+    assert len([index for _, index in reads(tmp_path / "reads")]) > adapted.NUMBER
+    (tmp_path / "reads").unlink()
+    assert trained(tmp_path / "b", "Fingerprinted", **more) == first
+    assert len(reads(tmp_path / "reads")) < adapted.NUMBER
+    (tmp_path / "reads").unlink()
+    trained(tmp_path / "c", "Fingerprinted", **more, version="2")
+    assert len(reads(tmp_path / "reads")) > adapted.NUMBER, "another content is read"
+    with pytest.raises(ConfigError, match=r"cache_dir is given, and Items.fingerprint is None"):
+        trained(tmp_path / "d", "Items", **more)
+
+
+@pytest.mark.parametrize("measured", [False, True], ids=["read", "measured"])
+def test_each_image_has_its_role(measured: bool, tmp_path: Path) -> None:
+    losses, _ = trained(tmp_path, "Edits", measured=measured)
+    assert len(losses) == 3 and all(loss > 0 for loss in losses)
+    assert {"loss/image", "loss/text"} <= set(next(iter(read_lines(tmp_path / "metrics.jsonl"))))
+
+
+def test_roles_are_the_places_of_images() -> None:
+    kinds: dict[str, Any] = {"target": 2, "edited": 1, "condition": 1}
+    for roles in (["target", "edited", "condition"], ["condition", "target", "target"]):
+        images = [torch.full((3, 8, 8), k / 4) for k in range(3)]
+        item = {"input_ids": [1, 2], "labels": [1, 2], "padded_images": images, "image_roles": roles}
+        adapter = DatasetAdapter([item], make_processor())
+        batch = collate([(Draw(0, 0, 0),)], [adapter], adapter.processor, seq_length=60)
+        before = [kinds[role] for role in roles if role != "target"]
+        assert batch.split_modes.tolist() == [*before, 0, *[2] * roles.count("target")] and not batch.skipped
+        targets = [k / 4 for k, role in enumerate(roles) if role == "target"]
+        drawn = batch.vae_images[-len(targets) :]
+        assert [float(one.mean()) for one in drawn] == pytest.approx(targets)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image_roles": ["target"]}, r"image_roles is \['target'\]. Allowed: a list of 2"),
+        ({"image_roles": ["target", "both"]}, r"image_roles\[1\] is 'both'. Allowed: 'target', 'condition', 'edited'"),
+        ({"image_roles": "target"}, "image_roles is 'target'"),
+    ],
+)
+def test_malformed_roles_are_named(change: dict[str, Any], message: str) -> None:
+    item = {"input_ids": [1, 2], "labels": [1, 2], "padded_images": torch.zeros(2, 3, 8, 8), **change}
+    with pytest.raises(DataError, match=rf"list\[0\]\.{message}"):
+        DatasetAdapter([item], make_processor()).lengths()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [([3], r"lengths\(\) has 1 values"), ([3, "4"], r"lengths\(\)\[1\] is '4'"), ([3, -1], r"lengths\(\)\[1\] is -1")],
+)
+def test_malformed_lengths_are_named(lengths: Any, message: str) -> None:
+    class Own(list[Any]):
+        def lengths(self) -> Any:
+            return lengths
+
+    with pytest.raises(DataError, match=message):
+        DatasetAdapter(Own([1, 2]), make_processor()).lengths()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"padded_image": None},
+            r"own\[3\] has the key 'padded_image', which.*did you mean 'padded_images'",
+        ),
+        ({"input_ids": [3.7, 1.0], "labels": [1, 2]}, r"own\[3\].input_ids\[0\] is 3.7. Allowed: whole numbers"),
+        ({"input_ids": [1, 5000], "labels": [1, 2]}, r"own\[3\].input_ids\[1\] is 5000. Allowed: 0 to \d+, the ids of"),
+        ({"input_ids": [1, -3], "labels": [1, 2]}, r"own\[3\].input_ids\[1\] is -3"),
+        ({"input_ids": [1, 2], "labels": [1, 5000]}, r"own\[3\].labels\[1\] is 5000"),
+        ("uint8", r"own\[3\].padded_images\[0\] is a tensor of torch.uint8.*Allowed: floating point values from -1"),
+        ("bytes", r"own\[3\].padded_images\[0\] is a tensor with values from 200 to 200"),
+        ("raise", r"own\[3\] cannot be read: ValueError: no such file \(adapted.py, line \d+\)"),
+    ],
+)
+def test_a_wrong_item_is_named(change: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"(?s){message}"):
+        Runner.from_cfg(config(tmp_path, "Wrong", reads=str(tmp_path / "reads"), change=change))
+
+
+def test_data_without_an_item_or_a_target_stops_the_start(tmp_path: Path) -> None:
+    given = {"reads": str(tmp_path / "reads"), "change": "unlearned", "every": True}
+    with pytest.raises(DataError, match="own: none of its 40 items has a target: labels are -100"):
+        Runner.from_cfg(config(tmp_path, "Wrong", **given))
+    with pytest.raises(DataError, match="own: the data set has no item"):
+        Runner.from_cfg(config(tmp_path, "Wrong", number=0, **given))
+    masked = {"input_ids": [5000, 1, 2], "labels": [5000, 1, 2], "attention_mask": [0.0, 1.0, 1.0]}
+    Runner.from_cfg(config(tmp_path, "Wrong", reads=given["reads"], change=masked), max_updates=1).train()
+
+
+def test_token_types_of_zeros_are_counted_and_not_used(tmp_path: Path) -> None:
+    assert trained(tmp_path / "typed", "Typed", reads=str(tmp_path / "a")) == trained(
+        tmp_path / "plain", "Items", reads=str(tmp_path / "b")
+    )
+    log = (tmp_path / "typed" / "train.log").read_text()
+    assert log.count("Data, own: token_type_ids of 40 of 40 items are all 0: they are not used.") == 1
+    with pytest.raises(DataError, match=r"own\[3\].token_type_ids are not all 0"):
+        Runner.from_cfg(config(tmp_path / "other", "Typed", reads=str(tmp_path / "c"), second=3))

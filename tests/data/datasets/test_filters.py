@@ -1,0 +1,271 @@
+"""Filters of a data set through real runs: what is left out, that it is counted, and what a resume knows of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.data.support import make_processor, write_jsonl
+from tests.processes import ROOT, run
+from tests.tiny import tiny_config
+from tools.inspect_data import main as inspect_data
+from unigen_ds.config.overrides import plain_values
+from unigen_ds.config.registry import FILTERS
+from unigen_ds.core.errors import ConfigError, DataError, ResumeBlocked
+from unigen_ds.data.datasets import filtered as filtered_module
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.datasets.filtered import filtered, filters_of, used
+from unigen_ds.data.datasets.filters import CheckedRecord, FunctionFilter, RecordFilter
+from unigen_ds.data.datasets.held_out import record_number, whole_of
+from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
+
+SIZES = {"small.png": (8, 8), "wide.png": (32, 8), "large.png": (48, 40)}
+LIMITS: list[dict[str, Any]] = [
+    {"type": "RatingFilter", "relevance_min_rating": 3, "formatting_min_rating": 2},
+    {"type": "ImageSizeFilter", "max_ratio": 3.0},
+    {"type": "TextLengthFilter", "max_characters": 60},
+    {"type": "FunctionFilter", "function": "tests.data.datasets.test_filters.not_nine"},
+]
+REMOVED = {"RatingFilter": 2, "ImageSizeFilter": 1, "TextLengthFilter": 1, "not_nine": 2}
+KEPT = [0, 2, 6, 7, 8, 9, 10]
+
+
+def not_nine(record: CheckedRecord) -> bool:
+    """A user's own function."""
+    return "nine" not in " ".join(record.texts)
+
+
+def others(record: CheckedRecord) -> bool:
+    """``not_nine`` after an edit: as many, and not the same."""
+    return "four" not in " ".join(record.texts)
+
+
+@FILTERS.register_module()
+class AtLeastTwoTurns(RecordFilter):
+    """A user's own component."""
+
+    def __init__(self, *, turns: int) -> None:
+        self.turns = turns
+
+    def keeps(self, record: CheckedRecord) -> bool:
+        return len(record.turns) >= self.turns
+
+
+def row(image: str, *answers: str, **ratings: Any) -> dict[str, Any]:
+    texts = [{"user": "this is", "assistant": answer} for answer in answers]
+    return {"images": [image], "texts": texts, **{f"{name}_ratings": given for name, given in ratings.items()}}
+
+
+def rows() -> list[dict[str, Any]]:
+    return [
+        row("small.png", "one", "two", relevance=[5, 2], formatting=[2, 1]),  # its second question
+        row("small.png", "two", relevance=[1]),  # removed
+        row("small.png", "three", formatting=[None]),
+        row("wide.png", "four"),  # its image
+        row("small.png", " ".join(["five"] * 20)),  # its text
+        row("small.png", "six", "seven", relevance=[3, 2], formatting=[1, 5]),  # both questions
+        *(row("large.png", name, relevance=[4], formatting=[2]) for name in ("one", "two", "three", "four", "five")),
+        row("small.png", "nine"),
+        row("small.png", "nine nine"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("filters")
+    for number, (name, (width, height)) in enumerate(SIZES.items()):
+        pixels = np.random.default_rng(number).integers(0, 256, (height, width), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / name)
+    return write_jsonl(folder / "talks.jsonl", rows())
+
+
+def source(path: Path, **more: Any) -> dict[str, Any]:
+    return {"type": "UnifiedGenerationDataset", "data_path": str(path), "name": "talks", **more}
+
+
+def config(folder: Path, path: Path, *, resume: Any = False, val: Any = None, **more: Any) -> Any:
+    made = tiny_config(folder, folder, train_dataloader__batch_size=1, resume=resume)
+    made["train_dataloader"]["dataset"] = source(path, **more)
+    if val is not None:
+        made["val_dataloader"] = val
+    return made
+
+
+def losses(folder: Path) -> list[Any]:
+    return [(line["update"], line["loss"]) for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+
+
+def test_what_is_left_out_is_counted_and_keeps_its_number(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Runner.from_cfg(config(tmp_path / "straight", data, filters=LIMITS), max_updates=4).train()
+    log = (tmp_path / "straight" / "train.log").read_text()
+    assert (
+        "filters remove 6 of 13 records (46.2%): RatingFilter 2, ImageSizeFilter 1, TextLengthFilter 1, not_nine 2"
+        in log
+    )
+    assert (
+        "4 of 11 questions by their ratings: relevance 3, image_correspondence 0, visual_dependency 0, formatting 1"
+        in log
+    )
+    Runner.from_cfg(config(tmp_path / "cut", data, filters=LIMITS), max_updates=2).train()
+    Runner.from_cfg(config(tmp_path / "cut", data, filters=LIMITS, resume=True), max_updates=4).train()
+    assert losses(tmp_path / "cut") == losses(tmp_path / "straight")
+    file = tmp_path / "config.py"
+    made = plain_values(config(tmp_path / "straight", data, filters=LIMITS))
+    file.write_text("".join(f"{key} = {value!r}\n" for key, value in made.items()))
+    assert inspect_data([str(file), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["sources"]["talks"]
+    assert report["filters"]["removed"] == REMOVED and report["filters"]["records"] == 13 and report["records"] == 7
+    assert inspect_data([str(file), "--sequences", "0:8"]) == 0
+    shown = capsys.readouterr().out
+    assert {int(word.split(":")[1]) for word in shown.split() if word.startswith("talks:")} == {*KEPT}
+    done = run(
+        [sys.executable, "tools/inspect_data.py", str(file), "--ledger", str(tmp_path / "cut" / "ledger.jsonl")],
+        cwd=ROOT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "every digest agrees" in done.stdout, done.stderr
+    assert inspect_data([str(file)]) == 0 and "  filters remove 6 of 13 records" in capsys.readouterr().out
+
+
+def test_samples_are_those_of_a_file_without_what_is_left_out(data: Path) -> None:
+    rest = rows()
+    rest[0]["texts"] = rest[0]["texts"][:1]
+    for record in rest:
+        record.pop("relevance_ratings", None), record.pop("formatting_ratings", None)
+    plain = write_jsonl(data.parent / "plain.jsonl", [rest[number] for number in KEPT])
+    processor = make_processor()
+    left = filtered(UnifiedGenerationDataset(data, processor, filters=LIMITS))
+    expected = UnifiedGenerationDataset(plain, processor)
+    assert len(left) == len(expected) == 7 and left.numbers.tolist() == KEPT
+    assert [left.sample(i) for i in range(7)] == [expected.sample(i) for i in range(7)]
+    assert np.array_equal(left.counts().tokens, expected.counts().tokens)
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"), [({"min_side": 9}, ["large"]), ({"min_side": 8, "max_side": 32}, ["small", "wide"])]
+)
+def test_each_limit_of_an_image_is_for_its_own_side(limit: dict[str, int], kept: list[str], data: Path) -> None:
+    """``wide.png`` is 32 x 8."""
+    plain = write_jsonl(data.parent / "sides.jsonl", [row(name, "one") for name in SIZES])
+    left = filtered(UnifiedGenerationDataset(plain, make_processor(), filters=[{"type": "ImageSizeFilter", **limit}]))
+    assert [[*SIZES][number].removesuffix(".png") for number in left.numbers] == kept
+
+
+def test_other_limits_are_another_data_set_and_no_limits_none(data: Path, tmp_path: Path) -> None:
+    processor = make_processor()
+    without = UnifiedGenerationDataset(data, processor)
+    assert filtered(without) is without and filters_of(without) is None
+    all_kept = filtered(UnifiedGenerationDataset(data, processor, filters={"type": "AtLeastTwoTurns", "turns": 2}))
+    assert len(all_kept) == len(without) and all_kept.fingerprint != without.fingerprint
+    Runner.from_cfg(config(tmp_path, data, filters=LIMITS), max_updates=1).train()
+    weaker = [{**LIMITS[0], "relevance_min_rating": 2}, *LIMITS[1:]]
+    with pytest.raises(ResumeBlocked) as caught:
+        Runner.from_cfg(config(tmp_path, data, filters=weaker, resume=True), max_updates=2).train()
+    assert "the filters of talks were RatingFilter(formatting_min_rating=2" in str(caught.value)
+    assert "relevance_min_rating=2" in str(caught.value)
+    assert "talks had 7 records and has 8" in str(caught.value)
+
+
+def test_a_function_that_was_edited_is_changed_data_where_it_keeps_others(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name and version are as before, and so is the number of records that are left."""
+    limits = [{"type": "FunctionFilter", "function": "tests.data.datasets.test_filters.not_nine"}]
+    Runner.from_cfg(config(tmp_path, data, filters=limits), max_updates=1).train()
+    monkeypatch.setattr(sys.modules[__name__], "not_nine", others)
+    others.__qualname__ = "not_nine"
+    with pytest.raises(ResumeBlocked, match="their processor or what its filters keep changed"):
+        Runner.from_cfg(config(tmp_path, data, filters=limits, resume=True), max_updates=2).train()
+
+
+def test_a_record_is_checked_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [{"type": "AtLeastTwoTurns", "turns": 3}, {"type": "TextLengthFilter", "min_tokens": 2}]
+    first = filtered(UnifiedGenerationDataset(data, make_processor(), filters=limits))
+    monkeypatch.setattr(filtered_module, "_decide_all", lambda *_: pytest.fail("checked again"))
+    again = filtered(UnifiedGenerationDataset(data, make_processor(), filters=limits))
+    assert again.numbers.tolist() == first.numbers.tolist() and again.fingerprint == first.fingerprint
+
+
+def test_appended_records_and_a_share_for_validation(data: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(data.parent, tmp_path / "data", ignore=shutil.ignore_patterns(".*"))) / data.name
+    val = {"split": 0.4}
+    Runner.from_cfg(config(tmp_path / "run", path, filters=LIMITS, val=val), max_updates=1).train()
+    path.write_text(path.read_text() + "".join(json.dumps(one) + "\n" for one in rows()[:3]))
+    with pytest.raises(ResumeBlocked, match="talks"):
+        Runner.from_cfg(config(tmp_path / "run", path, filters=LIMITS, val=val, resume=True), max_updates=2).train()
+    grown = config(tmp_path / "run", path, filters=LIMITS, val=val, resume=True)
+    grown["on_data_change"] = "append"
+    Runner.from_cfg(grown, max_updates=3).train()
+    assert "filters remove 7 of 16 records" in (tmp_path / "run" / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        ([{"type": "ImageSizeFilter"}], r"filters\[0\].*no limit.*min_side, max_side, max_ratio"),
+        ([{"type": "NoSuchFilter"}], r"filters\[0\]\.type is 'NoSuchFilter'"),
+        ([{"type": "TextLengthFilter", "max_characters": "5"}], r"filters\[0\]\.max_characters is '5'"),
+        ([LIMITS[1], {"type": "RatingFilter", "relevance": 3}], r"filters\[1\] has no key 'relevance'"),
+        ([{"type": "FunctionFilter", "function": "no.such.thing"}], "'no.such.thing' cannot be imported"),
+    ],
+)
+def test_wrong_filters_are_named(filters: Any, message: str, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Runner.from_cfg(config(tmp_path, data, filters=filters), max_updates=1)
+
+
+def broken(record: CheckedRecord) -> Any:
+    return record.values["no such key"]
+
+
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        ([{"type": "TextLengthFilter", "min_characters": 999}], "all 13 records are left out"),
+        ([FunctionFilter(function=broken)], r"talks.jsonl:1: the filter broken failed: KeyError: 'no such key'"),
+        ([FunctionFilter(function=lambda record: "yes")], "returned 'yes'"),
+    ],
+)
+def test_a_filter_that_fails_or_leaves_nothing(filters: Any, message: str, data: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        filtered(UnifiedGenerationDataset(data, make_processor(), filters=filters))
+
+
+@pytest.mark.parametrize(
+    ("ratings", "shown"), [([3], r"\[3\]"), ([3, True], r"\[3, True\]"), ([3, "5"], r"\[3, .5.\]")]
+)
+def test_ratings_that_do_not_fit_their_questions(ratings: list[Any], shown: str, data: Path) -> None:
+    path = write_jsonl(data.parent / "wrong.jsonl", [row("small.png", "one", "two", relevance=ratings)])
+    with pytest.raises(DataError, match=f"wrong.jsonl:1: relevance_ratings is {shown}. Allowed: 2 numbers or null"):
+        filtered(UnifiedGenerationDataset(path, make_processor(), filters=LIMITS))
+
+
+def test_ratings_that_no_record_has_are_a_warning(data: Path, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "talks.jsonl", [{"text": f"this is {word}"} for word in ("one", "two", "three")])
+    Runner.from_cfg(config(tmp_path / "run", path, filters=LIMITS[:1]), max_updates=1).train()
+    assert "RatingFilter does nothing: no record has ratings" in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_records_of_too_many_images(data: Path) -> None:
+    processor = make_processor()
+    images = [{"images": ["small.png"] * number, "texts": [{"user": "a", "assistant": "b"}]} for number in (1, 2, 5)]
+    path = write_jsonl(data.parent / "many.jsonl", images)
+    for limit in ({"max_tiles": 2}, {"max_images": 2}):
+        left = filtered(UnifiedGenerationDataset(path, processor, filters=[{"type": "ImageCountFilter", **limit}]))
+        assert left.numbers.tolist() == [0, 1] and left.report["removed"] == {"ImageCountFilter": 1}
+
+
+def test_the_first_records_are_counted_in_the_file_and_filtered_then(data: Path, tmp_path: Path) -> None:
+    Runner.from_cfg(config(tmp_path, data, filters=LIMITS, num_used_data=8), max_updates=2).train()
+    assert "filters remove 4 of 8 records" in (tmp_path / "train.log").read_text()
+    left = filtered(used(UnifiedGenerationDataset(data, make_processor(), filters=LIMITS, num_used_data=8)))
+    assert [record_number(left, i) for i in range(len(left))] == [0, 2, 6, 7] and whole_of(left).name == "talks"

@@ -1,0 +1,599 @@
+"""Streamed data sets through real runs: exact positions, fetching that fails, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import json
+import os
+import shutil
+import tarfile
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.support import make_processor, write_jsonl
+from tests.end_to_end.data import own_shards
+from tests.end_to_end.data.test_formats import SAMPLES, source, write_parquet
+from tests.end_to_end.data.test_formats import train as train_images
+from tests.end_to_end.data.test_mixtures import train_and_kill
+from tests.shard_server import RESET_S, Served, serving
+from tests.text_run import KeepBatches, text_config, trained, words
+from tools import inspect_data
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.config.registry import SOURCES
+from unigen_ds.core.errors import CheckpointError, ConfigError, DataError, ResumeBlocked
+from unigen_ds.data.batches.stream import Cursor, SequenceStream
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.datasets.overflow import Overflow
+from unigen_ds.data.datasets.shard_order import ShardWalk
+from unigen_ds.data.datasets.streamed import SPAN
+from unigen_ds.data.datasets.streamed_units import fitted
+from unigen_ds.data.order.order import GlobalOrder
+from unigen_ds.data.order.packing import BestFitPacking
+from unigen_ds.data.sources.shards import spool, transfer
+from unigen_ds.data.sources.shards.iterated import IterableShards, write_records
+from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
+
+SIZES = (13, 4, 9, 1, 22, 7, 11)
+"""Records of each shard."""
+KIND = "UnifiedGenerationDataset"
+MIXED = {"mixed_shards": 2}
+PICTURE = (SAMPLES / "images" / sorted(path.name for path in (SAMPLES / "images").iterdir())[0]).read_bytes()
+
+
+def write_shards(folder: Path, sizes: tuple[int, ...] = SIZES) -> Path:
+    for shard, number in enumerate(sizes):
+        records = [{"text": words(1 + (shard * 5 + i * 3) % 9, shard + i)} for i in range(number)]
+        write_jsonl(folder / f"part-{shard}.jsonl", records)
+    return folder
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    return write_shards(tmp_path / "shards")
+
+
+@pytest.fixture
+def served(shards: Path) -> Iterator[Served]:
+    with serving(shards) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "_LONGEST_WAIT_S", 0.01)
+
+
+def urls(served: Served, number: int = len(SIZES)) -> str:
+    return f"{served.url}/part-{{0..{number - 1}}}.jsonl"
+
+
+def config(folder: Path, data: Any, **overrides: Any) -> Any:
+    """``data``: of the data set, or a list of them."""
+    data = [
+        {"type": KIND, "name": "web", "cache_dir": str(folder / "cache"), **one}
+        for one in (data if isinstance(data, list) else [data])
+    ]
+    settings: dict[str, Any] = dict(
+        train_dataloader__dataset=data,
+        train_dataloader__seq_length=20,
+        train_dataloader__packing=dict(type="BestFitPacking", window=24),
+        train_dataloader__batch_size=2,
+        optim_wrapper__accumulative_counts=2,
+        train_cfg=dict(max_updates=24),
+        default_hooks__checkpoint=dict(type="CheckpointHook", interval=-1, by_epoch=False),
+        default_hooks__logger=dict(type="LoggerHook", interval=1),
+        work_dir=str(folder / "run"),
+    )
+    return text_config(folder, [{"text": "one"}], **(settings | overrides))
+
+
+def killed(folder: Path, data: Any, updates: int, **overrides: Any) -> None:
+    """A run that is killed after an update, which it has saved."""
+    saved = dict(type="CheckpointHook", interval=updates, unit="update")
+    train_and_kill(config(folder, data, **{"default_hooks__checkpoint": saved, **overrides}), updates)
+
+
+def streamed(path: Any, **more: Any) -> dict[str, Any]:
+    return {"data_path": str(path), "streaming": MIXED, **more}
+
+
+def digests(folder: Path) -> list[str]:
+    return [line["digest"] for line in read_lines(folder / "run" / "ledger.jsonl") if "digest" in line]
+
+
+def log(folder: Path) -> str:
+    return log_of(folder / "run")
+
+
+def log_of(work_dir: Path) -> str:
+    return (work_dir / "train.log").read_text(encoding="utf-8")
+
+
+def exact(ids: list[str], sizes: tuple[int, ...] = SIZES, name: str = "web") -> int:
+    """Every record once in each pass, in passes one after the other; the rest of the last but one may be in the part of
+    its window that was not trained on. The number of whole passes.
+    """
+    passes: dict[int, list[str]] = defaultdict(list)
+    for one in ids:
+        source_name, number, pass_number, *_ = one.split(":")
+        if source_name == name:
+            passes[int(pass_number)].append(number)
+    every = {str(shard * SPAN + i) for shard, number in enumerate(sizes) for i in range(number)}
+    assert sorted(passes) == [*range(min(passes), min(passes) + len(passes))]
+    for number, found in passes.items():
+        assert len(found) == len(set(found)) and set(found) <= every
+        assert len(found) == len(every) or number >= max(passes) - 1
+    return sum(len(found) == len(every) for found in passes.values())
+
+
+# --- the order ------------------------------------------------------------------------------------------------------
+
+
+def walk(sizes: tuple[int, ...], mixed: int = 2, asked: list[int] | None = None) -> ShardWalk:
+    def units(shard: int) -> int:
+        if asked is not None:
+            asked.append(shard)
+        return sizes[shard]
+
+    return ShardWalk(len(sizes), units, prepare=lambda _: None, mixed=mixed, seed=3, source=1, first_pass=2)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, (5,), (0, 3, 0, 0, 2, 0), (1, 0)])
+@pytest.mark.parametrize("mixed", [1, 2, 7])
+def test_every_pass_is_every_record_once_from_any_position(sizes: tuple[int, ...], mixed: int) -> None:
+    total, numbers = sum(sizes), np.arange(5 * sum(sizes) + 3)
+    units, passes = walk(sizes, mixed).draws(numbers)
+    every = sorted(shard * SPAN + i for shard, number in enumerate(sizes) for i in range(number))
+    for number in range(5):
+        assert sorted(units[number * total : (number + 1) * total].tolist()) == every
+    assert passes.tolist() == [2 + n // total for n in numbers.tolist()]
+    if total > 3:
+        assert units[:total].tolist() != units[total : 2 * total].tolist()
+    shuffled = np.random.default_rng(0).permutation(numbers)
+    other = walk(sizes, mixed)
+    for some in np.array_split(shuffled, 7):
+        found = other.draws(some)
+        assert found[0].tolist() == units[some].tolist() and found[1].tolist() == passes[some].tolist()
+
+
+def test_a_state_is_enough_to_continue_without_the_shards_before() -> None:
+    units, _ = walk(SIZES).draws(np.arange(300))
+    for number in (0, 1, 66, 67, 150, 201, 299):
+        before = walk(SIZES)
+        before.draws(np.arange(number))
+        asked: list[int] = []
+        later = walk(SIZES, asked=asked)
+        assert later.remember(before.state(number))
+        assert later.draws(np.asarray([number]))[0].tolist() == [units[number]]
+        assert len(asked) <= 4, "at most the block that ends there, and the next one"
+    assert not walk(SIZES).remember((5, 2, 99)) and not walk(SIZES).remember((5, 1, 0))
+    with pytest.raises(DataError, match="none of 3 shards has a record that can be used"):
+        walk((0, 0, 0)).draws(np.arange(2))
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_the_same_over_kills_and_wherever_its_shards_are(tmp_path: Path, served: Served) -> None:
+    """From local files in one go; from a server killed in the middle of windows, with other workers and other splits of
+    the batch, and once without any of the copies.
+    """
+    straight, kept = trained(config(tmp_path / "straight", streamed(served.folder / "*.jsonl")))
+    assert exact(kept.ids) >= 3
+    expected = digests(tmp_path / "straight")
+    folder, data = tmp_path / "killed", streamed(urls(served))
+    chain = [(7, 2, 2, 0), (8, 4, 1, 3), (19, 1, 4, 1)]
+    for number, (stop, batch_size, counts, workers) in enumerate(chain):
+        given = dict(train_dataloader__batch_size=batch_size, optim_wrapper__accumulative_counts=counts)
+        killed(folder, data, stop, **given, train_dataloader__num_workers=workers, resume=number > 0)
+        if number == 1:
+            shutil.rmtree(folder / "cache")
+    runner, _ = trained(config(folder, data, resume=True))
+    assert digests(folder) == expected and runner.progress == straight.progress
+    newest = max((folder / "run").glob("iter_*"), key=lambda path: path.stat().st_mtime)
+    cursor = Manifest.read(newest).loader["cursor"]
+    assert len(cursor["blocks"]) == 3 and cursor["blocks"][1] == max(int(one.split(":")[2]) for one in kept.ids)
+
+
+def test_unpacked_and_beside_a_source_with_random_access(tmp_path: Path, shards: Path) -> None:
+    write_jsonl(tmp_path / "own.jsonl", [{"text": words(3, i)} for i in range(10)])
+    data = [streamed(shards, weight=3), {"data_path": str(tmp_path / "own.jsonl"), "name": "own", "weight": 1}]
+    plain = dict(train_dataloader__packing=None, train_dataloader__max_sample_tokens=None)
+    _, kept = trained(config(tmp_path / "straight", data, **plain))
+    assert exact(kept.ids) == 1
+    names = [one.split(":")[0] for one in kept.ids]
+    shares = np.abs(np.cumsum([name == "web" for name in names]) - 0.75 * np.arange(1, len(names) + 1))
+    assert shares.max() <= 1
+    folder = tmp_path / "killed"
+    killed(folder, data, 23, **plain)
+    shutil.rmtree(shards / ".unigen_index")
+    workers = dict(train_dataloader__num_workers=2)
+    trained(config(folder, data, **plain, **workers, resume=True))
+    assert digests(folder) == digests(tmp_path / "straight")
+
+
+def test_what_is_not_exact_is_reported_at_the_start(tmp_path: Path, served: Served) -> None:
+    served.etags = False
+    trained(config(tmp_path, streamed(urls(served)), train_cfg=dict(max_updates=1)))
+    text = log(tmp_path)
+    size = sum(path.stat().st_size for path in served.folder.glob("*.jsonl"))
+    estimate = 13 * size // (served.folder / "part-0.jsonl").stat().st_size
+    assert f"streamed from 7 shards of {size / 1024:,.1f} KiB together; about {estimate} samples a pass" in text
+    assert "records are shuffled within 2 shards at a time" in text
+    assert "this node fetches every shard once a pass" in text and "at most 32.0 GiB" in text
+    assert "7 of 7 shards have no version" in text
+    assert "fetch" not in log_of_local(tmp_path / "local", served.folder)
+
+
+def test_numbers_of_a_streamed_source_name_the_part_that_is_measured(
+    tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log of a start, the text, JSON and page of ``inspect_data``: of 13 records, 1 of 7 shards; an epoch is
+    estimated from them: as many passes over the first shard as an epoch draws of all."""
+    write_jsonl(tmp_path / "own.jsonl", [{"text": "one two three"}] * 10)
+    write_jsonl(shards / "part-0.jsonl", [{"text": words(4)}] * 12 + [{"text": words(50)}])  # 6 and 52 tokens
+    filters = [{"type": "TextLengthFilter", "max_characters": 200}]
+    data = [
+        streamed(shards, weight=3, filters=filters),
+        {"data_path": str(tmp_path / "own.jsonl"), "name": "own", "weight": 1},
+    ]
+    trained(config(tmp_path, data, train_cfg=dict(max_updates=1)))
+    options = [f"train_dataloader.dataset={config(tmp_path, data)['train_dataloader']['dataset']!r}"]
+    options += ["train_dataloader.seq_length=20", "train_dataloader.packing.type=BestFitPacking"]
+    command = [str(tmp_path / "config.py"), "--cfg-options", *options, "train_dataloader.packing.window=24"]
+    assert inspect_data.main(["--json", *command]) == 0
+    report = json.loads(capsys.readouterr().out)
+    drawn = report["sources"]["web"]["draws_per_epoch"]
+    streamed_part = report["sources"]["web"]["streamed"]
+    assert streamed_part["measured"] == {"shards": ["part-0.jsonl"], "records": 12} and drawn > 30
+    text, measured = log(tmp_path), "shard part-0.jsonl (1 of 7)"
+    assert f"All further numbers of its records are of the 12 of {measured}" in text
+    assert f"Data, web, {measured}: filters remove 1 of 13 records" in text
+    assert f"Data, web, {measured}: all 12 records fit" in text
+    assert f"Data, web, {measured}: 12 records, 72 tokens" in text and f"about {drawn:,} of all shards drawn" in text
+    own = report["sources"]["own"]["draws_per_epoch"]
+    total = f"{drawn + own:,} records, {6 * drawn + 5 * own:,} tokens"
+    assert f"an epoch of all sources (estimated, since web is measured in part): {total}" in text
+    assert inspect_data.main(command) == 0
+    shown = capsys.readouterr().out
+    assert f"web: 12 records of {measured}, about {drawn:,} used" in shown and "10 records, " in shown
+    assert f"streamed from 7 shards: every number below is of {measured}" in shown
+    assert inspect_data.main(["--html", str(tmp_path / "page.html"), *command]) == 0
+    page = " ".join((tmp_path / "page.html").read_text(encoding="utf-8").split())
+    assert "web is streamed" in page and "of the 12 of shard part-0.jsonl, 1 of 7 shards" in page
+    assert page.count(f"web, {measured}") >= 3, "in the parts about lengths, balance and what is left out"
+    assert "web:12</code> zero one" in page, "the removed record"
+
+
+def log_of_local(folder: Path, shards: Path) -> str:
+    trained(config(folder, streamed(shards, streaming=True), train_cfg=dict(max_updates=1)))
+    return log(folder)
+
+
+def test_copies_that_exceed_the_limit_are_removed_and_fetched_again(tmp_path: Path, served: Served) -> None:
+    trained(config(tmp_path / "all", streamed(urls(served), streaming={"mixed_shards": 1})))
+    largest = max(path.stat().st_size for path in served.folder.glob("*.jsonl"))
+    few = {"mixed_shards": 1, "cache_gib": (2 * largest + 1) / 2**30}
+    folder, before = tmp_path / "few", len(served.transfers)
+    mine = folder / "cache" / "streamed" / "shards" / "mine"  # a user's folder, used long ago
+    mine.mkdir(parents=True)
+    os.utime(mine, (0, 0))
+    trained(config(folder, streamed(urls(served), streaming=few), train_dataloader__num_workers=2))
+    assert digests(folder) == digests(tmp_path / "all")
+    assert len(served.transfers) - before >= 3 * before, "fetched in every pass"
+    assert sum(path.stat().st_size for path in (folder / "cache").glob("streamed/shards/*/*")) <= 3 * largest
+    assert mine.is_dir()
+    with pytest.raises(DataError, match=r"mixed_shards=2 uses 4 shards at a time .*cache_gib keeps 0\.1 KiB"):
+        trained(config(tmp_path / "none", streamed(urls(served), streaming={**MIXED, "cache_gib": 1e-7})))
+
+
+# --- fetching -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_an_interrupted_transfer_is_tried_again(
+    tmp_path: Path, served: Served, ranges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_BLOCK", 64)
+    monkeypatch.setattr(transfer, "_OVERLAP", 8)
+    served.ranges, served.interrupt = ranges, {f"part-{shard}.jsonl": 1 for shard in range(7)}
+    trained(config(tmp_path, streamed(urls(served))))
+    trained(config(tmp_path / "local", streamed(served.folder)))
+    assert digests(tmp_path) == digests(tmp_path / "local")
+    size = (served.folder / "part-4.jsonl").stat().st_size
+    assert "part-4.jsonl: attempt 1 of 5 failed" in log(tmp_path).replace(f"{served.url}/", "")
+    begun = [begin for name, begin in served.transfers if name == "part-4.jsonl"]
+    assert begun[0] == 0 and (size // 4 < begun[1] < size if ranges else 0 in begun[1:])
+    for path in (tmp_path / "cache").glob("streamed/shards/*/part-*"):
+        assert path.read_bytes() == (served.folder / path.name).read_bytes()
+
+
+def test_a_transfer_that_never_succeeds_ends_the_run_and_names_the_shard(tmp_path: Path, served: Served) -> None:
+    served.interrupt = {"part-0.jsonl": -1}
+    data = streamed(urls(served), streaming={**MIXED, "attempts": 2})
+    with pytest.raises(
+        DataError, match=r"shard part-0\.jsonl from http://\S+ failed in 2 attempts: .*, after \d+ bytes"
+    ):
+        trained(config(tmp_path, data))
+
+
+def test_a_shard_that_is_not_there_is_named_at_once(tmp_path: Path, served: Served) -> None:
+    with pytest.raises(DataError, match=r"shard part-7\.jsonl at http://\S+: it does not exist"):
+        trained(config(tmp_path, streamed(urls(served, 8))))
+    assert "attempt 1" not in (log(tmp_path) if (tmp_path / "run" / "train.log").exists() else "")
+
+
+def test_without_a_network_the_error_is_clear(tmp_path: Path) -> None:
+    with serving(tmp_path) as gone:
+        url = gone.url
+    data = streamed(f"{url}/part-0.jsonl", streaming={"attempts": 3})
+    with pytest.raises(DataError, match=r"looking for shard part-0\.jsonl at http://\S+ failed in 3 attempts"):
+        trained(config(tmp_path, data))
+
+
+def test_a_truncated_shard_is_an_error_that_names_it(tmp_path: Path, shards: Path) -> None:
+    with tarfile.open(tmp_path / "whole.tar", "w") as tar:
+        for i in range(40):
+            content = words(3, i).encode()
+            member = tarfile.TarInfo(f"{i:03}.txt")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    (tmp_path / "tars").mkdir()
+    whole = (tmp_path / "whole.tar").read_bytes()
+    (tmp_path / "tars" / "a.tar").write_bytes(whole)
+    (tmp_path / "tars" / "b.tar").write_bytes(whole[: 512 * 41 + 7])
+    write_parquet(tmp_path / "rows" / "a.parquet", [{"text": words(3, i)} for i in range(20)])
+    content = (tmp_path / "rows" / "a.parquet").read_bytes()
+    (tmp_path / "rows" / "b.parquet").write_bytes(content[: len(content) // 2])
+    for name in ("tars/b.tar", "rows/b.parquet"):
+        folder = tmp_path / name.partition("/")[0]
+        with pytest.raises(DataError, match=f"shard {Path(name).name}: .*{Path(name).name}"):
+            trained(config(tmp_path / f"run-{folder.name}", streamed(folder)))
+
+
+def test_a_shard_that_changes_during_the_run_is_noticed(tmp_path: Path, served: Served) -> None:
+    """Of the same size, at a server without versions: by its copy, which is fetched again."""
+    served.etags = False
+    killed(tmp_path, streamed(urls(served)), 12)
+    shutil.rmtree(tmp_path / "cache" / "streamed" / "shards")
+    for path in served.folder.glob("*.jsonl"):
+        if path.name != "part-0.jsonl":
+            path.write_text(path.read_text().replace("one", "two").replace("five", "four"))
+    with pytest.raises(
+        DataError, match=r"shard part-\d\.jsonl: its content is not that of its index: the shard changed"
+    ):
+        trained(config(tmp_path, streamed(urls(served)), resume=True))
+
+
+# --- changed data ---------------------------------------------------------------------------------------------------
+
+
+def test_another_list_of_shards_is_changed_data(tmp_path: Path, served: Served) -> None:
+    before = streamed(urls(served, 6))
+    killed(tmp_path, before, 9)
+    _, whole = trained(config(tmp_path / "straight", before, train_cfg=dict(max_updates=9)))
+    for choice in ("refuse", "append"):
+        with pytest.raises(ResumeBlocked, match=r"web had 6 shards and has 7|where a source is streamed"):
+            Runner.from_cfg(config(tmp_path, streamed(urls(served)), resume=True, on_data_change=choice))
+    with pytest.raises(ResumeBlocked, match="mixed_shards"):
+        Runner.from_cfg(config(tmp_path, {**before, "streaming": {"mixed_shards": 3}}, resume=True))
+    _, kept = trained(config(tmp_path, streamed(urls(served)), resume=True, on_data_change="restart"))
+    exact(kept.ids)
+    assert not {*whole.ids} & {*kept.ids}
+
+
+def test_a_moved_copy_and_another_limit_are_the_same_data(tmp_path: Path, shards: Path) -> None:
+    killed(tmp_path, streamed(shards), 9)
+    shutil.move(shards, tmp_path / "moved")
+    data = streamed(tmp_path / "moved", streaming={**MIXED, "cache_gib": 1.5, "attempts": 2})
+    trained(config(tmp_path, data, resume=True))
+    other = tmp_path / "straight"
+    trained(config(other, streamed(tmp_path / "moved")))
+    assert digests(tmp_path) == digests(other)
+
+
+def test_a_cursor_of_other_blocks_is_refused(shards: Path) -> None:
+    dataset = UnifiedGenerationDataset(shards, make_processor(), streaming=MIXED)
+    order = GlobalOrder([len(fitted(dataset, Overflow(96)))], [1.0], seed=3)
+    stream = SequenceStream([dataset], order, packer=BestFitPacking(24), seq_length=96)
+    *_, (_, cursor) = itertools.islice(stream.rows(), 30)
+    assert cursor.blocks[0] > 0 and Cursor.from_state_dict(cursor.state_dict()) == cursor
+    next(stream.rows(cursor))
+    for blocks in ((10**6, 0, 0), (0, 0, 99), (0, -1, 0), cursor.blocks[:2]):
+        with pytest.raises(CheckpointError, match=r"the data cursor has .* and the blocks"):
+            next(stream.rows(replace(cursor, blocks=blocks)))
+
+
+# --- other kinds of shards ------------------------------------------------------------------------------------------
+
+
+def contents(folder: Path, data: Any, **more: Any) -> list[tuple[Any, ...]]:
+    """Targets of the samples of a pass and a half, with the order of their texts left out."""
+    kept: KeepBatches
+    _, kept = trained(config(folder, data, **more))
+    return sorted(tuple(sorted(batch.text_target_ids.tolist())) for batch in kept.batches)
+
+
+def write_formats(folder: Path, kind: str) -> Any:
+    records = [{"text": words(1 + i % 9, i)} for i in range(24)]
+    for shard in range(3):
+        some = records[shard * 8 : shard * 8 + 8]
+        if kind == "parquet":
+            write_parquet(folder / f"{shard}.parquet", some)
+        elif kind == "jsonl.gz":
+            folder.mkdir(exist_ok=True)
+            text = "".join(json.dumps(record) + "\n" for record in some)
+            (folder / f"{shard}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+        elif kind == "tar":
+            folder.mkdir(exist_ok=True)
+            with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+                for i, record in enumerate(some):
+                    member = tarfile.TarInfo(f"{i:03}.json")
+                    content = json.dumps(record).encode()
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+        else:
+            write_jsonl(folder / f"{shard}.jsonl", some)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tar", "jsonl.gz", "jsonl"])
+def test_hugging_face_names_and_every_format_have_the_same_samples(tmp_path: Path, kind: str) -> None:
+    folder = write_formats(tmp_path / "data", kind)
+    with serving(folder) as server:
+        found = {}
+        builder = {"parquet": "parquet", "tar": "webdataset"}.get(kind, "json")
+        ways = {
+            "http": streamed(f"{server.url}/{{0..2}}.{kind}"),
+            "hub": streamed(builder, format={"type": "huggingface", "data_files": str(folder / f"*.{kind}")}),
+            "folder": streamed(folder),
+            "file": streamed(f"file://{folder}/*.{kind}"),
+        }
+        for name, data in ways.items():
+            _, kept = trained(config(tmp_path / name, data, train_cfg=dict(max_updates=8)))
+            found[name] = [(batch.sample_ids, batch.text_target_ids.tolist()) for batch in kept.batches]
+        assert found["http"] == found["hub"] == found["folder"] == found["file"]
+        ids = [one for batch in found["hub"] for one in batch[0]]
+        assert exact(ids, (8, 8, 8)) >= 1
+
+
+def hub_files(server: Served, revision: str, token: str | None) -> dict[str, Any]:
+    """By the hub's own client, without names of this process's environment."""
+    options = {"endpoint": server.url, "token": token or False}
+    path = f"hf://datasets/org/name@{revision}/part-*.jsonl"
+    return streamed(path, streaming={**MIXED, "attempts": 3, "storage_options": options})
+
+
+def test_files_of_a_private_data_set_at_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait that the hub asks for is that of its own client, or ours; a wrong token or revision is named."""
+    old, new = write_shards(tmp_path / "old"), write_shards(tmp_path / "new", (5, 3))
+    slept: list[float] = []
+    with serving(new) as server:
+        server.token, server.revisions = "hf_right", {"v1": old}
+        monkeypatch.setattr(spool.time, "sleep", slept.append)
+        for revision, token in (("v1", None), ("v1", "hf_wrong"), ("v2", "hf_right")):
+            with pytest.raises(DataError, match=rf"hf://datasets/org/name@{revision}/part-\*\.jsonl"):
+                trained(config(tmp_path / "refused", hub_files(server, revision, token)))
+        assert not slept, "another attempt is of no use"
+        server.limited = 1
+        _, found = trained(config(tmp_path / "hub", hub_files(server, "v1", "hf_right")))
+        server.limited = 2
+        trained(config(tmp_path / "newer", hub_files(server, "main", "hf_right"), train_cfg=dict(max_updates=2)))
+    assert [second for second in slept if second >= RESET_S] and "streamed from 2 shards" in log(tmp_path / "newer")
+    _, whole = trained(config(tmp_path / "local", streamed(old)))
+    assert [batch.text_ids.tolist() for batch in found.batches] == [b.text_ids.tolist() for b in whole.batches]
+
+
+def test_a_users_iteration_is_exact_too(tmp_path: Path) -> None:
+    data = streamed("crawl", format={"type": "crawl", "days": 6})
+    own_shards.FAILURES[:] = ["the service was reset"] * 2
+    killed(tmp_path, data, 11)
+    assert "the service was reset" in log(tmp_path) and "attempt 1 of 5 failed" in log(tmp_path)
+    assert "Crawl is iterated, and has no version" in log(tmp_path)
+    shutil.rmtree(tmp_path / "cache")
+    trained(config(tmp_path, data, train_dataloader__num_workers=2, resume=True))
+    other = tmp_path / "straight"
+    _, whole = trained(config(other, data))
+    assert digests(tmp_path) == digests(other)
+    assert exact(whole.ids, tuple(day % 5 + 3 for day in range(1, 7))) >= 2
+    with pytest.raises(ConfigError, match="Crawl can only be iterated"):
+        trained(config(tmp_path / "plain", {"data_path": "crawl", "format": "crawl"}))
+
+
+@SOURCES.register_module(name="endless")
+class Endless(IterableShards):
+    """One iteration of images and texts, whose shards are unknown."""
+
+    def records(self, shard: str) -> Iterator[dict[str, Any]]:
+        for i in itertools.count():
+            if i == 40 and self.path.name == "finite":
+                return
+            yield {"images": [{"bytes": PICTURE, "path": "0.png"}], "text": words(2, i), "note": b"0" * 100}
+
+
+@pytest.mark.parametrize("unknown", [None, 3])
+def test_an_iteration_of_unknown_shards_is_one_shard(tmp_path: Path, unknown: Any) -> None:
+    """With images as bytes; one without an end is refused, and so is what is no record."""
+    if unknown is None:
+        data = source("finite", format="endless", streaming=True, cache_dir=str(tmp_path / "cache"))
+        losses, _ = train_images(tmp_path, data, train_dataloader__seq_length=160)
+        assert losses[0]["loss/text"] or losses[0]["loss/image"]
+        assert "the shards of Endless are unknown: all its records are one shard" in log_of(tmp_path)
+        return
+    data = streamed("infinite", format="endless", streaming={"cache_gib": 1e-5})
+    with pytest.raises(DataError, match=r"shard all has more than 10,737 bytes after \d+ records"):
+        trained(config(tmp_path, data))
+    for record, message in (("text", "it is a str"), ({"text": {1, 2}}, "record 0: text is a set")):
+        with pytest.raises(DataError, match=message):
+            write_records([record], tmp_path / "records", name="all", limit=100)  # type: ignore[list-item]
+
+
+def test_images_of_a_streamed_tar_train_bit_equally_with_those_of_its_copy(tmp_path: Path) -> None:
+    """And what a user's iteration has as bytes is what the table has."""
+    shutil.copytree(SAMPLES, tmp_path / "samples", ignore=shutil.ignore_patterns(".unigen_index"))
+    found = []
+    with serving(tmp_path / "samples") as server:
+        for name, path in (("local", tmp_path / "samples" / "captions.tar"), ("http", f"{server.url}/captions.tar")):
+            data = source(path, streaming=True, cache_dir=str(tmp_path / name / "cache"))
+            found.append(train_images(tmp_path / name, data, train_dataloader__seq_length=160))
+    assert found[0] == found[1] and any(line.get("loss/image") for line in found[0][0])
+
+
+# --- filters, long records, refusals --------------------------------------------------------------------------------
+
+
+def test_filters_and_long_records_are_counted_shard_by_shard(tmp_path: Path, shards: Path) -> None:
+    write_jsonl(shards / "part-2.jsonl", [{"text": words(9, i)} for i in range(4)])  # all are removed
+    write_jsonl(shards / "part-5.jsonl", [{"text": words(3 + 12 * (i == 2), i)} for i in range(7)])  # one is split
+    data = streamed(shards, filters=[{"type": "TextLengthFilter", "max_characters": 40}])
+    _, kept = trained(config(tmp_path, data, train_dataloader__seq_length=14, train_dataloader__overflow="split"))
+    assert "Data, web, shard part-2.jsonl: filters remove 4 of 4 records" in log(tmp_path)
+    assert not [one for one in kept.ids if int(one.split(":")[1]) // SPAN == 2]
+    everything = streamed(shards, filters=[{"type": "TextLengthFilter", "max_characters": 1}])
+    with pytest.raises(DataError, match=r"web, shard part-0\.jsonl \(1 of 7\): all 13 records are"):
+        trained(config(tmp_path / "none", everything))
+    long = tmp_path / "long"
+    write_jsonl(shards / "part-5.jsonl", [{"text": words(30, i)} for i in range(7)])
+    trained(config(long, streamed(shards)))
+    assert "Data, web, shard part-5.jsonl: 7 of 7 records are longer than seq_length 20: 7 split into 14" in log(long)
+    with pytest.raises(DataError, match=r"web, shard part-5\.jsonl: 7 of 7 records are longer than seq_length 20"):
+        trained(config(tmp_path / "error", streamed(shards), train_dataloader__overflow="error"))
+
+
+def test_what_needs_all_records_is_refused(tmp_path: Path, shards: Path) -> None:
+    own = write_jsonl(tmp_path / "own.jsonl", [{"text": "one two"}] * 5)
+    beside = {"data_path": str(own), "name": "own"}
+    refused = [
+        ([streamed(shards), beside], {}, "is streamed, so nobody knows how many records it has"),
+        (streamed(shards, num_used_data=5), {}, "has streaming and num_used_data=5"),
+        (streamed(shards, cache_tokens=True), {}, "has streaming and cache_tokens=True"),
+        (streamed(shards), {"val_dataloader": {"split": 0.1}}, "val_dataloader.split needs all its records"),
+        (
+            [streamed(shards, group="a", weight=1), {**beside, "group": "b", "weight": 1}],
+            {"train_dataloader__groups": {"a": {"weight": 1, "mandatory": True}, "b": {"weight": 1}}},
+            "mandatory, which needs the lengths of all samples",
+        ),
+        (streamed(shards, streaming={"cache_gb": 1}), {}, "streaming.cache_gb"),
+        (streamed(shards, format="jsn"), {}, "format is 'jsn'"),
+        (streamed("gopher://host/part.jsonl"), {}, "gopher"),
+        (streamed(tmp_path / "nothing.jsonl"), {}, "nothing.jsonl"),
+    ]
+    for data, more, message in refused:
+        with pytest.raises((ConfigError, DataError), match=message):
+            trained(config(tmp_path / str(zlib.crc32(message.encode())), data, **more))
+    validation = {"dataset": {"type": KIND, **streamed(shards, cache_dir=str(tmp_path / "cache"))}}
+    with pytest.raises(ConfigError, match=r"val_dataloader\.dataset needs the number of all records"):
+        trained(config(tmp_path / "validation", streamed(shards), val_dataloader=validation))
+    write_parquet(shards / "rows.parquet", [{"text": "one"}])
+    with pytest.raises(DataError, match="files of 2 formats: json, parquet"):
+        trained(config(tmp_path / "two", streamed(shards)))

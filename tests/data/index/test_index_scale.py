@@ -1,0 +1,386 @@
+"""The mapped index and its memory, the cache of tokens, kills and two processes at once; images loaded by threads."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import mmap
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.data.batches.test_collate import same
+from tests.data.support import (
+    ByteTokenizer,
+    make_processor,
+    make_stream,
+    mixed_dataset,
+    mixed_records,
+    talk,
+    text,
+    write_jsonl,
+)
+from tests.data.text.chat_support import character_tokenizer
+from tests.processes import popen
+from tests.text_run import text_config, trained, words
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.progress import Geometry
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import UpdateLoader
+from unigen_ds.data.batches.stream import Cursor, SequenceStream
+from unigen_ds.data.cache import array_cache
+from unigen_ds.data.cache.array_cache import FOLDER, ArrayFile, cached, filled
+from unigen_ds.data.datasets import overflow
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.datasets.filtered import filtered
+from unigen_ds.data.datasets.filters import CheckedRecord
+from unigen_ds.data.datasets.held_out import Division, divided
+from unigen_ds.data.datasets.overflow import Fitted, Overflow
+from unigen_ds.data.images.augment import RandomFlip
+from unigen_ds.data.images.transforms import ImageTransform, normalised
+from unigen_ds.data.index import index as index_module
+from unigen_ds.data.index.index import Index
+from unigen_ds.data.order.order import Draw, GlobalOrder
+from unigen_ds.data.order.packing import BestFitPacking
+from unigen_ds.data.samples.counts import COLUMNS
+from unigen_ds.data.text.tokenizers import ChatTokenizer
+from unigen_ds.families.nanovlm.processor import VLMProcessor
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def vlm_processor(folder: Path) -> VLMProcessor:
+    character_tokenizer().save_pretrained(folder / "tokenizer")
+    tokenizer = ChatTokenizer(path=str(folder / "tokenizer"))
+    return VLMProcessor(tokenizer, tile_size=16, vit_patch_size=4, pixel_shuffle_factor=2, max_image_size=48)
+
+
+def is_mapped(array: np.ndarray) -> bool:
+    """Whether its memory is that of a file."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    base = base.obj if isinstance(base, memoryview) else base
+    return isinstance(base, mmap.mmap)
+
+
+def private_bytes() -> int:
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty")) * 1024
+
+
+def test_an_opened_index_is_mapped(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 9))
+    for _ in range(2):  # made, and found
+        built = Index.build(path, make_processor())
+        arrays = [built.records, built.source.offsets, *(getattr(built.counts, name) for name in COLUMNS)]
+        assert all(map(is_mapped, arrays)) and not any(array.flags.writeable for array in arrays)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux shows the memory of a process")
+def test_a_million_records_take_at_most_16_bytes_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opened, fitted and drawn from, with pieces of long texts, by a process that did not make the files."""
+    number = 1_100_000
+
+    class Large:
+        name, weight, cache_folder, fingerprint = "large", None, tmp_path, "large"
+
+        def __init__(self) -> None:
+            def fill(new: array_cache.NewArrays) -> None:
+                for name in COLUMNS:
+                    new.add(name, number)
+                new.put("tokens", 0, np.arange(number) % 1500 + 1)
+                new.put("text_targets", 0, np.arange(number) % 1500)
+
+            self.arrays = filled(tmp_path / "large.arrays", "large", fill)
+
+        def __len__(self) -> int:
+            return number
+
+        def counts(self) -> Any:
+            return index_module.Counts(*(self.arrays[name] for name in COLUMNS))
+
+        def lengths(self) -> Any:
+            return self.arrays["tokens"], self.arrays["tiles"]
+
+        def prefix_digest(self, first: int) -> str:
+            return f"{first}"
+
+    def use() -> Any:
+        data: Any = Large()
+        order = GlobalOrder([len(Fitted(data, Overflow(1024)))], seed=0)
+        stream = SequenceStream(
+            [data], order, packer=BestFitPacking(64), seq_length=1024, sequences_per_epoch=7, overflow=Overflow(1024)
+        )
+        assert len(list(islice(stream.rows(Cursor(0, 5, 0, 9)), 5))) == 5 and stream.fitted[0].report("large")["split"]
+        return stream
+
+    use()
+    before = private_bytes()
+    stream = use()
+    assert private_bytes() - before < 16 * number and is_mapped(stream.fitted[0].tokens)
+    monkeypatch.setattr(overflow, "SHARED_FROM", number + 1)
+    monkeypatch.setattr(array_cache, "FOLDER", "none")
+    alone = use()
+    for name in ("tokens", "tiles", "_records", "_pieces"):
+        assert np.array_equal(getattr(stream.fitted[0], name), getattr(alone.fitted[0], name))
+
+
+def test_shares_of_many_records_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = mixed_dataset(tmp_path, 40)
+    found = []
+    for least in (1 << 20, 1):
+        monkeypatch.setattr("unigen_ds.data.samples.counts.SHARED_FROM", least)
+        train, _ = divided([data], Division(0.3, 1))
+        found.append(train[0].counts())
+    assert is_mapped(found[1].tokens) and not is_mapped(found[0].tokens)
+    assert all(np.array_equal(getattr(found[0], name), getattr(found[1], name)) for name in COLUMNS)
+
+
+def without_captions(record: CheckedRecord) -> bool:
+    return not any("seen" in text for text in record.texts)
+
+
+def test_what_filters_keep_of_many_records_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, and the share that is trained on of it."""
+    given = [{"type": "FunctionFilter", "function": f"{__name__}.without_captions"}]
+    found = []
+    for least in (1 << 20, 1):
+        monkeypatch.setattr("unigen_ds.data.samples.counts.SHARED_FROM", least)
+        kept = filtered(mixed_dataset(tmp_path, 40, filters=given))
+        train, _ = divided([kept], Division(0.3, 1))
+        assert len(kept) == 30 and kept.lengths()[0] is kept.counts().tokens
+        found.append((kept.counts(), train[0].counts()))
+    for alone, shared in zip(*found, strict=True):
+        assert is_mapped(shared.tokens) and not is_mapped(alone.tokens)
+        assert all(np.array_equal(getattr(alone, name), getattr(shared, name)) for name in COLUMNS)
+
+
+@pytest.mark.parametrize("given", ["split", "truncate", "skip"])
+def test_sums_of_what_is_kept(tmp_path: Path, given: str) -> None:
+    data = mixed_dataset(tmp_path, 40)
+    fitted = Fitted(data, Overflow(24, given))
+    assert fitted.longer.size
+    kept = fitted.kept
+    assert fitted.kept_sums == {name: int(getattr(kept, name).sum()) for name in overflow.CONTENT}
+    assert fitted.kept_targets == int(kept.targets.sum())
+    if given != "split":
+        assert fitted.kept_sums["tokens"] < int(data.counts().tokens.sum())
+
+
+def test_a_full_disk_costs_the_cache_alone(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
+    path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 8))
+    expected = Index.build(path, make_processor()).digest
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for cache in (tmp_path / FOLDER).glob("*.arrays"):
+        cache.unlink()
+    monkeypatch.setattr(ArrayFile, "put", full)
+    data = UnifiedGenerationDataset(path, make_processor(), cache_tokens=True)
+    assert data.fingerprint == expected and data.tokens is None and data.sample(0).num_tokens
+    assert "cannot be written: [Errno 28]" in caplog.text and not list((tmp_path / FOLDER).glob("*.arrays"))
+
+
+def test_arrays_of_every_shape(tmp_path: Path) -> None:
+    arrays = {"a": np.arange(6).reshape(2, 3), "b": np.empty((0, 2), np.int64), "c": np.zeros(5, np.uint8)}
+    for _ in range(2):
+        found = cached(tmp_path / "x.arrays", "k", lambda: arrays)
+        assert {name: (value.tolist(), value.dtype) for name, value in found.items()} == {
+            name: (value.tolist(), value.dtype) for name, value in arrays.items()
+        }
+
+
+def test_a_resume_at_the_end_plans_one_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    data = mixed_dataset(tmp_path, 60)
+    stream = make_stream([data], window=8, sequences_per_epoch=20)
+    planned: list[int] = []
+    plan = BestFitPacking.plan
+    monkeypatch.setattr(BestFitPacking, "plan", lambda self, *a, **k: planned.append(1) or plan(self, *a, **k))
+    next(stream.rows(Cursor(0, 6, 0, 19)))
+    assert len(planned) == 1
+
+
+# ------------------------------------------------------------------------------------------------ tokens
+
+
+def cached_data(folder: Path, **changes: Any) -> UnifiedGenerationDataset:
+    path = write_jsonl(folder / "t.jsonl", mixed_records(folder, 24))
+    return UnifiedGenerationDataset(path, changes.pop("processor", None) or make_processor(), **changes)
+
+
+def test_samples_of_cached_tokens_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, kept = cached_data(tmp_path), cached_data(tmp_path, cache_tokens=True)
+    expected = [plain.sample(i) for i in range(24)]
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda *_: pytest.fail("tokenized again"))
+    again = UnifiedGenerationDataset(kept.path, make_processor(), cache_tokens=True)
+    for data in (kept, again):
+        assert [data.sample(i) for i in range(24)] == expected and data.fingerprint == plain.fingerprint
+    assert is_mapped(again.tokens._numbers)
+    sent = pickle.loads(pickle.dumps(again.tokens))
+    assert sent.of(3) == again.tokens.of(3) and is_mapped(sent._numbers)
+
+
+def test_a_cache_of_tokens_is_that_of_its_tokenizer_and_its_file(tmp_path: Path) -> None:
+    first = cached_data(tmp_path, cache_tokens=True)
+    other = type("Shifted", (ByteTokenizer,), {"fingerprint": "s", "encode": lambda self, t: [9, *t.encode()]})
+    second = cached_data(tmp_path, cache_tokens=True, processor=make_processor(tokenizer=other()))
+    assert second.tokens.of(0)[0][0] == 9 != first.tokens.of(0)[0][0]
+    first.path.write_text(first.path.read_text().replace("draw 1", "draw one"))
+    data = UnifiedGenerationDataset(first.path, make_processor(), cache_tokens=True)
+    assert bytes(data.tokens.of(1)[0]) == b"draw one"
+
+
+def test_wrong_ids_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = cached_data(tmp_path, cache_tokens=True)
+    (path,) = (tmp_path / FOLDER).glob("*-tokens-*.arrays")
+    content = path.read_bytes()
+    changed = content.replace(
+        np.asarray(list(b"draw 1"), "<i4").tobytes(), np.asarray(list(b"draw 2"), "<i4").tobytes()
+    )
+    assert changed != content
+    path.unlink()
+    path.write_bytes(changed)
+    monkeypatch.setattr(array_cache, "_CHECKED", 0)
+    monkeypatch.setattr(array_cache, "_digest", lambda *_: None)
+    table = json.loads(content[content.rindex(b'{"key"') : content.rindex(b"}") + 1])
+    monkeypatch.setattr(array_cache, "_digest", lambda *_: table["xxh3_64"])  # as a file that is too large to check
+    data = UnifiedGenerationDataset(data.path, make_processor(), cache_tokens=True)
+    assert data.sample(0)
+    with pytest.raises(DataError, match=r"cache of tokens .* is damaged: record 1 "):
+        data.sample(1)
+
+
+def test_a_processor_of_whole_chats_has_none(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", [talk(text("user", "a"), text("assistant", "b"))])
+    with pytest.raises(ConfigError, match="cache_tokens=True with VLMProcessor"):
+        UnifiedGenerationDataset(path, vlm_processor(tmp_path), cache_tokens=True)
+
+
+def test_a_run_with_cached_tokens_is_bit_equal(tmp_path: Path) -> None:
+    records = [{"text": words(5 + k, k)} for k in range(9)]
+    states = []
+    for name in ("plain", "kept"):
+        more = {"train_dataloader__dataset__cache_tokens": True} if name == "kept" else {}
+        runner, seen = trained(text_config(tmp_path / name, records, **more))
+        saved = runner.work_dir / "iter_8.pth"
+        data = json.loads((saved / "manifest.json").read_text())["loader"]
+        states.append((data, seen.ids, (saved / "model.safetensors").read_bytes()))
+    assert states[0] == states[1]
+    assert list((tmp_path / "kept" / FOLDER).glob("*-tokens-*.arrays"))
+
+
+BUILD = """
+import sys, time
+sys.path.insert(0, {root!r})
+from tests.data.support import ByteTokenizer, make_processor
+from unigen_ds.data import planning, token_cache
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+planning._CHUNK = 4
+slow, which = float(sys.argv[2]), sys.argv[3]
+for kind in (planning.Plan, token_cache._TokenPlan):
+    chunk = kind.chunk
+    def waiting(self, given, chunk=chunk, kind=kind):
+        if kind.__name__ == which:
+            print("chunk", given, flush=True)
+            time.sleep(slow)
+        return chunk(self, given)
+    kind.chunk = waiting
+data = UnifiedGenerationDataset(sys.argv[1], make_processor(), cache_tokens=True)
+print("done", data.fingerprint, sum(data.sample(i).num_tokens for i in range(len(data))), flush=True)
+"""
+
+
+def build_process(path: Path, slow: float, which: str) -> subprocess.Popen[str]:
+    script = BUILD.format(root=str(ROOT))
+    command = [sys.executable, "-c", script, str(path), str(slow), which]
+    return popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("which", ["Plan", "_TokenPlan"])
+def test_killed_while_it_is_built(tmp_path: Path, which: str) -> None:
+    """SIGKILL after some chunks: no file of that name, and the next start makes the whole one and removes the rest."""
+    path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 24))
+    killed = build_process(path, 5.0, which)
+    assert killed.stdout is not None
+    assert killed.stdout.readline().startswith("chunk")
+    time.sleep(0.1)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    names = [found.name for found in (tmp_path / FOLDER).iterdir()]
+    assert [name for name in names if ".tmp-" in name], names
+    unfinished = "-tokens-" if which == "_TokenPlan" else "t.jsonl-"
+    assert not [name for name in names if name.endswith(".arrays") and name.startswith("t.") and unfinished in name]
+    data = UnifiedGenerationDataset(path, make_processor(), cache_tokens=True)
+    (tmp_path / "whole").mkdir()
+    whole = cached_data(tmp_path / "whole", cache_tokens=True)
+    assert data.fingerprint == whole.fingerprint
+    assert [data.tokens.of(i) for i in range(24)] == [whole.tokens.of(i) for i in range(24)]
+    assert not [found for found in (tmp_path / FOLDER).iterdir() if ".tmp-" in found.name]
+
+
+def test_two_processes_build_it_once(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 24))
+    both = [build_process(path, 0.1, "_TokenPlan") for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert all(process.returncode == 0 for process in both), outputs
+    assert outputs[0].splitlines()[-1] == outputs[1].splitlines()[-1]
+    assert sum(output.count("chunk") for output in outputs) == 6, "one of them tokenizes"
+    assert len(list((tmp_path / FOLDER).glob("*-tokens-*.arrays"))) == 1
+
+
+# ------------------------------------------------------------------------------------------------ images
+
+
+def test_every_byte_is_normalised_to_the_bit() -> None:
+    """The numbers of the public code."""
+    values = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    expected = torch.arange(256, dtype=torch.float32).div(255).sub(0.5).div(0.5).reshape(1, 16, 16)
+    assert torch.equal(normalised(values), expected)
+
+
+class Doubled(ImageTransform):
+    """A user's own: it is called."""
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        return super().__call__(image) * 2
+
+
+def test_a_transform_of_a_users_own_is_called(tmp_path: Path) -> None:
+    data = mixed_dataset(tmp_path, 24)
+    rows = [(Draw(0, i, 0), Draw(0, i + 1, 0)) for i in range(0, 24, 2)]
+    batch = collate(rows, [data], data.processor, seq_length=64)
+    doubled = collate(rows, [data], make_processor(vit_transform=Doubled(16, 8, 4)), seq_length=64)
+    assert batch.vit_patches.dtype == torch.float32 and torch.equal(doubled.vit_patches, batch.vit_patches * 2)
+
+
+def test_large_batches_of_workers_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unigen_ds.data.batches.loader._BY_VALUE", 64)
+    data = mixed_dataset(tmp_path, 16)
+    stream = make_stream([data], window=None)
+
+    def batches(workers: int) -> list[Any]:
+        loading = UpdateLoader(stream, processor=data.processor, geometry=Geometry(2, 2, 1), num_workers=workers)
+        found = [micro.batch for update in islice(loading, 3) for micro in update]
+        loading.close()
+        return found
+
+    for one, other in zip(batches(0), batches(2), strict=True):
+        same(one, other)
+    data.processor.vit_augment = (RandomFlip(probability=1.0),)
+    for one, other in zip(batches(0), batches(2), strict=True):
+        same(one, other)

@@ -1,0 +1,428 @@
+"""What a file, a folder or a pattern is read as, where its records are, and the messages about what cannot be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from docs.samples import make
+from tests.data.support import make_processor, picture, write_jsonl
+from tests.end_to_end.data.own_format import WordsSource
+from unigen_ds.config.registry import SOURCES
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.images.stored_image import StoredImage
+from unigen_ds.data.sources import unpacked
+from unigen_ds.data.sources.base import Row
+from unigen_ds.data.sources.find import default_name, open_source
+from unigen_ds.data.sources.unpacked import unpacked_file
+
+TEXTS = [{"text": f"document {i} of some words"} for i in range(7)]
+
+
+def texts_of(dataset: UnifiedGenerationDataset) -> list[str]:
+    return [dataset.turns(i)[-1].value for i in range(len(dataset))]
+
+
+def dataset(path: Any, **more: Any) -> UnifiedGenerationDataset:
+    return UnifiedGenerationDataset(path, make_processor(), **more)
+
+
+def write_parquet(path: Path, records: list[dict[str, Any]], **more: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(records), path, **more)
+    return path
+
+
+def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
+    return caplog
+
+
+# --- what is found ------------------------------------------------------------------------------------------------
+
+
+def test_parts_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for k in (10, 9, 2):
+        write_parquet(tmp_path / "data" / f"part-{k}.parquet", [{"text": f"{k} {i}"} for i in range(2)])
+    expected = ["2 0", "2 1", "9 0", "9 1", "10 0", "10 1"]
+    assert texts_of(dataset(tmp_path / "data")) == expected
+    assert texts_of(dataset(str(tmp_path / "data" / "part-*.parquet"))) == expected
+    chosen = dataset([str(tmp_path / "data" / f"part-{k}.parquet") for k in (9, 2)])
+    assert texts_of(chosen) == expected[2:4] + expected[:2]
+    assert chosen.index.source.where(2).endswith("/part-2.parquet row 1")
+    with pytest.raises(DataError, match=r"no file matches .*none-\*"):
+        dataset(str(tmp_path / "none-*.parquet"))
+
+
+def test_several_json_files_and_folders_of_equal_names(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / name / "train.jsonl", [{"text": f"{name} {i}"} for i in range(2)])
+    found = dataset(tmp_path, name="both")
+    assert texts_of(found) == ["a 0", "a 1", "b 0", "b 1"]
+    assert found.index.source.where(3).endswith("/b/train.jsonl:2")
+    one = dataset(tmp_path / "a" / "train.jsonl")
+    assert one.fingerprint != found.fingerprint and one.prefix_digest(2) == found.prefix_digest(2)
+    write_jsonl(tmp_path / "b" / "train.jsonl", [{"text": "b 0"}, {"text": "b 9"}])
+    assert dataset(tmp_path).fingerprint != found.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("data/train.jsonl", "train"), ("train.jsonl.gz", "train"), ("data/train-*.parquet", "train"),
+     ("data/*.tar", "data"), (["a/x.csv", "b/y.csv"], "x"), ("folder", "folder"), ("owner/name", "name")],
+)  # fmt: skip
+def test_the_name_in_sample_ids(given: Any, name: str) -> None:
+    assert default_name(given) == name
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "x" / "a.parquet", TEXTS)
+    write_jsonl(tmp_path / "x" / "b.jsonl", TEXTS)
+    with pytest.raises(DataError, match=r"files of several formats: 1 of \w+, 1 of \w+\. Remedy: format='"):
+        open_source(tmp_path / "x")
+    assert len(dataset(tmp_path / "x", format="parquet")) == 7
+    with pytest.raises(DataError, match=r"several formats \(a.parquet: parquet, b.jsonl: json\)"):
+        open_source([tmp_path / "x" / "a.parquet", tmp_path / "x" / "b.jsonl"])
+    with pytest.raises(ConfigError, match=r"format is 'parket'.*Allowed: .*webdataset.*did you mean 'parquet'"):
+        open_source(tmp_path / "x", format="parket")
+    with pytest.raises(ConfigError, match=r"format has no key 'divid' \(TextSource\).*divide"):
+        open_source(tmp_path / "x", format={"type": "text", "divid": "line"})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"folder .* has no data file\. Allowed: .*\.parquet"):
+        open_source(tmp_path / "empty")
+    with pytest.raises(DataError, match="does not exist"):
+        open_source(tmp_path / "none.csv")
+    for kind in ("parquet", "arrow", "tar"):
+        with pytest.raises(DataError, match=rf"none\.{kind}"):
+            dataset(tmp_path / f"none.{kind}")
+
+
+def test_a_text_file_of_json_is_json_as_before(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "train.txt", TEXTS)
+    assert texts_of(dataset(path)) == [record["text"] for record in TEXTS]
+    assert len(dataset(path, format="text")) == 1
+
+
+@pytest.mark.parametrize(("divide", "number"), [("file", 1), ("line", 4), ("paragraph", 2)])
+def test_documents_of_a_text_file(divide: str, number: int, tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_bytes(b"\xef\xbb\xbf# Title\r\nline two\r\n \r\n\r\nthree \xf0\x9f\x99\x82\n  four\n\n")
+    found = texts_of(dataset(tmp_path / "a.md", format={"type": "text", "divide": divide}))
+    assert len(found) == number and found[0].startswith("# Title") and "four" in found[-1]
+    assert all(text == text.strip() for text in found) or divide == "file"
+
+
+def test_csv_cells(tmp_path: Path) -> None:
+    """Commas, quotes and line breaks in cells, blank lines, a byte order mark, lists as JSON."""
+    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfid,text\r\n1,"a, ""b""\r\nc"\r\n\r\n2,plain\r\n3,')
+    found = dataset(tmp_path / "a.csv")
+    assert texts_of(found) == ['a, "b"\r\nc', "plain", ""] and found.index.source.where(1).endswith("/a.csv:5")
+    messages = json.dumps([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])
+    make.rows(tmp_path / "b.csv", [{"messages": messages}])
+    assert [turn.value for turn in dataset(tmp_path / "b.csv").turns(0)] == ["q", "a"]
+
+
+def test_columns_of_other_names(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", [{"body": "one", "text": "never"}])
+    assert texts_of(dataset(path, columns={"body": "text"})) == ["one"]
+    assert dataset(path).fingerprint != dataset(path, columns={"body": "text"}).fingerprint
+    with pytest.raises(DataError, match=r"a\.parquet row 1: columns names bodi, and the record has: body, text"):
+        dataset(path, columns={"bodi": "text"})
+
+
+def test_what_captions_teach(tmp_path: Path) -> None:
+    record = {"image": picture(tmp_path / "a.png", 8, 8).name, "text": "a word"}
+    path = write_jsonl(tmp_path / "a.jsonl", [record])
+    assert dataset(path).counts().images.tolist() == [0], "in JSON it always was a document"
+    for captions, roles in (("generate", ["user", "assistant"]), ("understand", ["user", "assistant"])):
+        turns = dataset(path, captions=captions).turns(0)
+        assert [turn.role for turn in turns] == roles
+        assert turns[-1].kind == ("image" if captions == "generate" else "text")
+    parquet = write_parquet(tmp_path / "a.parquet", [record])
+    assert dataset(parquet).sample(0).splits == dataset(path, captions="generate").sample(0).splits
+
+
+def test_one_of_several_captions_is_used_and_the_others_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog = warned(caplog, monkeypatch)
+    image = picture(tmp_path / "a.png", 8, 8).read_bytes()
+    records = [{"image": image, "captions": json.dumps({f"c{k}": f"text {i} {k}" for k in range(3)})} for i in range(9)]
+    path = write_parquet(tmp_path / "a.parquet", records)
+    used = [dataset(path).turns(i)[0].value for i in range(9)]
+    assert len({text[-1] for text in used}) > 1, "not always the first"
+    assert used == [dataset(path).turns(i)[0].value for i in range(9)]
+    assert (
+        "9 records of" in caplog.text and "several texts to choose from" in caplog.text and "18 are not" in caplog.text
+    )
+
+
+# --- where a record is --------------------------------------------------------------------------------------------
+
+
+def test_errors_name_file_and_row(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", [{"text": "x"}, {"text": "x"}, {"text": None}], row_group_size=1)
+    with pytest.raises(DataError, match=r", /.*/a\.parquet row 3: text is missing"):
+        dataset(path)
+    make.rows(tmp_path / "a.csv", [{"text": "x\ny", "messages": "[]"}, {"text": "x", "messages": "["}])
+    with pytest.raises(DataError, match=r", /.*/a\.csv:4: messages is no valid JSON"):
+        dataset(tmp_path / "a.csv")
+    (tmp_path / "b.csv").write_text("a,b\n1,2\n3\n")
+    with pytest.raises(DataError, match=r", /.*/b\.csv:3: the row has 1 cells\. Allowed: 2"):
+        dataset(tmp_path / "b.csv")
+    (tmp_path / "c.csv").write_bytes(b"text\nx\n\xff\n")
+    with pytest.raises(DataError, match=r", /.*/c\.csv:3: byte 0 of the line is no UTF-8.*iconv"):
+        dataset(tmp_path / "c.csv")
+    image = picture(tmp_path / "a.png", 8, 8).read_bytes()
+    make.tar(tmp_path / "a.tar", [("x/1.png", image), ("x/1.txt", b"a"), ("x/2.json", b"[1]"), ("x/2.png", image)])
+    with pytest.raises(DataError, match=r", /.*/a\.tar sample x/2: json: it is a list\. Allowed: a JSON object"):
+        dataset(tmp_path / "a.tar")
+    talk = {"images": [image], "texts": [{"user": "q", "assistant": None}]}
+    write_parquet(tmp_path / "n.parquet", [talk])
+    with pytest.raises(DataError, match=r", /.*/n\.parquet row 1: texts\[0\]\.assistant is missing"):
+        dataset(tmp_path / "n.parquet")
+    write_jsonl(tmp_path / "o.jsonl", [{"messages": [{"role": "tool", "content": "x"}]}])
+    with pytest.raises(DataError, match=r", /.*/o\.jsonl:1: messages\[0\]\.role is 'tool'"):
+        dataset(tmp_path / "o.jsonl")
+    write_jsonl(tmp_path / "p.jsonl", [{"images": ["a.png"], "messages": [{"role": "assistant", "content": "x"}]}])
+    with pytest.raises(DataError, match=r", /.*/p\.jsonl:1: the messages ask for 0 images and the record has 1"):
+        dataset(tmp_path / "p.jsonl")
+
+
+def test_a_stored_image_that_is_none_is_a_counted_skip(tmp_path: Path) -> None:
+    good = picture(tmp_path / "a.png", 8, 8).read_bytes()
+    records = [{"image": {"bytes": b, "path": None}, "text": "t"} for b in (good, b"no image", good)]
+    found = dataset(write_parquet(tmp_path / "a.parquet", records))
+    assert found.counts().unreadable.tolist() == [0, 1, 0]
+    (split,) = [split for split in found.sample(1).splits if split.error]
+    assert f"image {tmp_path}/a.parquet row 2: image cannot be read" in split.error
+    sent = pickle.loads(pickle.dumps(split.source))
+    assert sent == f"{tmp_path}/a.parquet row 2: image" and type(sent) is str, "a worker sends no bytes with it"
+
+
+def test_changed_pixels_inside_a_container_are_a_change(tmp_path: Path) -> None:
+    digests = []
+    for seed in (1, 2):
+        image = picture(tmp_path / "a.png", 8, 8, seed=seed).read_bytes()
+        make.tar(tmp_path / "a.tar", [("1.png", image), ("1.txt", b"a")])
+        found = dataset(tmp_path / "a.tar")
+        digests.append((found.prefix_digest(1), found.fingerprint, int(found.content_digests()[0])))
+    assert all(one != two for one, two in zip(*digests, strict=True))
+
+
+def test_a_file_that_is_replaced_during_a_run(tmp_path: Path) -> None:
+    make.tar(tmp_path / "a.tar", [("1.txt", b"one"), ("2.txt", b"two")])
+    found = dataset(tmp_path / "a.tar")
+    make.tar(tmp_path / "a.tar", [("1.txt", b"one"), ("2.txt", b"six")])
+    assert texts_of_first(found) == "one"
+    with pytest.raises(DataError, match=r"record 1 of data file .*a\.tar was changed during the run"):
+        found.sample(1)
+    (tmp_path / "a.tar").unlink()
+    with pytest.raises(DataError, match="can no longer be read"):
+        found.sample(0)
+
+
+def texts_of_first(found: UnifiedGenerationDataset) -> str:
+    return found.turns(0)[-1].value
+
+
+# --- tar ----------------------------------------------------------------------------------------------------------
+
+
+class _Harmful:
+    def __reduce__(self) -> Any:
+        return (open, (_Harmful.path, "w"))
+
+    path = ""
+
+
+@pytest.mark.parametrize("suffix", ["pyd", "pkl", "pickle", "pth", "pt"])
+def test_pickled_members_are_never_loaded(
+    suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog = warned(caplog, monkeypatch)
+    _Harmful.path = str(tmp_path / "executed")
+    content = pickle.dumps(_Harmful())
+    make.tar(tmp_path / "a.tar", [("1.txt", b"one"), (f"1.{suffix}", content), (f"2.{suffix}", content)])
+    with pytest.raises(DataError, match=rf"a\.tar, member 1\.{suffix}: it is pickled.*pickled='skip'"):
+        dataset(tmp_path / "a.tar")
+    found = dataset(tmp_path / "a.tar", format={"type": "webdataset", "pickled": "skip"})
+    assert texts_of(found) == ["one"] and not (tmp_path / "executed").exists()
+    assert f"members that are not read: 2 pickled (.{suffix}), never loaded" in caplog.text
+
+
+def test_members_of_a_tar(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not sorted, in folders, with long names, of other kinds; a member twice; a tar that ends early."""
+    caplog = warned(caplog, monkeypatch)
+    image = picture(tmp_path / "a.png", 8, 8).read_bytes()
+    long = "d/" * 60 + "x"
+    members = [("b/1.txt", b"one"), (f"{long}.png", image), ("a/1.txt", b"two"), (".hidden", b""), ("README", b""),
+               ("a/1.cls", b"3"), (f"{long}.txt", b"long"), ("a/1.npy", b"")]  # fmt: skip
+    import io
+    import tarfile
+
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    found = dataset(tmp_path / "a.tar")
+    assert [found.turns(i)[0].value for i in range(3)] == ["one", "long", "two"]
+    assert found.index.source.where(1) == f"{tmp_path}/a.tar sample {long}" and found.counts().images.tolist() == [
+        0,
+        1,
+        0,
+    ]
+    assert "members that are not read: 2 without a suffix, 1 of another kind (.cls), 1 of another" in caplog.text
+    content = (tmp_path / "a.tar").read_bytes()
+    (tmp_path / "b.tar").write_bytes(content[: content.index(b"long")])
+    with pytest.raises(DataError, match=r"b\.tar (is no whole tar file|ends within)"):
+        dataset(tmp_path / "b.tar")
+    make.tar(tmp_path / "c.tar", [("1.txt", b"one"), ("1.txt", b"two")])
+    with pytest.raises(DataError, match=r"c\.tar has the member 1\.txt twice"):
+        dataset(tmp_path / "c.tar")
+    make.tar(tmp_path / "d.tar", [("1.cls", b"1")])
+    with pytest.raises(DataError, match=r"d\.tar holds no record: 1 of another kind \(\.cls\)"):
+        dataset(tmp_path / "d.tar")
+
+
+@pytest.mark.parametrize(
+    "name", ["1.jpg", "./1.jpg", "images/1.jpg", "/data/images/1.jpg", "jpg", "2.jpg", "images/jpg"]
+)
+def test_an_image_that_the_json_of_a_tar_names(tmp_path: Path, name: str) -> None:
+    """Its member, whatever folder the name has; any other name is a path, as in every file."""
+    image = picture(tmp_path / "a.jpg", 8, 8).read_bytes()
+    make.tar(tmp_path / "a.tar", [("1.jpg", image), ("1.json", json.dumps({"image": name, "caption": "one"}).encode())])
+    (found,) = [turn.value for turn in dataset(tmp_path / "a.tar").turns(0) if turn.kind == "image"]
+    assert isinstance(found, StoredImage) == (name not in ("2.jpg", "images/jpg"))
+    assert not isinstance(found, StoredImage) or found.read() == image
+
+
+# --- unpacked copies ----------------------------------------------------------------------------------------------
+
+
+def test_a_compressed_file_is_unpacked_once_and_is_the_plain_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog = warned(caplog, monkeypatch)
+    caplog.set_level(logging.INFO)
+    plain = write_jsonl(tmp_path / "plain" / "train.jsonl", TEXTS)
+    packed = tmp_path / "train.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    first = dataset(packed)
+    assert first.fingerprint == dataset(plain).fingerprint and first.name == "train"
+    assert first.index.source.where(6) == f"{tmp_path}/train.jsonl.gz:7" and first.image_root == tmp_path
+    assert caplog.text.count("was unpacked once into") == 1 and "0.0 MiB" in caplog.text
+    monkeypatch.setattr(unpacked, "_decompressing", lambda *_: pytest.fail("unpacked again"))
+    assert texts_of(dataset(packed)) == texts_of(first)
+    monkeypatch.undo()
+    packed.write_bytes(gzip.compress(plain.read_bytes()[:-20]))
+    with pytest.raises(DataError, match=r"train\.jsonl\.gz:7: no valid JSON"):
+        dataset(packed)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_damaged_compressed_file(suffix: str, tmp_path: Path) -> None:
+    content = (make.FOLDER / f"texts.jsonl.{suffix}").read_bytes()
+    path = tmp_path / f"a.jsonl.{suffix}"
+    for damaged in (content[: len(content) // 2], content[:20] + bytes(20) + content[40:], b"nothing of the kind"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"data file .*a\.jsonl\.{suffix} is damaged"):
+            dataset(path)
+        assert not list((tmp_path / ".unigen_index" / "unpacked").glob("a.jsonl*"))
+
+
+def test_a_copy_needs_space_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b"x" * 1000))
+    with pytest.raises(DataError, match=r"must be unpacked, and its folder is not writable\. Remedy: cache_dir"):
+        unpacked_file(path, None)
+    usage = shutil.disk_usage(tmp_path)._replace(free=(64 << 20) + 999)
+    monkeypatch.setattr(unpacked.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(DataError, match=r"about 0.0 MiB are needed and 64.0 MiB are free\. Remedy: make space"):
+        dataset(path)
+
+
+def test_large_groups_of_rows_are_copied_as_arrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{"text": f"{i} " + "word " * 200} for i in range(3000)]
+    path = write_parquet(tmp_path / "a.parquet", records)
+    found = dataset(path)
+    (copy,) = (tmp_path / ".unigen_index" / "unpacked").glob("a.parquet-*.arrow")
+    assert [found.turns(i)[0].value for i in (0, 1500, 2999)] == [records[i]["text"] for i in (0, 1500, 2999)]
+    assert found.index.source.where(2999) == f"{tmp_path}/a.parquet row 3000"
+    in_place = dataset(path, format={"type": "parquet", "unpack": False}, cache_dir=tmp_path)
+    assert in_place.fingerprint == found.fingerprint and in_place.turns(2999) == found.turns(2999)
+    before = copy.stat().st_mtime_ns
+    dataset(path)
+    assert copy.stat().st_mtime_ns == before
+
+
+# --- Hugging Face -------------------------------------------------------------------------------------------------
+
+
+def test_data_sets_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets.disable_progress_bars()
+    whole = datasets.Dataset.from_list(TEXTS)
+    datasets.DatasetDict({"train": whole, "test": whole.select([1])}).save_to_disk(tmp_path / "splits")
+    assert texts_of(dataset(tmp_path / "splits")) == [record["text"] for record in TEXTS]
+    test = {"type": "huggingface", "split": "test"}
+    assert texts_of(dataset(tmp_path / "splits", format=test)) == [TEXTS[1]["text"]]
+    with pytest.raises(DataError, match=r"has no split 'val'\. Allowed: train, test"):
+        dataset(tmp_path / "splits", format={"type": "huggingface", "split": "val"})
+    whole.save_to_disk(tmp_path / "sharded", num_shards=3)
+    assert texts_of(dataset(tmp_path / "sharded")) == [record["text"] for record in TEXTS]
+    files = str(write_jsonl(tmp_path / "x.jsonl", TEXTS))
+    loaded = dataset("json", format={"type": "huggingface", "data_files": files}, name="x")
+    assert texts_of(loaded) == [record["text"] for record in TEXTS]
+    assert loaded.index.source.where(2) == "json row 3"
+    with pytest.raises(DataError, match=r"is 2 of 7 rows\. Allowed: a whole split"):
+        dataset("json", format={"type": "huggingface", "data_files": files, "split": "train[:2]"})
+    with pytest.raises(DataError, match="data set 'json' cannot be loaded: FileNotFoundError"):
+        dataset("json", format={"type": "huggingface", "data_files": str(tmp_path / "none")})
+
+
+def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_parquet(tmp_path / "a.parquet", TEXTS)
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"a\.parquet needs the package pyarrow.*pip install 'unigen_ds\[data\]'"):
+        dataset(path)
+
+
+# --- a source of one's own ----------------------------------------------------------------------------------------
+
+
+def test_a_format_of_a_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of ``docs/extending.md``: by its suffix, by its name, and with a setting, which is in the fingerprint."""
+
+    class Louder(WordsSource):
+        def __init__(self, path: Path, *, ending: str = "", **more: Any) -> None:
+            super().__init__(path, **more)
+            self.ending = ending
+
+        def read(self, start: int, stop: int) -> list[Row]:
+            return [Row({"text": row.record["text"] + self.ending}, row.where) for row in super().read(start, stop)]
+
+    (tmp_path / "a.words").write_text("one\ntwo\n")
+    assert texts_of(dataset(tmp_path / "a.words")) == ["one", "two"] == texts_of(dataset(tmp_path, format="words"))
+    monkeypatch.setitem(SOURCES.module_dict, "words", Louder)
+    quiet, loud = (dataset(tmp_path / "a.words", format={"type": "words", "ending": end}) for end in ("", "!"))
+    assert texts_of(loud) == ["one!", "two!"] and texts_of(quiet) == ["one", "two"]
+    assert loud.index.source.where(1) == f"{tmp_path}/a.words, byte 4"
+
+
+def test_the_samples_are_those_of_their_script(tmp_path: Path) -> None:
+    make.write(tmp_path / "new")
+    for path in (tmp_path / "new").rglob("*"):
+        if path.suffix in (".jsonl", ".json", ".csv", ".tsv", ".txt", ".md", ".gz") and "saved" not in str(path):
+            assert path.read_bytes() == (make.FOLDER / path.relative_to(tmp_path / "new")).read_bytes(), path

@@ -1,0 +1,114 @@
+"""Tiles of a VLM: each shipped recipe caps them at 4 a sample and 18 a sequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.support import image, picture, talk, text, write_jsonl
+from tests.data.text.chat_support import character_tokenizer
+from tests.text_run import KeepBatches, trained
+from unigen_ds.core.choices import SHIPPED
+from unigen_ds.core.errors import ResumeBlocked
+from unigen_ds.runner import Runner
+from unigen_ds.runner.settings.tree import load_config
+
+SMALL = """
+model = dict(
+    type="VLM",
+    llm=dict(hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1),
+    vit=dict(
+        hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4
+    ),
+    pixel_shuffle_factor=2,
+)
+tokenizer = dict(type="ChatTokenizer", path="tokenizer")
+processor = dict(max_image_size=32)
+train_dataloader = dict(
+    batch_size=1,
+    seq_length=1600,
+    packing=dict(type="BestFitPacking", window=64),
+    dataset=dict(type="UnifiedGenerationDataset", data_path="train.jsonl"),
+)
+optim_wrapper = dict(optimizer=dict(type="AdamW", lr=5e-3), precision="fp32")
+train_cfg = dict(max_updates=6)
+backend = dict(type="single")
+default_hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False))
+randomness = dict(seed=1)
+work_dir = "run"
+"""
+"""A VLM without caps."""
+SAMPLE, SEQUENCE = 4, 18
+RECORDS, EVERY = 60, 6
+"""Every sixth record has an image of four tiles and the global one; the others have one tile."""
+LARGE = RECORDS // EVERY
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Data and tokenizer, in the present folder."""
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(folder: Path) -> None:
+    character_tokenizer().save_pretrained(folder / "tokenizer")
+    for name, side in (("small", 14), ("large", 32)):
+        picture(folder / f"{name}.png", side, side, seed=side)
+    names = ["large" if i % EVERY == 0 else "small" for i in range(RECORDS)]
+    records = [talk(image("user", f"{name}.png"), text("user", "?"), text("assistant", name)) for name in names]
+    write_jsonl(folder / "train.jsonl", records)
+
+
+def tiles(kept: KeepBatches) -> list[int]:
+    """Of each sequence: one is a micro-batch."""
+    return [len(batch.vit_lengths) for batch in kept.batches]
+
+
+def numbers(kept: KeepBatches) -> set[int]:
+    return {int(sample.split(":")[1]) for sample in kept.ids}
+
+
+def recipes() -> list[str]:
+    """The shipped configs of a VLM."""
+    names = SHIPPED.replace(" or ", ", ").split(", ")
+    return [name for name in names if load_config(name)["model"]["type"] == "VLM"]
+
+
+def test_every_recipe_caps_tiles_and_counts_what_exceeds(folder: Path) -> None:
+    assert "nanovlm_460m" in recipes()
+    tiny = small()
+    for name in recipes():
+        made = load_config(name, {"work_dir": str(folder / name), "train_cfg.max_updates": 6})
+        for key in ("model", "tokenizer", "processor", "backend", "optim_wrapper", "param_scheduler"):
+            made[key] = tiny.get(key, [])
+        made["val_dataloader"] = None
+        loader = made["train_dataloader"]
+        loader |= {"batch_size": 1, "num_workers": 0, "seq_length": tiny["train_dataloader"]["seq_length"]}
+        loader["dataset"] |= {"data_path": "train.jsonl", "index_workers": 0}
+        made["custom_hooks"] = [{"type": "KeepBatches"}]
+        _, kept = trained(made)
+        assert max(tiles(kept)) == SEQUENCE, "as many as may be: the samples have one each"
+        assert not any(number % EVERY == 0 for number in numbers(kept)), "their images have 5 tiles"
+        log = (folder / name / "train.log").read_text(encoding="utf-8")
+        assert f"filters remove {LARGE} of {RECORDS} records" in log and f"ImageCountFilter {LARGE}" in log
+
+
+def small(**overrides: Any) -> Any:
+    Path("config.py").write_text(SMALL, encoding="utf-8")
+    return load_config("config.py", {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def test_caps_that_a_run_is_given_later_are_changed_data_with_numbers(folder: Path) -> None:
+    Runner.from_cfg(small(), max_updates=1).train()
+    caps = {"train_dataloader__packing__max_tiles": SEQUENCE}
+    caps["train_dataloader__dataset__filters"] = [{"type": "ImageCountFilter", "max_tiles": SAMPLE}]
+    with pytest.raises(ResumeBlocked) as caught:
+        Runner.from_cfg(small(resume=True, **caps))
+    message = str(caught.value)
+    assert f"the packing was FastPacking-1/64/None and is FastPacking-1/64/{SEQUENCE}" in message
+    assert f"the filters of train were none and are ImageCountFilter(max_tiles={SAMPLE})" in message
+    assert f"train had {RECORDS} records and has {RECORDS - LARGE}" in message

@@ -1,0 +1,554 @@
+"""The matrix of engines as plain values: engines, jobs, phases. ``groups.py`` names what is run.
+
+A job is a list of phases in one work dir; a phase is one start of ``world`` processes. All jobs of a launch share one
+import of torch and DeepSpeed (``worker.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from unigen_ds.runner.settings.tree import load_config
+
+UPDATES, MATRIX_UPDATES = 14, 20
+"""Of ``make test``, one more than an epoch has; and of the whole matrix."""
+LR = 2e-3
+_WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0, "sub_group_size": 8000}
+"""By default ZeRO-3 keeps parameters under 100,000 elements gathered: all of a tiny model's; and groups whole."""
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "zero1": {"type": "deepspeed", "config": "zero1"},
+    "zero2": {"type": "deepspeed", "config": "zero2"},
+    "zero2_offload": {"type": "deepspeed", "config": "zero2_offload"},
+    "zero3": {"type": "deepspeed", "config": {"zero_optimization": {"stage": 3, **_WHOLE}}},
+    "FULL_SHARD": {"type": "fsdp", "sharding_strategy": "FULL_SHARD"},
+    "SHARD_GRAD_OP": {"type": "fsdp", "sharding_strategy": "SHARD_GRAD_OP"},
+    "NO_SHARD": {"type": "fsdp", "sharding_strategy": "NO_SHARD"},
+}
+"""The seven that the matrix is made of, at 1 and 2 processes."""
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "single": {"type": "single"},
+    "zero3_preset": {"type": "deepspeed", "config": "zero3"},
+    "zero3_offload": {"type": "deepspeed", "config": "zero3_offload"},
+    "HYBRID_SHARD": {"type": "fsdp", "sharding_strategy": "HYBRID_SHARD", "num_shard": 2},
+    "FULL_SHARD_offload": {"type": "fsdp", "sharding_strategy": "FULL_SHARD", "cpu_offload": True},
+    "FULL_SHARD_once": {"type": "fsdp", "sharding_strategy": "FULL_SHARD", "sync_every_iteration": False},
+}
+ALL = {**ENGINES, **OTHERS}
+
+GEOMETRY = {1: (4, 2), 2: (2, 2), 4: (1, 2), 8: (1, 1)}
+"""World size -> (batch_size, accumulative_counts): 8 sequences an update, up to 4 processes in two iterations."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One start of ``world`` processes. ``config``: overrides of ``tests/tiny.py``, dots written as ``__``."""
+
+    world: int
+    config: dict[str, Any]
+    max_updates: int = UPDATES
+    killed: bool = False
+    """It must end by SIGKILL."""
+    disk_mib: int = 0
+    """The work dir is a disk of its own (tmpfs) of this size, where that is permitted (``small_disk.MOUNTED``)."""
+    data: str = "digits/mixed.jsonl"
+    """Below the folder of the launch's data, which ``{data}`` stands for in ``config``."""
+    config_file: str | None = None
+    """A config below the repository's root, which ``main`` of ``tools/train.py`` trains; None: ``tests/tiny.py``."""
+    per_node: int | None = None
+    """Processes of a node, as a launcher announces them; None: all are on one."""
+    folder: str = ""
+    """The work dir below the job's, where all phases are in the same processes; empty: the phase's number."""
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    phases: list[Phase] = field(default_factory=list)
+    same_process: bool = False
+    """All phases in the same processes, one after the other, each in its own work dir ``<name>/<number>``."""
+    resumes: str | None = None
+    """A job that must be done before; this one goes on from its last checkpoint, in its own work dir, or takes its
+    weights where there is a ``load_cfg``."""
+
+
+def config(engine: str, world: int, *, geometry: tuple[int, int] | None = None, **overrides: Any) -> dict[str, Any]:
+    """Overrides of one run: unpacked mixed data, constant learning rate, the average of the weights kept."""
+    batch_size, counts = geometry or GEOMETRY[world]
+    return {
+        "backend": ALL[engine],
+        "train_dataloader__batch_size": batch_size,
+        "train_dataloader__packing": None,
+        "optim_wrapper__accumulative_counts": counts,
+        "optim_wrapper__optimizer__lr": LR,
+        "param_scheduler": [],
+        "custom_hooks": [{"type": "EMAHook", "momentum": 0.1}, {"type": "RecordHook"}],
+        "env": {"dist_timeout_s": 120.0},
+        **overrides,
+    }
+
+
+def plain(engine: str, world: int, updates: int, **overrides: Any) -> Job:
+    return Job(f"{engine}@{world}", [Phase(world, config(engine, world, **overrides), updates)])
+
+
+def equivalence(*, full: bool) -> list[Job]:
+    """Everybody against ``single@1``; ``single_8x1`` is the same update cut once."""
+    num = MATRIX_UPDATES if full else UPDATES
+    jobs = [plain("single", 1, num), Job("single_8x1", [Phase(1, config("single", 1, geometry=(8, 1)), num)])]
+    jobs += [plain(engine, 2, num) for engine in (*ENGINES, "zero3_preset", "FULL_SHARD_once", "FULL_SHARD_offload")]
+    jobs += [plain(engine, 1, num) for engine in ENGINES]
+    jobs.append(plain("HYBRID_SHARD", 4, num))
+    if full:
+        jobs.append(plain("zero3_offload", 2, num))
+        jobs += [plain(engine, 4, num) for engine in ENGINES]
+        jobs += [plain(engine, 8, num) for engine in ("zero2", "FULL_SHARD")]
+    return jobs
+
+
+BF16_SPREAD = 1.5
+"""How much farther from fp32 an engine's bf16 may be than the farther one of the two cuts: each is one draw of the same
+rounding, and which is the farthest depends on the processor's kernels (up to 1.31 on an AMD EPYC, below 1 before)."""
+BF16_CUTS = ("bf16/single@1", "bf16/single_8x1")
+
+
+def bf16(*, full: bool) -> list[Job]:
+    """The same in bf16."""
+    low = {"optim_wrapper__precision": "bf16"}
+    num = MATRIX_UPDATES if full else UPDATES
+    jobs = [Job("bf16/single@1", [Phase(1, config("single", 1, **low), num)])]
+    jobs.append(Job("bf16/single_8x1", [Phase(1, config("single", 1, geometry=(8, 1), **low), num)]))
+    jobs += [Job(f"bf16/{e}@2", [Phase(2, config(e, 2, **low), num)]) for e in ENGINES]
+    if full:
+        jobs += [Job(f"bf16/{e}@1", [Phase(1, config(e, 1, **low), num)]) for e in ENGINES]
+        jobs.append(Job("bf16/HYBRID_SHARD@4", [Phase(4, config("HYBRID_SHARD", 4, **low), num)]))
+    return jobs
+
+
+FAILS_AT = 5
+"""The first preview, at a save; the second, at the end, is whole."""
+_PICTURE = "{data}/digits/train/0010.png"
+PREVIEWS: dict[str, dict[str, Any]] = {}
+PREVIEWS["digits"] = {
+    "type": "FailingPreviewHook", "interval": FAILS_AT, "size": [8, 8], "flow": {"num_timesteps": 3},
+    "max_new_tokens": 6,
+    "prompts": [
+        "draw a three", {"prompt": "this is zero", "understand": True},
+        {"prompt": "draw a four", "images": [_PICTURE], "understand": False}, "draw a two",
+    ],
+    "images": [_PICTURE, "{data}/digits/mixed.jsonl"],
+    "num_held_out": 2,
+    "held_out": {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/mixed.jsonl"},
+}  # fmt: skip
+"""An odd number of pictures and texts, one of which cannot be made: two ranks need different calls of the model."""
+PREVIEWS["talks"] = {
+    "type": "FailingPreviewHook", "interval": FAILS_AT, "max_new_tokens": 5, "question": "so?",
+    "prompts": ["red?"], "images": ["{data}/talks/0.png", "{data}/talks/2.png"], "num_held_out": 2,
+    "held_out": {"type": "UnifiedGenerationDataset", "data_path": "{data}/talks/mixed.jsonl"},
+}  # fmt: skip
+PREVIEWS["words"] = {
+    "type": "PreviewHook", "interval": 2, "max_new_tokens": 9, "prompts": ["one two three", "five", "seven zero"],
+}  # fmt: skip
+
+RESUME_UPDATES, KILL_AT, SAVED_AT = 10, 7, 5
+CURVE = [
+    {"type": "LinearLR", "start_factor": 0.1, "by_epoch": True, "begin": 0, "end": 0.5, "convert_to_iter_based": True},
+    {"type": "CosineAnnealingLR", "by_epoch": True, "begin": 0.5, "end": 3, "convert_to_iter_based": True},
+]
+
+
+def resume(*, full: bool) -> list[Job]:
+    """Straight, and killed with SIGKILL in update 7 and resumed from update 5: dropout, two loader workers, EMA."""
+    pairs = [(e, 2, "fp32") for e in ENGINES]
+    pairs += [(e, 2, "bf16") for e in (ENGINES if full else ("zero1", "zero3"))]
+    if full:
+        pairs += [("HYBRID_SHARD", 4, "fp32"), ("single", 1, "fp32"), ("single", 1, "bf16")]
+    jobs = []
+    for engine, world, precision in pairs:
+        base = config(engine, world, model__llm__dropout=0.1, optim_wrapper__precision=precision)
+        phase = Phase(world, base, RESUME_UPDATES)
+        previews = [PREVIEWS["digits"]] * ((engine, precision) != ("zero3", "bf16"))  # half a minute, as in fp32
+        jobs += killed_and_straight(f"resume/{engine}@{world}-{precision}", phase, previews=previews)
+    return jobs
+
+
+def killed_and_straight(name: str, phase: Phase, *, previews: Sequence[dict[str, Any]] = ()) -> list[Job]:
+    """The run of ``phase``, with two loader workers and a curve, never stopped and stopped once.
+
+    ``previews``: hooks of the former alone. So what they change of the training would be found, too.
+    """
+    changes = {
+        "train_dataloader__num_workers": 2,
+        "default_hooks__checkpoint__interval": 10,
+        "param_scheduler": CURVE,
+        "train_cfg__max_epochs": 3,
+    }
+    base = {**phase.config, **changes}
+    killed = {**base, "custom_hooks": [*base["custom_hooks"], {"type": "KillHook", "at_update": KILL_AT}]}
+    phases = [replace(phase, config=killed, killed=True), replace(phase, config={**base, "resume": True})]
+    straight = {**base, "custom_hooks": [*base["custom_hooks"], *previews]}
+    return [Job(f"{name}/straight", [replace(phase, config=straight)]), Job(f"{name}/killed", phases)]
+
+
+CHAIN = (
+    ("zero2", 2, (2, 3), 4),
+    ("FULL_SHARD", 3, (1, 4), 9),
+    ("zero3", 1, (6, 2), 14),
+    ("single", 1, (4, 3), 19),
+    ("zero2", 4, (3, 1), 26),
+)
+"""Engine, processes, cut of the 12 sequences of an update, last update."""
+PRIME_RECORDS, CHAIN_EPOCHS = 103, 3
+"""Filled up to 104 sequences, which 12 does not divide: updates span two epochs, and the third ends with update 26."""
+OWN_RECORDS = 51
+"""Of ``users.OwnDataset``."""
+
+
+def chain() -> list[Job]:
+    """One run that goes from engine to engine, process count to process count and cut to cut; and one process."""
+    phases = []
+    for number, (engine, world, geometry, last) in enumerate((*CHAIN, ("single", 1, (4, 3), CHAIN[-1][-1]))):
+        overrides = config(
+            engine,
+            world,
+            geometry=geometry,
+            train_dataloader__drop_last=False,
+            train_cfg__max_epochs=CHAIN_EPOCHS,
+            param_scheduler=CURVE,
+            resume=0 < number < len(CHAIN),
+        )
+        phases.append(Phase(world, overrides, last, data="digits/prime.jsonl"))
+    return [Job("chain/elastic", phases[:-1]), Job("chain/single", phases[-1:])]
+
+
+SAVERS = (
+    ("single", 1), ("zero1", 2), ("zero2", 2), ("zero2", 4), ("zero3", 2), ("zero3", 4),
+    ("FULL_SHARD", 2), ("FULL_SHARD", 4), ("HYBRID_SHARD", 4),
+)  # fmt: skip
+LOADERS = (
+    ("single", 1), ("zero2", 1), ("zero2", 3), ("zero3", 2), ("zero3", 3),
+    ("FULL_SHARD", 1), ("FULL_SHARD", 3), ("HYBRID_SHARD", 4),
+)  # fmt: skip
+COVER = (
+    ("single@1", "zero3@3"), ("zero1@2", "FULL_SHARD@3"), ("zero2@2", "HYBRID_SHARD@4"), ("zero2@2", "single@1"),
+    ("zero2@4", "FULL_SHARD@1"), ("zero3@2", "zero2@3"), ("zero3@4", "single@1"), ("FULL_SHARD@2", "zero2@1"),
+    ("FULL_SHARD@4", "zero3@2"), ("HYBRID_SHARD@4", "zero2@3"),
+)  # fmt: skip
+"""What ``make test`` has time for: every saver, every loader, DeepSpeed and FSDP crossed both ways."""
+LOW_PAIRS = (
+    ("bf16", "zero1@2", "FULL_SHARD@3"), ("bf16", "FULL_SHARD@2", "zero3@3"),
+    ("fp16", "FULL_SHARD@2", "zero3@3"), ("fp16", "single@1", "FULL_SHARD@3"), ("fp16", "zero2@2", "single@1"),
+)  # fmt: skip
+ELASTIC_SAVED, ELASTIC_UPDATES, OVERFLOW_AT = 3, 8, 2
+SAVER_CUT = {1: (6, 2), 2: (3, 2), 4: (3, 1)}
+LOADER_CUT = {1: (4, 3), 2: (2, 3), 3: (2, 2), 4: (1, 3)}
+"""Always 12 sequences an update. 8 updates are 96 sequences: less than an epoch, whatever the first cut."""
+
+
+def elastic(*, full: bool) -> list[Job]:
+    """A user's own model saved by one engine and loaded by another; ``SaveAtOnceHook`` saves what was loaded."""
+    names = [[f"{engine}@{world}" for engine, world in group] for group in (SAVERS, LOADERS)]
+    pairs = [("fp32", a, b) for a in names[0] for b in names[1]] if full else [("fp32", a, b) for a, b in COVER]
+    pairs += LOW_PAIRS
+    jobs = [Job("elastic/straight", [_elastic("fp32", "single@1", SAVER_CUT, ELASTIC_UPDATES)])]
+    for precision, saver in dict.fromkeys((precision, saver) for precision, saver, _ in pairs):
+        phase = _elastic(precision, saver, SAVER_CUT, ELASTIC_SAVED)
+        phase = replace(phase, config={**phase.config, "default_hooks__checkpoint__form": "both"})
+        jobs.append(Job(f"elastic/{precision}-{saver}", [phase]))
+    for precision, saver, loader in pairs:
+        name = f"elastic/{precision}-{saver}"
+        phase = _elastic(precision, loader, LOADER_CUT, ELASTIC_UPDATES)
+        jobs.append(Job(f"{name}-to-{loader}", [phase], resumes=name))
+    return jobs
+
+
+def _elastic(precision: str, name: str, cut: dict[int, tuple[int, int]], updates: int) -> Phase:
+    engine, _, world = name.partition("@")
+    model: dict[str, Any] = {"model": {"type": "OddModel"}}
+    groups = [{"pattern": "connector", "lr": 5e-3, "weight_decay": 0.1}]
+    hooks = ["SaveAtOnceHook"]
+    if precision == "fp16":  # an overflow in update 2: the loss scale must not be the initial one
+        model = {"model__type": "FaultyModel", "model__bad_update": OVERFLOW_AT, "model__bad_rank": 0}
+        model["custom_imports"] = {"imports": ["tests.end_to_end.engines.fp16_on_cpu"]}
+        hooks.append("FaultHook")
+    overrides = config(
+        engine,
+        int(world),
+        geometry=cut[int(world)],
+        optim_wrapper__paramwise_cfg={"groups": groups},
+        optim_wrapper__precision=precision,
+        **model,
+    )
+    overrides["custom_hooks"] = [*overrides["custom_hooks"], *({"type": hook} for hook in hooks)]
+    return Phase(int(world), overrides, updates)
+
+
+FULL_DISK_SAVERS = (("single", 1), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2))
+FULL_DISK_UPDATES, FAULTS_AT, FULL_FROM, FULL_TO = 8, 2, 3, 5
+
+
+def full_disk(*, full: bool) -> list[Job]:
+    """A user's own model, undisturbed; and on a small disk of its own. There, after update 2, before any save, a
+    checkpoint is saved again and again, while the N-th write of each rank in turn fails; the periodic save of update 4
+    meets a disk that is really full; that of update 6 succeeds.
+    """
+    jobs = []
+    for engine, world in FULL_DISK_SAVERS:
+        overrides = config(engine, world, model={"type": "OddModel"})
+        jobs.append(Job(f"full_disk/straight/{engine}@{world}", [Phase(world, overrides, FULL_DISK_UPDATES)]))
+        hook = {"type": "FullDiskHook", "at_update": FAULTS_AT, "full": [FULL_FROM, FULL_TO]}
+        overrides = {
+            **overrides,
+            "default_hooks__checkpoint__interval": 2 * GEOMETRY[world][1],
+            "default_hooks__checkpoint__max_keep_ckpts": -1,
+            "custom_hooks": [*overrides["custom_hooks"], hook],
+        }
+        jobs.append(Job(f"full_disk/{engine}@{world}", [Phase(world, overrides, FULL_DISK_UPDATES, disk_mib=4)]))
+    return jobs
+
+
+BAD_UPDATE, BAD_UPDATES = 5, 8
+
+
+def faulty(*, full: bool) -> list[Job]:
+    """Rank 1's gradient is not finite in update 5; a checkpoint after every update."""
+    jobs = []
+    runs = [("single", 1, "fp32")] + [(e, 2, "fp32") for e in ENGINES]
+    runs += [("zero1", 2, "bf16"), ("zero2_offload", 2, "bf16")]
+    runs += [(e, 2, "bf16") for e in ENGINES if e not in ("zero1", "zero2_offload")] if full else []
+    for engine, world, precision in runs:
+        overrides = config(
+            engine,
+            world,
+            model__type="FaultyModel",
+            model__bad_update=BAD_UPDATE,
+            model__bad_rank=world - 1,
+            default_hooks__checkpoint__interval=2,
+            default_hooks__checkpoint__max_keep_ckpts=-1,
+            optim_wrapper__precision=precision,
+        )
+        overrides["custom_hooks"] = [*overrides["custom_hooks"], {"type": "FaultHook"}]
+        jobs.append(Job(f"faulty/{engine}@{world}-{precision}", [Phase(world, overrides, BAD_UPDATES)]))
+    return jobs
+
+
+def frozen(*, full: bool) -> list[Job]:
+    """ViT and connector frozen."""
+    engines = ("single", *ENGINES) if full else ("single", "zero2", "zero3", "FULL_SHARD")
+    jobs = []
+    for engine in engines:
+        world = 1 if engine == "single" else 2
+        overrides = config(engine, world, model__freeze=["vae", "vit", "connector"])
+        jobs.append(Job(f"frozen/{engine}@{world}", [Phase(world, overrides, MATRIX_UPDATES if full else 6)]))
+    return jobs
+
+
+PACKED_UPDATES = 2
+PACKED_CHAIN = (("zero2", "fp32"), ("FULL_SHARD", "fp32"), ("zero3", "fp32"), ("zero1", "bf16"))
+
+
+def packed(*, full: bool) -> list[Job]:
+    """NF4 and INT8 weights in frozen parts: one run that goes from engine to engine, two updates each; one process."""
+    quantized = {
+        "model__freeze": ["vae", "vit", "llm"], "model__quantize": {"vit": "int8", "llm": "nf4"},
+        "default_hooks__checkpoint__max_keep_ckpts": -1,
+    }  # fmt: skip
+    phases = []
+    for number, (engine, precision) in enumerate(PACKED_CHAIN):
+        overrides = config(engine, 2, optim_wrapper__precision=precision, resume=number > 0, **quantized)
+        phases.append(Phase(2, overrides, PACKED_UPDATES * (number + 1)))
+    single = Phase(1, config("single", 1, **quantized), PACKED_UPDATES * len(PACKED_CHAIN))
+    return [Job("packed/engines", phases), Job("packed/single", [single])]
+
+
+def odd(*, full: bool) -> list[Job]:
+    """A user's own model: odd sizes, tied weights, a frozen tower, a buffer, two groups; saved and resumed half way."""
+    jobs = []
+    for engine in ("single", *ENGINES):
+        world = 1 if engine == "single" else 2
+        overrides = config(
+            engine,
+            world,
+            model={"type": "OddModel"},
+            optim_wrapper__paramwise_cfg={"groups": [{"pattern": "connector", "lr": 5e-3, "weight_decay": 0.1}]},
+        )
+        jobs.append(Job(f"odd/{engine}@{world}", [Phase(world, overrides, 10)]))
+        half = {**overrides, "default_hooks__checkpoint__form": "full"}  # resumed from the consolidated files
+        phases = [Phase(world, half, 5), Phase(world, {**overrides, "resume": True}, 10)]
+        if full or engine in ("zero1", "zero2", "zero3", "FULL_SHARD"):
+            jobs.append(Job(f"odd/{engine}@{world}-resumed", phases))
+    return jobs
+
+
+def recompute(*, full: bool) -> list[Job]:
+    """Activation checkpointing, with dropout, off and on."""
+    engines = ("single", *ENGINES) if full else ("single", "zero3", "FULL_SHARD")
+    jobs = []
+    for engine in engines:
+        world = 1 if engine == "single" else 2
+        for on in (False, True):
+            overrides = config(engine, world, model__llm__dropout=0.1, model__activation_checkpointing=on)
+            jobs.append(Job(f"recompute/{engine}@{world}-{on}", [Phase(world, overrides, 6)]))
+    return jobs
+
+
+COMPILED_UPDATES = 4
+_ONE_LAYER = {"model__llm__num_hidden_layers": 1}
+"""A layer takes about 40 s to compile."""
+
+
+def compiled(*, full: bool) -> list[Job]:
+    """``torch.compile`` of every decoder layer. ``make test``: one update, uncut (each shape is compiled anew), and
+    without C++.
+    """
+    if not full:
+        more = {"custom_imports": {"imports": ["tests.end_to_end.engines.quick_compiler"]}, **_ONE_LAYER}
+        more["custom_hooks"] = [{"type": "StructureHook"}]
+        runs = [("plain", False), ("single@1", True)]
+        return [
+            Job(f"compiled/{name}", [Phase(1, config("single", 1, geometry=(8, 1), model__compile=on, **more), 1)])
+            for name, on in runs
+        ]
+    jobs = [Job("compiled/plain", [Phase(1, config("single", 1, **_ONE_LAYER), COMPILED_UPDATES)])]
+    for engine, world in (("single", 1), ("FULL_SHARD", 2), ("zero2", 2), ("zero3", 2)):
+        overrides = config(engine, world, model__compile=True, env={"dist_timeout_s": 800.0}, **_ONE_LAYER)
+        jobs.append(Job(f"compiled/{engine}@{world}", [Phase(world, overrides, COMPILED_UPDATES)]))
+    return jobs
+
+
+PUBLISHED = {
+    "type": "UnifiedModel", "pretrained": {"llm": "{data}/parts/llm", "vit": "{data}/parts/vit"}, "copy_init_moe": True,
+    "vae": {"type": "PixelAutoencoder", "channels": 1}, "latent_patch_size": 2, "max_latent_size": 4,
+}  # fmt: skip
+"""A model that starts from ``users.write_parts``; some of its weights are in no file."""
+PUBLISHED_UPDATES = 4
+
+
+def published(*, full: bool) -> list[Job]:
+    """Published weights read shard by shard; two runs are resumed half way."""
+    runs = [("single", 1, "fp32")] + [(e, 2, "fp32") for e in (ENGINES if full else ("zero2", "zero3", "FULL_SHARD"))]
+    runs += [("zero3", 2, "bf16"), ("FULL_SHARD", 2, "bf16")] + [("HYBRID_SHARD", 4, "fp32")] * full
+    jobs = []
+    for engine, world, precision in runs:
+        overrides = config(engine, world, model=PUBLISHED, optim_wrapper__precision=precision)
+        jobs.append(Job(f"published/{engine}@{world}-{precision}", [Phase(world, overrides, PUBLISHED_UPDATES)]))
+        if (engine, precision) in (("zero3", "fp32"), ("FULL_SHARD", "fp32")):
+            phases = [Phase(world, overrides, 2), Phase(world, {**overrides, "resume": True}, PUBLISHED_UPDATES)]
+            jobs.append(Job(f"published/{engine}@{world}-resumed", phases))
+    return jobs
+
+
+DECODER = {
+    "type": "DecoderLM", "pretrained": "{data}/decoder", "llm": {"vocab_size": 61, "attention_dropout": 0.0},
+    "activation_checkpointing": True,
+}  # fmt: skip
+"""Llama from ``texts.write_decoder``, tied embeddings, some rows of which are in no file."""
+DECODER_UPDATES = 4
+
+
+def decoder(*, full: bool) -> list[Job]:
+    """Published weights of a decoder language model, read shard by shard, trained on documents, packed; two sources."""
+    runs = [("single", 1)] + [(engine, 2) for engine in (ENGINES if full else ("zero2", "zero3", "FULL_SHARD"))]
+    source = {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/text.jsonl"}
+    changes = {
+        "model": DECODER,
+        "processor": None,
+        "train_dataloader__packing": {"type": "BestFitPacking", "window": 32},
+        "train_dataloader__dataset": [source, source],
+        "default_hooks__logger__statistics_interval": 2,
+    }
+    jobs = []
+    for engine, world in runs:
+        overrides = config(engine, world, **changes)
+        overrides["custom_hooks"] = [*overrides["custom_hooks"], PREVIEWS["words"]]
+        jobs.append(
+            Job(f"decoder/{engine}@{world}", [Phase(world, overrides, DECODER_UPDATES, data="digits/text.jsonl")])
+        )
+    return jobs
+
+
+def memory(*, full: bool) -> list[Job]:
+    """Larger, so that a batch's own tensors do not count; three updates of one or two sequences an iteration."""
+    sizes = {
+        "model__llm__hidden_size": 128, "model__llm__intermediate_size": 512, "model__llm__num_hidden_layers": 3,
+        "model__freeze": ["vae", "vit"], "custom_hooks": [{"type": "CountedBytesHook"}, {"type": "MemoryHook"}],
+    }  # fmt: skip
+    buckets = {"reduce_bucket_size": 20000, "allgather_bucket_size": 20000}
+    jobs = []
+    runs = [("single", 1, "fp32")] + [(e, w, "fp32") for e in ENGINES for w in ((1, 2, 4) if full else (2,))]
+    runs += [("HYBRID_SHARD", 4, "fp32")]
+    runs += [("single", 1, "bf16")] + [(e, 2, "bf16") for e in ENGINES] if full else []
+    for engine, world, precision in runs:
+        geometry = (2, 2) if engine == "zero2" else (1, 2)  # with one sequence its ranks need the same
+        overrides = {**config(engine, world, geometry=geometry), **sizes, "optim_wrapper__precision": precision}
+        overrides["backend"] = with_buckets(ALL[engine], buckets)
+        jobs.append(Job(f"memory/{engine}@{world}-{precision}", [Phase(world, overrides, 3)]))
+    return jobs
+
+
+def with_buckets(backend: dict[str, Any], buckets: dict[str, int]) -> dict[str, Any]:
+    """A DeepSpeed preset with small communication buckets: by default one alone is 500 million elements."""
+    if backend["type"] != "deepspeed":
+        return backend
+    given = backend["config"]
+    presets = {"zero1": {"stage": 1}, "zero2": {"stage": 2}}
+    presets["zero2_offload"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    zero = presets[given] if isinstance(given, str) else given["zero_optimization"]
+    return {**backend, "config": {"zero_optimization": {**zero, **buckets}}}
+
+
+def one_process() -> list[Job]:
+    """Engine after engine in the same two processes: closing one must leave nothing behind."""
+    engines = ("zero3", "FULL_SHARD", "zero2", "NO_SHARD")
+    return [Job("one_process", [Phase(2, config(e, 2), 6) for e in engines], same_process=True)]
+
+
+NEW_WORDS = ("red", "green", "blue", "upside", "down")
+
+
+def partial() -> list[Job]:
+    """A larger model with new words takes what it can use of a smaller one's checkpoint; nobody is trained further."""
+    words = [*load_config("unified_digits").tokenizer["words"], *NEW_WORDS]
+    load_cfg = {
+        "revise_keys": [(r"(^language_model.*)layers\.0\.", r"\1layers.1."), (r"^vae2llm\.", "another.")],
+        "allow": ["missing", "unexpected", "reshaped"],
+        "resize_vocab": True,
+    }
+    larger = {"tokenizer__words": words, "model__vit__intermediate_size": 48}
+    small = config("zero3", 2, model__llm__num_hidden_layers=1)
+    jobs = [Job("partial/source", [Phase(2, small, 1)])]
+    jobs.append(Job("partial/fresh", [Phase(1, config("single", 1, **larger), 0)]))
+    for engine, world in (("single", 1), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2)):
+        phase = Phase(world, config(engine, world, **larger, load_cfg=load_cfg), 0)
+        jobs.append(Job(f"partial/{engine}@{world}", [phase], resumes="partial/source"))
+    return jobs
+
+
+def inspected() -> list[Job]:
+    """One update, after which ``InspectHook`` says which private attributes of DeepSpeed are there."""
+    jobs = []
+    for engine, precision in (("zero1", "fp32"), ("zero1", "bf16"), ("zero2", "fp32"), ("zero3", "fp32")):
+        overrides = config(engine, 1, optim_wrapper__precision=precision, custom_hooks=[{"type": "InspectHook"}])
+        jobs.append(Job(f"inspected/{engine}@1-{precision}", [Phase(1, overrides, 1)]))
+    return jobs
+
+
+def layouts() -> list[Job]:
+    """Small checkpoints of the user's own model, for the tests of the readers."""
+    runs = [("zero1", 2, "fp32"), ("zero1", 2, "bf16"), ("zero2", 2, "fp32"), ("zero2", 2, "bf16")]
+    runs += [("zero3", 2, "fp32"), ("zero3", 2, "bf16"), ("FULL_SHARD", 2, "fp32"), ("FULL_SHARD", 2, "bf16")]
+    runs += [("NO_SHARD", 2, "fp32")]
+    jobs = []
+    for engine, world, precision in runs:
+        overrides = config(
+            engine,
+            world,
+            model={"type": "OddModel"},
+            optim_wrapper__paramwise_cfg={"groups": [{"pattern": "connector", "lr": 5e-3}]},
+            optim_wrapper__precision=precision,
+        )
+        jobs.append(Job(f"layouts/{engine}@{world}-{precision}", [Phase(world, overrides, 2)]))
+    return jobs

@@ -1,0 +1,295 @@
+"""Start ``worker.py`` once for many jobs, and look at what they left behind."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests import full_disk
+from tests.end_to_end.engines.cases import Job
+from tests.end_to_end.engines.groups import jobs_of
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.layouts import open_reader
+from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core.shards import EMA, ShardReader
+from unigen_ds.system.journals import read_lines
+
+ROOT = Path(__file__).resolve().parents[3]
+Tensors = dict[tuple[str, str], Tensor]
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+"""Variables that a worker must not inherit."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One job's work dir."""
+
+    folder: Path
+
+    @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """The metrics that count."""
+        return [line for line in read_lines(self.folder / "metrics.jsonl") if "loss" in line]
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Oldest first."""
+        return [found.path for found in store.list_checkpoints(self.folder) if found.problem is None]
+
+    @cached_property
+    def final(self) -> Tensors:
+        """Everything in the last checkpoint, whole, by (kind, name): weights, moments, steps, buffers, average."""
+        return tensors(self.checkpoints[-1])
+
+    @cached_property
+    def initial(self) -> dict[str, Tensor]:
+        """The weights before the first update, as the engine had them."""
+        return load_file(self.folder / "initial.safetensors")
+
+    @cached_property
+    def held(self) -> dict[str, Tensor]:
+        """The weights after the last update, as the engine had them: not read from a checkpoint."""
+        return load_file(self.folder / "final.safetensors")
+
+    def records(self, rank: int) -> list[dict[str, Any]]:
+        """What each micro-batch of a rank held."""
+        text = (self.folder / f"record_{rank}.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def memory(self) -> list[dict[str, int]]:
+        """Bytes counted by each rank (``users.MemoryHook``), and their ``total``."""
+        found = [json.loads(path.read_text()) for path in sorted(self.folder.glob("memory_*.json"))]
+        for m in found:
+            m["total"] = m["parameters"] + max(m["sharded"], m["gradients"]) + m["optimizer"]
+        return found
+
+    def counted(self) -> list[dict[str, int]]:
+        """The highest sum of tensor bytes of each rank, and what is held between updates (``CountedBytesHook``)."""
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("counted_*.json"))]
+
+
+def tensors(checkpoint: Path) -> Tensors:
+    """Every tensor of a checkpoint."""
+    readers: list[ShardReader] = [open_reader(checkpoint, Manifest.read(checkpoint))]
+    if (checkpoint / EMA).is_dir():
+        readers.append(SafetensorsReader(checkpoint / EMA))
+    return {
+        (kind, name): reader.read(kind, name, 0, reader.numel(kind, name)).clone()
+        for reader in readers
+        for kind in reader.kinds()
+        for name in reader.names(kind)
+    }
+
+
+class Launched:
+    """All jobs of one start. ``outcome`` raises with the log of a job that failed."""
+
+    def __init__(self, out: Path, jobs: Sequence[Job], *, timeout_s: float = 3000.0) -> None:
+        self.out = out
+        self.results: dict[str, dict[str, Any]] = {}
+        self._finish(self._begin(jobs), timeout_s)
+
+    def _begin(self, jobs: Sequence[Job]) -> subprocess.Popen[bytes]:
+        """The worker, which has begun."""
+        out = self.out
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "results.json").unlink(missing_ok=True)
+        cases = out / "jobs.json"
+        cases.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+        with (out / "worker.log").open("w", encoding="utf-8") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tests.end_to_end.engines.worker", str(cases), str(out)],
+                cwd=ROOT,
+                env={k: v for k, v in os.environ.items() if k not in LAUNCHER} | _preloaded(jobs, out),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _finish(self, worker: subprocess.Popen[bytes], timeout_s: float) -> None:
+        """Wait for the worker's last job, and read what became of all of them."""
+        out = self.out
+        try:
+            worker.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            worker.kill()
+            raise AssertionError(f"{error}\n{_end(out)}") from error
+        assert (out / "results.json").is_file(), _end(out)
+        self.results |= json.loads((out / "results.json").read_text())
+
+    def outcome(self, name: str, folder: str = "") -> Outcome:
+        """``folder``: of a phase, where all are in the same processes."""
+        problem = self.results[name]["problem"]
+        assert problem is None, f"{name}: {problem}"
+        return Outcome(self.out / name / folder)
+
+
+def _preloaded(jobs: Sequence[Job], out: Path) -> dict[str, str]:
+    """For jobs on a full disk: the library that makes its calls fail."""
+    if not any(phase.disk_mib for job in jobs for phase in job.phases):
+        return {}
+    return {"LD_PRELOAD": str(full_disk.library(out))}
+
+
+class OnDemand(Launched):
+    """A launch for each job that a test asks for, with what it resumes from: where one test of many is run."""
+
+    def __init__(self, out: Path, jobs: Sequence[Job]) -> None:
+        self.out, self._jobs = out, {job.name: job for job in jobs}
+        self.results = {}
+
+    def outcome(self, name: str, folder: str = "") -> Outcome:
+        chain: list[Job] = []
+        wanted: str | None = name
+        while wanted is not None and wanted not in self.results:
+            chain.insert(0, self._jobs[wanted])
+            wanted = chain[0].resumes
+        if chain:
+            self._finish(self._begin(chain), timeout_s=600.0)
+        return super().outcome(name, folder)
+
+
+_WANTED: set[str] = set()
+RUNS = "runs"
+"""What test modules call the result of ``want``: ``conftest.py`` knows them by it."""
+
+
+def want(*groups: str) -> Callable[[], Launched]:
+    """Called by a test module while it is imported; what it returns gives the results inside a test.
+
+    All modules are imported before the first test runs, so one launch serves whatever was selected; ``conftest.py``
+    begins it then, and has those tests run last.
+    """
+    _WANTED.update(groups)
+
+    def launched() -> Launched:
+        found = _launched()
+        if isinstance(found, AssertionError):
+            raise found
+        return found
+
+    return launched
+
+
+class Background(Launched):
+    """A launch that has begun; the first test that asks for a result waits for its end."""
+
+    def __init__(self, out: Path, jobs: Sequence[Job]) -> None:
+        self.out, self.results = out, {}
+        self._worker = self._begin(jobs)
+        atexit.register(self._stop)
+
+    def _stop(self) -> None:
+        """Where pytest ends before the jobs do."""
+        self._worker.terminate()
+        self._worker.wait()
+
+    def ended(self) -> bool:
+        """Also in a process that was forked from this one."""
+        running = Path(f"/proc/{self._worker.pid}/stat")
+        return not running.exists() or running.read_text().rpartition(")")[2].split()[0] == "Z"
+
+    def finished(self) -> Launched:
+        self._finish(self._worker, timeout_s=3000.0)
+        return self
+
+
+@cache
+def begin() -> Background | OnDemand:
+    """Called when all tests are collected: the engines' jobs run beside the tests that need none of them.
+
+    With ``ENGINE_JOBS=needed`` in the environment (``tests/mutate.py`` sets it) only the jobs that tests ask for run.
+    """
+    out = Path(tempfile.mkdtemp(prefix="engines-"))
+    atexit.register(shutil.rmtree, out, ignore_errors=True)
+    kind = OnDemand if os.environ.get("ENGINE_JOBS") == "needed" else Background
+    return kind(out, jobs_of(_WANTED, full=False))
+
+
+@cache
+def _launched() -> Launched | AssertionError:
+    """A launch that fails, or comes to no end, does so once: not again for every test that asks."""
+    begun = begin()
+    try:
+        return begun.finished() if isinstance(begun, Background) else begun
+    except AssertionError as error:
+        return error
+
+
+def _end(out: Path) -> str:
+    return (out / "worker.log").read_text(encoding="utf-8", errors="replace")[-5000:]
+
+
+def relative(a: float | None, b: float | None) -> float:
+    """|a - b| / |b|; a value that only one of them has is infinitely far away."""
+    if a is None or b is None:
+        return 0.0 if a is b else float("inf")
+    return abs(a - b) / max(abs(b), 1e-30)
+
+
+METRICS = ("loss", "loss/text", "loss/image", "grad_norm")
+
+
+def metric_deviation(run: Outcome, oracle: Outcome, *, after: int = 0, updates: int | None = None) -> float:
+    """The largest relative deviation of losses and gradient norms over the updates ``after + 1 .. updates``."""
+    a, b = ([x for x in side.lines if after < x["update"] <= (updates or x["update"])] for side in (run, oracle))
+    assert [line["update"] for line in a] == [line["update"] for line in b] and a, (run.folder, oracle.folder)
+    return max(relative(x[key], y[key]) for x, y in zip(a, b, strict=True) for key in METRICS)
+
+
+def has_zero_gradient(name: str) -> bool:
+    """A key bias of a vision tower: softmax ignores what all keys share, so Adam amplifies pure rounding noise.
+
+    Not so in the language model, where a norm follows the projection.
+    """
+    towers = ("vit_model.", "vision_model.", "model.vision_tower.", "model.vision_model.")
+    return name.startswith(towers) and name.endswith("k_proj.bias")
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far the weights of two runs are apart."""
+
+    relative_l2: float
+    """The largest over tensors."""
+    where: str
+    """The tensor of the largest."""
+    absolute: float
+    """The largest element among the tensors whose true gradient is zero."""
+
+
+def weight_deviation(run: Tensors, oracle: Tensors, *, kinds: Sequence[str] = ("master", EMA)) -> Deviation:
+    """Weights (and their average) of ``run`` against ``oracle``, tensor by tensor."""
+    worst, where, absolute = 0.0, "", 0.0
+    keys = {key for key in oracle if key[0] in kinds}
+    assert keys == {key for key in run if key[0] in kinds}
+    for key in sorted(keys):
+        difference = run[key].double() - oracle[key].double()
+        if has_zero_gradient(key[1]):
+            absolute = max(absolute, float(difference.abs().max()))
+            continue
+        norm = float(oracle[key].double().norm())
+        found = float(difference.norm()) / norm if norm else float(difference.norm() > 0) * float("inf")
+        if found > worst:
+            worst, where = found, "|".join(key)
+    return Deviation(worst, where, absolute)
+
+
+def unequal(a: Tensors, b: Tensors) -> list[str]:
+    """Names of the tensors that are not bit-equal or that only one of the two has."""
+    found = ["|".join(key) for key in sorted(a.keys() ^ b.keys())]
+    return found + ["|".join(key) for key in sorted(a.keys() & b.keys()) if not torch.equal(a[key], b[key])]

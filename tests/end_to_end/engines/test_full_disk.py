@@ -1,0 +1,105 @@
+"""A save that fails on any rank, at any write, fails on all ranks, leaves nothing, and changes nothing of the training.
+
+Every engine, the failure on each rank, at the first save of the run; then a disk that is really full.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.end_to_end.engines import cases
+from tests.end_to_end.engines.launch import METRICS, Outcome, unequal, want
+from tests.small_disk import MOUNTED, NO_PERMISSION
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.manifest import Manifest
+
+runs = want("full_disk")
+pytestmark = pytest.mark.timeout(3600)
+
+ENGINES = [f"{engine}@{world}" for engine, world in cases.FULL_DISK_SAVERS]
+OWN_FILES = {
+    "single@1": [{"model.safetensors", "optimizer.safetensors"}],
+    "zero1@2": [{"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"},
+                {"zero_pp_rank_1_mp_rank_00_optim_states.pt"}],
+    "zero3@2": [{"zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"},
+                {"zero_pp_rank_1_mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"}],
+    "FULL_SHARD@2": [{"__0_0.distcp", ".metadata"}, {"__1_0.distcp"}],
+}  # fmt: skip
+OWN_FILES["zero2@2"] = OWN_FILES["zero1@2"]
+
+
+def attempts(name: str) -> list[dict]:
+    return json.loads((runs().outcome(f"full_disk/{name}").folder / "faults.json").read_text())
+
+
+def committed(attempt: dict) -> bool:
+    """Whether what failed came after the commit: the hint and the flush of its name, which are only a warning."""
+    of_folder = (
+        attempt["failed"].startswith("fsync ") and attempt["failed"].endswith("/") and ".pth" not in attempt["failed"]
+    )
+    return store.HINT in attempt["failed"] or (of_folder and not attempt["errors"][0])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_failure_is_that_of_all_ranks_and_leaves_nothing(name):
+    for attempt in attempts(name):
+        errors = attempt["errors"]
+        assert len(set(errors)) == 1 and len(errors) == int(name[-1]), attempt
+        if not attempt["failed"] or committed(attempt):
+            assert errors[0] == "" and attempt["left"] == ["try.pth"], attempt
+            continue
+        assert attempt["left"] == [], attempt
+        assert f"try.pth: rank {attempt['rank']}: OSError: [Errno 28] No space left on device" in errors[0], attempt
+        assert re.search(r"it needs [\d,.]+ MiB \([\d,]+ bytes\) and [\d,.]+ MiB \([\d,]+ bytes\) are free", errors[0])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_file_and_every_call_had_its_turn(name):
+    """Else the loop above could be short for a wrong reason."""
+    for rank, own in enumerate(OWN_FILES[name]):
+        calls = [attempt["failed"].split() for attempt in attempts(name) if attempt["rank"] == rank]
+        assert calls.pop() == [], "the last attempt of a rank is one that nothing disturbed"
+        failed = {(call, path.rpartition("/")[2]) for call, path in calls}
+        files = (
+            own
+            | {f"rank0000{rank}.safetensors"}
+            | ({"manifest.json", "hooks.json", "config.py"} if not rank else set())
+        )
+        assert files <= {file for _, file in failed} and {"open", "write", "fsync"} <= {call for call, _ in failed}
+        if rank == 0:
+            assert {call for call, _ in calls} >= {"mkdir", "rename"}
+            flushes = [a["errors"][0] for a in attempts(name) if a["failed"].endswith(f"{name}/")]
+            assert flushes[-2] and not flushes[-1], "of the folder: after the rename, and after the hint"
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_training_continues_bit_equal(name):
+    run, straight = runs().outcome(f"full_disk/{name}"), runs().outcome(f"full_disk/straight/{name}")
+    assert len(run.lines) == len(straight.lines) == cases.FULL_DISK_UPDATES
+    for a, b in zip(run.lines, straight.lines, strict=True):
+        for key in (*METRICS, "lr", "sequences", "tokens", "samples"):
+            assert a[key] == b[key], (a["update"], key)
+    assert unequal(run.final, straight.final) == []
+
+
+def log_of(run: Outcome) -> str:
+    return (run.folder / "train.log").read_text()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_disk_that_is_really_full(name):
+    """On a tmpfs: update 4 is not saved, and the log has the path and the bytes; the others are."""
+    run = runs().outcome(f"full_disk/{name}")
+    if not json.loads((run.folder / MOUNTED).read_text(encoding="utf-8")):
+        pytest.skip(NO_PERMISSION)
+    errors = [line for line in log_of(run).splitlines() if " ERROR " in line]
+    assert len(errors) == 1, f"one save meets a full disk, and {len(errors)} failed"
+    (line,) = errors
+    assert re.search(
+        r"could not write checkpoint \S+/iter_8\.pth: rank 0: the disk has too little free space; it needs", line
+    )
+    assert "Training continues without this checkpoint." in line
+    assert [Manifest.read(path).progress.updates for path in run.checkpoints] == [2, 6, 8]

@@ -1,0 +1,177 @@
+"""The models with pictures under every engine, against one process: to 1e-5 in fp32, and in bf16.
+
+``vlm`` is the vision-language model with tied embeddings and tiles, ``flux`` the unified model with FLUX's autoencoder
+and images of three sizes, ``llava`` transformers' own LLaVA. Ranks get micro-batches without any image, and others
+without any text target.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from tests.end_to_end.engines import cases, model_cases
+from tests.end_to_end.engines.groups import GROUPS
+from tests.end_to_end.engines.launch import has_zero_gradient, metric_deviation, unequal, want, weight_deviation
+from tests.families.tiny_transformers import IMAGE
+from tools.zero_to_fp32 import main as merge
+from unigen_ds.system.journals import read_lines
+
+runs = want("models", "auto", "models_bf16", "parts", "models_recompute", "models_compiled")
+pytestmark = pytest.mark.timeout(3600)
+
+BOUND = 1e-5
+
+
+def names(group: str) -> list[str]:
+    return [job.name for job in GROUPS[group](full=False)]
+
+
+EVERYBODY = [name for name in names("models") if not name.endswith("/single@1")]
+LOW = [name for name in names("models_bf16") if not name.endswith("/single@1")]
+
+
+@pytest.mark.parametrize("name", EVERYBODY)
+def test_losses_norms_and_weights_are_those_of_one_process(name):
+    run, single = runs().outcome(name), runs().outcome(name.partition("/")[0] + "/single@1")
+    assert len(run.lines) == model_cases.MODEL_UPDATES and all(line["applied"] for line in run.lines)
+    assert unequal({("", k): v for k, v in run.initial.items()}, {("", k): v for k, v in single.initial.items()}) == []
+    assert metric_deviation(run, single) <= BOUND
+    weights = weight_deviation(run.final, single.final)
+    assert weights.relative_l2 <= BOUND, weights.where
+    assert weights.absolute <= cases.LR * model_cases.MODEL_UPDATES
+
+
+def test_a_model_of_transformers_starts_from_its_files_under_every_engine():
+    """Renamed as transformers does, each process its own shard; merged, it is transformers' own state dict."""
+    theirs = AutoModelForImageTextToText.from_pretrained(runs().out / "data" / "models" / "llava").state_dict()
+    for name in (*(name for name in EVERYBODY if name.startswith("llava")), "llava/single@1"):
+        run = runs().outcome(name)
+        assert unequal({("", k): v for k, v in run.initial.items()}, {("", k): v for k, v in theirs.items()}) == []
+        log = (run.folder / "train.log").read_text(encoding="utf-8")
+        assert "LlavaForConditionalGeneration: documents share one row" in log
+
+
+@pytest.mark.parametrize("kind", model_cases.AUTO)
+def test_a_run_of_a_model_of_transformers_goes_from_engine_to_engine(kind, tmp_path):
+    """Each begins with the checkpoint of the one before, or with the files; merged it is transformers' state dict."""
+    run, single = runs().outcome("auto/engines", kind), runs().outcome("auto/single", kind)
+    count = len(model_cases.AUTO[kind])
+    assert [line["update"] for line in run.lines] == [*range(1, count + 1)]
+    assert [line["begun"] for line in run.records(0)] == [i for i in range(count) for _ in range(2)]
+    assert unequal({("", k): v for k, v in run.initial.items()}, {("", k): v for k, v in single.initial.items()}) == []
+    assert metric_deviation(run, single) <= BOUND
+    weights = weight_deviation(run.final, single.final)
+    assert weights.relative_l2 <= BOUND, weights.where
+    ledgers = [read_lines(outcome.folder / "ledger.jsonl") for outcome in (run, single)]
+    mine, alone = ([{k: v for k, v in line.items() if k != "time"} for line in ledger] for ledger in ledgers)
+    assert mine == alone and len(mine) == count
+    assert merge([str(run.folder), str(tmp_path)]) == 0
+    merged = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    auto = AutoModelForImageTextToText if kind in IMAGE else AutoModelForCausalLM
+    theirs = auto.from_pretrained(runs().out / "data" / "models" / kind)
+    theirs.load_state_dict(merged)
+    assert unequal({("", k): v for k, v in merged.items()}, {("", k): v for k, v in run.held.items()}) == []
+    if "FULL_SHARD" in model_cases.AUTO[kind]:
+        units = json.loads((run.folder / "structure_0.json").read_text())["units"]
+        kinds = theirs._no_split_modules
+        layers = {name for name, module in theirs.named_modules() if type(module).__name__ in kinds}
+        assert len(layers) >= 2
+        assert [name for name in layers if not any(f"{name}.".startswith(f"{unit}.") for unit in units if unit)] == []
+
+
+@pytest.mark.parametrize("model", model_cases.MODELS)
+def test_training_moves_far_more_than_the_bound(model):
+    """Else weights that were never trained would pass."""
+    single = runs().outcome(f"{model}/single@1")
+    before = {("master", name): weight.flatten() for name, weight in single.initial.items()}
+    moved = [key for key, value in single.final.items() if key in before and not value.equal(before[key])]
+    trained = [key for key in before if ("exp_avg", key[1]) in single.final]
+    assert set(moved) == set(trained) and len(moved) > 20
+    assert weight_deviation({k: single.final[k] for k in moved}, {k: before[k] for k in moved}).relative_l2 > 0.01
+
+
+@pytest.mark.parametrize("model", model_cases.MODELS)
+def test_ranks_really_lack_images_and_text_targets(model):
+    """The premise: one rank has none while the other has some, of images and of text targets, either way round."""
+    first, second = (runs().outcome(f"{model}/zero3@2").records(rank) for rank in (0, 1))
+    assert len(first) == len(second) == 2 * model_cases.MODEL_UPDATES
+    for key in ("images", "text_targets"):
+        pairs = {(a[key] > 0, b[key] > 0) for a, b in zip(first, second, strict=True)}
+        assert {(True, False), (False, True)} <= pairs, key
+
+
+def test_pictures_of_several_sizes_meet_in_a_micro_batch():
+    """Tiles of the one model, latents of the other."""
+    counts = {line["images"] for line in runs().outcome("vlm/zero3@2").records(0)}
+    assert {1, 3, 5} & counts and max(counts) > 5
+    single = runs().outcome("flux/single@1").records(0)
+    assert max(line["images"] for line in single) > 3
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_bf16_adds_no_more_error_than_bf16_itself(name):
+    """As in ``test_equivalence.py``: no farther from one process's fp32 than its own bf16, cut either way."""
+    low = name.partition("/")[0]
+    run, single = runs().outcome(name), runs().outcome(low.removesuffix("-bf16") + "/single@1")
+    cuts = [runs().outcome(f"{low}/{cut}") for cut in ("single@1", "single_8x1")]
+    own = max(metric_deviation(cut, single) for cut in cuts)
+    assert 1e-4 < own < 0.1
+    assert metric_deviation(run, single) <= cases.BF16_SPREAD * own
+    rounding = weight_deviation(cuts[0].final, single.final).relative_l2
+    assert weight_deviation(run.final, cuts[0].final).relative_l2 <= rounding
+
+
+FLUX_RUNS = [name for name in (*names("models"), *names("models_bf16")) if name.startswith("flux")]
+
+
+@pytest.mark.parametrize("name", FLUX_RUNS)
+def test_the_autoencoder_computes_in_fp32_under_every_engine_and_precision(name):
+    """Its weights are neither rounded nor changed, on any rank, and a picture's latents are bit-equal."""
+    wanted = load_file(runs().outcome("flux/single@1").folder / "autoencoder_0.safetensors")
+    run = runs().outcome(name)
+    for rank in range(int(name[-1]) if "@" in name else 1):
+        found = load_file(run.folder / f"autoencoder_{rank}.safetensors")
+        assert {value.dtype for value in found.values()} == {torch.float32}
+        assert unequal({("", k): v for k, v in found.items()}, {("", k): v for k, v in wanted.items()}) == []
+    saved = {key[1]: value for key, value in run.final.items() if key[0] == "buffer"}
+    assert saved.keys() == {f"vae.{key}" for key in wanted} - {"vae.latents"}
+    for key, value in saved.items():
+        assert torch.equal(value, wanted[key.removeprefix("vae.")].flatten()), key
+
+
+@pytest.mark.parametrize("name", names("parts"))
+def test_a_frozen_part_stays_bit_identical_and_the_others_move(name):
+    """Frozen by ``freeze``, which keeps no moments, or by a learning rate of 0, which does."""
+    _, part, _ = name.split("/")
+    model, _, which = part.partition("-")
+    prefix = model_cases.PARTS[model]["vit" if which == "rate" else which]
+    run = runs().outcome(name)
+    frozen = {n for n in run.initial if n.startswith(prefix)}
+    tables = {n for n in run.initial if n.endswith("pos_embed") or n.startswith("vae.")}
+    assert frozen and len(frozen | tables) < len(run.initial)
+    for key, weight in run.initial.items():
+        if not has_zero_gradient(key) or key in frozen:
+            assert torch.equal(run.held[key], weight) == (key in frozen | tables), key
+    kept = {key for kind, key in run.final if kind == "exp_avg"}
+    assert bool(frozen & kept) == (which == "rate")
+    assert metric_deviation(run, runs().outcome(f"parts/{part}/single@1")) <= BOUND
+
+
+@pytest.mark.parametrize("name", names("models_recompute"))
+def test_activation_checkpointing_changes_no_bit(name):
+    on, off = runs().outcome(name), runs().outcome(name.replace("recompute-vlm", "vlm"))
+    assert metric_deviation(on, off) == 0.0
+    assert unequal(on.final, off.final) == []
+
+
+def test_compiled_layers_agree():
+    """``torch.compile`` fuses and reorders: 1e-4."""
+    on, off = runs().outcome("compiled-vlm/single@1"), runs().outcome("compiled-vlm/plain")
+    assert metric_deviation(on, off) <= 1e-4
+    graphs = [json.loads((run.folder / "structure_0.json").read_text())["graphs"] for run in (on, off)]
+    assert graphs[0] >= 1 and graphs[1] == 0

@@ -1,0 +1,129 @@
+"""What a model says and draws while it is trained, under every engine: what its checkpoint does in one process.
+
+That training stays bit-equal is asserted in ``test_resume.py``: of each pair of runs one makes previews.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.end_to_end.engines import cases, model_cases
+from tests.end_to_end.engines.cases import FAILS_AT, PREVIEWS, RESUME_UPDATES
+from tests.end_to_end.engines.launch import want
+from unigen_ds.families.bagel.flow_settings import flow_for
+from unigen_ds.runner.open.trained import open_inferencer
+
+runs = want("resume", "models", "decoder")
+pytestmark = pytest.mark.timeout(3600)
+
+NAMES = [job.name for job in cases.resume(full=False) if job.name.endswith("-fp32/straight")]
+VLM = [
+    job.name
+    for job in model_cases.resume(full=False)
+    if ("vlm" in job.name or "llava" in job.name) and job.name.endswith("straight")
+]
+MODELS = [job.name for job in model_cases.models(full=False) if not job.name.endswith("/single@1")]
+DECODERS = [job.name for job in cases.decoder(full=False)]
+
+
+def rows(folder: Path, update: int) -> list[dict[str, Any]]:
+    return json.loads((folder / "previews" / f"{update}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preview_shows_what_the_checkpoint_draws_and_writes(name: str, tmp_path: Path) -> None:
+    """With the average of the weights; a picture that cannot be read is shown as such, and is a warning."""
+    run = runs().outcome(name)
+    inferencer = open_inferencer(run.checkpoints[-1])
+    given, data = PREVIEWS["digits"], str(runs().out / "data")
+    flow = flow_for(inferencer.model, given["flow"])
+    made = rows(run.folder, RESUME_UPDATES)
+    asked = [p if isinstance(p, dict) else {"prompt": p} for p in given["prompts"]]
+    asked += [{"images": [path], "understand": True} for path in given["images"]]
+    sheet = np.asarray(Image.open(run.folder / "previews" / f"{RESUME_UPDATES}.png").convert("L"), dtype=int)
+    for number, (row, prompt) in enumerate(zip(made, asked, strict=False)):
+        images = [path.replace("{data}", data) for path in prompt.get("images", [])]
+        assert (row["prompt"], row["seed"], row["images"]) == (prompt.get("prompt", ""), number, images)
+        if "mixed.jsonl" in "".join(images):
+            assert "mixed.jsonl" in row["error"] and not row["text"]
+            continue
+        drawn = {"size": given["size"], "flow": flow}
+        how = {"understand": True} if prompt.get("understand") else drawn
+        alone = inferencer.unified_generate(
+            prompt.get("prompt", ""), images=images, seed=number, max_length=given["max_new_tokens"], **how
+        )
+        assert row["text"] == alone.text and not row["error"]
+        for image in alone.images:
+            assert shown_in(sheet, np.asarray(image, dtype=int)), number
+    held_out = made[len(asked) :]
+    assert [row["record"] for row in held_out] == ["mixed:0", "mixed:1", "mixed:8", "mixed:9"]
+    assert [row["reference"] for row in held_out[:2]] == ["zero", "seven nine one three five seven"]
+
+
+def shown_in(sheet: np.ndarray, image: np.ndarray, *, side: int = 224) -> bool:
+    """Whether the enlarged picture is somewhere in the sheet, up to rounding of 8 bits."""
+    scale = side // max(image.shape)
+    points = sheet[scale // 2 :, scale // 2 :]
+    height, width = image.shape
+    windows = np.lib.stride_tricks.sliding_window_view(points, ((height - 1) * scale + 1, (width - 1) * scale + 1))
+    return bool((np.abs(windows[..., ::scale, ::scale] - image) <= 1).all((-1, -2)).any())
+
+
+@pytest.mark.parametrize("name", [*NAMES, *VLM])
+def test_a_failure_on_one_rank_is_a_warning_with_its_reason(name: str) -> None:
+    """All ranks go on, and the next preview is there."""
+    folder = runs().outcome(name).folder
+    made = sorted(int(path.stem) for path in (folder / "previews").glob("*.png"))
+    assert made == [RESUME_UPDATES]
+    log = (folder / "train.log").read_text(encoding="utf-8")
+    assert f"No preview at update {FAILS_AT}: rank 1: RuntimeError: on purpose." in log
+    if name in NAMES:
+        assert f"1 of 10 previews at update {RESUME_UPDATES} failed; the first: " in log and "mixed.jsonl" in log
+
+
+@pytest.mark.parametrize("name", VLM)
+def test_a_vlm_answers_as_its_checkpoint_does(name: str) -> None:
+    run, given, data = runs().outcome(name), PREVIEWS["talks"], str(runs().out / "data")
+    inferencer = open_inferencer(run.checkpoints[-1])
+    made = rows(run.folder, RESUME_UPDATES)
+    asked = [(given["prompts"][0], []), *((given["question"], [path]) for path in given["images"])]
+    for row, (prompt, images) in zip(made, asked, strict=False):
+        shown = [path.replace("{data}", data) for path in images]
+        alone = inferencer.unified_generate(prompt, images=shown, max_length=given["max_new_tokens"])
+        assert row["text"] == alone.text and row["prompt"] == prompt
+    assert len(made) == 5 and made[-1]["reference"] == "blue and dark"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_to_records_are_those_of_one_process(name: str) -> None:
+    """Each record on exactly one rank; the texts equal, the pictures up to rounding."""
+    run, single = runs().outcome(name), runs().outcome(name.partition("/")[0] + "/single@1")
+    found = [json.loads(path.read_text()) for path in sorted(run.folder.glob("answers_*.json"))]
+    (alone,) = [json.loads(path.read_text()) for path in single.folder.glob("answers_*.json")]
+    assert len(found) == int(name.partition("@")[2])
+    for wanted, one in alone.items():
+        together = sorted((row for part in found for row in part[wanted]["rows"]), key=lambda row: row[0])
+        expected = sorted(one["rows"], key=lambda row: row[0])
+        assert len(expected) == one["asked"] == 7
+        assert all((part[wanted]["asked"], part[wanted]["left_out"]) == (7, one["left_out"]) for part in found)
+        for row, other in zip(together, expected, strict=True):
+            assert row[0] == other[0] and row[2:] == other[2:]
+            if wanted == "text":
+                assert row[1] == other[1]
+            else:
+                difference = np.abs(np.array(row[1]) - np.array(other[1]))
+                assert difference.max() <= 2 and np.array(row[1]).shape == np.array(row[2]).shape
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_continues_the_same_texts(name: str) -> None:
+    run, single = runs().outcome(name), runs().outcome("decoder/single@1")
+    made = rows(run.folder, cases.DECODER_UPDATES)
+    assert [row["prompt"] for row in made] == PREVIEWS["words"]["prompts"] and any(row["text"] for row in made)
+    assert made == rows(single.folder, cases.DECODER_UPDATES)

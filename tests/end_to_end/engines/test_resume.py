@@ -1,0 +1,115 @@
+"""Killed with SIGKILL in the middle of an update and resumed at the same topology: bit-equal, under every engine.
+
+Dropout, two loader workers, an average of the weights, a learning rate that changes with every update.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.end_to_end.engines import cases, model_cases
+from tests.end_to_end.engines.groups import GROUPS
+from tests.end_to_end.engines.launch import METRICS, tensors, unequal, want
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.system.journals import parse_lines
+
+runs = want("resume", "odd", "killed")
+pytestmark = pytest.mark.timeout(3600)
+
+NAMES = sorted({job.name.rpartition("/")[0] for job in GROUPS["resume"](full=False)})
+PLAIN = {"hooks.json", "config.py"}
+"""Files of every checkpoint that hold no tensor."""
+KILLED = [job.name for job in GROUPS["killed"](full=False) if len(job.phases) == 2 and not job.same_process]
+RESUMED = [job.name for job in cases.odd(full=False) if job.name.endswith("-resumed")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_killed_and_resumed_run_is_bit_equal(name):
+    straight, killed = runs().outcome(f"{name}/straight"), runs().outcome(f"{name}/killed")
+    assert len(straight.lines) == len(killed.lines) == cases.RESUME_UPDATES
+    for a, b in zip(straight.lines, killed.lines, strict=True):
+        for key in (*METRICS, "lr", "sequences", "tokens", "samples"):
+            assert a[key] == b[key], (a["update"], key)
+    assert unequal(straight.final, killed.final) == []
+    kinds = {kind for kind, _ in straight.final}
+    assert {"master", "exp_avg", "exp_avg_sq", "step", "ema"} <= kinds
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_really_was_killed_after_the_checkpoint(name):
+    """The killed run had logged update 6, was resumed from update 5, and logged update 6 again."""
+    folder = runs().outcome(f"{name}/killed").folder
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    assert text.count('"event": "resume"') == 1
+    assert text.count('"update": 6,') == 2 and text.count('"update": 7,') == 1
+    timeline = parse_lines(folder / "timeline.jsonl")[0]
+    assert [line["update"] for line in timeline if line["event"] == "start"] == [0, cases.SAVED_AT], "of rank 0 alone"
+    assert [line["event"] for line in timeline].count("end") == 1
+    saved = Manifest.read(folder / "iter_10.pth")
+    assert saved.progress.updates == cases.SAVED_AT
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_a_model_of_transformers_and_adapters_on_it_go_on_bit_equal(name):
+    """Killed in an update after its first micro-batch, or in a save after its first file."""
+    straight, killed = runs().outcome("killed/straight", name.partition("/")[2]), runs().outcome(name)
+    assert [line["update"] for line in killed.lines] == [*range(1, model_cases.KILLED_UPDATES + 1)]
+    for a, b in zip(straight.lines, killed.lines, strict=True):
+        assert all(a.get(key) == b.get(key) for key in (*METRICS, "lr", "sequences", "tokens", "samples")), a["update"]
+    assert unequal(straight.final, killed.final) == []
+    begun = [line["begun"] for line in killed.records(0)]
+    assert set(begun) == {0, model_cases.KEPT} and begun.count(0) >= 2 * model_cases.KILLED_AT - 1
+    assert {line["event"] for line in parse_lines(killed.folder / "timeline.jsonl")[0]} >= {"start", "end"}
+    trained = {key for kind, key in killed.final if kind == "exp_avg"}
+    assert all(".lora_" in key for key in trained) == ("adapters" in name) and len(trained) > 10
+    saving = killed.folder / "half_saved.json"
+    assert saving.is_file() == ("adapters" in name)
+    if saving.is_file():
+        directory, files = json.loads(saving.read_text())
+        assert directory.startswith("iter_8.pth.tmp-") and files and "manifest.json" not in files
+
+
+def test_the_last_updates_did_change_the_weights():
+    """Else equality would be cheap."""
+    run = runs().outcome("resume/zero2@2-fp32/straight")
+    early = tensors(run.folder / "iter_10.pth")
+    assert len(unequal(early, run.final)) > 0.9 * len([key for key in early if key[0] != "buffer"])
+
+
+def test_step_counts_of_a_fused_optimizer_under_deepspeed_are_those_of_a_run_without_a_stop():
+    """Value, dtype and device; the losses are compared above."""
+    straight, killed = (runs().outcome(f"resume/zero2@2-fused/{kind}") for kind in ("straight", "killed"))
+    for rank in range(2):
+        lines = [
+            [json.loads(line) for line in (run.folder / f"steps_{rank}.jsonl").read_text().splitlines()]
+            for run in (straight, killed)
+        ]
+        assert [update for update, _ in lines[0]] == [*range(1, cases.RESUME_UPDATES + 1)]
+        before, after = lines[1][: cases.KILL_AT - 1], lines[1][cases.KILL_AT - 1 :]
+        assert before == lines[0][: cases.KILL_AT - 1] and after == lines[0][cases.SAVED_AT :]
+        for update, steps in lines[0]:
+            assert steps and all(step == [update, "torch.float32", "cpu", "cpu", True] for step in steps)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_tied_frozen_and_odd_parameters_go_on_bit_equal(name):
+    resumed, straight = runs().outcome(name), runs().outcome(name.removesuffix("-resumed"))
+    assert [line["loss"] for line in resumed.lines] == [line["loss"] for line in straight.lines]
+    assert unequal(resumed.final, straight.final) == []
+    assert int(resumed.final["buffer", "calls"]) == 20
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_what_they_resumed_from_is_two_files(name):
+    """``form='full'``: no file of an engine or of a rank is left, except the generators' states."""
+    folder = runs().outcome(name).folder / "iter_10.pth"
+    manifest = Manifest.read(folder)
+    found = {entry.path for entry in manifest.files if not entry.path.startswith("rng/")}
+    assert found >= {"model.safetensors", "optimizer.safetensors", "ema/rank00000.safetensors"}
+    assert found - {"model.safetensors", "optimizer.safetensors", "ema/rank00000.safetensors"} == PLAIN
+    on_disk = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert on_disk == {entry.path for entry in manifest.files} | {"manifest.json"}
+    assert manifest.layout == "safetensors" and manifest.topology["dp_size"] == 2
+    assert len([path for path in on_disk if path.startswith("rng/")]) == 2

@@ -1,0 +1,89 @@
+"""What FSDP2 wraps, who holds what, what the log says of it, and ``torch.compile`` under it."""
+
+from __future__ import annotations
+
+import json
+import re
+from math import prod
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.engines.launch import Outcome, metric_deviation, want
+from unigen_ds.checkpoint.manifest import Manifest
+
+runs = want("structure", "compiled_fsdp")
+pytestmark = pytest.mark.timeout(3600)
+
+UNIFIED = ["language_model.model.layers.0", "language_model.model.layers.1", "vit_model.vision_model.encoder.layers.0"]
+DECODER = ["model.layers.0", "model.layers.1"]
+JOBS = {"structure/by_node": UNIFIED, "structure/FULL_SHARD@2": UNIFIED, "structure/decoder": DECODER}
+
+
+def structures(run: Outcome) -> list[dict[str, Any]]:
+    """What ``StructureHook`` found on each rank."""
+    return [json.loads(path.read_text()) for path in sorted(run.folder.glob("structure_*.json"))]
+
+
+def num_bytes(found: dict[str, Any]) -> int:
+    return sum(4 * (stop - start) for start, stop in found["pieces"].values())
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_block_of_the_model_is_a_unit(name):
+    for found in structures(runs().outcome(name)):
+        assert sorted(found["units"]) == ["", *JOBS[name]]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_summary_lists_the_units_and_the_bytes_of_every_rank(name):
+    run = runs().outcome(name)
+    log = (run.folder / "train.log").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"Bytes of fp32 masters \(and as many for each Adam moment\): (.*)\.$", log, re.MULTILINE)
+    shown: dict[int, int] = {}
+    for first, last, number in re.findall(r"ranks? (\d+)(?:-(\d+))?: ([\d,]+) \(", listed):
+        shown |= dict.fromkeys(range(int(first), int(last or first) + 1), int(number.replace(",", "")))
+    assert shown == {rank: num_bytes(found) for rank, found in enumerate(structures(run))}
+    (units,) = re.findall(r"Sharding units \((.*)\.$", log, re.MULTILINE)
+    number, _, names = units.partition("): ")
+    assert int(number) == len(JOBS[name]) + 1
+    both = "language_model.model.layers.0-1" if JOBS[name] is UNIFIED else "model.layers.0-1"
+    assert names.split(", ") == ["the root", both, *JOBS[name][2:]]
+
+
+def test_full_shard_cuts_over_all_processes():
+    run = runs().outcome("structure/FULL_SHARD@2")
+    first, second = (found["pieces"] for found in structures(run))
+    assert_one_copy(run, first, second)
+
+
+def test_hybrid_shard_cuts_within_a_node_and_copies_between_nodes():
+    """Four processes, two a node as the launcher announces it; ``num_shard`` is left out."""
+    run = runs().outcome("structure/by_node")
+    pieces = [found["pieces"] for found in structures(run)]
+    assert len(pieces) == 4 and pieces[0] == pieces[2] and pieces[1] == pieces[3]
+    assert_one_copy(run, pieces[0], pieces[1])
+
+
+def assert_one_copy(run: Outcome, first: dict[str, list[int]], second: dict[str, list[int]]) -> None:
+    """Two ranks hold each weight once, and about half of all each."""
+    (checkpoint,) = run.checkpoints
+    table = Manifest.read(checkpoint).parameters
+    whole = {entry["name"]: prod(entry["shape"]) for entry in table if entry["trainable"]}
+    assert first.keys() | second.keys() == whole.keys()
+    for name, numel in whole.items():
+        held = [pieces[name] for pieces in (first, second) if name in pieces]
+        assert (
+            held[0][0] == 0 and held[-1][1] == numel and all(a[1] == b[0] for a, b in zip(held, held[1:], strict=False))
+        )
+    share = sum(stop - start for start, stop in first.values()) / sum(whole.values())
+    assert 0.5 <= share < 0.53
+
+
+@pytest.mark.parametrize("model", ["unified", "decoder"])
+def test_compiled_layers_agree_and_are_really_compiled(model):
+    """``torch.compile`` of the layers that FSDP2 shards: it fuses and reorders, 1e-4."""
+    off, on = (runs().outcome(f"compiled-fsdp/{model}-{value}") for value in (False, True))
+    assert {found["graphs"] for found in structures(off)} == {0}
+    assert min(found["graphs"] for found in structures(on)) >= 1
+    assert metric_deviation(on, off) <= 1e-4

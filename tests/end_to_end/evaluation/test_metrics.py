@@ -1,0 +1,410 @@
+"""Metrics of ``EvaluateHook`` through ``Runner.from_cfg(...).train()``: what they are, when, and what if they fail."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from tests.data.support import picture, talk, text, write_jsonl
+from tests.end_to_end.engines.launch import tensors, unequal
+from tests.end_to_end.models.test_vlm_run import config as vlm_config
+from tests.end_to_end.models.test_vlm_run import data as vlm_data  # noqa: F401 - a fixture
+from tests.end_to_end.own_parts.test_own_family import config as regression_config
+from tests.text_run import text_config
+from tests.text_run import words as spoken
+from tests.tiny import tiny_config
+from unigen_ds.checkpoint.best_record import best_of
+from unigen_ds.checkpoint.store import list_checkpoints
+from unigen_ds.config.registry import HOOKS, METRICS, MODELS
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.order.order import Draw
+from unigen_ds.evaluation.generation import Answer, answers
+from unigen_ds.evaluation.metrics import base
+from unigen_ds.evaluation.metrics.fid import frechet_distance_of_samples
+from unigen_ds.evaluation.metrics.short_answers import ExactMatch
+from unigen_ds.evaluation.provenance import read_results
+from unigen_ds.families.bagel.flow_settings import flow_for
+from unigen_ds.hooks.base import Hook, Run
+from unigen_ds.report.reading import read_work_dir
+from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
+
+WORDS = ("zero", "one", "two", "three")
+
+
+@METRICS.register_module(force=True)
+class Breaks(ExactMatch):
+    """Fails at the second computation, as a program does that ends."""
+
+    name = "breaks"
+    calls = 0
+
+    def values(self, table: np.ndarray) -> dict[str, float]:
+        type(self).calls += 1
+        if self.calls == 2:
+            raise BrokenPipeError("the program ended")
+        return {self.name: float(torch.rand(()))}
+
+
+@MODELS.register_module(force=True)
+class TinyExtractor(nn.Module):
+    """Two features of a picture; its weights are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(2, 1) + 0.5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.flatten(1) / 255.0
+        return torch.stack([flat.mean(1), flat.std(1)], 1) * self.weight[:, 0]
+
+
+@HOOKS.register_module(force=True)
+class KeepAnswers(Hook):
+    """The values of each evaluation, and the model's answers at that update, asked for here."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.values: dict[int, Mapping[str, float]] = {}
+        self.found: dict[int, list[Answer]] = {}
+        self.mean: dict[int, float] = {}
+
+    def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
+        self.values[run.progress.updates] = dict(metrics)
+        assert run.validation is not None
+        data, options = run.validation.data, dict(self.options)
+        flow = options.pop("flow", None)
+        if flow is not None:
+            options["flow"] = flow_for(run.backend.model, flow)
+        given = {"wanted": "text", "seed": data.seed, "batch_size": data.batch_size, **options}
+        found = answers(run.backend, data, **given)
+        self.found[run.progress.updates] = list(found.mine)
+        if options.get("wanted") != "image":
+            self.mean[run.progress.updates] = cross_entropy(run)
+
+
+def cross_entropy(run: Run) -> float:
+    """Mean over all target tokens of the validation records, one at a time, none weighted."""
+    assert run.validation is not None
+    data, total, number = run.validation.data, 0.0, 0
+    (source,), model = data.sources, run.backend.model
+    model.eval()
+    for (draw,) in [(draw,) for draws in data.draws() for draw in draws]:
+        batch = collate([(Draw(0, draw.index, 0),)], [source], data.processor, seq_length=data.seq_length)
+        with torch.no_grad():
+            each = model(batch).each["text"] / batch.text_target_weight
+        total, number = total + float(each.double().sum()), number + len(each)
+    model.train()
+    return total / number
+
+
+def kept_of(run: Runner) -> KeepAnswers:
+    return next(hook for hook in run.hooks if isinstance(hook, KeepAnswers))
+
+
+def evaluating(*metrics: Any, **arguments: Any) -> dict[str, Any]:
+    """``metrics``: names and components, as a config may have both."""
+    more = {"generation": {"max_new_tokens": 5}} if metrics else {}
+    return {"type": "EvaluateHook", "interval": 2, "unit": "update", "metrics": [*metrics], **more, **arguments}
+
+
+def records(number: int = 40) -> list[Any]:
+    asked = [f"this is {WORDS[i % 4]} {spoken(i % 3, i)}" for i in range(number)]
+    return [talk(text("user", one), text("assistant", spoken(3 + i % 3, i % 2))) for i, one in enumerate(asked)]
+
+
+def text_run(
+    folder: Path, *hooks: Any, data: list[Any] | None = None, updates: int = 4, stops: int | None = None, **dotted: Any
+) -> Runner:
+    """``stops``: the update after which it pauses."""
+    given = {
+        "val_dataloader": {"split": 0.3, "batch_size": 3}, "train_cfg": {"max_updates": updates},
+        "default_hooks__logger__interval": 1, "train_dataloader__seq_length": 32,
+        "optim_wrapper__optimizer__lr": 2e-2, **dotted,
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    config = text_config(folder, data or records(), custom_hooks=list(hooks), **given)
+    return Runner.from_cfg(config, max_updates=stops)
+
+
+def log(folder: Path) -> str:
+    return (folder / "run" / "train.log").read_text(encoding="utf-8")
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in read_lines(folder / "run" / "metrics.jsonl") if line.get("event") == "evaluation"]
+
+
+def training(folder: Path) -> list[tuple[Any, ...]]:
+    lines = [line for line in read_lines(folder / "run" / "metrics.jsonl") if "event" not in line]
+    return [(line["update"], line["loss"], line["grad_norm"]) for line in lines]
+
+
+# --- what they are ----------------------------------------------------------------------------------------------------
+
+
+def by_hand(found: list[Answer]) -> dict[str, float]:
+    import sacrebleu
+
+    predictions, references = [one.prediction for one in found], [one.reference for one in found]
+    same = [float(a == b) for a, b in zip(predictions, references, strict=True)]
+    return {
+        "val/bleu": sacrebleu.corpus_bleu(predictions, [references]).score,
+        "val/exact_match": sum(same) / len(same),
+    }
+
+
+@pytest.mark.parametrize("reweight", [False, True])
+def test_values_of_texts_are_those_of_the_models_answers(tmp_path: Path, reweight: bool) -> None:
+    """And their files have where they come from; the losses are as without metrics."""
+    hook = evaluating("BLEU", "ExactMatch", "Perplexity", save_best="val/bleu")
+    keep = {"type": "KeepAnswers", "max_new_tokens": 5}
+    dotted = {"processor__ce_reweight": reweight, "updates": 8}
+    run = text_run(tmp_path, hook, keep, **dotted)
+    run.train()
+    kept = kept_of(run)
+    assert sorted(kept.values) == [2, 4, 6, 8]
+    seen = set()
+    for update, values in kept.values.items():
+        expected = {**by_hand(kept.found[update]), "val/perplexity": math.exp(kept.mean[update])}
+        for name, value in expected.items():
+            assert values[name] == pytest.approx(value, rel=1e-12 if name != "val/perplexity" else 1e-6), (update, name)
+        seen |= {values["val/bleu"], values["val/exact_match"]}
+        same = math.isclose(math.exp(values["val/loss/text"]), values["val/perplexity"], rel_tol=1e-6)
+        assert same is not reweight
+        line = next(line for line in evaluations(tmp_path) if line["update"] == update)
+        assert {key: line[key] for key in values} == values
+        losses, *stored = read_results(tmp_path / "run" / "evaluations" / f"{update}.json")
+        assert losses.values == {key: value for key, value in line.items() if key.startswith("val/loss")}
+        assert {f"val/{k}": v for one in stored for k, v in one.values.items()} == {k: values[k] for k in expected}
+        number = str(len(kept.found[update]))
+        assert all(one.provenance["num_samples"] == number for one in stored if one.provenance["metric"] == "bleu")
+        assert all(one.provenance["checkpoint"].endswith(f"run (update {update})") for one in stored)
+        assert stored[0].provenance["generation/max_new_tokens"] == "5"
+    assert len(seen) > 2, "the answers change while the model learns"
+    best = max(kept.values.values(), key=lambda values: values["val/bleu"])
+    assert best_of(tmp_path / "run")[1].value == best["val/bleu"]
+    text_run(tmp_path / "losses", evaluating(), **dotted).train()
+    plain = [{k: v for k, v in line.items() if "loss" in k} for line in evaluations(tmp_path / "losses")]
+    assert [{k: v for k, v in line.items() if "loss" in k} for line in evaluations(tmp_path)] == plain
+
+
+def test_a_vision_language_model(vlm_data: Path, tmp_path: Path) -> None:  # noqa: F811
+    keep = {"type": "KeepAnswers", "max_new_tokens": 3, "max_samples": 4}
+    hook = evaluating("ExactMatch", "BLEU", "VQAAccuracy", max_samples=4, generation={"max_new_tokens": 3})
+    loader = {"split": 0.4, "batch_size": 3}
+    run = Runner.from_cfg(vlm_config(vlm_data, tmp_path / "run", val_dataloader=loader, custom_hooks=[hook, keep],
+                                     train_cfg={"max_updates": 2}))  # fmt: skip
+    run.train()
+    values, found = kept_of(run).values[2], kept_of(run).found[2]
+    assert len(found) == 4
+    for name, value in by_hand(found).items():
+        assert values[name] == pytest.approx(value, rel=1e-12)
+    (_, result, *_) = read_results(tmp_path / "run" / "evaluations" / "2.json")
+    assert result.provenance["num_samples"] == "4"
+
+
+@pytest.fixture(scope="module")
+def draws(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts to write and pictures to draw."""
+    folder = tmp_path_factory.mktemp("draws")
+    for seed in range(6):
+        picture(folder / f"{seed}.png", 8, 8, seed=seed)
+    drawn = [{"text_prompt": f"draw a {WORDS[i % 4]}", "image_path": f"{i % 6}.png"} for i in range(12)]
+    write_jsonl(folder / "train.jsonl", [*records(8), *drawn])
+    return folder
+
+
+def image_run(draws: Path, work_dir: Path, *hooks: Any, **dotted: Any) -> Runner:
+    source = {"type": "UnifiedGenerationDataset", "data_path": str(draws / "train.jsonl")}
+    config = tiny_config(
+        work_dir, draws, train_dataloader__dataset=source, train_dataloader__batch_size=2, model__llm__dropout=0.2,
+        train_cfg={"max_updates": 2}, **{"val_dataloader": {"dataset": source, "batch_size": 2}, **dotted},
+        custom_hooks=[{"type": "EMAHook", "momentum": 0.1}, *hooks],
+    )  # fmt: skip
+    return Runner.from_cfg(config)
+
+
+FLOW = {"num_timesteps": 3}
+EXTRACTOR = {"extractor": {"type": "TinyExtractor"}}
+
+
+def test_values_of_pictures_are_those_of_the_models_and_training_notices_nothing(draws: Path, tmp_path: Path) -> None:
+    """FID and KID of a passed extractor whose weights are drawn, a metric that draws itself, and dropout."""
+    options = {"generation": {"flow": FLOW}, "max_samples": 7}
+    metrics = [{"type": "FID", **EXTRACTOR}, {"type": "KID", **EXTRACTOR}, "Breaks", "Perplexity"]
+    Breaks.calls = -100
+    keep = {"type": "KeepAnswers", "wanted": "image", "max_samples": 7, "flow": FLOW}
+    run = image_run(draws, tmp_path / "with" / "run", evaluating(*metrics, interval=1, **options), keep)
+    run.train()
+    values, found = kept_of(run).values[2], kept_of(run).found[2]
+    torch.manual_seed(0)
+    extractor = TinyExtractor()
+    sides = [[one.prediction for one in found], [one.reference for one in found]]
+    with torch.no_grad():
+        made, real = (extractor(torch.stack([pixels(one) for one in side])).double() for side in sides)
+    assert len(made) == 7
+    assert values["val/fid_tinyextractor"] == pytest.approx(frechet_distance_of_samples(made, real), rel=1e-6)
+    assert "val/kid_tinyextractor" in values and "val/breaks" in values and "val/perplexity" in values
+    image_run(draws, tmp_path / "without" / "run", val_dataloader=None).train()
+    a, b = (tmp_path / name for name in ("without", "with"))
+    assert training(a) == training(b) and len(training(a)) == 2
+    for one, other in zip(list_checkpoints(a / "run"), list_checkpoints(b / "run"), strict=True):
+        assert unequal(tensors(one.path), tensors(other.path)) == []
+        states = [sorted((found.path / "rng").iterdir()) for found in (one, other)]
+        assert [p.read_bytes() for p in states[0]] == [p.read_bytes() for p in states[1]]
+    assert (a / "run" / "ledger.jsonl").read_bytes() == (b / "run" / "ledger.jsonl").read_bytes()
+
+
+def pixels(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.asarray(image.convert("RGB"), dtype=np.float32)).permute(2, 0, 1)
+
+
+# --- when -------------------------------------------------------------------------------------------------------------
+
+
+def test_each_metric_has_its_interval_also_after_a_resume(tmp_path: Path) -> None:
+    hook = evaluating({"type": "BLEU", "interval": 3}, "ExactMatch", {"type": "Perplexity", "interval": 1},
+                      interval=1, metric_interval=2, at_start=True)  # fmt: skip
+    saves = {"default_hooks__checkpoint": {"interval": 2, "by_epoch": False}}
+    for name, stops in (("straight", (7,)), ("resumed", (2, 5, 7))):
+        for i, updates in enumerate(stops):
+            folder = tmp_path / name
+            given = {"train_cfg": {"max_updates": 7}, "resume": i > 0, **saves}
+            text_run(folder, hook, stops=updates, **given).train()
+        lines = {line["update"]: line for line in evaluations(tmp_path / name)}
+        at = {metric: [n for n, line in lines.items() if f"val/{metric}" in line]
+              for metric in ("bleu", "exact_match", "perplexity")}  # fmt: skip
+        assert at == {"bleu": [0, 3, 6, 7], "exact_match": [0, 2, 4, 6, 7], "perplexity": list(range(8))}
+    assert evaluations(tmp_path / "straight") == evaluations(tmp_path / "resumed")
+
+
+def test_results_of_updates_that_the_run_went_back_from_are_set_aside(tmp_path: Path) -> None:
+    """And the report has each value once, with where it comes from."""
+    saves = {"default_hooks__checkpoint": {"interval": 2, "by_epoch": False}}
+    hook = evaluating("ExactMatch")
+    text_run(tmp_path, hook, updates=4, **saves).train()
+    (tmp_path / "run" / "evaluations" / "9.json").write_bytes(
+        (tmp_path / "run" / "evaluations" / "4.json").read_bytes()
+    )
+    text_run(tmp_path, hook, updates=4, **saves, resume=str(tmp_path / "run" / "iter_2.pth")).train()
+    files = {path.relative_to(tmp_path / "run" / "evaluations").as_posix()
+             for path in (tmp_path / "run" / "evaluations").rglob("*.json")}  # fmt: skip
+    assert files == {"2.json", "4.json", "abandoned/4.json", "abandoned/9.json"}
+    read = read_work_dir(tmp_path / "run")
+    found = [(one.update, one.provenance.get("metric")) for one in read.evaluations if "val/exact_match" in one.values]
+    assert found == [(2, "exact_match"), (4, "exact_match")] and not read.problems
+
+
+# --- what cannot be computed ------------------------------------------------------------------------------------------
+
+
+def test_a_metric_that_fails_is_a_warning_and_the_run_goes_on(tmp_path: Path) -> None:
+    Breaks.calls = 0
+    text_run(tmp_path, evaluating("Breaks", "ExactMatch"), updates=6).train()
+    found = [("val/breaks" in line, "val/exact_match" in line) for line in evaluations(tmp_path)]
+    assert found == [(True, True), (False, True), (True, True)] and len(training(tmp_path)) == 6
+    assert "The metric breaks has no value this time: BrokenPipeError: the program ended" in log(tmp_path)
+    stored = read_results(tmp_path / "run" / "evaluations" / "4.json")
+    assert [one.provenance["metric"] for one in stored] == ["val/loss", "exact_match"]
+
+
+def test_answers_that_cannot_be_generated_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from unigen_ds.families.decoder_lm import inference
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(inference, "continue_prompts", fails)
+    text_run(tmp_path, evaluating("ExactMatch", "Perplexity"), updates=2).train()
+    (line,) = evaluations(tmp_path)
+    assert "val/exact_match" not in line and line["val/perplexity"] > 1
+    assert "The metric exact_match has no value this time: no text could be generated" in log(tmp_path)
+    assert "RuntimeError: on purpose" in log(tmp_path)
+
+
+def test_records_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    mixed = [record for pair in zip(records(20), [{"text": "two three"}] * 20, strict=True) for record in pair]
+    run = text_run(tmp_path, evaluating("ExactMatch"), data=mixed, updates=2)
+    run.train()
+    assert run.validation is not None
+    (draws_,) = run.validation.data.draws()
+    plain = sum(draw.index % 2 for draw in draws_)
+    why = "without such an answer, or without a prompt before it"
+    assert plain and f"{plain} validation records are left out, {why}; {len(draws_) - plain} are answered" in log(
+        tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"metrics": [{"type": "NoSuchMetric"}]}, r"metrics\[0\].type is 'NoSuchMetric'"),
+        ({"metrics": [{"type": "BLEU", "max_order": 0}]}, "max_order is 0"),
+        ({"metrics": [{"type": "BLEU", "interval": 0}]}, r"metrics\[0\].interval is 0"),
+        ({"metrics": [{"type": "BLEU"}, {"type": "BLEU"}]}, "bleu twice"),
+        ({"metrics": [{"type": "BLEU"}], "generation": {"steps": 3}}, "generation has no key 'steps'"),
+        ({"metrics": [{"type": "BLEU"}], "generation": {"top_p": 0.5}}, "temperature is 0"),
+        ({"metrics": [{"type": "FID", "extractor": "gone.pth"}]}, "there is no such file"),
+        ({"max_samples": 3}, "no effect without metrics"),
+        ({"metric_interval": 3}, "no effect without metrics"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        text_run(tmp_path, {**evaluating(), **arguments})
+
+
+def test_what_is_missing_is_named_when_the_config_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise base.PackageNotFoundError(name)
+
+    monkeypatch.setattr(base, "version", absent)
+    with pytest.raises(ConfigError, match=r"metrics\[1\].*sacrebleu is not installed.*unigen_ds\[metrics\]"):
+        text_run(tmp_path, evaluating("ExactMatch", "BLEU"))
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [({"type": "KID", **EXTRACTOR}, "kid_tinyextractor.*cannot answer with image")],
+)
+def test_what_the_model_cannot_do_is_refused_at_the_start(tmp_path: Path, metric: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        text_run(tmp_path, evaluating(metric)).train()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_records_without_a_question_are_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no validation record has an answer of kind text.*exact_match"):
+        text_run(tmp_path, evaluating("ExactMatch"), data=[{"text": spoken(3, i)} for i in range(30)]).train()
+
+
+def test_a_family_without_inference_is_refused_at_the_start(tmp_path: Path) -> None:
+    loader = {"split": 0.3, "batch_size": 2}
+    hook = evaluating("ExactMatch")
+    with pytest.raises(ConfigError, match=r"exact_match.*has no inference"):
+        Runner.from_cfg(regression_config(tmp_path / "run", custom_hooks=[hook], val_dataloader=loader)).train()
+
+
+# --- previews of validation records -----------------------------------------------------------------------------------
+
+
+def test_a_preview_shows_the_held_out_share(tmp_path: Path) -> None:
+    """Without ``held_out`` the records are those of the run's validation data, and never trained on."""
+    preview = {"type": "PreviewHook", "num_held_out": 3, "interval": 2, "max_new_tokens": 4}
+    run = text_run(tmp_path, preview, {"type": "KeepAnswers", "max_samples": 3, "max_new_tokens": 4}, updates=2)
+    run.train()
+    assert run.validation is not None
+    held = [draw.sample_id(run.validation.data.names).rpartition(":")[0] for draw in run.validation.data.draws()[0]]
+    made = json.loads((tmp_path / "run" / "previews" / "2.json").read_text())
+    assert [row["record"] for row in made] == held[:3]

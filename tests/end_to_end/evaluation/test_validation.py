@@ -1,0 +1,647 @@
+"""Validation through ``Runner.from_cfg``: what is held out, what the losses are, and that training notices nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.end_to_end.engines.launch import tensors, unequal
+from tests.end_to_end.models.test_vlm_run import config as vlm_config
+from tests.end_to_end.models.test_vlm_run import data as vlm_data  # noqa: F401 - a fixture
+from tests.end_to_end.runs.text_run import count_up, text_config, write_records
+from tests.processes import ROOT, run
+from tests.tiny import tiny_config
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.checkpoint.store import list_checkpoints
+from unigen_ds.config.registry import HOOKS, MODELS
+from unigen_ds.core.batch import LossTerms, PackedBatch
+from unigen_ds.core.errors import ConfigError, DataError, ResumeBlocked
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.datasets.held_out import Division
+from unigen_ds.data.order.order import Draw
+from unigen_ds.families.bagel.model import UnifiedModel
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.runner import Runner
+from unigen_ds.runner.open.evaluated import EvaluationSubject, evaluate
+from unigen_ds.runner.settings.tree import Settings
+from unigen_ds.system.journals import read_lines
+
+EVERY = {"type": "EvaluateHook", "interval": 2, "unit": "update"}
+SPLIT = {"split": 0.2, "batch_size": 4}
+
+
+@MODELS.register_module(force=True)
+class Drawing(UnifiedModel):
+    """Draws from every generator in each forward pass, has running statistics, and a part that never trains."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.norm, self.fixed = nn.BatchNorm1d(1), nn.BatchNorm1d(1).eval()
+
+    def forward(self, batch: PackedBatch) -> LossTerms:
+        sums = dict(super().forward(batch).sums)
+        noise = torch.rand(()) + float(np.random.rand()) + random.random()
+        seen = self.fixed(self.norm(batch.flow_noise.reshape(-1, 1)[:64])) if len(batch.flow_noise) else noise
+        sums["image"] = sums["image"] + seen.square().sum() + 0.0 * self.norm.weight.sum()
+        return LossTerms(sums)
+
+
+@HOOKS.register_module(force=True)
+class KeepValues(Hook):
+    """What ``after_val`` was called with, by update, and the numbers of the records that were trained on."""
+
+    def __init__(self) -> None:
+        self.trained: set[int] = set()
+        self.values: dict[int, Mapping[str, float]] = {}
+        self.begun = 0
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        self.trained |= {int(sample.split(":")[1]) for sample in result.sample_ids}
+
+    def before_val(self, run: Run) -> None:
+        self.begun += 1
+
+    def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
+        self.values[run.progress.updates] = dict(metrics)
+
+
+def kept_of(run: Runner) -> KeepValues:
+    return next(hook for hook in run.hooks if isinstance(hook, KeepValues))
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in read_lines(folder / "run" / "metrics.jsonl") if line.get("event") == "evaluation"]
+
+
+def training(folder: Path) -> list[tuple[Any, ...]]:
+    lines = [line for line in read_lines(folder / "run" / "metrics.jsonl") if "event" not in line]
+    return [(line["update"], line["loss"], line["grad_norm"], line["lr"], line["samples"]) for line in lines]
+
+
+def text_run(folder: Path, *, updates: int | None = None, **dotted: Any) -> Runner:
+    folder.mkdir(exist_ok=True)
+    if not (folder / "train.jsonl").exists():
+        write_records(folder / "train.jsonl", count_up(60))
+    dotted.setdefault("custom_hooks", [EVERY] if dotted.get("val_dataloader") else [])
+    return Runner.from_cfg(text_config(folder, **dotted), max_updates=updates)
+
+
+def at_start(folder: Path, **dotted: Any) -> Mapping[str, float]:
+    """The values before the first update."""
+    hook = {**EVERY, "at_start": True, **dotted.pop("hook", {})}
+    run = text_run(
+        folder, updates=1, **{"val_dataloader": SPLIT, "custom_hooks": [hook, {"type": "KeepValues"}], **dotted}
+    )
+    run.train()
+    return kept_of(run).values[0]
+
+
+# --- the training notices nothing -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("digits") / "data"
+
+
+def digits_run(folder: Path, root: Path, **dotted: Any) -> Runner:
+    config = {
+        "model__type": "Drawing", "model__llm__dropout": 0.1, "train_dataloader__batch_size": 2,
+        "optim_wrapper__accumulative_counts": 2, "train_cfg": {"max_updates": 4},
+        "default_hooks__checkpoint__interval": 4, **dotted,
+    }  # fmt: skip
+    return Runner.from_cfg(tiny_config(folder / "run", root, **config))
+
+
+def held_digits(root: Path, **settings: Any) -> dict[str, Any]:
+    return {"dataset": {"type": "DigitsDataset", "root": str(root), "split": "val"}, "batch_size": 8, **settings}
+
+
+def test_training_with_and_without_evaluation_is_bit_equal(tmp_path: Path, digits: Path) -> None:
+    """Generators of torch, numpy and Python, running statistics, dropout, a part in another mode, EMA weights."""
+    ema = {"type": "EMAHook", "momentum": 0.1}
+    hook = {**EVERY, "interval": 1, "at_start": True, "max_batches": 3, "use_ema": True}
+    digits_run(tmp_path / "without", digits, custom_hooks=[ema]).train()
+    validated = {"val_dataloader": held_digits(digits, num_workers=1), "custom_hooks": [ema, hook]}
+    digits_run(tmp_path / "with", digits, **validated).train()
+    assert [line["update"] for line in evaluations(tmp_path / "with")] == [0, 1, 2, 3, 4]
+    assert_same_training(tmp_path / "without", tmp_path / "with")
+
+
+@MODELS.register_module(force=True)
+class MeanBrightness(nn.Module):
+    """Features of pictures: (n, 3, height, width) -> (n, 3)."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean((2, 3))
+
+
+def test_in_bf16_with_metrics_too(tmp_path: Path, digits: Path) -> None:
+    """Of losses, texts and pictures; the tool computes in bf16, too, and finds the same losses."""
+    dotted = {"model__type": "UnifiedModel", "optim_wrapper__precision": "bf16", "train_cfg": {"max_updates": 2},
+              "default_hooks__checkpoint__interval": 2}  # fmt: skip
+    fid = {"type": "FID", "extractor": {"type": "MeanBrightness"}, "name": "brightness", "resize": 28}
+    metrics = [{"type": "Perplexity"}, {"type": "ExactMatch"}, fid]
+    generation = {"max_new_tokens": 3, "flow": {"num_timesteps": 2}}
+    hook = {**EVERY, "interval": 1, "max_batches": 2, "max_samples": 5, "metrics": metrics, "generation": generation}
+    digits_run(tmp_path / "without", digits, **dotted, custom_hooks=[]).train()
+    with_them = digits_run(tmp_path / "with", digits, **dotted, val_dataloader=held_digits(digits), custom_hooks=[hook])
+    with_them.train()
+    found = evaluations(tmp_path / "with")
+    assert [line["update"] for line in found] == [1, 2]
+    names = {"val/loss", "val/loss/text", "val/loss/image", "val/perplexity", "val/exact_match", "val/fid_brightness"}
+    for line in found:
+        assert names <= {*line} and all(math.isfinite(line[name]) for name in names)
+    assert_same_training(tmp_path / "without", tmp_path / "with")
+    again = evaluate(EvaluationSubject(tmp_path / "with" / "run", max_batches=2)).results[0]
+    assert again.values["val/loss"] == found[-1]["val/loss"], "rounded in the same way"
+    assert again.provenance["precision"] == "bf16"
+
+
+def assert_same_training(a: Path, b: Path) -> None:
+    """Lines, checkpoints, generators and ledger, bit by bit."""
+    assert training(a) == training(b) and len(training(a)) >= 2
+    for one, other in zip(list_checkpoints(a / "run"), list_checkpoints(b / "run"), strict=True):
+        assert unequal(tensors(one.path), tensors(other.path)) == []
+        states = [sorted((found.path / "rng").iterdir()) for found in (one, other)]
+        assert [p.read_bytes() for p in states[0]] == [p.read_bytes() for p in states[1]]
+        loaders = [Manifest.read(found.path).loader for found in (one, other)]
+        assert loaders[0] == loaders[1]
+    assert (a / "run" / "ledger.jsonl").read_bytes() == (b / "run" / "ledger.jsonl").read_bytes()
+
+
+def test_the_mode_of_each_module_is_kept(tmp_path: Path, digits: Path) -> None:
+    run = digits_run(tmp_path, digits, val_dataloader=held_digits(digits), custom_hooks=[{**EVERY, "max_batches": 1}])
+    run.train()
+    model: Any = run.backend.model
+    assert model.training and model.norm.training and not model.fixed.training
+
+
+# --- what the values are ----------------------------------------------------------------------------------------------
+
+
+def by_hand(run: Runner, root_of: Any, number: int, **changes: Any) -> dict[str, float]:
+    """Mean losses of records, one at a time, noise keyed by their ids."""
+    dataset = root_of.build(processor=run.processor)
+    sums: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    run.processor.dropout = {}
+    run.backend.model.eval()
+    for index in range(number):
+        batch = collate([(Draw(0, index, 0),)], [dataset], run.processor, seq_length=80)
+        with torch.no_grad():
+            terms = run.backend.model(batch)
+        for term, count in batch.target_counts().items():
+            sums[term] = sums.get(term, 0.0) + float(terms.sums[term])
+            counts[term] = counts.get(term, 0.0) + count
+            if term == "image" and count:
+                t = float(torch.sigmoid(batch.timesteps[torch.isfinite(batch.timesteps)][0]))
+                key = f"image/t{int(4 * t) / 4:.2f}-{int(4 * t + 1) / 4:.2f}"
+                sums[key] = sums.get(key, 0.0) + float(terms.sums[term])
+                counts[key] = counts.get(key, 0.0) + count
+    return {key: value / counts[key] for key, value in sums.items() if counts[key]}
+
+
+def test_the_values_are_means_over_targets_by_term_source_and_time_step(tmp_path: Path, digits: Path) -> None:
+    """Without condition dropout; the noise of a record is a function of its id alone."""
+    hooks = [{**EVERY, "at_start": True, "interval": -1}, {"type": "KeepValues"}]
+    loader = held_digits(digits, batch_size=50)
+    run = digits_run(
+        tmp_path, digits, model__type="UnifiedModel", val_dataloader=loader, custom_hooks=hooks,
+        loss_weights={"text": 2.0, "image": 0.5}, processor__vit_dropout=0.9, train_cfg={"max_updates": 1},
+    )  # fmt: skip
+    again = Settings.from_config(run.config)
+    expected = by_hand(
+        digits_run(tmp_path / "hand", digits, model__type="UnifiedModel"), again.val_dataloader.dataset[0], 594
+    )
+    run.train()
+    kept = kept_of(run)
+    found = kept.values[0]
+    assert kept.begun == 2 and set(kept.values) == {0, 1}
+    assert len(expected) == 6
+    for key, value in expected.items():
+        assert found[f"val/loss/{key}"] == pytest.approx(value, rel=1e-6), key
+    for term in ("text", "image"):
+        assert found[f"val/loss/{term}/digits_val"] == found[f"val/loss/{term}"]
+    assert found["val/loss"] == pytest.approx(2.0 * expected["text"] + 0.5 * expected["image"], rel=1e-6)
+    assert set(found) == {
+        "val/loss",
+        *(f"val/loss/{key}" for key in (*expected, "text/digits_val", "image/digits_val")),
+    }
+
+
+def test_each_source_has_its_own_losses(tmp_path: Path) -> None:
+    write_records(tmp_path / "a.jsonl", count_up(7))
+    write_records(tmp_path / "b.jsonl", [{"text": "nine nine"}, {"text": "five"}])
+    data = [{"type": "UnifiedGenerationDataset", "data_path": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
+    values = at_start(tmp_path, val_dataloader={"dataset": data, "batch_size": 3})
+    targets = {"a": sum(len(r["text"].split()) + 1 for r in count_up(7)), "b": 5}
+    mean = sum(values[f"val/loss/text/{name}"] * number for name, number in targets.items()) / sum(targets.values())
+    assert values["val/loss"] == pytest.approx(mean, rel=1e-6)
+    assert values["val/loss/text/a"] != values["val/loss/text/b"]
+    alone = at_start(tmp_path / "alone", val_dataloader={"dataset": data[1], "batch_size": 3})
+    assert alone["val/loss/text"] == pytest.approx(values["val/loss/text/b"], rel=1e-6)
+
+
+def test_splits_of_the_training_batch_change_no_bit_and_batch_sizes_no_digit(tmp_path: Path) -> None:
+    cuts = [(8, 1), (4, 2), (2, 4)]
+    found = [
+        at_start(tmp_path / f"{b}x{n}", train_dataloader__batch_size=b, optim_wrapper__accumulative_counts=n)
+        for b, n in cuts
+    ]
+    assert found[0] == found[1] == found[2]
+    for size in (1, 3, 64):
+        other = at_start(tmp_path / f"by{size}", val_dataloader={**SPLIT, "batch_size": size})
+        assert other == pytest.approx(found[0], rel=1e-6), size
+    assert at_start(tmp_path / "workers", val_dataloader={**SPLIT, "num_workers": 2}) == found[0]
+
+
+def test_a_part_of_the_samples_is_spread_over_the_source(tmp_path: Path) -> None:
+    run = text_run(tmp_path, val_dataloader={**SPLIT, "batch_size": 2})
+    assert run.validation is not None
+    data = run.validation.data
+    (every,), (some,) = data.draws(), data.draws(4)
+    assert (
+        len(some) == 4 and set(some) < set(every) and some[0] == every[0] and every.index(some[-1]) >= len(every) // 2
+    )
+    whole, part = at_start(tmp_path / "a"), at_start(tmp_path / "b", hook={"max_batches": 1})
+    assert whole != part
+    text = (tmp_path / "b" / "run" / "train.log").read_text()
+    assert "Evaluation: 4 samples" in text
+
+
+def test_the_average_is_evaluated_where_it_is_wanted(tmp_path: Path) -> None:
+    ema = {"type": "EMAHook", "momentum": 0.01}
+    values = []
+    for use in (False, True):
+        hooks = [ema, {**EVERY, "use_ema": use}]
+        text_run(tmp_path / str(use), val_dataloader=SPLIT, custom_hooks=hooks).train()
+        values.append(evaluations(tmp_path / str(use))[-1]["val/loss"])
+    assert training(tmp_path / "False") == training(tmp_path / "True")
+    assert values[1] > values[0] + 0.1  # the average is hardly trained
+    with pytest.raises(ConfigError, match="there is no EMAHook"):
+        text_run(tmp_path / "none", val_dataloader=SPLIT, custom_hooks=[{**EVERY, "use_ema": True}]).train()
+
+
+def test_an_unreadable_sample_is_counted(tmp_path: Path, digits: Path) -> None:
+    from PIL import Image
+
+    Image.new("L", (8, 8)).save(tmp_path / "good.png")
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    record = {"text_prompt": "draw a seven", "image_path": "good.png"}
+    write_records(tmp_path / "val.jsonl", [record, {**record, "image_path": "bad.png"}, record])
+    data = {"type": "UnifiedGenerationDataset", "data_path": str(tmp_path / "val.jsonl")}
+    run = digits_run(tmp_path, digits, model__type="UnifiedModel", val_dataloader={"dataset": data, "batch_size": 2},
+                     train_cfg={"max_updates": 1})  # fmt: skip
+    run.train()
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "1 validation samples could not be read and are left out of val/loss. The first: val:1:0" in log
+    assert evaluations(tmp_path)[-1]["val/loss/image"] > 0
+
+
+# --- when -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_interval_the_end_the_checkpoint_and_the_lines(tmp_path: Path) -> None:
+    text_run(tmp_path, val_dataloader=SPLIT, train_cfg={"max_updates": 5}).train()
+    lines = evaluations(tmp_path)
+    assert [line["update"] for line in lines] == [2, 4, 5]
+    assert set(lines[0]) == {"event", "update", "val/loss", "val/loss/text", "val/loss/text/train"}
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert f"evaluation at update 4: val/loss {lines[1]['val/loss']:.4g}" in log
+    stored = {
+        found.manifest.progress.updates: found.manifest.metrics
+        for found in list_checkpoints(tmp_path / "run")
+        if found.manifest
+    }
+    assert stored[5]["val/loss"] == lines[-1]["val/loss"]
+
+
+def test_a_hook_is_added_where_there_is_none(tmp_path: Path) -> None:
+    run = text_run(tmp_path, val_dataloader=SPLIT, custom_hooks=[], train_cfg={"max_epochs": 2})
+    run.train()
+    assert len(evaluations(tmp_path)) == 2 and run.progress.epoch == 2
+    assert "val_dataloader is evaluated after every epoch" in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_the_cache_of_the_device_is_released_if_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after each evaluation; the device is a stand-in."""
+    released: list[str] = []
+    device = SimpleNamespace(is_available=lambda: True, empty_cache=lambda: released.append("all"))
+    monkeypatch.setattr(
+        "unigen_ds.hooks.evaluate.evaluate.torch", SimpleNamespace(cuda=device, manual_seed=torch.manual_seed)
+    )
+    text_run(tmp_path, val_dataloader=SPLIT).train()
+    assert released == []
+    text_run(tmp_path / "wanted", val_dataloader=SPLIT, custom_hooks=[{**EVERY, "empty_cache": True}]).train()
+    assert len(released) == 2 * len(evaluations(tmp_path / "wanted")) == 6
+
+
+def test_a_pause_is_not_the_end(tmp_path: Path) -> None:
+    """--max-updates: the resumed run has the lines of one that was never stopped."""
+    text_run(tmp_path / "a", val_dataloader=SPLIT).train()
+    text_run(tmp_path / "b", val_dataloader=SPLIT, updates=3).train()
+    assert [line["update"] for line in evaluations(tmp_path / "b")] == [2]
+    text_run(tmp_path / "b", val_dataloader=SPLIT, resume=True).train()
+    assert evaluations(tmp_path / "a") == evaluations(tmp_path / "b")
+    assert training(tmp_path / "a") == training(tmp_path / "b")
+
+
+@HOOKS.register_module(force=True)
+class FailOnce(Hook):
+    """Ends the process's training after the evaluation of an update, and before its checkpoint."""
+
+    def __init__(self, *, at_update: int) -> None:
+        self.at_update = at_update
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if run.progress.updates == self.at_update:
+            raise RuntimeError("killed")
+
+
+@HOOKS.register_module(force=True)
+class KillOnce(Hook):
+    """SIGKILL after an update, whose evaluation is in the log and whose checkpoint is not written."""
+
+    def __init__(self, *, at_update: int) -> None:
+        self.at_update = at_update
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if run.progress.updates == self.at_update:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_sigkill_of_a_run_with_a_share(tmp_path: Path) -> None:
+    """The held-out set and the ledger are those of a run that was never killed."""
+    hooks = [{**EVERY, "interval": 1}, {"type": "KeepValues"}]
+    often = {"default_hooks__checkpoint__interval": 1, "default_hooks__checkpoint__by_epoch": False}
+    straight = text_run(tmp_path / "straight", val_dataloader=SPLIT, custom_hooks=hooks, **often)
+    straight.train()
+    killed = tmp_path / "killed"
+    arguments = {**often, "val_dataloader": SPLIT, "custom_hooks": [*hooks, {"type": "KillOnce", "at_update": 5}]}
+    body = f"from {__name__} import *; text_run(Path({str(killed)!r}), **{arguments!r}).train()"
+    process = run([sys.executable, "-c", body], cwd=ROOT, text=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert list_checkpoints(killed / "run"), "it continues in the middle"
+    resumed = text_run(killed, val_dataloader=SPLIT, custom_hooks=hooks, resume=True, **often)
+    resumed.train()
+    held = [draw.sample_id(straight.validation.data.names) for draws in straight.validation.data.draws()
+            for draw in draws]  # fmt: skip
+    again = [draw.sample_id(resumed.validation.data.names) for draws in resumed.validation.data.draws()
+             for draw in draws]  # fmt: skip
+    assert held == again and len(held) > 4
+    assert not kept_of(resumed).trained & {int(sample.split(":")[1]) for sample in held}
+    ledgers = [read_lines(folder / "run" / "ledger.jsonl") for folder in (tmp_path / "straight", killed)]
+    assert ledgers[0] == ledgers[1] and len(ledgers[0]) >= 6
+    assert evaluations(killed) == evaluations(tmp_path / "straight")
+    assert training(killed) == training(tmp_path / "straight")
+
+
+def test_killed_with_a_share_and_resumed(tmp_path: Path) -> None:
+    """The line of the update that was lost is void; the repeated one has the same values."""
+    hooks = [{**EVERY, "interval": 1}, {"type": "EMAHook"}]
+    text_run(tmp_path / "straight", val_dataloader=SPLIT, custom_hooks=hooks).train()
+    with pytest.raises(RuntimeError, match="killed"):
+        text_run(
+            tmp_path / "killed", val_dataloader=SPLIT, custom_hooks=[*hooks, {"type": "FailOnce", "at_update": 5}]
+        ).train()
+    text_run(tmp_path / "killed", val_dataloader=SPLIT, custom_hooks=hooks, resume=True).train()
+    written = (tmp_path / "killed" / "run" / "metrics.jsonl").read_text().count('"event": "evaluation", "update": 5')
+    assert written == 2 and [line["update"] for line in evaluations(tmp_path / "killed")] == [1, 2, 3, 4, 5, 6]
+    assert evaluations(tmp_path / "killed") == evaluations(tmp_path / "straight")
+    assert training(tmp_path / "killed") == training(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("interval", [0, -2, 0.0])
+def test_wrong_intervals(tmp_path: Path, interval: float) -> None:
+    with pytest.raises(ConfigError, match=r"EvaluateHook\.interval is"):
+        text_run(tmp_path, val_dataloader=SPLIT, custom_hooks=[{**EVERY, "interval": interval}])
+
+
+def test_unknown_metrics_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"metrics\[0\].type is 'NoSuchMetric'"):
+        text_run(tmp_path, val_dataloader=SPLIT, custom_hooks=[{**EVERY, "metrics": [{"type": "NoSuchMetric"}]}])
+
+
+# --- a share of the training records ----------------------------------------------------------------------------------
+
+
+def test_what_is_evaluated_is_never_trained_on(tmp_path: Path) -> None:
+    """Sample ids have the number of the record in its file; equal records are on the same side."""
+    records = [*count_up(40), *count_up(40)]  # each twice
+    records += [{"note": i % 7, **record} for i, record in enumerate(count_up(40))]
+    write_records(tmp_path / "train.jsonl", records)
+    shuffled = [json.dumps(dict(reversed(record.items())), indent=1) for record in records]
+    loader = {"train_dataloader__drop_last": False, "custom_hooks": [{"type": "KeepValues"}]}
+    run = text_run(tmp_path, val_dataloader=SPLIT, train_cfg={"max_epochs": 1}, **loader)
+    run.train()
+    assert run.validation is not None
+    held = {draw.index for draw in run.validation.data.draws()[0]}
+    used = kept_of(run).trained
+    assert len(held) + len(used) == 120 and not held & used
+    assert {i + 40 for i in held if i < 40} == {i for i in held if 40 <= i < 80}
+    assert 10 <= len(held) <= 40
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "train.jsonl").write_text(f"[{','.join(shuffled)}]")  # other keys first, other white space, another format
+    (other / "words.txt").write_text("")
+    same = text_run(other, val_dataloader=SPLIT, tokenizer={"type": "WordTokenizer", "words": ["zero", "two"]})
+    assert same.validation is not None
+    assert {draw.index for draw in same.validation.data.draws()[0]} == held
+    seeded = text_run(tmp_path, val_dataloader={**SPLIT, "seed": 5}, resume=False, work_dir=str(tmp_path / "seeded"))
+    assert seeded.validation is not None
+    assert {draw.index for draw in seeded.validation.data.draws()[0]} != held
+
+
+def test_membership_is_a_function_of_seed_and_content() -> None:
+    digests = np.arange(20000, dtype=np.int64) * 7919 - 3
+    small, large = Division(0.02, 1).held_out(digests), Division(0.1, 1).held_out(digests)
+    assert 300 < small.sum() < 500 and not (small & ~large).any()
+    assert (Division(0.02, 2).held_out(digests) != small).any()
+    order = np.random.default_rng(0).permutation(len(digests))
+    assert (Division(0.02, 1).held_out(digests[order]) == small[order]).all()
+
+
+def test_appended_records_move_no_old_one_and_a_changed_share_is_a_change(tmp_path: Path) -> None:
+    first = text_run(tmp_path, val_dataloader=SPLIT, updates=2)
+    first.train()
+    assert first.validation is not None
+    held = set(first.validation.data.draws()[0])
+    changes: list[tuple[Any, str]] = [
+        (None, "the share of the records for validation was 0.2 by seed 0 and is none"),
+        ({**SPLIT, "split": 0.3}, "was 0.2 by seed 0 and is 0.3 by seed 0"),
+        ({**SPLIT, "seed": 4}, "was 0.2 by seed 0 and is 0.2 by seed 4"),
+    ]
+    for loader, words in changes:
+        with pytest.raises(ResumeBlocked, match=words):
+            text_run(tmp_path, val_dataloader=loader, resume=True)
+        with pytest.raises(ResumeBlocked, match="data"):
+            text_run(tmp_path, val_dataloader=loader, resume=True, on_data_change="append")
+    write_records(tmp_path / "train.jsonl", [*count_up(60), *[{"text": "two " * k} for k in range(1, 31)]])
+    with pytest.raises(ResumeBlocked, match="train had"):
+        text_run(tmp_path, val_dataloader=SPLIT, resume=True)
+    joined = {"resume": True, "train_dataloader__drop_last": False, "custom_hooks": [{"type": "KeepValues"}]}
+    more = text_run(
+        tmp_path, val_dataloader=SPLIT, on_data_change="append", train_cfg={"max_updates": 40}, **joined
+    )  # fmt: skip
+    assert more.validation is not None
+    now = set(more.validation.data.draws()[0])
+    assert held < now and all(draw.index >= 60 for draw in now - held)
+    more.train()
+    used = kept_of(more).trained
+    assert not used & {draw.index for draw in now} and len(used) + len(now) == 90
+    restarted = text_run(
+        tmp_path,
+        val_dataloader={**SPLIT, "split": 0.3},
+        resume=True,
+        on_data_change="restart",
+        train_cfg={"max_updates": 42},
+    )
+    restarted.train()
+    assert restarted.progress.updates == 42
+
+
+def test_a_share_of_nothing_and_of_all(tmp_path: Path) -> None:
+    write_records(tmp_path / "train.jsonl", count_up(4))
+    with pytest.raises(DataError, match="selects none of 4 records"):
+        text_run(tmp_path, val_dataloader={"split": 0.0001})
+    with pytest.raises(DataError, match="leaves none of the 4 records of train"):
+        text_run(tmp_path, val_dataloader={"split": 0.9999})
+
+
+def test_the_data_without_a_share_is_what_it_was(tmp_path: Path) -> None:
+    """The fingerprint that every older checkpoint has."""
+    run = text_run(tmp_path)
+    assert run.validation is None
+    assert "validation" not in run._parts.data_identity["facts"]
+
+
+# --- the settings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [None, "", {"dataset": ""}, {"dataset": {"type": "UnifiedGenerationDataset", "data_path": ""}, "batch_size": 1}],
+)
+def test_no_validation(tmp_path: Path, loader: Any) -> None:
+    hooks = [EVERY] if loader is not None else []
+    run = text_run(tmp_path, val_dataloader=loader, custom_hooks=hooks)
+    assert run.validation is None
+    run.train()
+    assert evaluations(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"custom_hooks": [EVERY]}, "there is no val_dataloader"),
+        ({"val_dataloader": {"batch_size": 2}}, "neither dataset nor split"),
+        ({"val_dataloader": {"split": 1.5}}, "val_dataloader.split is 1.5"),
+        ({"val_dataloader": {**SPLIT, "packing": None}}, "an evaluation has one sample in a sequence"),
+        ({"val_dataloader": {**SPLIT, "batch_size": 0}}, "val_dataloader.batch_size is 0"),
+        ({"val_dataloader": SPLIT, "val_evaluator": {"type": "Accuracy"}}, "the metrics of EvaluateHook"),
+    ],
+)  # fmt: skip
+def test_wrong_settings(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    config = {**{key: text_config(tmp_path)[key] for key in text_config(tmp_path)}, **changes}
+    with pytest.raises(ConfigError, match=words):
+        Settings.from_config(config)
+
+
+def test_mmengines_loops_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="unigen_ds")
+    config = {key: text_config(tmp_path)[key] for key in text_config(tmp_path)}
+    config |= {
+        "train_cfg": {"type": "IterBasedTrainLoop", "max_iters": 4, "val_interval": 3}, "val_cfg": {"type": "ValLoop"},
+        "val_evaluator": None, "test_cfg": None, "test_dataloader": None,
+        "val_dataloader": {**SPLIT, "sampler": {"type": "DefaultSampler", "shuffle": False}, "drop_last": False,
+                           "persistent_workers": True},
+    }  # fmt: skip
+    (hook,) = Settings.from_config(config).custom_hooks
+    assert hook.arguments == {"interval": 3, "by_epoch": False}
+    for words in ("val_interval=3 is read as", "val_cfg=", "val_dataloader.sampler", "val_dataloader.drop_last"):
+        assert words in caplog.text, words
+
+
+@pytest.mark.parametrize(
+    ("given", "hooks", "wanted"),
+    [
+        ({"save_best": "auto"}, [], {"save_best": "val/loss"}),
+        ({"save_best": "bleu", "rule": "greater"}, [], {"save_best": "val/bleu", "rule": "greater"}),
+        (
+            {"save_best": "val/loss"},
+            [EVERY],
+            {"save_best": "val/loss", **{k: v for k, v in EVERY.items() if k != "type"}},
+        ),
+    ],
+)
+def test_mmengines_best_checkpoint_is_read(
+    tmp_path: Path, given: dict[str, Any], hooks: list[Any], wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="unigen_ds")
+    config = {key: text_config(tmp_path)[key] for key in text_config(tmp_path)}
+    config |= {"val_dataloader": SPLIT, "custom_hooks": hooks, "default_hooks": {"checkpoint": given}}
+    (hook,) = Settings.from_config(config).custom_hooks
+    assert hook.arguments == wanted and "checkpoint.save_best=" in caplog.text
+    config["val_dataloader"] = None
+    config["custom_hooks"] = []
+    assert Settings.from_config(config).custom_hooks == () and "there is no val_dataloader" in caplog.text
+
+
+def test_of_two_best_checkpoints_ours_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The hook's own, and its own interval beside mmengine's; the log states both."""
+    caplog.set_level("INFO", logger="unigen_ds")
+    config = {key: text_config(tmp_path)[key] for key in text_config(tmp_path)}
+    config |= {"val_dataloader": SPLIT, "custom_hooks": [{**EVERY, "save_best": "val/loss/text"}]}
+    config |= {
+        "default_hooks": {"checkpoint": {"save_best": "loss"}},
+        "train_cfg": {"max_updates": 2, "val_interval": 5},
+    }
+    (hook,) = Settings.from_config(config).custom_hooks
+    assert hook.get("save_best") == "val/loss/text" and hook.get("interval") == EVERY["interval"]
+    assert "save_best='loss' is left out: EvaluateHook.save_best is 'val/loss/text'" in caplog.text
+    assert "val_interval=5 is left out: custom_hooks has an EvaluateHook" in caplog.text
+
+
+# --- other kinds of models --------------------------------------------------------------------------------------------
+
+
+def test_a_users_own_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums alone, running statistics, no tokenizer; a share of its records."""
+    from tests.end_to_end.engines.users import write_rows
+    from tools.train import main as train
+
+    rows = tmp_path / "rows.txt"
+    write_rows(rows)
+    options = [
+        f"train_dataloader.dataset.path={str(rows)!r}", "val_dataloader={'split':0.2,'batch_size':5}",
+        "train_cfg.max_epochs=1",
+    ]  # fmt: skip
+    assert train(["tests/plugin/config.py", "--work-dir", str(tmp_path / "run"), "--cfg-options", *options]) == 0
+    (line,) = evaluations(tmp_path)
+    assert {"val/loss", "val/loss/value", "val/loss/label", "val/loss/value/rows"} <= set(line)
+    assert line["val/loss"] == pytest.approx(line["val/loss/value"] + 0.5 * line["val/loss/label"])
+
+
+def test_a_vision_language_model(vlm_data: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Packed in training, one record a sequence in an evaluation."""
+    loader = {"split": 0.4, "batch_size": 3}
+    runner = Runner.from_cfg(
+        vlm_config(vlm_data, tmp_path / "run", val_dataloader=loader, train_cfg={"max_updates": 2})
+    )
+    runner.train()
+    line = evaluations(tmp_path)[-1]
+    assert line["val/loss"] == line["val/loss/text"] == line["val/loss/text/train"] > 0

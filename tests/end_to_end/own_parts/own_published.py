@@ -1,0 +1,67 @@
+"""A family that publishes its models in a format of its own: other names and shapes, in a file of another ending."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.end_to_end.own_parts.own_family import Regression, Regressor
+from unigen_ds.config.registry import FAMILIES, MODELS
+from unigen_ds.families.base import PublishedFormat
+from unigen_ds.models.weights import Pretrained, stored_tensors
+from unigen_ds.system.files import new_directory
+
+NAMES = {"body.0": "inner", "body.1": "norm", "heads": "outer"}
+"""Ours -> theirs."""
+WEIGHTS = "points.tensors"
+
+
+class PointsDirectory(PublishedFormat):
+    """``points.json`` and ``points.tensors``, whose matrices are transposed."""
+
+    name = "a directory of points"
+    pretrained = False
+    parts = (WEIGHTS,)
+
+    def recognises(self, folder: Path) -> bool:
+        return (folder / "points.json").is_file()
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        return {"model": json.loads((folder / "points.json").read_text(encoding="utf-8"))}
+
+    def weights(self, folder: Path) -> Pretrained:
+        found = {}
+        for theirs, stored in stored_tensors(folder / WEIGHTS).items():
+            layer, _, kind = theirs.rpartition(".")
+            name = next(ours for ours, their in NAMES.items() if their == layer)
+            if len(stored.shape) == 2:
+                stored = replace(stored, shape=stored.shape[::-1], changed=torch.t)
+            found[f"{name}.{kind}"] = stored
+        return Pretrained(str(folder), self.config(folder)["model"], found)
+
+    def write(self, model: Any, processor: Any, out: Path, *, dtype: torch.dtype, **_: Any) -> None:
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in model.state_dict().items():
+            layer, _, kind = name.rpartition(".")
+            tensors[f"{NAMES[layer]}.{kind}"] = (tensor.t() if tensor.ndim == 2 else tensor).contiguous()
+        sizes = {"num_features": model.body[0].in_features, "width": model.body[0].out_features}
+        with new_directory(out) as folder:
+            (folder / "points.json").write_text(json.dumps({"type": "PublishedRegressor", **sizes}), encoding="utf-8")
+            save_file(tensors, folder / WEIGHTS)
+
+
+@MODELS.register_module()
+class PublishedRegressor(Regressor):
+    pass
+
+
+@FAMILIES.register_module()
+class PublishedRegression(Regression):
+    model = PublishedRegressor
+    published = (PointsDirectory(),)

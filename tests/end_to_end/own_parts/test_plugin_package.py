@@ -1,0 +1,127 @@
+"""A package of a user's own with the tools as processes: trained, killed, resumed in two processes, exported, asked.
+
+``tests/end_to_end/engines/test_plugin.py`` has every engine.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.engines.users import write_rows
+from tests.processes import ROOT, ranks, together
+from tools.inspect_data import main as inspect_data
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.runner import Runner
+from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system.journals import read_lines
+
+CONFIG = "tests/plugin/config.py"
+UPDATES, KILLED_AT = 6, 3
+KILLER = """
+import os, signal
+from unigen_ds.config.registry import HOOKS
+from unigen_ds.hooks.base import Hook
+
+@HOOKS.register_module()
+class KillerHook(Hook):
+    def before_update(self, run):
+        if run.progress.updates == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+PROMPT = "[0.5, 1, -1]"
+
+
+def tool(name: str, *arguments: object) -> list[str]:
+    return [sys.executable, f"tools/{name}.py", *map(str, arguments)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that one process began and two have ended."""
+    folder = tmp_path_factory.mktemp("plugin")
+    write_rows(folder / "rows.txt")
+    (folder / "killer.py").write_text(KILLER)
+    base = ["--work-dir", folder / "run", "--max-updates", UPDATES, "--cfg-options"]
+    options = [f"train_dataloader.dataset.path={folder / 'rows.txt'}"]
+    killer = ["custom_imports={'imports':['tests.plugin','killer']}", "custom_hooks=[{'type':'KillerHook'}]"]
+    alone = tool("train", CONFIG, *base, *options, "train_dataloader.batch_size=8", *killer)
+    [killed] = together([alone], [{"PYTHONPATH": f"{ROOT}:{folder}"}])
+    assert killed.status == -signal.SIGKILL, killed.ending
+    for rank in ranks(tool("train", CONFIG, "--resume", "--backend", "fsdp", *base, *options)):
+        assert rank.status == 0, rank.ending
+    return folder
+
+
+def test_it_continues_after_the_last_checkpoint(folder: Path) -> None:
+    lines = list(read_lines(folder / "run" / "metrics.jsonl"))
+    assert [line["update"] for line in lines if "loss" in line] == list(range(1, UPDATES + 1))
+    log = (folder / "run" / "train.log").read_text(encoding="utf-8")
+    assert "losses are the recorded ones (label " in log
+
+
+def test_the_log_names_its_own_loss_terms(folder: Path) -> None:
+    lines = (folder / "run" / "train.log").read_text(encoding="utf-8").splitlines()
+    shown = [line for line in lines if "INFO update " in line]
+    assert shown and all(" loss/label " in line and " loss/value " in line for line in shown)
+
+
+def test_the_tools_export_and_ask_it_with_permission_alone(folder: Path) -> None:
+    refused, exported, asked = together(
+        [
+            tool("generate", folder / "run", "--prompt", PROMPT, "--out", folder / "refused"),
+            tool("export", folder / "run", folder / "exported", "--allow-custom-imports"),
+            tool("generate", folder / "run", "--prompt", PROMPT, "--out", folder / "asked", "--allow-custom-imports"),
+        ],
+        [{}, {}, {}],
+    )
+    assert refused.status == 2 and "imports tests.plugin" in refused.text and exported.status == 0, exported.ending
+    [published] = together(
+        [tool("generate", folder / "exported", "--prompt", PROMPT, "--out", folder / "again", "--config", CONFIG)], [{}]
+    )
+    texts = [json.loads((folder / name / "results.jsonl").read_text())["text"] for name in ("asked", "again")]
+    assert published.status == asked.status == 0 and texts[0] == texts[1] and texts[0] in asked.out
+
+
+def test_its_data_is_described_and_its_ledger_derived_anew(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--cfg-options", f"train_dataloader.dataset.path={folder / 'rows.txt'}"]
+    assert inspect_data([CONFIG, *options]) == 0
+    assert "other targets               319  100.0%" in capsys.readouterr().out
+    assert inspect_data([CONFIG, "--ledger", str(folder / "run" / "ledger.jsonl"), *options]) == 0
+
+
+def test_a_killed_run_of_one_process_is_bit_equal_to_one_never_stopped(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.txt")
+    given = {"train_dataloader.dataset.path": str(tmp_path / "rows.txt"), "custom_hooks": [{"type": "LowestLossHook"}]}
+
+    def train(name: str, updates: int, **more: object) -> list[dict[str, object]]:
+        config = load_config(CONFIG, {**given, "work_dir": str(tmp_path / name), **more})
+        Runner.from_cfg(config, max_updates=updates).train()
+        return [line for line in read_lines(tmp_path / name / "metrics.jsonl") if "loss" in line]
+
+    keys = ("update", "loss", "loss/value", "loss/label", "grad_norm", "lr", "tokens")
+    whole, _, parts = train("whole", UPDATES), train("parts", KILLED_AT), train("parts", UPDATES, resume="auto")
+    assert [[line[key] for key in keys] for line in parts] == [[line[key] for key in keys] for line in whole]
+
+
+def test_a_name_that_is_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in_use.py").write_text(KILLER.replace("KillerHook", "EMAHook"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = {"custom_imports": {"imports": ["tests.plugin", "in_use"]}, "work_dir": str(tmp_path)}
+    with pytest.raises(ConfigError, match="'in_use' registers a name that is in use: EMAHook is already registered"):
+        Runner.from_cfg(load_config(CONFIG, given))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("[1, 2", r"rows:3 is '\[1, 2'"), ("[1, 2]", "rows:3 has 2 inputs"), ("[1, 2, 3, 4, 5, 6]", "rows:3 is")],
+)
+def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "rows.txt").write_text("[1, 2, 3, 4, 1]\n" * 2 + line)
+    given = {"train_dataloader.dataset.path": str(tmp_path / "rows.txt"), "work_dir": str(tmp_path)}
+    with pytest.raises(DataError, match=message):
+        Runner.from_cfg(load_config(CONFIG, given))

@@ -1,0 +1,224 @@
+"""``checkpoint_dir``: a folder for the checkpoints of one run, apart from its work dir; and which of them are deleted.
+
+That every tool finds them, and that several processes use it: ``tests/end_to_end/resume/test_launchers.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import ROOT
+from tests.text_run import text_config
+from tools.checkpoints import main as checkpoints
+from unigen_ds.checkpoint.home import home_of
+from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.checkpoint.store import list_checkpoints
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
+
+RECORDS = [{"text": f"{'one two three'[: 3 + 5 * (i % 3)]}"} for i in range(24)]
+
+
+def train(folder: Path, *, updates: int = 2, **overrides: Any) -> Runner:
+    """Two updates of one sequence, unless they are done already; a checkpoint at the end."""
+    given = {"train_cfg__max_epochs": 9, "train_dataloader__packing": None, "custom_hooks": [], **overrides}
+    runner = Runner.from_cfg(text_config(folder, RECORDS, **given), max_updates=updates)
+    runner.train()
+    return runner
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Of a run in ``tmp_path/run``, which has a checkpoint of update 2."""
+    train(tmp_path, checkpoint_dir=str(tmp_path / "checkpoints"))
+    return tmp_path / "checkpoints"
+
+
+def refused(folder: Path, **overrides: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        train(folder, updates=3, **overrides)
+    return str(caught.value)
+
+
+def test_it_resumes_and_each_file_is_where_it_belongs(home: Path, tmp_path: Path) -> None:
+    train(tmp_path, updates=4, checkpoint_dir=str(home), resume="auto")
+    assert [found.manifest.progress.updates for found in list_checkpoints(home) if found.manifest] == [2, 4]
+    assert [line["update"] for line in read_lines(tmp_path / "run" / "ledger.jsonl")] == [1, 2, 3, 4]
+    files = {path.name for path in home.iterdir()}
+    assert files == {"iter_2.pth", "iter_4.pth", "last_checkpoint", ".lock", "work_dir.txt"}
+    assert (home / "last_checkpoint").read_text().strip() == str(home / "iter_4.pth")
+    assert {"metrics.jsonl", "timeline.jsonl", "train.log", ".lock"} <= {p.name for p in (tmp_path / "run").iterdir()}
+
+
+def test_going_back_is_recorded_there(home: Path, tmp_path: Path) -> None:
+    train(tmp_path, updates=4, checkpoint_dir=str(home), resume=True)
+    train(tmp_path, updates=3, checkpoint_dir=str(home), resume=str(home / "iter_2.pth"))
+    assert (home / "lineage.json").is_file() and not (tmp_path / "run" / "lineage.json").exists()
+    assert checkpoints(["list", str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.parametrize("resume", [False, True, "auto"])
+def test_another_run_cannot_use_it(home: Path, tmp_path: Path, resume: bool | str) -> None:
+    said = refused(tmp_path / "b", checkpoint_dir=str(home), resume=resume)
+    assert f"{home} has the checkpoints of the run in {tmp_path / 'run'}, and this run is in" in said
+    assert "Remedy: another --checkpoint-dir; or, to continue that run, --work-dir" in said
+    assert "has the checkpoints of the run in" in refused(tmp_path / "c", work_dir=str(home), resume=resume)
+    plain = tmp_path / "plain"
+    train(plain)
+    assert f"has the checkpoints of the run in {plain / 'run'}" in refused(
+        tmp_path / "d", checkpoint_dir=str(plain / "run"), resume=resume
+    )
+
+
+def test_not_at_the_same_time_either(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    hold = "import sys; from unigen_ds.checkpoint.home import WorkDirLock as L; from pathlib import Path\n"
+    hold += "lock = L(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(folder)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        said = refused(tmp_path, checkpoint_dir=str(folder))
+        holder.communicate()
+    assert f"another process trains in {folder}" in said and "choose another --checkpoint-dir" in said
+    train(tmp_path, checkpoint_dir=str(folder))  # the work dir was unlocked again
+
+
+@pytest.mark.parametrize("resume", [False, True, "auto"])
+def test_a_run_is_not_started_where_it_would_not_see_its_checkpoints(
+    home: Path, tmp_path: Path, resume: bool | str
+) -> None:
+    said = refused(tmp_path, resume=resume)
+    assert f"has 1 checkpoint(s) in {home}, and without a checkpoint_dir they would be in" in said
+    assert f"--checkpoint-dir {home} to continue it" in said
+    assert "and checkpoint_dir in" in refused(tmp_path, checkpoint_dir=str(tmp_path / "other"), resume=resume)
+    train(tmp_path / "plain")
+    said = refused(tmp_path / "plain", checkpoint_dir=str(tmp_path / "other"), resume=resume)
+    assert "Remedy: leave checkpoint_dir out to continue it" in said
+
+
+def test_after_a_move_of_the_work_dir_nothing_is_to_be_done(home: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved" / "run"
+    moved.parent.mkdir()
+    (tmp_path / "run").rename(moved)
+    train(tmp_path / "moved", updates=3, checkpoint_dir=str(home), resume=True)
+    assert (home / "work_dir.txt").read_text() == f"{moved}\n"
+    shutil.copytree(moved, tmp_path / "copy" / "run")
+    assert "has the checkpoints of the run in" in refused(tmp_path / "copy", checkpoint_dir=str(home), resume=True)
+
+
+def test_moved_checkpoints_go_on_where_they_are(home: Path, tmp_path: Path) -> None:
+    back = tmp_path / "run"
+    for name in ("iter_2.pth", "last_checkpoint"):
+        (home / name).rename(back / name)
+    train(tmp_path, updates=3, resume=True)
+    assert home_of(back) == back and not (back / "checkpoint_dir.txt").exists()
+    assert [found.path.name for found in list_checkpoints(back)] == ["iter_2.pth", "iter_3.pth"]
+
+
+def test_a_folder_that_is_gone_is_named(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(home)
+    said = refused(tmp_path, checkpoint_dir=str(home), resume="auto")
+    assert f"the checkpoints of the run in {tmp_path / 'run'} were in {home}, and there is no such folder" in said
+    assert checkpoints(["list", str(tmp_path / "run")]) == 1
+    assert f"write its present path into {tmp_path / 'run' / 'checkpoint_dir.txt'}" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        home_of(tmp_path / "run")
+
+
+def test_a_folder_for_each_named_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = {
+        "work_dir": str(tmp_path / "runs" / "{run_name}"), "visualizer": {"run_name": "{model}_{date}"},
+        "checkpoint_dir": str(tmp_path / "saved" / "{run_name}"),
+    }  # fmt: skip
+    first = train(tmp_path, **named)
+    again = train(tmp_path, updates=4, resume="auto", **named)
+    assert first.work_dir == again.work_dir and first.work_dir.name.startswith("DecoderLM_")
+    assert again.checkpoint_dir == tmp_path / "saved" / first.work_dir.name == home_of(first.work_dir)
+    assert "{run_name} in checkpoint_dir where work_dir has it" in refused(
+        tmp_path, **{**named, "work_dir": str(tmp_path / "one")}
+    )
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_the_best_checkpoint_is_there_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], weights_only: bool
+) -> None:
+    hook = {"type": "EvaluateHook", "interval": 1, "unit": "update", "max_batches": 1, "save_best": "val/loss",
+            "best_weights_only": weights_only}  # fmt: skip
+    given = {"custom_hooks": [hook], "val_dataloader": {"split": 0.2}, "checkpoint_dir": str(tmp_path / "saved")}
+    train(tmp_path, **given)
+    best = Path((tmp_path / "saved" / "best_checkpoint").read_text().strip())
+    assert best.is_relative_to(tmp_path / "saved") and best.is_dir()
+    assert checkpoints(["best", str(tmp_path / "run")]) == 0 and str(best) in capsys.readouterr().out
+    train(tmp_path, updates=3, resume=True, **given)
+    assert "is not the best checkpoint any more" not in (tmp_path / "run" / "train.log").read_text()
+
+
+def aged(path: Path, days: float) -> None:
+    manifest = Manifest.read(path)
+    created = datetime.now(timezone.utc) - timedelta(days=days)
+    text = replace(manifest, created=created.isoformat(timespec="seconds")).to_json()
+    (path / FILE_NAME).write_text(text, encoding="utf-8")
+
+
+@pytest.fixture
+def five(tmp_path: Path) -> Callable[..., list[str]]:
+    """Resumes a run for an update, whose checkpoints of updates 1, 2 and 3 are 9, 8 and 2 days old: the names that are
+    left."""
+    saving = {"default_hooks__checkpoint": {"interval": 1, "unit": "update"}}
+    train(tmp_path, updates=4, **saving)
+    for number, days in ((1, 9), (2, 8), (3, 2)):
+        aged(tmp_path / "run" / f"iter_{number}.pth", days)
+
+    def left(**hook: Any) -> list[str]:
+        train(
+            tmp_path, updates=5, resume=True, default_hooks__checkpoint={**saving["default_hooks__checkpoint"], **hook}
+        )
+        return [found.path.stem for found in list_checkpoints(tmp_path / "run")]
+
+    return left
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [
+        ({}, ["iter_1", "iter_2", "iter_3", "iter_4", "iter_5"]),
+        ({"max_keep_days": 7}, ["iter_3", "iter_4", "iter_5"]),
+        ({"max_keep_days": 8.5, "max_keep_ckpts": 4}, ["iter_2", "iter_3", "iter_4", "iter_5"]),
+        ({"max_keep_days": 1, "max_keep_ckpts": 4}, ["iter_4", "iter_5"]),
+        ({"max_keep_days": 7, "max_keep_ckpts": 1}, ["iter_5"]),
+        ({"max_keep_days": 1e-9}, ["iter_5"]),
+    ],
+)
+def test_old_ones_are_deleted_by_number_and_by_age(
+    five: Callable[..., list[str]], hook: dict[str, Any], expected: list[str]
+) -> None:
+    assert five(**hook) == expected
+
+
+def test_neither_the_last_good_one_nor_the_best_is_deleted_by_its_age(tmp_path: Path) -> None:
+    hook = {"type": "EvaluateHook", "interval": 1, "unit": "update", "save_best": "val/loss", "rule": "greater"}
+    given = {"custom_hooks": [hook], "val_dataloader": {"split": 0.2},
+             "default_hooks__checkpoint": {"interval": 1, "unit": "update", "max_keep_days": 1e-9}}  # fmt: skip
+    train(tmp_path, updates=4, **given)  # the loss falls: the greatest is the first
+    assert [found.path.stem for found in list_checkpoints(tmp_path / "run")] == ["iter_1", "iter_4"]
+    aged(tmp_path / "run" / "iter_1.pth", 30)
+    aged(tmp_path / "run" / "iter_4.pth", 30)
+    train(tmp_path, updates=5, resume=True, **given)
+    assert [found.path.stem for found in list_checkpoints(tmp_path / "run")] == ["iter_1", "iter_5"]
+
+
+def test_an_age_must_be_positive(tmp_path: Path) -> None:
+    assert "max_keep_days" in refused(tmp_path, default_hooks__checkpoint={"max_keep_days": 0})

@@ -1,0 +1,184 @@
+"""A rank that ends, however it does, is named in ``train.log`` of rank 0 with its error, and the others end soon."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
+
+import pytest
+
+from tests.data.support import write_jsonl
+from tests.end_to_end.resume.test_launchers import TRAIN, torchrun
+from tests.processes import ENVIRONMENT, ROOT, popen, ranks, together
+from tests.text_run import CONFIG, WORDS, words
+from unigen_ds.system import announced
+from unigen_ds.system.dist import free_port
+
+HOOK = '''
+import multiprocessing, os, signal, time
+from unigen_ds.core import dist
+from unigen_ds.config.registry import HOOKS
+from unigen_ds.hooks.base import Hook
+
+
+@HOOKS.register_module()
+class EndingHook(Hook):
+    """``how``: ``WHEN RANK ACTION``."""
+
+    def __init__(self, how: str, other: str = "") -> None:
+        self.acts = [one.split() for one in (how, other) if one]
+        self.act("built", dist.env_rank())
+
+    def act(self, now, rank):
+        for when, of, action in self.acts:
+            if (when, int(of)) != (now, rank):
+                continue
+            if action == "raise":
+                raise RuntimeError(f"rank {rank} fails alone")
+            if action == "sleep":
+                time.sleep(600)
+            if action == "worker":
+                multiprocessing.active_children()[0].kill()
+            else:
+                os.kill(os.getpid(), getattr(signal, action))
+
+    def before_run(self, run):
+        self.act("start", dist.rank())
+
+    def before_train_iter(self, run, index, batch):
+        if run.progress.updates == 1:
+            self.act("update", dist.rank())
+'''
+
+
+def written(folder: Path, how: str, other: str = "", *, timeout_s: float = 600.0, workers: int = 0) -> list[str]:
+    """The command that trains two ranks of which one acts so."""
+    (folder / "ending_hook.py").write_text(HOOK, encoding="utf-8")
+    data = write_jsonl(folder / "train.jsonl", [{"text": words(3 + i % 4, i)} for i in range(300)])
+    text = CONFIG.format(words=list(WORDS), data=str(data), work_dir=str(folder / "run"))
+    text += f"""
+custom_imports = dict(imports=["ending_hook"])
+custom_hooks = [dict(type="EndingHook", how={how!r}, other={other!r})]
+backend = dict(type="fsdp")
+env = dict(dist_timeout_s={timeout_s})
+train_dataloader.update(num_workers={workers})
+"""
+    (folder / "config.py").write_text(text, encoding="utf-8")
+    return [sys.executable, TRAIN, str(folder / "config.py")]
+
+
+def log_of(folder: Path) -> str:
+    path = folder / "run" / "train.log"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+@contextmanager
+def started(command: list[str], *, world_size: int = 2, number: int = 2) -> Iterator[list[Popen[Any]]]:
+    """The first ``number`` ranks; those that have not ended are killed."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    found = [
+        popen(command, cwd=ROOT, env={**ENVIRONMENT, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+              stdout=PIPE, stderr=PIPE, text=True)
+        for rank in range(number)
+    ]  # fmt: skip
+    try:
+        yield found
+    finally:
+        for process in found:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("built 1 raise", "rank 1 has ended: RuntimeError: rank 1 fails alone"),
+        ("start 1 raise", "rank 1 has ended: RuntimeError: rank 1 fails alone"),
+        ("update 1 raise", "rank 1 has ended: RuntimeError: rank 1 fails alone"),
+        ("update 1 worker", r"rank 1 has ended: .*worker.*"),
+        ("update 1 SIGKILL", r"rank 1 does not answer \(.*onnection.*\). Remedy: .*out of memory"),
+    ],
+    ids=["built-raise", "start-raise", "update-raise", "update-worker", "update-killed"],
+)
+def test_the_log_of_rank_0_has_the_rank_and_its_error(tmp_path: Path, how: str, said: str) -> None:
+    """Without a launcher that would end the other."""
+    first, second = ranks(written(tmp_path, how, workers=int("worker" in how)))
+    assert first.status == 1 and second.status != 0, first.ending + second.ending
+    assert len(re.findall(f"ERROR {said}", log_of(tmp_path))) == 1, first.ending + second.ending
+    assert "Traceback" not in first.text
+    if "raise" in how:
+        assert "RuntimeError: rank 1 fails alone" in second.text
+
+
+def test_torchrun_prints_the_cause(tmp_path: Path) -> None:
+    ended = torchrun(*written(tmp_path, "update 1 raise")[2:])
+    _, _, of_torchrun = ended.text.partition("FAILED")
+    assert "rank 1 fails alone" in of_torchrun and ended.status == 1, ended.ending
+    assert "To enable traceback" not in of_torchrun and "ERROR rank 1 has ended: Runtime" in log_of(tmp_path)
+
+
+def test_a_rank_that_does_not_answer_is_named_at_the_timeout(tmp_path: Path) -> None:
+    with started(written(tmp_path, "update 1 SIGSTOP", timeout_s=5.0)) as (first, second):
+        assert first.wait(timeout=120) == 1
+        assert re.search(r"ERROR rank 1 does not answer \(.*([Tt]imed out|timeout)", log_of(tmp_path)), (
+            first.communicate()[1]
+        )
+        assert second.poll() is None
+
+
+def test_a_rank_that_was_not_started_is_named_at_the_timeout(tmp_path: Path) -> None:
+    with started(written(tmp_path, "never 0 raise", timeout_s=2.0), number=1) as (first,):
+        assert first.wait(timeout=120) == 1
+        assert "ERROR rank 1 is not here 2 s after this process" in log_of(tmp_path), first.communicate()[1]
+
+
+def test_a_rank_without_a_package_is_named(tmp_path: Path) -> None:
+    """It is found before anything large is imported."""
+    command = written(tmp_path, "never 0 raise")
+    other = f"""
+import sys
+from tools import train
+train.versions.ALLOWED["torch"] = ">=99"
+sys.exit(train.main({command[2:]}))
+"""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    first, second = together([command, [sys.executable, "-c", other]], environments)
+    assert (first.status, second.status) == (2, 2), first.ending + second.ending
+    assert re.search(r"ERROR rank 1 has ended: torch \S+ is installed", log_of(tmp_path)), first.ending
+    assert "error: torch" in second.text
+
+
+def test_the_end_of_rank_0_is_reported_by_the_others(tmp_path: Path) -> None:
+    first, second = ranks(written(tmp_path, "update 0 SIGKILL"))
+    assert (first.status, second.status) == (-signal.SIGKILL, 1), first.ending + second.ending
+    assert "[rank 1] rank 0 has ended" in second.text and "Traceback" not in second.text, second.ending
+
+
+def test_an_error_is_in_the_log_at_once_whatever_rank_0_does(tmp_path: Path) -> None:
+    """NCCL, a file system, a long computation: nothing there returns because another rank has ended."""
+    with started(written(tmp_path, "update 1 raise", "update 0 sleep")) as (first, second):
+        assert second.wait(timeout=120) == 1
+        assert "ERROR rank 1 has ended: RuntimeError: rank 1 fails alone" in log_of(tmp_path)
+        assert first.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "consequence"),
+    [
+        ("[/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5", True),
+        ("Application timeout caused pair closure", True),
+        ("Timed out waiting 5000ms for recv operation to complete", True),
+        ("DataLoader timed out after 10.0 seconds", False),
+        ("The size of tensor a (3) must match the size of tensor b (4)", False),
+    ],
+)
+def test_which_errors_are_those_of_a_connection(text: str, consequence: bool) -> None:
+    assert announced._is_consequence(RuntimeError(text)) is consequence
+    assert not announced._is_consequence(OSError(text)), "of a server of data"

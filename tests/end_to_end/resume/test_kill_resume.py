@@ -1,0 +1,186 @@
+"""Kill a run anywhere, resume it, and get the run that was never killed: bit for bit. Real processes, real SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.end_to_end.resume.kill_tools import (
+    UPDATES,
+    Bench,
+    differences,
+    ledger_differences,
+    metric_lines,
+    tensor_files,
+    wait_for,
+)
+from unigen_ds.checkpoint import store
+from unigen_ds.system.journals import read_lines
+
+STRAIGHT = "straight"
+LAST = "iter_60.pth"
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory) -> Bench:
+    """The straight run, once for all."""
+    bench = Bench(tmp_path_factory.mktemp("kill"))
+    finished = bench.train(STRAIGHT, fresh=True)
+    assert finished.status == 0, finished.output
+    return bench
+
+
+def assert_same_run(bench: Bench, name: str) -> None:
+    """Every counted line, every sample, every tensor at the end."""
+    straight, other = bench.work_dir(STRAIGHT), bench.work_dir(name)
+    assert differences(straight, other) == []
+    assert metric_lines(other)[-1]["update"] == UPDATES
+    expected, found = tensor_files(straight / LAST), tensor_files(other / LAST)
+    assert set(found) == set(expected)
+    assert [path for path in expected if found[path] != expected[path]] == []
+    assert (other / store.HINT).read_text().strip() == str(other / LAST)
+
+
+def resume(bench: Bench, name: str, *arguments: str, start: str | None) -> str:
+    """Resume to the end. ``start``: the checkpoint it must go on from; None: none is there."""
+    finished = bench.train(name, "--resume", *arguments)
+    assert finished.status == 0, finished.output
+    if start is None:
+        assert f"No checkpoint found in {bench.work_dir(name)}: training starts from scratch." in finished.output
+    else:
+        path = bench.work_dir(name) / start
+        assert f"Auto resumed from the latest checkpoint {path}." in finished.output
+    return finished.output
+
+
+def workers(number: int) -> tuple[str, str]:
+    return "--cfg-options", f"train_dataloader.num_workers={number}"
+
+
+def processes_of(work_dir: Path) -> list[int]:
+    """Of this work dir: a loader's processes have the command line of the run."""
+    running = psutil.process_iter(["cmdline", "status"])
+    return [p.pid for p in running if str(work_dir) in (p.info["cmdline"] or ()) and p.info["status"] != "zombie"]
+
+
+def test_the_straight_run_is_a_fair_judge(bench):
+    """It crosses epochs, both losses and dropout are at work, the average has begun, and old checkpoints went."""
+    lines = metric_lines(bench.work_dir(STRAIGHT))
+    assert [line["update"] for line in lines] == list(range(1, UPDATES + 1))
+    assert lines[-1]["epoch"] > 2 and len({line["loss"] for line in lines}) == UPDATES
+    assert all(line["loss/text"] and line["loss/image"] for line in lines)
+    found = store.list_checkpoints(bench.work_dir(STRAIGHT))
+    assert [f.path.name for f in found] == ["iter_48.pth", LAST]
+    assert json.loads((found[-1].path / "hooks.json").read_text())["ema"]["num_updates"] == UPDATES - 5
+    assert ledger_differences(bench.work_dir(STRAIGHT), bench.work_dir(STRAIGHT)) == []
+
+
+def test_killed_between_updates(bench):
+    bench.kill("between", "update:10")
+    assert metric_lines(bench.work_dir("between"))[-1]["update"] == 10
+    resume(bench, "between", start="iter_24.pth")
+    assert_same_run(bench, "between")
+
+
+def test_killed_during_accumulation_with_worker_processes(bench):
+    bench.kill("accumulating", "iteration:10", *workers(2), fresh=True)
+    until = time.monotonic() + 30
+    while left := processes_of(bench.work_dir("accumulating")):
+        assert time.monotonic() < until, f"loader processes outlive the killed run: {left}"
+        time.sleep(0.2)
+    resume(bench, "accumulating", *workers(2), start="iter_24.pth")
+    assert_same_run(bench, "accumulating")
+
+
+def test_killed_again_and_again(bench):
+    """Before the first save, while a save is staged, right after a commit, while an old one is deleted, at random."""
+    name = "again"
+    work_dir = bench.work_dir(name)
+    bench.kill(name, "update:2", *workers(2))
+    assert not store.list_checkpoints(work_dir)
+    resume_until = ("--resume", *workers(0))
+    output = bench.kill(name, "staged:iter_24.pth", *resume_until)
+    assert "training starts from scratch" in output
+    staging = [path.name for path in work_dir.glob("iter_24.pth.tmp-*")]
+    assert staging, "the kill was to leave a staged checkpoint behind"
+    assert not (work_dir / "iter_24.pth").exists()
+
+    output = bench.kill(name, "renamed:iter_24.pth", "--resume", *workers(2))
+    assert f"Auto resumed from the latest checkpoint {work_dir / 'iter_12.pth'}." in output
+    assert [path.name for path in work_dir.glob("*.tmp-*")] == [], "what a killed save left is swept at the next start"
+    assert (work_dir / store.HINT).read_text().strip().endswith("iter_12.pth")  # older than what is committed
+    assert differences(bench.work_dir(STRAIGHT), work_dir) == []
+
+    output = bench.kill(name, "deleting:iter_12.pth", *resume_until)
+    assert f"Auto resumed from the latest checkpoint {work_dir / 'iter_24.pth'}." in output
+    assert (work_dir / "iter_36.pth").is_dir() and not (work_dir / "iter_12.pth").exists()
+
+    process = bench.start(name, *resume_until, SLOW="0.1")
+    wait_for(lambda: metric_lines(work_dir)[-1]["update"] >= 14, process)
+    time.sleep(random.SystemRandom().uniform(0.0, 0.4))
+    process.kill()
+    assert bench.finish(name, process).status == -signal.SIGKILL
+    assert differences(bench.work_dir(STRAIGHT), work_dir) == []
+
+    assert bench.train(name, "--resume").status == 0
+    assert_same_run(bench, name)
+    assert sorted(path.name for path in work_dir.glob("iter_*")) == ["iter_48.pth", LAST]
+
+
+def test_the_number_of_workers_changes_nothing(bench):
+    assert bench.train("workers", *workers(2)).status == 0
+    assert_same_run(bench, "workers")
+
+
+def test_a_signal_saves_and_the_resumed_run_is_the_same(bench):
+    name = "signals"
+    arguments: tuple[str, ...] = ()
+    for number, updates in ((signal.SIGTERM, 5), (signal.SIGINT, 11)):
+        process = bench.start(name, *arguments, SLOW="0.1")
+        wait_for(lambda least=updates: len(metric_lines(bench.work_dir(name))) >= least, process)
+        os.kill(process.pid, number)
+        time.sleep(0.02)
+        os.kill(process.pid, number)  # launchers pass a scheduler's signal on, so it comes twice
+        finished = bench.finish(name, process)
+        assert finished.status == 143, finished.output
+        assert f"{signal.Signals(number).name} received" in finished.output
+        at = metric_lines(bench.work_dir(name))[-1]["update"]
+        assert updates <= at < UPDATES
+        assert (bench.work_dir(name) / f"iter_{3 * at}.pth").is_dir()
+        arguments = ("--resume",)
+    resume(bench, name, start=f"iter_{3 * at}.pth")
+    assert_same_run(bench, name)
+
+
+def test_a_finished_run_stays_as_it_is(bench):
+    work_dir = bench.copy(STRAIGHT, "finished")
+    assert bench.train("finished", "--resume", "--max-updates", "100").status == 0
+    assert metric_lines(work_dir)[-1]["update"] == UPDATES + 2
+    before = {path.name: tensor_files(path) for path in work_dir.glob("iter_*")}
+    lines = metric_lines(work_dir), read_lines(work_dir / "ledger.jsonl")
+    finished = bench.train("finished", "--resume", "--max-updates", "100")
+    assert finished.status == 0 and "Training complete after 22 updates" in finished.output
+    assert {path.name: tensor_files(path) for path in work_dir.glob("iter_*")} == before
+    assert (metric_lines(work_dir), read_lines(work_dir / "ledger.jsonl")) == lines
+
+
+def test_a_fresh_start_over_checkpoints_is_refused(bench):
+    work_dir = bench.work_dir(STRAIGHT)
+    before = snapshot(work_dir)
+    finished = bench.train(STRAIGHT, fresh=True)
+    assert finished.status == 2
+    assert "already holds checkpoints" in finished.output and "--resume" in finished.output
+    assert snapshot(work_dir) == before
+
+
+def snapshot(work_dir: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of every file but the text logs, which tell of refusals too."""
+    files = [path for path in work_dir.rglob("*") if path.is_file() and path.suffix != ".log"]
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}

@@ -1,0 +1,204 @@
+"""``load_from`` of what the package and its neighbours write: each file is written by the neighbour's own code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from ast import literal_eval
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.end_to_end.resume import neighbours
+from tests.end_to_end.resume.test_reading import config, data, trained  # noqa: F401 - fixtures
+from tools.export import main as export
+from tools.train import main as train
+from tools.train import parser as train_parser
+from unigen_ds.config.overrides import parse_override
+from unigen_ds.core.errors import CheckpointError, ResumeBlocked, UnigenError
+from unigen_ds.runner import Runner
+from unigen_ds.runner.open.trained import open_model
+from unigen_ds.runner.start.parts import config_text
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+pytestmark = pytest.mark.timeout(900)
+
+
+def weights(runner: Runner) -> dict[str, Tensor]:
+    return dict(runner.backend.model.state_dict())
+
+
+def load(data: Path, work_dir: Path, path: Path, **overrides: Any) -> Runner:  # noqa: F811
+    """Train for one update with a learning rate of 0: the weights at the end are those that were loaded."""
+    still = {"optim_wrapper__optimizer__lr": 0.0, "train_cfg__max_updates": 1, "randomness__seed": 5}
+    runner = Runner.from_cfg(config(data, work_dir, load_from=str(path), **still, **overrides))
+    runner.train()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def written(trained: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:  # noqa: F811
+    """Case -> path."""
+    (checkpoint,) = trained.work_dir.glob("*.pth")
+    found = neighbours.merged(checkpoint, tmp_path_factory.mktemp("merged"))
+    for name, write in neighbours.WRITERS.items():
+        model, _ = open_model(trained.work_dir, raw=True)
+        found |= write(model, tmp_path_factory.mktemp(name))
+    folder = tmp_path_factory.mktemp("exported")
+    assert export([str(trained.work_dir), str(folder / "exported"), "--raw"]) == 0
+    found |= neighbours.hugging_face(folder / "exported", folder)
+    yield found
+
+
+def test_every_neighbours_files_load_bit_by_bit(
+    data: Path, trained: Runner, written: dict[str, Path], tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    expected, wrong = weights(trained), {}
+    assert torch.equal(expected[HEAD], expected[EMBEDDING]) and len(written) == 26
+    for number, (case, path) in enumerate(written.items()):
+        try:
+            runner = load(data, tmp_path / str(number), path)
+        except UnigenError as error:
+            wrong[case] = str(error)
+            continue
+        report = json.loads((tmp_path / str(number) / "load_report.json").read_text())
+        differing = [name for name, tensor in weights(runner).items() if not torch.equal(tensor, expected[name])]
+        if differing or report["missing"] or report["unexpected"]:
+            wrong[case] = f"{differing} {report}"
+    assert wrong == {}
+
+
+def test_what_cannot_be_resumed_has_the_command_that_works(
+    data: Path, trained: Runner, written: dict[str, Path], tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    """Before anything else: no geometry is asked for, and no data is read. One prefix of all names is found."""
+    state = {name: tensor.clone() for name, tensor in trained.backend.model.state_dict().items()}
+    lightning = {f"net.{name}": tensor for name, tensor in state.items()}
+    torch.save({"pytorch-lightning_version": "2.5", "global_step": 9, "state_dict": lightning}, tmp_path / "a.ckpt")
+    cases = ("plain.pth", "mmengine's file", "accelerate's FSDP", "accelerate's state", "Trainer's checkpoint")
+    paths = {**{case: written[case] for case in cases}, "Lightning": tmp_path / "a.ckpt"}
+    rules = {"Lightning": r"[['^net\.', '']]"}
+    for case, path in paths.items():
+        refused = config(data, tmp_path / "run", resume=str(path), train_dataloader__dataset__data_path="/no/data")
+        with pytest.raises(ResumeBlocked, match="cannot be resumed: of such files the weights alone are read") as error:
+            Runner.from_cfg(refused).train()
+        remedy = str(error.value).partition("a new run with them: ")[2]
+        options = vars(train_parser().parse_args(["CONFIG", *shlex.split(remedy.removesuffix("."))]))
+        assert "--assume" not in str(error.value) and options["work_dir"] == "NEW", case
+        overrides = dict(map(parse_override, options["cfg_options"]))
+        assert overrides == ({"load_cfg.revise_keys": literal_eval(rules[case])} if case in rules else {}), case
+        runner = load(data, tmp_path / case, Path(options["load_from"]),
+                      **{key.replace(".", "__"): value for key, value in overrides.items()})  # fmt: skip
+        assert all(torch.equal(tensor, state[name]) for name, tensor in weights(runner).items()), case
+    with pytest.raises(CheckpointError, match=r"names are not the model's. Remedy: --cfg-options .*revise_keys="):
+        load(data, tmp_path / "again", tmp_path / "a.ckpt")
+
+
+FILES_OF_DEEPSPEED = {
+    "zero2": ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"],
+    "zero3": ["zero_pp_rank_1_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+}
+
+
+@pytest.fixture(scope="module")
+def by_deepspeed(trained: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    return neighbours.deepspeed(trained.work_dir, tmp_path_factory.mktemp("deepspeed"))
+
+
+def train_from(path: Path, data: Path, run: Path) -> int:  # noqa: F811
+    """``tools/train.py CONFIG --load-from PATH``, for one update with a learning rate of 0."""
+    still = {"optim_wrapper__optimizer__lr": 0.0, "randomness__seed": 5}
+    run.with_suffix(".py").write_text(config_text(config(data, run, **still).to_dict()), encoding="utf-8")
+    return train([str(run.with_suffix(".py")), "--load-from", str(path), "--max-updates", "1"])
+
+
+def test_a_file_inside_deepspeeds_folder_means_the_weights_of_all_ranks(
+    data: Path, trained: Runner, by_deepspeed: Path, tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    """Whichever it is: in stage 3 each file holds a part of every weight."""
+    expected = open_model(trained.work_dir, raw=True)[0].state_dict()
+    for number, (stage, name) in enumerate(
+        (stage, name) for stage, names in FILES_OF_DEEPSPEED.items() for name in names
+    ):
+        run = tmp_path / str(number)
+        assert train_from(by_deepspeed / stage / "global_step2" / name, data, run) == 0
+        state = open_model(run, raw=True)[0].state_dict()
+        assert [key for key, tensor in expected.items() if not torch.equal(state[key], tensor)] == [], (stage, name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"), [(stage, name) for stage in FILES_OF_DEEPSPEED for name in FILES_OF_DEEPSPEED[stage]]
+)
+def test_a_file_of_deepspeeds_that_was_copied_alone_is_refused(
+    stage: str, name: str, data: Path, by_deepspeed: Path, tmp_path: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / name).write_bytes((by_deepspeed / stage / "global_step2" / name).read_bytes())
+    assert train_from(tmp_path / "alone" / name, data, tmp_path / "run") == 1
+    printed = capsys.readouterr().err
+    assert f"{tmp_path / 'alone'} lacks " in printed and "Remedy: copy the whole folder: " in printed
+    assert "Traceback" not in printed
+
+
+def test_a_head_stored_apart_is_not_taken_for_the_tied_one(
+    data: Path, written: dict[str, Path], tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    state = torch.load(written["plain.pth"])
+    torch.save({**state, HEAD: state[HEAD] + 1}, tmp_path / "apart.pth")
+    with pytest.raises(CheckpointError, match=r"1 not in the model: lm_head\.weight"):
+        load(data, tmp_path / "run", tmp_path / "apart.pth")
+
+
+class Evil:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch '{self.path}'",)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_would_run_code_is_refused_and_never_run(data: Path, tmp_path: Path, zipped: bool) -> None:  # noqa: F811
+    mark, path = tmp_path / "executed", tmp_path / "evil.pth"
+    torch.save({"state_dict": {"w": torch.ones(2)}, "meta": Evil(mark)}, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match=r"evil\.pth (is refused|cannot be read)"):
+        load(data, tmp_path / "run", path)
+    assert not mark.exists()
+    torch.load(path, weights_only=False)
+    subprocess.run(["sleep", "0.2"])
+    assert mark.exists(), "the payload is real"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"optimizer": {"state": {}}, "epoch": 1}, r"contains no weights \(optimizer, epoch\).*state_dict"),
+        (torch.nn.Linear(2, 2), r"is refused: it asks for a call|contains no weights"),
+    ],
+)
+def test_a_file_without_weights_is_named(data: Path, tmp_path: Path, content: Any, message: str) -> None:  # noqa: F811
+    torch.save(content, tmp_path / "other.pth")
+    with pytest.raises(CheckpointError, match=message):
+        load(data, tmp_path / "run", tmp_path / "other.pth")
+
+
+def test_a_shard_that_is_missing_is_named(data: Path, written: dict[str, Path], tmp_path: Path) -> None:  # noqa: F811
+    index = json.loads(written["their index"].read_text())
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"lacks model-00001-of-.*\.safetensors.*index\.json lists"):
+        load(data, tmp_path / "run", tmp_path)
+    index["weight_map"] = {"w": "../elsewhere.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="is no index of weight files"):
+        load(data, tmp_path / "run", tmp_path)
+    with pytest.raises(CheckpointError, match=r"it holds checkpoint-1: name one of them"):
+        load(data, tmp_path / "run", written["Trainer's checkpoint"].parent)

@@ -1,0 +1,197 @@
+"""A run reads its own checkpoints and other trainers' files: how often they are opened, and what does not fit."""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.test_store_damaged_folders import signed
+from tools.export import main as export
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.layouts import safetensors as layout
+from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.core.errors import CheckpointError, ResumeBlocked
+from unigen_ds.data.text.tokenizers import WordTokenizer
+from unigen_ds.runner import Runner
+from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system.files import DIGESTS, file_digest
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+LLM = {
+    "vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 48, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer and documents that count."""
+    folder = tmp_path_factory.mktemp("reading")
+    WordTokenizer(words=WORDS).save_pretrained(str(folder / "tokenizer"))
+    records = [{"text": " ".join(WORDS[(i + k) % 10] for k in range(2 + i % 12))} for i in range(60)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    return folder
+
+
+def config(data: Path, work_dir: Path, **overrides: Any) -> Any:
+    """A tiny DecoderLM with an average of its weights, for two updates; ``__`` stands for a dot."""
+    given = {
+        "tokenizer.path": str(data / "tokenizer"), "tokenizer.bos": "<|im_start|>", "tokenizer.eos": "<|im_end|>",
+        "train_dataloader.dataset.data_path": str(data / "train.jsonl"), "train_dataloader.num_workers": 0,
+        "train_dataloader.dataset.index_workers": 0, "train_dataloader.batch_size": 2,
+        "train_dataloader.seq_length": 48, "optim_wrapper.accumulative_counts": 1,
+        "train_cfg": {"max_updates": 2}, "param_scheduler": [], "backend": {"type": "single"},
+        "custom_hooks": [{"type": "EMAHook", "momentum": 0.5}], "work_dir": str(work_dir),
+        "default_hooks.logger.interval": 1, **{f"model.llm.{key}": value for key, value in LLM.items()},
+    }  # fmt: skip
+    return load_config("decoder_lm_90m", {**given, **{key.replace("__", "."): v for key, v in overrides.items()}})
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    runner = Runner.from_cfg(config(data, tmp_path_factory.mktemp("trained") / "run"))
+    runner.train()
+    return runner
+
+
+# ---- what contradicts itself -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A work dir with the checkpoints of both updates."""
+    saves = {"interval": 1, "by_epoch": False}
+    cfg = config(data, tmp_path_factory.mktemp("chain") / "run", default_hooks__checkpoint=saves)
+    Runner.from_cfg(cfg).train()
+    return Path(cfg.work_dir)
+
+
+def refusal(data: Path, checkpoint: Path, **changed: Any) -> str:
+    """What a resume reports, after the manifest was made anew with the digests of the files as they are now."""
+    state = json.loads((checkpoint / FILE_NAME).read_text())
+    del state["digest"]
+    for dotted, value in changed.items():
+        *folders, key = dotted.split("__")
+        functools.reduce(operator.getitem, folders, state)[key] = value
+    for entry in state["files"]:
+        path = checkpoint / entry["path"]
+        entry |= {"size": path.stat().st_size, "digest": file_digest(path)}
+    (checkpoint / FILE_NAME).write_bytes(signed(state))
+    with pytest.raises(CheckpointError) as caught:
+        Runner.from_cfg(config(data, checkpoint.parent / "run", resume=str(checkpoint))).train()
+    return str(caught.value)
+
+
+def test_files_of_another_update_are_refused_by_name(data: Path, chain: Path, tmp_path: Path) -> None:
+    files = [path.relative_to(chain / "iter_1.pth") for path in (chain / "iter_1.pth").rglob("*")]
+    files = [file for file in files if file.suffix == ".safetensors" or file.name == "hooks.json"]
+    assert len(files) == 5
+    for number, file in enumerate(files):
+        checkpoint = Path(shutil.copytree(chain / "iter_2.pth", tmp_path / str(number) / "iter_2.pth"))
+        shutil.copyfile(chain / "iter_1.pth" / file, checkpoint / file)
+        text = refusal(data, checkpoint)
+        assert f"{checkpoint / file} is of update 1, and manifest.json of update 2" in text
+
+
+@pytest.mark.parametrize(("changed", "reported"), [
+    ({"progress__sequences": 6}, "progress has 6 sequences, and loader.cursor 4; iteration is 2, and 3 by progress"),
+    ({"loader__cursor__sequences": 5}, "progress has 4 sequences, and loader.cursor 5"),
+    ({"iteration": 7}, "iteration is 7, and 2 by progress and geometry"),
+    ({"progress__skipped_updates": 3}, "skipped_updates=3"),
+    ({"progress__updates": 3}, "is of update 2, and manifest.json of update 3"),
+], ids=str)  # fmt: skip
+def test_a_manifest_that_contradicts_itself(
+    data: Path, chain: Path, tmp_path: Path, changed: dict[str, Any], reported: str
+) -> None:
+    checkpoint = Path(shutil.copytree(chain / "iter_2.pth", tmp_path / "iter_2.pth"))
+    assert reported in refusal(data, checkpoint, **changed)
+
+
+@pytest.mark.parametrize("wrong", [-1e-12, float("nan")])
+def test_second_moments_that_no_optimizer_writes(data: Path, chain: Path, tmp_path: Path, wrong: float) -> None:
+    checkpoint = Path(shutil.copytree(chain / "iter_2.pth", tmp_path / "iter_2.pth"))
+    moments = load_file(checkpoint / "optimizer.safetensors")
+    key = sorted(name for name in moments if name.startswith("exp_avg_sq|"))[3]
+    moments[key][5] = wrong
+    save_file(moments, checkpoint / "optimizer.safetensors")
+    assert f"exp_avg_sq of {key.split('|')[1]} has negative values or NaN" in refusal(data, checkpoint)
+
+
+# ---- how often a file is opened --------------------------------------------------------------------------------------
+
+
+def test_a_resume_opens_each_file_once_however_many_tensors_it_has(
+    data: Path, trained: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To open a file is to parse its header, which is as long as there are tensors. Each is hashed once, too."""
+    opened: list[Path] = []
+    hashed: list[Path] = []
+    monkeypatch.setattr(store, "file_digest", lambda path: hashed.append(path) or file_digest(path))
+    real = layout.safe_open
+    monkeypatch.setattr(layout, "safe_open", lambda path, **how: opened.append(path) or real(path, **how))
+    (checkpoint,) = trained.work_dir.glob("*.pth")
+    cfg = config(data, tmp_path / "run", resume=str(checkpoint), train_cfg__max_updates=3)
+    resumed = Runner.from_cfg(cfg)
+    resumed.train()
+    names = sorted(path.relative_to(checkpoint).as_posix() for path in opened)
+    assert names == ["ema/rank00000.safetensors", "model.safetensors", "optimizer.safetensors"]
+    assert sorted(path for path in hashed if path.is_relative_to(checkpoint)) == sorted(
+        checkpoint / entry.path for entry in Manifest.read(checkpoint).files
+    )
+    assert len(list(resumed.backend.model.parameters())) > 10, "each of which was read, and its moments and average"
+
+
+# ---- sizes that no shape shows ---------------------------------------------------------------------------------------
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize("of", ["checkpoint", "export", "export, stated by pretrained"])
+def test_weights_of_another_number_of_heads_are_refused(data: Path, trained: Runner, tmp_path: Path, of: str) -> None:
+    """8 heads of 2 and 4 heads of 4 have the same shapes."""
+    (source,) = trained.work_dir.glob("*.pth")
+    if of != "checkpoint":
+        assert export([str(source), str(tmp_path / "export")]) == 0
+        source = tmp_path / "export"
+
+    def run(name: str, **given: Any) -> Runner:
+        cfg = config(data, tmp_path / name, load_from=str(source), train_cfg__max_updates=1, **given)
+        cfg.model.llm.update(HEADS)
+        if "pretrained" in of:  # the config states no size at all
+            cfg.model = {"type": "DecoderLM", "pretrained": str(tmp_path / "other")}
+        return Runner.from_cfg(cfg)
+
+    if "pretrained" in of:
+        shutil.copytree(source, tmp_path / "other")
+        stated = json.loads((source / "config.json").read_text()) | {**HEADS, "head_dim": 2}
+        (tmp_path / "other" / "config.json").write_text(json.dumps(stated))
+        (tmp_path / "other" / DIGESTS).unlink()
+    said = r"num_attention_heads was 4 and is 8.*load_cfg\.allow=\['sizes'\]"
+    with pytest.raises(CheckpointError, match=said):
+        run("refused").train()
+    run("allowed", load_cfg={"allow": ["sizes"]}).train()
+    report = json.loads((tmp_path / "allowed" / "load_report.json").read_text())
+    assert any("num_attention_heads was 4 and is 8" in line for line in report["sizes"]) and not report["reshaped"]
+
+
+def test_a_resume_compares_the_sizes_that_pretrained_filled_in(data: Path, trained: Runner, tmp_path: Path) -> None:
+    """The config states none, before and after; the folder that it names has changed."""
+    assert export([str(trained.work_dir), str(tmp_path / "start")]) == 0
+
+    def run(**given: Any) -> Runner:
+        cfg = config(data, tmp_path / "run", **given)
+        cfg.model = {"type": "DecoderLM", "pretrained": str(tmp_path / "start")}
+        return Runner.from_cfg(cfg)
+
+    run().train()
+    stated = json.loads((tmp_path / "start" / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (tmp_path / "start" / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(ResumeBlocked, match=r"model\.llm\.rms_norm_eps was 1e-0\d and is 0\.5"):
+        run(resume=True, train_cfg__max_updates=3).train()

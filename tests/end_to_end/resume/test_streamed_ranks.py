@@ -1,0 +1,125 @@
+"""A streamed mixture in real processes: killed, and resumed with 2, 1 and 4 ranks and other numbers of workers."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.datasets.test_streamed import MIXED, exact, write_shards
+from tests.data.support import write_jsonl
+from tests.end_to_end.data.test_mixtures import train_and_kill
+from tests.end_to_end.resume.kill_tools import HOOK
+from tests.processes import ROOT, ranks, together
+from tests.shard_server import serving
+from tests.text_run import CONFIG, WORDS, trained, words
+from tools import inspect_data
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system.dist import free_port
+from unigen_ds.system.journals import read_lines
+
+UPDATES = 18
+
+
+def write_config(folder: Path, path: str, *, own: Path) -> Path:
+    """A streamed source beside one with random access; 4 sequences an update however many ranks there are."""
+    folder.mkdir(exist_ok=True)
+    own_name = HOOK.replace("@HOOKS.register_module()", '@HOOKS.register_module(name="KillAtUpdate", force=True)')
+    (folder / "kill_at_update.py").write_text(own_name)
+    kind = "UnifiedGenerationDataset"
+    data: list[dict[str, Any]] = [
+        dict(type=kind, data_path=path, name="web", weight=3, streaming=MIXED, cache_dir=str(folder / "cache")),
+        dict(type=kind, data_path=str(own), name="own", weight=1),
+    ]
+    body = CONFIG.format(words=list(WORDS), data="", work_dir=str(folder / "run"))
+    body += f"""
+train_dataloader.update(dataset={data!r}, seq_length=20, packing=dict(type="BestFitPacking", window=24),
+                        batch_size=None, global_batch_size=4)
+train_cfg = dict(max_updates={UPDATES})
+default_hooks = dict(logger=dict(interval=100), checkpoint=dict(interval=2, unit="update"))
+custom_imports = dict(imports=["kill_at_update"])
+custom_hooks = [dict(type="KillAtUpdate")]
+"""
+    (folder / "config.py").write_text(body, encoding="utf-8")
+    return folder / "config.py"
+
+
+def start_ranks(number: int, config: Path, *options: str, **environment: str) -> None:
+    """One job of real processes; with ``KILL_AT`` all of them are killed."""
+    command = [sys.executable, "tools/train.py", str(config), "--backend", "fsdp", *options]
+    for ended in ranks(command, world_size=number, PYTHONPATH=f"{ROOT}:{config.parent}", **environment):
+        assert ended.status == (-signal.SIGKILL if environment else 0), ended.ending
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_one_and_four_use_the_same_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = write_shards(tmp_path / "shards")
+    own = write_jsonl(tmp_path / "own.jsonl", [{"text": words(3, i)} for i in range(10)])
+    monkeypatch.syspath_prepend(str(tmp_path / "straight"))
+    _, kept = trained(
+        load_config(
+            write_config(tmp_path / "straight", str(shards), own=own), {"custom_hooks": [{"type": "KeepBatches"}]}
+        )
+    )
+    assert exact(kept.ids) >= 1
+    expected = [line["digest"] for line in read_lines(tmp_path / "straight" / "run" / "ledger.jsonl")]
+
+    folder = tmp_path / "killed"
+    with serving(shards) as served:
+        config = write_config(folder, f"{served.url}/part-{{0..6}}.jsonl", own=own)
+        start_ranks(2, config, KILL_AT="update:5")
+        once = Counter(name for name, _ in served.transfers)
+        assert max(once.values()) == 1, f"two ranks share the copies: {once}"
+        shutil.rmtree(folder / "cache" / "streamed" / "shards")
+        workers = {"resume": True, "custom_hooks": [], "train_dataloader.num_workers": 3}
+        train_and_kill(load_config(config, workers), 9)
+        start_ranks(4, config, "--resume")
+        assert inspect_data.main([str(config), "--html", str(tmp_path / "page.html")]) == 0
+        assert inspect_data.main([str(config), "--ledger", str(folder / "run" / "ledger.jsonl")]) == 0
+    lines = read_lines(folder / "run" / "ledger.jsonl")
+    assert [line["digest"] for line in lines if "digest" in line] == expected and len(expected) == UPDATES
+    stored = max((folder / "run").glob("iter_*"), key=lambda found: found.stat().st_mtime)
+    assert len(Manifest.read(stored).loader["cursor"]["blocks"]) == 3
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_data_set_of_the_hub(tmp_path: Path, there: bool) -> None:
+    """Of a server that speaks the part of the hub's API that this needs: a revision of a private data set, by a token,
+    of a hub that asks to wait; and of one that is not there."""
+    shards = write_shards(tmp_path / "shards")
+    own = write_jsonl(tmp_path / "own.jsonl", [{"text": words(3, i)} for i in range(10)])
+    config = write_config(tmp_path / "run", "hf://datasets/org/name@v1", own=own)
+    command = [sys.executable, "tools/train.py", str(config), "--max-updates", "2"]
+    options = ["--cfg-options", "train_dataloader.dataset.0.streaming.attempts=1"]
+    with serving(write_shards(tmp_path / "newer", (3, 2))) as served:
+        served.revisions, served.token, served.limited = {"v1": shards}, "hf_right", 1
+        environment = {
+            "HF_TOKEN": "hf_right",
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "0",
+            "NO_PROXY": "127.0.0.1",
+        }
+        url = served.url if there else f"http://127.0.0.1:{free_port()}"
+        (ended,) = together(
+            [command + options], [{**environment, "HF_ENDPOINT": url, "PYTHONPATH": f"{ROOT}:{config.parent}"}]
+        )
+    if not there:
+        assert ended.status == 1 and "Traceback" not in ended.text, ended.ending
+        assert "listing the data set org/name failed in 1 attempt:" in ended.text, ended.ending
+        return
+    assert ended.status == 0, ended.ending
+    assert "Data, web: streamed from 7 shards of" in ended.text
+    expected = trained_digests(tmp_path / "local", shards, own)
+    assert [line["digest"] for line in read_lines(tmp_path / "run" / "run" / "ledger.jsonl")] == expected[:2]
+
+
+def trained_digests(folder: Path, shards: Path, own: Path) -> list[str]:
+    """Of a run in this process on local files."""
+    trained(load_config(write_config(folder, str(shards), own=own), {"custom_hooks": [{"type": "KeepBatches"}]}))
+    return [line["digest"] for line in read_lines(folder / "run" / "ledger.jsonl")]

@@ -1,0 +1,355 @@
+"""No line twice and none of an abandoned branch: real runs killed between two checkpoints, and what is shown then."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.end_to_end.resume.kill_tools import SAVE_EVERY_UPDATES, Bench
+from tests.tracking.test_writer import OfflineRun, read_wandb
+from unigen_ds.system.journals import read_lines
+from unigen_ds.tracking.writer import SafeWriter
+
+KILLED_AT, END = SAVE_EVERY_UPDATES + 3, SAVE_EVERY_UPDATES + 5
+WRITERS = """
+visualizer = dict(
+    run_name='{{model}}-{{gpus}}x-{{updates}}',
+    vis_backends=[
+        dict(type='WandbVisBackend', project='unigen', init_kwargs=dict(mode='offline')),
+        dict(type='TensorboardVisBackend', save_dir={tensorboard!r}),
+        dict(type='JsonlVisBackend', save_dir={lines!r}),
+        dict(type='TrackioVisBackend', project='unigen'),
+    ],
+)
+default_hooks['logger'] = dict(type='LoggerHook', interval=1, unit='update', statistics_interval=2)
+default_hooks['checkpoint'] = dict(
+    type='CheckpointHook', unit='update', interval={interval}, filename_tmpl='step_{{}}')
+val_dataloader = dict(split=0.1, batch_size=8)
+custom_hooks = custom_hooks + [
+    dict(type='EvaluateHook', interval=1, unit='update', max_batches=1),
+    dict(type='PreviewHook', prompts=['draw a three'], interval=3, size=[8, 8], flow=dict(num_timesteps=2)),
+]
+"""
+TRACKIO = '''
+"""The part of trackio's interface (0.43) that is used, in a file: its releases need an older pillow than the tests."""
+
+import json
+import sys
+
+
+def note(**entry):
+    with open(f"{sys.argv[sys.argv.index('--work-dir') + 1]}/trackio.jsonl", "a") as file:
+        file.write(json.dumps(entry) + "\\n")
+
+
+class Image(float):
+    def __new__(cls, picture):
+        return super().__new__(cls, picture.width)
+
+
+class Run:
+    def __init__(self, name):
+        self.name = name
+
+    def log(self, metrics, step=None):
+        note(**{**metrics, "run": self.name, "update": step})
+
+    def alert(self, title, text=None):
+        note(run=self.name, alert=title)
+
+    def finish(self):
+        pass
+
+
+def init(project, name=None, **given):
+    return Run(name)
+'''
+KINDS = {"evaluation": "val/loss", "statistics": "training_stats/avg_fw_bw_time", "preview": "preview"}
+
+
+def kind_of(line: Mapping[str, Any]) -> str:
+    """What a line of a writer holds."""
+    return next((kind for kind, name in KINDS.items() if any(key.startswith(name) for key in line)), "update")
+
+
+def once(lines: Iterable[Mapping[str, Any]], *, first: int = 1, previews: bool = True) -> None:
+    """Each update, evaluation, statistic and picture after update ``first`` - 1 is there once, and nothing else."""
+    found = sorted((kind_of(line), int(line["update"])) for line in lines)
+    every = range(first, END + 1)
+    expected = {"evaluation": every, "statistics": [n for n in every if n % 2 == 0], "update": every}
+    expected |= {"preview": [n for n in every if n % 3 == 0]} if previews else {}
+    assert found == sorted((kind, update) for kind, updates in expected.items() for update in updates)
+
+
+@dataclass
+class Case:
+    folder: Path
+    tensorboard: Path
+    lines: Path
+
+    @property
+    def trackio(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "trackio.jsonl").read_text().splitlines()]
+
+    @property
+    def offline(self) -> list[OfflineRun]:
+        return [read_wandb(path) for path in sorted(self.folder.glob("wandb/offline-run-*/*.wandb"))]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    pytest.importorskip("wandb")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_MODE", "WANDB_RUN_ID", "WANDB_DIR"):
+            patch.delenv(name, raising=False)
+        yield Bench(tmp_path_factory.mktemp("tracked"))
+
+
+@pytest.fixture(scope="module")
+def killed(bench: Bench) -> str:
+    """A run that saves at update 4 and is killed after update 7."""
+    given = {"tensorboard": str(bench.folder / "tb"), "lines": str(bench.folder / "lines")}
+    (bench.folder / "trackio.py").write_text(TRACKIO)
+    with bench.config.open("a") as config:
+        config.write(WRITERS.format(interval=SAVE_EVERY_UPDATES, **given))
+    died = bench.train("killed", KILL_AT=f"update:{KILLED_AT}", SLOW="0.2")
+    assert died.status == -signal.SIGKILL, died.output
+    return "killed"
+
+
+def with_folders(bench: Bench, name: str) -> Bench:
+    """The same with a config whose TensorBoard and JSON lines are in folders of their own."""
+    own = copy.copy(bench)
+    own.config, text = bench.folder / f"{name}.py", bench.config.read_text()
+    for kind in ("tb", "lines"):
+        text = text.replace(f"{bench.folder / kind}'", f"{bench.folder / kind}-{name}'")
+    own.config.write_text(text)
+    return own
+
+
+@pytest.fixture(scope="module")
+def resumed(bench: Bench, killed: str) -> dict[str, Case]:
+    """The same config; and another learning rate, which branches off after the same checkpoint."""
+    found = {}
+    for name, arguments in (("same", ()), ("changed", ("--cfg-options", "optim_wrapper.optimizer.lr=5e-3"))):
+        folder = bench.copy(killed, name)
+        for kind in ("tb", "lines"):  # each case has the files of the killed run
+            source, target = bench.folder / kind, bench.folder / f"{kind}-{name}"
+            shutil.copytree(source, target)
+        for path in (folder / "tracking").iterdir():  # a writer with another folder begins a new run there
+            given = path.read_text()
+            for kind in ("tb", "lines"):
+                given = given.replace(f'{bench.folder / kind}"', f'{bench.folder / kind}-{name}"')
+            path.write_text(given)
+        found[name] = Case(folder, bench.folder / f"tb-{name}", bench.folder / f"lines-{name}")
+        finished = with_folders(bench, name).train(name, "--resume", "--max-updates", str(END), *arguments)
+        assert finished.status == 0, finished.output
+    return found
+
+
+def test_checkpoints_are_saved_and_named_by_update(resumed: dict[str, Case]) -> None:
+    names = sorted(path.name for path in resumed["same"].folder.glob("step_*"))
+    assert names == [f"step_{SAVE_EVERY_UPDATES}", f"step_{2 * SAVE_EVERY_UPDATES}", f"step_{END}"][-len(names) :]
+    assert (resumed["same"].folder / "last_checkpoint").read_text().strip().endswith(f"step_{END}")
+
+
+def test_one_wandb_run_and_no_line_twice_after_a_kill(resumed: dict[str, Case]) -> None:
+    """Lines of updates, evaluations, statistics and pictures."""
+    first, second = resumed["same"].offline
+    assert first.run.run_id == second.run.run_id
+    once([*first.rows, *second.rows])
+    steps = [row["_step"] for row in (*first.rows, *second.rows)]
+    assert steps == sorted({*steps}), "on W&B's server a row replaces another one of the same step"
+    assert first.run.display_name.startswith("UnifiedModel-1x-")
+
+
+def test_wandb_has_every_row_before_a_checkpoint_that_counts(bench: Bench, killed: str) -> None:
+    """A kill of the whole job as soon as the checkpoint is committed: W&B's own process does not end its file."""
+    own = with_folders(bench, "committed")
+    died = own.train("committed", KILL_AT=f"renamed:step_{SAVE_EVERY_UPDATES}")
+    assert died.status == -signal.SIGKILL, died.output
+    (path,) = (bench.folder / "committed").glob("wandb/offline-run-*/*.wandb")
+    rows = [(kind_of(row), row["update"]) for row in read_wandb(path).rows]
+    assert [update for kind, update in rows if kind == "update"] == [*range(1, SAVE_EVERY_UPDATES + 1)]
+    assert [update for kind, update in rows if kind == "evaluation"] == [*range(1, SAVE_EVERY_UPDATES + 1)]
+
+
+def test_one_trackio_run_and_no_line_twice_after_a_kill(resumed: dict[str, Case]) -> None:
+    lines = resumed["same"].trackio
+    assert len({line["run"] for line in lines}) == 1 and not [line for line in lines if "alert" in line]
+    once(lines)
+
+
+def test_changed_values_begin_a_run_of_their_own(resumed: dict[str, Case]) -> None:
+    old, tagged, new = resumed["changed"].offline
+    assert old.run.run_id == tagged.run.run_id != new.run.run_id
+    assert not tagged.rows and tagged.run.tags == [f"abandoned after update {SAVE_EVERY_UPDATES}"]
+    once(new.rows, first=SAVE_EVERY_UPDATES + 1)
+    assert new.config["parent_run"] == old.run.run_id and new.config["parent_update"] == SAVE_EVERY_UPDATES
+    assert new.run.run_group == old.run.run_group and new.run.display_name.endswith("from update 4")
+    (alert,) = [line for line in resumed["changed"].trackio if "alert" in line]
+    assert alert["alert"] == f"abandoned after update {SAVE_EVERY_UPDATES}"
+    own = [line for line in resumed["changed"].trackio if line["run"] != alert["run"]]
+    assert len({line["run"] for line in own}) == 1
+    once(own, first=SAVE_EVERY_UPDATES + 1)
+
+
+@pytest.mark.parametrize("name", ["same", "changed"])
+def test_event_files_and_json_lines_hold_each_update_once(resumed: dict[str, Case], name: str) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    case = resumed[name]
+    counted = read_lines(case.folder / "metrics.jsonl")
+    once(counted, previews=False)
+    (of_run,) = case.tensorboard.iterdir()
+    events = accumulator.EventAccumulator(str(of_run), size_guidance={"images": 0, "scalars": 0}).Reload()
+    for tag in ("loss", "grad_norm", "lr", "val/loss", KINDS["statistics"]):
+        found = [(event.step, event.value) for event in events.Scalars(tag)]
+        assert found == [(line["update"], pytest.approx(line[tag], rel=1e-6)) for line in counted if tag in line]
+    assert [event.step for event in events.Images("preview")] == [3, 6, 9]
+    (path,) = case.lines.glob("*.jsonl")
+    lines = read_lines(path)
+    once(lines, previews=False)
+    for tag in ("loss", "val/loss"):
+        assert [line[tag] for line in lines if tag in line] == [line[tag] for line in counted if tag in line]
+    assert [line.get("event") for line in lines] == [line.get("event") for line in counted]
+
+
+def test_each_start_has_a_dated_log(resumed: dict[str, Case]) -> None:
+    logs = sorted((resumed["same"].folder / "logs").glob("train_*.log"))
+    assert len(logs) == 2
+    joined = (resumed["same"].folder / "train.log").read_text()
+    assert joined == "".join(path.read_text() for path in logs)
+
+
+# ---- the rule, by a writer that keeps what it gets ------------------------------------------------------------------
+
+
+class Kept:
+    """A tracker in memory: what each of its runs got, and notes on them."""
+
+    runs: dict[str, list[Any]]
+
+    def __init__(self, runs: dict[str, list[Any]]) -> None:
+        self.runs, self.current = runs, ""
+
+    def open(self, *, work_dir: Path, config: Any, run_id: str | None, updates: int) -> str:
+        self.current = run_id or f"run{len(self.runs)}"
+        self.runs.setdefault(self.current, [])
+        return self.current
+
+    def write(self, record: Any, *, update: int) -> None:
+        self.runs[self.current].append((update, record["loss"]) if "loss" in record else (update, *record))
+
+    def image(self, name: str, picture: Any, *, update: int) -> None:
+        self.runs[self.current].append((update, name))
+
+    def abandon(self, note: str) -> None:
+        self.runs[self.current].append(note)
+
+    def close(self) -> None: ...
+
+
+def started(folder: Path, runs: dict[str, Any], *, at: int = 0, of: str | None = None, lr: float = 1.0) -> SafeWriter:
+    writer = SafeWriter(Kept(runs))
+    writer.run_id = of
+    writer.open(work_dir=folder, config={}, updates=at, name="name", identity={"lr": lr})
+    return writer
+
+
+def update(writer: SafeWriter, *updates: int, scale: float = 1.0) -> None:
+    for number in updates:
+        writer.write({"loss": number * scale, "time/update": 0.1}, update=number)
+
+
+def losses(*updates: int, scale: float = 1.0) -> list[tuple[int, float]]:
+    return [(number, number * scale) for number in updates]
+
+
+def test_a_run_goes_on_where_nothing_was_changed(tmp_path: Path) -> None:
+    """However far the kernels of a GPU are from each other."""
+    runs: dict[str, Any] = {}
+    update(started(tmp_path, runs), 1, 2, 3, 4)
+    update(started(tmp_path, runs, at=2, of="run0"), 3, 4, 5, scale=1.01)
+    assert runs == {"run0": [*losses(1, 2, 3, 4), (5, 5 * 1.01)]}
+
+
+@pytest.mark.parametrize(("scale", "goes_on"), [(1 + 5e-6, True), (1 + 2e-5, False)])
+def test_rounding_is_no_change_of_values(tmp_path: Path, scale: float, goes_on: bool) -> None:
+    """Another engine adds in another order: a new run begins where values really differ."""
+    runs: dict[str, Any] = {}
+    update(started(tmp_path, runs), 1, 2, 3)
+    update(started(tmp_path, runs, at=1, of="run0", lr=2.0), 2, 3, 4, scale=scale)
+    if goes_on:
+        assert runs == {"run0": [*losses(1, 2, 3), (4, 4 * scale)]}
+    else:
+        assert runs == {"run0": [*losses(1, 2, 3), "abandoned after update 1"], "run1": losses(2, 3, 4, scale=scale)}
+
+
+def test_a_kill_before_the_first_save_repeats_nothing(tmp_path: Path) -> None:
+    runs: dict[str, Any] = {}
+    update(started(tmp_path, runs), 1, 2)
+    update(started(tmp_path, runs), 1, 2, 3)
+    assert runs == {"run0": losses(1, 2, 3)}
+
+
+def test_a_new_run_begins_after_the_last_update_that_agrees(tmp_path: Path) -> None:
+    """A kill in between does not make the changed config one that was compared."""
+    runs: dict[str, Any] = {}
+    writer = started(tmp_path, runs)
+    update(writer, 1, 2)
+    writer.image("preview", Image.new("L", (1, 1)), update=2, at=2)
+    update(writer, 3)
+    for again in (2,), (2, 3, 4):
+        writer = started(tmp_path, runs, at=1, of="run0", lr=2.0)
+        for number in again:
+            update(writer, number, scale=1.0 if number == 2 else 2.0)
+            writer.image("preview", Image.new("L", (1, 1)), update=number, at=number)
+    assert runs["run0"] == [*losses(1, 2), (2, "preview"), (3, 3.0), "abandoned after update 2"]
+    assert runs["run1"] == [(3, 6.0), (3, "preview"), (4, 8.0), (4, "preview")]
+
+
+def test_a_late_result_is_shown_once(tmp_path: Path) -> None:
+    runs: dict[str, Any] = {}
+    writer = started(tmp_path, runs)
+    update(writer, 1, 2, 3, 4)
+    writer.write({"mme": 1.0}, update=1, event="lmms_eval", at=4, axis="<step>")
+    writer = started(tmp_path, runs, at=2, of="run0")
+    update(writer, 3)
+    writer.write({"mme": 1.0}, update=1, event="lmms_eval", at=3, axis="<step>")
+    update(writer, 4, 5)
+    assert runs == {"run0": [*losses(1, 2, 3, 4), (1, "mme", "<step>"), *losses(5)]}
+
+
+def test_a_branch_that_was_killed_before_a_save_is_continued(tmp_path: Path) -> None:
+    runs: dict[str, Any] = {}
+    update(started(tmp_path, runs), 1, 2, 3)
+    update(started(tmp_path, runs, at=1, of="run0", lr=2.0), 2, 3, scale=2.0)
+    update(started(tmp_path, runs, at=1, of="run0", lr=2.0), 2, 3, 4, scale=2.0)
+    assert list(runs) == ["run0", "run1"] and runs["run1"] == losses(2, 3, 4, scale=2.0)
+    update(started(tmp_path, runs, at=2, of="run0"), 3)  # back to a checkpoint of the abandoned run
+    assert runs["run2"] == losses(3) and runs["run0"] == [*losses(1, 2, 3), "abandoned after update 1"]
+
+
+def test_updates_that_cannot_be_compared_begin_a_run(tmp_path: Path) -> None:
+    """Another interval after a change: no line of the killed run comes again, so it cannot be continued."""
+    runs: dict[str, Any] = {}
+    update(started(tmp_path, runs), 2, 4)
+    update(started(tmp_path, runs, at=2, of="run0", lr=2.0), 5, 7)
+    assert runs == {"run0": [*losses(2, 4), "abandoned after update 2"], "run1": losses(5, 7)}
+
+
+def test_another_work_dir_gets_a_run_of_its_own(tmp_path: Path) -> None:
+    runs: dict[str, Any] = {"run0": []}
+    update(started(tmp_path, runs, at=2, of="run0"), 3)
+    assert runs == {"run0": [], "run1": losses(3)}
+    (line, *_) = map(json.loads, (tmp_path / "tracking" / "Kept.jsonl").read_text().splitlines())
+    assert line["parent"] == "run0" and line["start"] == 2

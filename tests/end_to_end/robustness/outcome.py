@@ -1,0 +1,242 @@
+"""What the package makes of a damaged data set: read as it is, a counted skip, or a named error. All else is wrong.
+
+``outcome`` raises ``AssertionError`` where a record is lost or read as another one without a message, where an error
+names neither file nor position, and where something was unpickled. Any other exception is the package's own fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from tests.data.support import make_processor
+from tests.end_to_end.robustness.cases import Case, case, strings
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.shown import ShownImage, ShownToken, shown
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.datasets.filtered import filtered
+from unigen_ds.data.datasets.filters import ImageSizeFilter, RatingFilter, TextLengthFilter
+from unigen_ds.data.order.order import Draw
+
+LONGEST_S = 20
+"""A case that needs longer hangs."""
+_MOST_MESSAGE = 4000
+_TOLERANCE = 1.0
+"""Of 255 levels, of each pixel."""
+
+
+class Hangs(BaseException):
+    """Raised by the alarm: no handler of the package may catch it."""
+
+
+def ending_of(seed: int, number: int, folder: Path) -> tuple[str, str]:
+    """(kind of the case, ``sample``, ``skip`` or ``named``) of one case, in an empty folder."""
+    with watched(folder):
+        given = case(seed, number, folder)
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            return given.kind, outcome(given, folder, number)
+
+
+@contextlib.contextmanager
+def watched(folder: Path) -> Iterator[None]:
+    """Raises ``Hangs`` after ``LONGEST_S``, and ``AssertionError`` where a file of ``folder`` was unpickled."""
+    with _alarm(LONGEST_S), _watched():
+        _UNPICKLED.clear()
+        yield
+        assert not (folder / "unpickled").exists(), "a file was executed"
+        assert not _UNPICKLED, f"unpickled: {_UNPICKLED}"
+
+
+def outcome(given: Case, folder: Path, number: int) -> str:
+    processor = make_processor()
+    try:
+        found = UnifiedGenerationDataset(
+            given.path, processor, name="data", cache_dir=folder / "cache", **given.options
+        )
+        if number % 5 == 0:
+            found.content_digests()
+            found.filters = (TextLengthFilter(max_characters=10**9), ImageSizeFilter(max_ratio=1e9), RatingFilter(
+                relevance_min_rating=1))  # fmt: skip
+            filtered(found)
+        batches = [collate([(Draw(0, i, 0),)], [found], processor, seq_length=10**9) for i in range(len(found))]
+    except (DataError, ConfigError) as error:
+        return _named(given, error)
+    if given.records is not None:
+        assert len(found) == given.records, f"{len(found)} of {given.records} records"
+    skipped = [one for batch in batches for one in batch.skipped]
+    for one in skipped:
+        assert one["why"] and len(one["why"]) < 3 * _MOST_MESSAGE, one
+        one["why"].encode()
+    if given.read is not None:
+        _compare(given, batches, processor, expected=_reference(given))
+    if given.picture is not None and not batches[0].skipped:
+        _compare_pixels(given, batches[0], processor)
+    if given.vision:
+        _vision(given, folder)
+    return "skip" if skipped else "sample"
+
+
+def _named(given: Case, error: Exception) -> str:
+    text = str(error)
+    text.encode()  # a log file and a terminal can print it
+    assert len(text) < _MOST_MESSAGE, f"a message of {len(text)} characters"
+    assert any(name in text for name in given.names), f"no file is named: {text}"
+    if given.row and not re.search(r"first row|No valid|no image|none of its|twice|cannot be read|no record", text):
+        assert given.row in text, f"the record {given.row} is not named: {text}"
+    return "named"
+
+
+def _reference(given: Case) -> list[Any]:
+    assert given.read is not None
+    depth = sys.getrecursionlimit()
+    sys.setrecursionlimit(10 * depth)
+    try:
+        return given.read()
+    except Exception as error:
+        raise AssertionError(f"it was read, and another reader refuses it: {type(error).__name__}: {error}") from error
+    finally:
+        sys.setrecursionlimit(depth)
+
+
+def _compare(given: Case, batches: list[PackedBatch], processor: Any, *, expected: list[Any]) -> None:
+    """Every text of a record is in its sample."""
+    assert len(batches) == len(expected), f"{len(batches)} records, {len(expected)} by another reader"
+    for record, batch in zip(expected, batches, strict=True):
+        if batch.skipped or not isinstance(record, dict):
+            continue
+        (sample,) = shown(batch, processor)
+        ids = [part.id for part in sample.parts if isinstance(part, ShownToken)]
+        learned = bytes(i if i < 256 else 0 for i in ids).decode("utf-8", "replace")
+        for text in _texts(record):
+            for piece in text.split("<image>"):
+                assert piece.strip() in learned, f"{piece.strip()[:60]!r} is not in the sample {learned[:200]!r}"
+
+
+def _texts(record: dict[str, Any]) -> Iterator[str]:
+    """Texts that a layout reads; of a record with keys of several layouts those of the first (``records.py``)."""
+    if "conversations" in record:
+        yield from _of_turns(record["conversations"], ("content", "value"))
+    elif key := next((key for key in ("text_prompt", "text") if isinstance(record.get(key), str)), None):
+        yield record[key]
+    elif "messages" in record:
+        yield from _of_turns(record["messages"], ("content", "text"))
+    elif "texts" in record:
+        yield from _of_turns(record["texts"], ("user", "assistant"))
+    elif "image_list" not in record and "captions" not in record:
+        yield from (record[key] for key in ("instruction", "caption") if isinstance(record.get(key), str))
+
+
+def _of_turns(turns: Any, keys: tuple[str, ...]) -> Iterator[str]:
+    for turn in turns if isinstance(turns, list) else ():
+        if isinstance(turn, dict) and turn.get("type", "text") == "text":
+            own = ("value",) if "from" in turn else keys
+            yield from strings({key: value for key, value in turn.items() if key in own}, keys)
+
+
+def _compare_pixels(given: Case, batch: PackedBatch, processor: Any) -> None:
+    """The pixels are those of PIL's own reading and resizing, by the documented rule."""
+    assert given.picture is not None
+    (sample,) = shown(batch, processor)
+    images = [part for part in sample.parts if isinstance(part, ShownImage)]
+    if not images or images[0].pixels is None:
+        return
+    with Image.open(given.picture) as opened:
+        form, mode = opened.format, opened.mode
+        upright = ImageOps.exif_transpose(opened)
+        upright.load()
+        if mode.startswith("I;16") or (mode == "I" and form in ("PNG", "PPM")):
+            upright = Image.fromarray((np.asarray(upright).astype(np.int64) >> 8).astype(np.uint8))
+        elif mode == "RGBA" or opened.info.get("transparency") is not None:
+            rgba = upright.convert("RGBA")
+            upright = Image.alpha_composite(Image.new("RGBA", rgba.size, (255,) * 4), rgba)
+        found = images[0].pixels.astype(np.int64)
+        expected = np.asarray(
+            upright.convert("RGB").resize(found.shape[1::-1], Image.Resampling.BICUBIC), dtype=np.int64
+        )
+    assert np.abs(found - expected).max() <= _TOLERANCE, f"{form} {mode}: pixels {found}, by PIL {expected}"
+
+
+def _vision(given: Case, folder: Path) -> None:
+    """The same data set for a model with tiles."""
+    processor = _tiles()
+    found = UnifiedGenerationDataset(given.path, processor, name="data", cache_dir=folder / "cache", **given.options)
+    for i in range(len(found)):
+        collate([(Draw(0, i, 0),)], [found], processor, seq_length=10**9)
+
+
+@cache
+def _tiles() -> Any:
+    """A processor of a small ``VLM``."""
+    import tempfile
+
+    from tests.data.text.chat_support import character_tokenizer
+    from unigen_ds.data.text.tokenizers import ChatTokenizer
+    from unigen_ds.families.nanovlm.processor import VLMProcessor
+
+    with tempfile.TemporaryDirectory() as folder:
+        character_tokenizer().save_pretrained(folder)
+        tokenizer = ChatTokenizer(path=folder)
+    return VLMProcessor(tokenizer, tile_size=16, vit_patch_size=4, pixel_shuffle_factor=2, max_image_size=64)
+
+
+_UNPICKLED: list[str] = []
+_WATCHING = False
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "pickle.find_class" and _WATCHING:
+        _UNPICKLED.append(".".join(map(str, arguments)))
+
+
+@cache
+def _hooked() -> None:
+    """An audit hook stays as long as the process."""
+    sys.addaudithook(_audit)
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    """Every class that is looked up for unpickling is recorded; the package logs nothing."""
+    global _WATCHING
+    _hooked()
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    _WATCHING = True
+    try:
+        yield
+    finally:
+        _WATCHING = False
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def _alarm(seconds: int) -> Iterator[None]:
+    def ring(*_: object) -> None:
+        raise Hangs(f"longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def scratch() -> str | None:
+    """A folder in memory, where there is one: each case writes an index."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

@@ -1,0 +1,137 @@
+"""Shipped recipes for published models, trained from a tiny published directory through ``Runner``; those of BAGEL and
+``nanovlm_230m`` by the commands of their pages: ``test_pages.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data.text.chat_support import character_tokenizer
+from tests.end_to_end.engines.pictures import write_drawings, write_talks
+from tests.end_to_end.engines.texts import write_decoder
+from tests.golden_files import BAGEL, NANOVLM
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.data.text.tokenizers import WordTokenizer
+from unigen_ds.runner import Runner
+from unigen_ds.runner.open.trained import open_model
+from unigen_ds.runner.settings.tree import Settings, load_config
+from unigen_ds.system.journals import read_lines
+
+WORDS = ("zero", "one", "two", "three", "four", "draw", "a", "handwritten", "this", "is")
+SMALL = {
+    "train_dataloader.num_workers": 0,
+    "train_dataloader.dataset.index_workers": 0,
+    "default_hooks.logger.interval": 1,
+    "backend": {"type": "single"},
+}
+SMALL_IMAGES = {
+    "processor.vae_transform.max_size": 32, "processor.vae_transform.min_size": 16,
+    "processor.vit_transform.max_size": 28, "processor.vit_transform.min_size": 14,
+}  # fmt: skip
+TEMPLATE = json.loads((NANOVLM / "config.json").read_text(encoding="utf-8"))["lm_chat_template"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """BAGEL's directory, nanoVLM's template, and records with pictures."""
+    folder = tmp_path_factory.mktemp("recipes")
+    write_drawings(folder / "drawings")
+    write_talks(folder / "talks")
+    character_tokenizer("{% if messages %}a{% endif %}" + TEMPLATE).save_pretrained(folder / "chat")
+    shutil.copytree(BAGEL, folder / "bagel")
+    WordTokenizer(words=WORDS).save_pretrained(str(folder / "bagel"))
+    return folder
+
+
+def trained(name: str, tmp_path: Path, changes: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Two updates of a recipe: its lines of metrics, and its log."""
+    made = load_config(name, {**SMALL, **changes, "work_dir": str(tmp_path / "run")})
+    Runner.from_cfg(made, max_updates=2).train()
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    return lines, (tmp_path / "run" / "train.log").read_text()
+
+
+def test_a_recipe_of_nanovlm_trains(data: Path, tmp_path: Path) -> None:
+    """With nanoVLM's own chat template; each checkpoint also is a directory that nanoVLM loads."""
+    lines, log = trained("nanovlm_460m", tmp_path, {
+        "model.pretrained": str(NANOVLM), "model.llm": None, "model.vit": None, "model.pixel_shuffle_factor": None,
+        "tokenizer.path": str(data / "chat"),
+        "train_dataloader.dataset.data_path": str(data / "talks" / "mixed.jsonl"),
+        "train_dataloader.dataset.filters": None,
+        "train_dataloader.seq_length": 400, "train_dataloader.batch_size": 1,
+        "processor.max_image_size": 64, "optim_wrapper.accumulative_counts": 1,
+        "custom_hooks": [{"type": "SavePretrainedHook"}],
+    })  # fmt: skip
+    assert [line["update"] for line in lines] == [1, 2] and "First update: losses text" in log
+    written = tmp_path / "run" / "pretrained" / "iter_2"
+    assert json.loads((written / "config.json").read_text(encoding="utf-8"))["lm_chat_template"] == TEMPLATE
+    model, again = (open_model(path)[0].state_dict() for path in (tmp_path / "run", written))
+    assert model.keys() == again.keys() and all(torch.equal(model[key], again[key]) for key in model)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("nanovlm_230m", {"model.pretrained": str(NANOVLM), "tokenizer.path": "{data}/chat"},
+         r"model\.llm\.hidden_size is 576, and the files have 64; .*pixel_shuffle_factor is 4, and the files have 2"),
+        ("bagel_7b_fsdp", {"model.pretrained": "{data}/bagel", "tokenizer.path": "{data}/bagel",
+                           "model.llm": {"num_hidden_layers": 3}, **SMALL_IMAGES},
+         r"model\.llm\.num_hidden_layers is 3, and the files have 2: so .*or set them to None"),
+        ("bagel_7b_fsdp", {"model.pretrained": str(NANOVLM), "tokenizer.path": "{data}/bagel"},
+         r"nanoVLM's directory, and not for model\.type 'UnifiedModel'.*Remedy: model\.type='VLM'\.$"),
+        ("decoder_lm_90m", {"model.pretrained": "{data}/llama", "tokenizer.path": "{data}/bagel"},
+         r"model\.llm\.hidden_size is 640, and the files have \d+; .*Remedy: leave these keys out"),
+    ],
+)  # fmt: skip
+def test_sizes_of_a_recipe_that_contradict_its_weights_are_named(
+    data: Path, tmp_path: Path, name: str, changes: dict[str, Any], match: str
+) -> None:
+    given = {key: v.format(data=data) if isinstance(v, str) else v for key, v in changes.items()}
+    drawn = name.startswith("bagel")
+    given["train_dataloader.dataset.data_path"] = str(data / ("drawings" if drawn else "talks") / "mixed.jsonl")
+    if name == "decoder_lm_90m":
+        write_decoder(data / "llama")
+        given["train_dataloader.dataset.data_path"] = str(data / "talks" / "texts.jsonl")
+    with pytest.raises(ConfigError, match=match):
+        Runner.from_cfg(load_config(name, {**SMALL, **given, "work_dir": str(tmp_path / "run")}))
+
+
+def test_the_larger_decoder_trains(tmp_path: Path) -> None:
+    """From a tiny Llama; its layers are computed again in the backward pass."""
+    write_decoder(tmp_path / "llama")
+    WordTokenizer(words=WORDS).save_pretrained(str(tmp_path / "llama"))
+    records = [{"text": " ".join(WORDS[(i + k) % 10] for k in range(2 + i % 12))} for i in range(60)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    lines, log = trained("decoder_lm_300m", tmp_path, {
+        "model.pretrained": str(tmp_path / "llama"), "model.llm": None,
+        "tokenizer.path": str(tmp_path / "llama"), "tokenizer.bos": "<|im_start|>", "tokenizer.eos": "<|im_end|>",
+        "train_dataloader.dataset.data_path": str(tmp_path / "train.jsonl"), "train_dataloader.batch_size": 2,
+        "train_dataloader.seq_length": 48,
+    })  # fmt: skip
+    assert [line["update"] for line in lines] == [1, 2] and "First update: losses text" in log
+
+
+def test_the_smaller_nanovlm_has_its_size() -> None:
+    """That of ``nanoVLM-230M-8k``: 85.9 M of the vision tower, 134.5 M of the language model, 7.1 M between them."""
+    settings = Settings.from_config(load_config("nanovlm_230m", {"work_dir": "run"}))
+    with torch.device("meta"):
+        model = settings.model.build()
+    assert sum(p.numel() for p in model.parameters()) == 228_063_936 and model.patches_per_tile == 32 * 32
+
+
+@pytest.mark.parametrize(("name", "engine"), [("bagel_7b_fsdp", "fsdp"), ("bagel_7b_zero3", "deepspeed"),
+                                              ("bagel_from_parts", "fsdp")])  # fmt: skip
+def test_a_recipe_of_bagel_has_its_engine_and_numbers(name: str, engine: str) -> None:
+    """Those of BAGEL's own fine-tuning command; a sequence has room for one edit of its largest images."""
+    made = load_config(name, {"work_dir": "run"})
+    assert made["backend"]["type"] == engine and made["model"]["activation_checkpointing"] is True
+    assert made["custom_hooks"] == [{"type": "EMAHook", "momentum": 0.0001}]
+    vae, vit = (made["processor"][f"{kind}_transform"] for kind in ("vae", "vit"))
+    edit = 2 * (vae["max_size"] // vae["stride"]) ** 2 + (vit["max_size"] // vit["stride"]) ** 2
+    assert edit + 500 < made["train_dataloader"]["seq_length"], "two latents and a read image, and the text"

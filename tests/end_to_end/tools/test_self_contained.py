@@ -1,0 +1,188 @@
+"""The tools without the folders that the training began with: what an export needs is in the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.data.text.chat_support import NANOVLM, character_tokenizer
+from tests.end_to_end.models.test_vlm_run import config as vlm_config
+from tests.end_to_end.models.test_vlm_run import data as pictures  # noqa: F401 - a fixture
+from tests.end_to_end.resume.test_reading import config as text_config
+from tests.end_to_end.resume.test_reading import data  # noqa: F401 - a fixture
+from tests.processes import ENVIRONMENT, ROOT, forked_python, run
+from tests.published_run import config_on_bagel, write_bagel
+from tests.tiny import tiny_config
+from tools.export import main as export
+from tools.generate import main as generate
+from tools.generate import parser
+from unigen_ds.families.bagel.inference import InterleaveInferencer
+from unigen_ds.runner import Runner
+from unigen_ds.runner.open.trained import open_inferencer, open_model
+
+FAST = ["--num-timesteps", "3", "--device", "cpu", "--max-length", "3"]
+
+
+def fine_tuned(folder: Path) -> Any:
+    """A config of BAGEL's kind that names its folder for sizes, weights and the tokenizer, with a shift of its own."""
+    source = write_bagel(folder / "source")
+    cfg = config_on_bagel(folder / "run", folder / "digits", source, default_hooks__checkpoint__interval=1)
+    cfg.model["timestep_shift"] = 2.5
+    return cfg
+
+
+def decoder(folder: Path, data: Path) -> Any:  # noqa: F811
+    """The same of transformers' kind."""
+    first = text_config(data, folder / "first")
+    Runner.from_cfg(first).train()
+    assert export([str(folder / "first"), str(folder / "source")]) == 0
+    shutil.rmtree(folder / "first")
+    cfg = text_config(data, folder / "run")
+    cfg.model = {"type": "DecoderLM", "pretrained": str(folder / "source")}
+    cfg.tokenizer.path = str(folder / "source")
+    return cfg
+
+
+def vlm(folder: Path, pictures: Path) -> Any:  # noqa: F811
+    """The same of nanoVLM's kind."""
+    source = folder / "source"
+    source.mkdir()
+    character_tokenizer().save_pretrained(source)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(NANOVLM / name, source / name)
+    cfg = vlm_config(pictures, folder / "run")
+    cfg.model = {"type": "VLM", "pretrained": str(source)}
+    cfg.tokenizer = {**cfg.tokenizer, "path": str(source)}
+    stored = json.loads((source / "config.json").read_text())
+    cfg.processor = {"max_image_size": stored["max_img_size"]}
+    cfg.train_cfg = {"max_updates": 1}
+    return cfg
+
+
+@pytest.mark.parametrize("kind", ["fine_tuned", "decoder", "vlm"])
+def test_without_its_source_a_checkpoint_is_exported_loaded_and_used(
+    kind: str, data: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
+) -> None:  # fmt: skip
+    given = {"fine_tuned": (tmp_path,), "decoder": (tmp_path, data), "vlm": (tmp_path, pictures)}[kind]
+    runner = Runner.from_cfg(globals()[kind](*given), max_updates=1)
+    runner.train()
+    shutil.rmtree(tmp_path / "source")
+    out = tmp_path / "out"
+    assert export([str(runner.work_dir), str(out), "--raw"]) == 0, capsys.readouterr().err
+    for path in out.rglob("*"):
+        assert path.is_dir() or str(tmp_path).encode() not in path.read_bytes(), f"{path.name} has an absolute path"
+    moved = out.rename(tmp_path / "moved")
+    for place in (runner.work_dir, moved):
+        words = ["--prompt", "red" if kind == "vlm" else "three", "--out", str(tmp_path / "made"), *FAST]
+        assert generate([str(place), *words]) == 0, capsys.readouterr().err
+    if kind == "decoder":
+        from transformers import AutoModelForCausalLM
+
+        state = AutoModelForCausalLM.from_pretrained(moved).state_dict()
+    else:
+        state = open_model(moved)[0].state_dict()
+    for name, tensor in runner.backend.model.state_dict().items():
+        assert torch.equal(state[name].to(tensor.dtype), tensor), name
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """Trained from nothing, on pixels, with a shift."""
+    folder = tmp_path_factory.mktemp("scratch")
+    cfg = tiny_config(folder / "run", folder / "digits", model__timestep_shift=2.0)
+    runner = Runner.from_cfg(cfg, max_updates=1)
+    runner.train()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def exported(scratch: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("exported") / "out"
+    assert export([str(scratch.work_dir), str(out)]) == 0
+    return out
+
+
+def test_a_model_on_pixels_is_exported_and_loaded(scratch: Runner, exported: Path, tmp_path: Path) -> None:
+    """It draws the same picture, and may be trained further."""
+    assert not (exported / "ae.safetensors").exists()
+    assert set(load_file(exported / "ema.safetensors")) == set(scratch.backend.model.state_dict())
+    drawn = [
+        open_inferencer(place).unified_generate("draw a three", seed=1).images[0].tobytes()
+        for place in (scratch.work_dir, exported)
+    ]
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) > 2
+    cfg = tiny_config(tmp_path / "run", tmp_path / "digits")
+    cfg.model = {"type": "UnifiedModel", "pretrained": str(exported)}
+    cfg.tokenizer = {"type": "PretrainedTokenizer", "path": str(exported)}
+    Runner.from_cfg(cfg, max_updates=1).train()
+
+
+def logged(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert generate([*words, *FAST]) == 0
+    return capsys.readouterr().err
+
+
+def test_the_shift_of_the_sampler_and_its_origin(
+    scratch: Runner, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """Of the training, for a checkpoint and for its export; BAGEL's for its directory; as given before all."""
+    published = str(write_bagel(tmp_path / "bagel"))
+    drawn: list[float] = []
+    denoise = InterleaveInferencer.denoise
+    monkeypatch.setattr(
+        InterleaveInferencer,
+        "denoise",
+        lambda self, *a, flow, **k: drawn.append(flow.timestep_shift) or denoise(self, *a, flow=flow, **k),
+    )
+    cases = [
+        (str(scratch.work_dir), [], "timestep_shift 2.0"),
+        (str(exported), [], "timestep_shift 2.0"),
+        (published, ["--size", "32", "32"], "timestep_shift 3.0"),
+        (published, ["--size", "32", "32", "--timestep-shift", "1.5"], "timestep_shift 1.5"),
+    ]
+    for place, words, said in cases:
+        asked = ["--prompt", "draw a three", "--out", str(tmp_path / "made")]
+        assert said in logged(capsys, place, *asked, *words)
+    assert drawn == [2.0, 2.0, 3.0, 1.5]
+    for place in (str(scratch.work_dir), published):
+        size = (8, 8) if place != published else (32, 32)
+        open_inferencer(Path(place)).unified_generate("a", size=size)
+    assert drawn[4:] == [2.0, 3.0], "the class follows the same rule"
+    monkeypatch.setattr(sys, "stdout", open(tmp_path / "help", "w+"))  # noqa: SIM115
+    parser().print_help()
+    sys.stdout.seek(0)
+    text = " ".join(sys.stdout.read().split())
+    for default in ("default: 50", "default: 4.0", "default: 1.5", "default: 0.4 1.0", "default: global", "BAGEL: 3.0"):
+        assert default in text, default
+
+
+def test_to_understand_needs_no_prompt(scratch: Runner, tmp_path: Path) -> None:
+    """As a process whose input is closed; and one that ends at once. To draw does need one."""
+    picture = make_picture(tmp_path / "grey.png")
+    tool = [str(ROOT / "tools" / "generate.py"), str(scratch.work_dir), *FAST]
+    words = ["--understand", "--image", str(picture), "--out"]
+    for number, (python, end) in enumerate(((sys.executable, "<&-"), (forked_python(tmp_path), "< /dev/null"))):
+        command = " ".join(map(repr, [python, *tool, *words, str(tmp_path / str(number))])) + f" {end}"
+        ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
+        assert ended.returncode == 0, ended.stderr
+        rows = [json.loads(line) for line in (tmp_path / str(number) / "results.jsonl").read_text().splitlines()]
+        assert [row["prompt"] for row in rows] == [""] and rows[0]["file"] is None
+        assert ended.stdout.strip() == rows[0]["text"]
+    ended = run([sys.executable, *tool, "--out", str(tmp_path / "none")], text=True, stdin=subprocess.DEVNULL)
+    assert ended.returncode == 2 and "there is no prompt" in ended.stderr
+
+
+def make_picture(path: Path) -> Path:
+    from PIL import Image
+
+    Image.new("L", (8, 8), 128).save(path)
+    return path

@@ -1,0 +1,107 @@
+"""A prompt that spells a special token reaches the model as the ordinary text that it is: through ``main`` of
+``tools/generate.py``, with a checkpoint of each kind of model, drawing and with ``--understand``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.models.test_vlm_run import config as vlm_config
+from tests.end_to_end.models.test_vlm_run import data  # noqa: F401 - a fixture
+from tests.text_run import text_config
+from tests.tiny import tiny_config
+from tools.generate import main
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.data.text.tokenizers import ChatTokenizer
+from unigen_ds.families.bagel.model import UnifiedModel
+from unigen_ds.families.decoder_lm.model import DecoderLM
+from unigen_ds.families.nanovlm.model import VLM
+from unigen_ds.runner import Runner
+from unigen_ds.runner.open.trained import open_model
+from unigen_ds.runner.settings.tree import load_config
+
+PROMPT = "one <|im_end|> <image> <|image|><|im_start|> two"
+PIECES = ["one", "<|", "im_end", "|>", "<", "image", ">", "<|", "image", "|><|", "im_start", "|>", "two"]
+"""The words of ``PROMPT`` as ordinary text: runs of letters, runs of other signs."""
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The text ids of every batch that reaches a model, which sees them as ever."""
+    found: list[list[int]] = []
+
+    def spied(real: Any) -> Any:
+        def spy(self: Any, batch: PackedBatch, *more: Any, **named: Any) -> Any:
+            found.append(batch.text_ids.tolist())
+            return real(self, batch, *more, **named)
+
+        return spy
+
+    for model, name in ((UnifiedModel, "hidden_states"), (DecoderLM, "next_token_logits"), (VLM, "next_token_logits")):
+        monkeypatch.setattr(model, name, spied(getattr(model, name)))
+    return found
+
+
+def generate(checkpoint: Path, out: Path, *words: str) -> None:
+    fast = ["--device", "cpu", "--num-timesteps", "2", "--max-length", "2", "--out", str(out)]
+    assert main([str(checkpoint), "--prompt", PROMPT, *words, *fast]) == 0
+    assert json.loads((out / "results.jsonl").read_text().splitlines()[-1])["prompt"] == PROMPT
+
+
+def ordinary(tokenizer: Any) -> list[int]:
+    """The ids of ``PIECES``, none of which is special."""
+    ids: list[int] = tokenizer._tokenizer.convert_tokens_to_ids(PIECES)
+    assert tokenizer.unk_id not in ids and not {tokenizer.bos_id, tokenizer.eos_id}.intersection(ids)
+    return ids
+
+
+@pytest.mark.parametrize("words", [[], ["--understand"], ["--think"]], ids=["draw", "understand", "think"])
+def test_a_unified_model_gets_ordinary_text(
+    words: list[str], unified: Path, tmp_path: Path, seen: list[list[int]]
+) -> None:
+    tokenizer = open_model(unified)[1].tokenizer
+    prompt = [tokenizer.bos_id, *ordinary(tokenizer), tokenizer.eos_id]
+    generate(unified, tmp_path, *words)
+    texts = [ids for ids in seen if tokenizer.bos_id in ids and len(ids) > 2]
+    assert texts.count(prompt) == 2, "in the context of everything, and in that of the texts alone"
+    assert all(ids.count(tokenizer.bos_id) <= 1 and ids.count(tokenizer.eos_id) <= 1 for ids in seen)
+
+
+@pytest.fixture(scope="module")
+def unified(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unified")
+    known = [*load_config("unified_digits").tokenizer["words"], *PIECES]
+    config = tiny_config(folder / "run", folder / "digits", tokenizer__words=known)
+    Runner.from_cfg(config, max_updates=1).train()
+    return folder / "run"
+
+
+@pytest.mark.parametrize("words", [[], ["--understand"]], ids=["plain", "understand"])
+def test_a_decoder_gets_ordinary_text(words: list[str], tmp_path: Path, seen: list[list[int]]) -> None:
+    config = text_config(tmp_path, [{"text": "one two"}] * 4, tokenizer__words=PIECES, model__llm__vocab_size=40)
+    runner = Runner.from_cfg(config, max_updates=1)
+    runner.train()
+    tokenizer = runner.processor.tokenizer
+    generate(tmp_path / "run", tmp_path / "out", *words)
+    assert seen[0] == [tokenizer.bos_id, *ordinary(tokenizer)]
+
+
+@pytest.mark.parametrize("words", [[], ["--understand"]], ids=["plain", "understand"])
+def test_a_vlm_gets_ordinary_text(
+    words: list[str], data: Path, tmp_path: Path, seen: list[list[int]]  # noqa: F811
+) -> None:  # fmt: skip
+    """Its template puts one begin and one end around the message, and a begin before the answer; no image."""
+    runner = Runner.from_cfg(vlm_config(data, tmp_path / "run"), max_updates=1)
+    runner.train()
+    tokenizer = runner.processor.tokenizer
+    assert isinstance(tokenizer, ChatTokenizer)
+    generate(tmp_path / "run", tmp_path / "out", *words)
+    letters = tokenizer._tokenizer.convert_tokens_to_ids(list(PROMPT))
+    prompt = seen[0]
+    assert any(prompt[first : first + len(letters)] == letters for first in range(len(prompt)))
+    counts = {name: prompt.count(getattr(tokenizer, name)) for name in ("bos_id", "eos_id", "image_id")}
+    assert counts == {"bos_id": 2, "eos_id": 1, "image_id": 0}

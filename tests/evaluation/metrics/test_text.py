@@ -1,0 +1,248 @@
+"""Metrics of text equal the values of their libraries; what is missing is named with what to install."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sacrebleu
+import torch
+import torchmetrics
+from rouge_score.rouge_scorer import RougeScorer
+
+from tests.evaluation import tiny_models
+from tests.needs import JAVA
+from unigen_ds.config.registry import METRICS
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.evaluation.metrics import Metric, build_metrics, gathered
+from unigen_ds.evaluation.metrics.short_answers import ExactMatch, VQAAccuracy, normalized, vqa_accuracy
+from unigen_ds.evaluation.metrics.text import BLEU, METEOR, ROUGE, BERTScore, Perplexity
+
+PREDICTIONS = ["the cat sat on the mat", "A dog is in the picture.", "", "Der Käfer läuft über die Straße\nund zurück"]
+REFERENCES = [
+    ["a cat sat on a mat", "the kitten sat on the mat"],
+    ["The dog is in a red picture!", "There is a dog"],
+    ["nothing at all", "not a word"],
+    ["Der Käfer rennt über eine Straße\nund läuft zurück", "Ein Käfer ||| läuft  zurück"],
+]
+
+
+def scored(metric: Metric, predictions: list, references: list) -> dict[str, float]:
+    """In two updates, the later samples first: the order of updates does not matter."""
+    keys = [f"sample {n}" for n in range(len(predictions))]
+    for part in (slice(2, None), slice(0, 2)):
+        metric.update(predictions[part], references[part], keys[part])
+    return dict(gathered(metric))
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"tokenize": "intl", "lowercase": True, "max_order": 2, "smoothing": "add-k"}]
+)
+def test_bleu_is_sacrebleus(arguments: dict) -> None:
+    found = scored(BLEU(**arguments), PREDICTIONS, REFERENCES)
+    names = {"max_order": "max_ngram_order", "smoothing": "smooth_method"}
+    library = sacrebleu.BLEU(**{names.get(key, key): value for key, value in arguments.items()})
+    expected = library.corpus_score(PREDICTIONS, [list(column) for column in zip(*REFERENCES, strict=True)])
+    assert found == {"bleu": pytest.approx(expected.score, rel=0, abs=1e-12)} and expected.score > 1
+
+
+def test_references_may_differ_in_number() -> None:
+    alone = scored(BLEU(), PREDICTIONS, [several[0] for several in REFERENCES])
+    lists = scored(BLEU(), PREDICTIONS, [several[:1] for several in REFERENCES])
+    mixed = scored(BLEU(), PREDICTIONS, [REFERENCES[0], *(several[0] for several in REFERENCES[1:])])
+    assert alone == lists != mixed
+
+
+@pytest.mark.parametrize("stemmer", [False, True])
+def test_rouge_is_rouge_scores_and_splits_at_newlines(stemmer: bool) -> None:
+    found = scored(ROUGE(use_stemmer=stemmer), PREDICTIONS, REFERENCES)
+    scorer = RougeScorer(list(found), use_stemmer=stemmer)
+    for kind, value in found.items():
+        each = [scorer.score_multi(r, p)[kind].fmeasure for p, r in zip(PREDICTIONS, REFERENCES, strict=True)]
+        assert value == pytest.approx(sum(each) / len(each), rel=0, abs=1e-12)
+    assert list(found) == ["rouge1", "rouge2", "rougeL", "rougeLsum"]
+    swapped = scored(ROUGE(), ["two lines\none line"], ["one line\ntwo lines"])
+    assert swapped["rougeLsum"] == 1 > swapped["rougeL"], "lines are compared one by one, whatever their order"
+
+
+@JAVA
+def test_meteor_is_that_of_pycocoevalcap() -> None:
+    from pycocoevalcap.meteor.meteor import Meteor
+
+    texts = [*PREDICTIONS[:3], "Two |||  beetles run", "the end"]
+    references = [*REFERENCES[:3], ["two beetles ran"], ["the end"]]
+    metric = METEOR()
+    values = scored(metric, texts, references)
+    ids = range(len(texts))
+    expected, each = Meteor().compute_score({n: references[n] for n in ids}, {n: [texts[n]] for n in ids})
+    assert values == {"meteor": expected} and each[4] == 1
+    assert metric.provenance["version"].startswith("pycocoevalcap ")
+    java = metric._java
+    again = metric.resampled(metric.merge([metric.state()]), count=3, seed=0)["meteor"]
+    assert len(set(again)) > 1 and all(0 <= value <= 1 for value in again)
+    metric.reset()
+    assert scored(metric, texts, references) == values and metric._java is java, "started once"
+    java.meteor_p.kill()
+    java.meteor_p.wait()
+    metric.reset()
+    assert scored(metric, [*texts[:4], "the\nend"], references) == values and metric._java is not java, "started again"
+    program = metric._java.meteor_p
+    del metric
+    assert program.poll() is not None, "it ends with the metric"
+
+
+def test_meteor_names_what_to_install_and_how_java_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    with pytest.raises(ConfigError, match=r"metrics\[0\].*METEOR needs Java.*default-jre-headless"):
+        build_metrics([{"type": "METEOR"}])
+    java = tmp_path / "java"
+    java.write_text("#!/bin/sh\necho 'Could not reserve enough space' >&2\n")
+    java.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"program ended: Could not reserve enough space.*2 GiB.*starts it again"):
+        scored(METEOR(), PREDICTIONS, REFERENCES)
+    java.write_text("#!/bin/sh\nfor n in 1 2 3 4; do read line; echo 1; done; exit 143\n")  # it ends before the score
+    with pytest.raises(ConfigError, match=r"program ended: status 143"):
+        scored(METEOR(), PREDICTIONS, REFERENCES)
+
+
+@pytest.mark.parametrize("layer", [None, 1])
+def test_bertscore_is_torchmetrics_with_a_local_model(tmp_path: Path, layer: int | None) -> None:
+    from torchmetrics.functional.text import bert_score
+
+    folder = str(tiny_models.bert(tmp_path / "tiny"))
+    predictions, references = PREDICTIONS[:2], REFERENCES[:2]
+    metric = BERTScore(path=folder, layer=layer, device="cpu")
+    found = scored(metric, predictions, references)
+    expected = bert_score(predictions, references, model_name_or_path=folder, num_layers=layer, max_length=16)
+    for kind, values in expected.items():
+        assert found[f"bertscore_{kind}"] == pytest.approx(float(values.double().mean()), rel=1e-6)
+    assert 0 < found["bertscore_f1"] < 1 and "tiny " in metric.provenance["model"]
+
+
+@pytest.mark.parametrize("made", [tiny_models.bert, tiny_models.roberta])
+def test_bertscore_counts_empty_texts_as_zero_and_names_truncated_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, made: Callable[[Path], Path]
+) -> None:
+    metric = BERTScore(path=str(made(tmp_path)), device="cpu")
+    with caplog.at_level(logging.WARNING):
+        found = scored(metric, ["a cat", " ", "the " * 40], ["a cat", "a dog", "the " * 40])
+    assert found["bertscore_f1"] == pytest.approx(2 / 3, rel=1e-6)
+    assert "1 of 1 pairs have an empty text" in caplog.text or "1 of 2 pairs have an empty text" in caplog.text
+    assert "1 texts are longer than the model's 16 tokens" in caplog.text
+
+
+def test_bertscore_refuses_what_is_no_local_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"metrics\[0\].*'roberta-large/x' is no folder here.*hf download"):
+        build_metrics([{"type": "BERTScore", "path": "roberta-large/x"}])
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ConfigError, match=r"no safetensors.*pickled weights are not read"):
+        build_metrics([{"type": "BERTScore", "path": str(tmp_path)}])
+    folder = str(tiny_models.bert(tmp_path / "tiny"))
+    with pytest.raises(ConfigError, match=r"layer is 9.*1 to 2"):
+        scored(BERTScore(path=folder, layer=9, device="cpu"), ["a"], ["a"])
+
+
+def test_exact_match_is_torchmetrics_squad() -> None:
+    answers = ["The Eiffel tower!", "42", "a  red cat", "blue"]
+    references = [["Eiffel Tower"], ["forty-two", "42"], ["red cat"], ["green"]]
+    squad = torchmetrics.text.SQuAD()
+    squad.update(
+        [{"prediction_text": text, "id": str(n)} for n, text in enumerate(answers)],
+        [{"answers": {"answer_start": [0] * len(one), "text": one}, "id": str(n)} for n, one in enumerate(references)],
+    )
+    found = scored(ExactMatch(normalize="squad"), answers, references)["exact_match"]
+    assert found * 100 == pytest.approx(float(squad.compute()["exact_match"]), rel=0, abs=1e-12) and found == 0.75
+    assert scored(ExactMatch(), answers, references) == {"exact_match": 0.25}
+
+
+def test_answers_are_normalized_as_by_the_server_of_vqa() -> None:
+    """``vqa_normalized.json`` is the output of the processor of EvalAI that lmms-eval publishes."""
+    golden = json.loads((Path(__file__).parent / "vqa_normalized.json").read_text(encoding="utf-8"))
+    assert len(golden) > 150 and {text: normalized(text) for text in golden} == golden
+
+
+def test_vqa_accuracy_leaves_one_person_out() -> None:
+    def by_hand(answer: str, given: list[str]) -> float:
+        shares = [min(1, sum(one == answer for m, one in enumerate(given) if m != n) / 3) for n in range(len(given))]
+        return sum(shares) / len(shares)
+
+    for number in range(11):
+        given = ["two"] * number + ["three"] * (10 - number)
+        assert vqa_accuracy("2.", given) == pytest.approx(by_hand("two", given), rel=0, abs=1e-12)
+    assert vqa_accuracy("A cat", ["the cat"]) == 1 and vqa_accuracy("dog", ["cat"]) == 0
+    found = scored(VQAAccuracy(), ["2", "red"], [["two"] * 2 + ["three"] * 8, ["red"] * 10])
+    assert found == {"vqa_accuracy": pytest.approx((0.6 + 1) / 2, abs=1e-12)}
+
+
+def test_perplexity_is_torchmetrics() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 7, 11, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 11, (5, 7), generator=generator)
+    targets[1, 3:] = -100
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=-100, reduction="none")
+    library = torchmetrics.text.Perplexity(ignore_index=-100)
+    library.update(logits, targets)
+    found = scored(Perplexity(), losses.sum(1).tolist(), (targets >= 0).sum(1).tolist())
+    assert found["perplexity"] == pytest.approx(float(library.compute()), rel=1e-6)
+    with pytest.raises(DataError, match=r"'0'.*nan"):
+        Perplexity().update([math.nan], [3], ["0"])
+    with pytest.raises(DataError, match="no sample has a target"):
+        scored(Perplexity(), [0.0], [0])
+
+
+def test_wrong_input_is_named() -> None:
+    with pytest.raises(DataError, match=r"bleu has no predictions.*at least one sample"):
+        gathered(BLEU())
+    with pytest.raises(DataError, match="bleu got 2 predictions, 1 references, 2 keys"):
+        BLEU().update(["a", "b"], ["a"], ["0", "1"])
+    with pytest.raises(DataError, match=r"'7': the prediction is int.*a text"):
+        BLEU().update([3], ["a"], ["7"])
+    with pytest.raises(DataError, match="'7': the reference is empty"):
+        BLEU().update(["a"], [[]], ["7"])
+    with pytest.raises(DataError, match="'7': the reference is NoneType"):
+        ROUGE().update(["a"], [["b", None]], ["7"])
+    metric = BLEU()
+    metric.update(["a", "b"], ["a", "b"], ["0", "1"])
+    metric.update(["a"], ["a"], ["1"])
+    with pytest.raises(DataError, match="bleu: 1 of 2 samples were added more than once, first '1'"):
+        gathered(metric)
+    metric.reset()
+    metric.update(["a"], ["a"], ["1"])
+    assert gathered(metric)["bleu"] >= 0
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    with pytest.raises(ConfigError, match=r"sacrebleu cannot be imported.*pip install 'unigen_ds\[metrics\]'"):
+        BLEU().update(["a"], ["a"], ["0"])
+    monkeypatch.setattr(BLEU, "library", "no-such-package")
+    with pytest.raises(ConfigError, match=r"metrics\[0\].*no-such-package is not installed.*unigen_ds\[metrics\]"):
+        build_metrics([{"type": "BLEU"}])
+
+
+def test_metrics_are_components() -> None:
+    metrics = build_metrics([{"type": "BLEU", "lowercase": True}, ROUGE(), {"type": "VQAAccuracy"}])
+    assert [metric.name for metric in metrics] == ["bleu", "rouge", "vqa_accuracy"]
+    with pytest.raises(ConfigError, match="did you mean 'BLEU'"):
+        build_metrics([{"type": "Bleu"}])
+    with pytest.raises(ConfigError, match=r"metrics\[0\].max_order is 0.*at least 1"):
+        build_metrics([{"type": "BLEU", "max_order": 0}])
+    with pytest.raises(ConfigError, match="metrics has bleu twice"):
+        build_metrics([{"type": "BLEU"}, {"type": "BLEU", "lowercase": True}])
+    with pytest.raises(ConfigError, match="has no state, merge, compute"):
+        build_metrics([{"type": dict}])
+
+
+def test_the_metric_of_the_documentation_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    (code,) = [block for block in page.split("```python\n")[1:] if "class MeanLength" in block]
+    monkeypatch.setattr(METRICS, "_module_dict", dict(METRICS.module_dict))
+    exec(code.split("```")[0], {"__name__": "own"})
+    (metric,) = build_metrics([{"type": "MeanLength"}])
+    assert scored(metric, ["a b c", "a", "b c"], ["", "", ""]) == {"mean_length": 2}
+    assert metric.provenance["version"] == "unigen_ds definition 1"

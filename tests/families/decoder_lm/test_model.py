@@ -1,0 +1,272 @@
+"""``DecoderLM`` compared with transformers' own models: logits, packing, loading and saving; the recipes' sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
+
+from tests.data.support import ByteTokenizer
+from unigen_ds.backends.single import SingleBackend
+from unigen_ds.config.registry import MODELS, build
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.progress import Geometry
+from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.samples.splits import TextSplit
+from unigen_ds.families.bagel.processor import UnifiedProcessor
+from unigen_ds.families.decoder_lm.model import DecoderLM
+from unigen_ds.families.decoder_lm.published import transformers_config
+from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
+from unigen_ds.runner.settings.tree import load_config
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=261, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64,
+)  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": dict(model_type="llama", tie_word_embeddings=True, head_dim=8, **SIZES),
+    "qwen2": dict(model_type="qwen2", **SIZES),
+}
+LENGTHS = (9, 30, 5, 8, 8, 31)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as transformers writes it, in several files; the head of the tied one is not stored."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(
+        transformers_config({**KINDS[request.param], "initializer_range": 0.3}, {})
+    )
+    folder = tmp_path_factory.mktemp(request.param) / "model"
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder
+
+
+def batch_of(lengths: Sequence[int], *, seed: int = 0) -> PackedBatch:
+    """Documents of these numbers of bytes, which are targets, between begin and end."""
+    ids = [
+        torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(seed + i)) for i, n in enumerate(lengths)
+    ]
+    documents = [[TextSplit(tuple(some.tolist()), loss=True)] for some in ids]
+    return pack_documents(documents, UnifiedProcessor(ByteTokenizer()))
+
+
+def test_logits_are_those_of_transformers(published: Path) -> None:
+    model = DecoderLM(pretrained=str(published)).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(published, attn_implementation="sdpa").eval()
+    batch = batch_of([40])
+    with torch.no_grad():
+        expected = theirs(input_ids=batch.text_ids[None]).logits[0]
+        assert (model.logits(batch) - expected).abs().max() <= 1e-6 * expected.abs().max()
+        torch.testing.assert_close(model.next_token_logits(batch)[0], model.logits(batch)[-1])
+
+
+def test_packed_is_as_alone(published: Path) -> None:
+    """Logits, loss and gradients; a token of another sample changes no bit."""
+    model = DecoderLM(pretrained=str(published))
+    packed, alone = batch_of(LENGTHS), [batch_of([n], seed=i) for i, n in enumerate(LENGTHS)]
+    logits = model.logits(packed)
+    torch.testing.assert_close(logits, torch.cat([model.logits(each) for each in alone]), rtol=1e-5, atol=1e-5)
+    loss = model(packed).sums["text"]
+    torch.testing.assert_close(loss, torch.stack([model(each).sums["text"] for each in alone]).sum())
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(list(model.parameters()))
+    model.zero_grad()
+    torch.stack([model(each).sums["text"] for each in alone]).sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[name], rtol=1e-4, atol=1e-4, msg=name)
+    packed.text_ids[1] += 1
+    assert torch.equal(model.logits(packed)[LENGTHS[0] + 2 :], logits[LENGTHS[0] + 2 :])
+
+
+class Scores(TorchFunctionMode):
+    """Counts the scores that are computed, and the largest mask's elements."""
+
+    def __init__(self) -> None:
+        self.computed, self.largest_mask = 0, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            q, mask = args[0], kwargs.get("attn_mask")
+            self.computed += q.shape[0] * q.shape[2] * args[1].shape[2]
+            self.largest_mask = max(self.largest_mask, 0 if mask is None else mask.numel())
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_cost_follows_the_documents(dropout: float) -> None:
+    model = DecoderLM(llm={**KINDS["llama"], "attention_dropout": dropout})
+    with Scores() as scores:
+        model(batch_of([14] * 32))
+    assert scores.computed == model.llm_config.num_hidden_layers * 32 * 16**2
+    assert scores.largest_mask <= 32 * 16**2
+
+
+def test_dropout_is_configurable_and_keeps_samples_apart() -> None:
+    """Dropout of the scores and of the residual branches; none in evaluation."""
+    batch = batch_of(LENGTHS)
+    for key in ("attention_dropout", "dropout"):
+        llm = {**KINDS["llama"], **({key: 0.5} if key == "attention_dropout" else {})}
+        model = DecoderLM(llm=llm, dropout=0.5 if key == "dropout" else 0.0)
+        outcomes = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            outcomes.append(model.logits(batch))
+        assert torch.equal(outcomes[0], outcomes[1]) and not torch.equal(outcomes[0], outcomes[2]), key
+        torch.manual_seed(1)
+        other = batch_of(LENGTHS)
+        other.text_ids[1] += 1
+        rest = slice(LENGTHS[0] + 2, None)
+        assert torch.equal(model.logits(other)[rest], outcomes[0][rest]), key
+        assert torch.equal(model.eval().logits(batch), model.logits(batch))
+    with_scores = DecoderLM(llm={**KINDS["llama"], "attention_dropout": 1e-9})
+    plain = DecoderLM(llm=KINDS["llama"])
+    plain.load_state_dict(with_scores.state_dict())
+    torch.testing.assert_close(with_scores.logits(batch), plain.logits(batch))
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    gradients = []
+    for on in (False, True):
+        torch.manual_seed(5)
+        model = DecoderLM(llm={**KINDS["qwen2"], "attention_dropout": 0.2}, dropout=0.2, activation_checkpointing=on)
+        torch.manual_seed(6)
+        model(batch_of(LENGTHS)).sums["text"].backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def filled(model: DecoderLM, *, seed: int = 0) -> DecoderLM:
+    """A model on the meta device, filled as by the runner."""
+    names = tuple(name for name, _ in model.named_parameters())
+    reader, backend = model.initial_weights(seed=seed), SingleBackend()
+    cfg = OptimizerConfig(type="AdamW", arguments={}, max_norm=None, precision="fp32")
+    backend.prepare(model, [ParamGroup("all", 1e-3, 0.0, names)], cfg, geometry=Geometry(1, 1, 1))
+    backend.load_tensors(reader, weights_only=True)
+    return model
+
+
+def test_read_into_a_model_without_memory(published: Path) -> None:
+    with torch.device("meta"):
+        model = DecoderLM(pretrained=str(published))
+    assert all(p.is_meta for p in model.parameters()) and not list(model.buffers())
+    whole = DecoderLM(pretrained=str(published))
+    for (name, a), b in zip(filled(model).state_dict().items(), whole.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == model.llm_config.tie_word_embeddings
+    assert torch.equal(model.logits(batch_of([9, 7])), whole.logits(batch_of([9, 7])))
+
+
+def test_rotary_frequencies_are_never_rounded() -> None:
+    model = DecoderLM(llm=KINDS["llama"])
+    exact = model.model.rotary_emb.inv_freq.clone()
+    assert model.bfloat16().model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(model.model.rotary_emb.inv_freq, exact)
+
+
+def test_initial_values() -> None:
+    with torch.device("meta"):
+        models = [DecoderLM(llm={**KINDS["qwen2"], "initializer_range": 0.1}) for _ in range(3)]
+    states = [filled(model, seed=seed).state_dict() for model, seed in zip(models, (1, 1, 2), strict=True)]
+    embedding = "model.embed_tokens.weight"
+    assert torch.equal(states[0][embedding], states[1][embedding])
+    assert not torch.equal(states[0][embedding], states[2][embedding])
+    assert states[0][embedding].std() == pytest.approx(0.1, rel=0.05)
+    assert (states[0]["model.norm.weight"] == 1).all()
+    assert not states[0]["model.layers.0.self_attn.q_proj.bias"].any()
+
+
+def test_a_larger_vocabulary_must_be_asked_for(published: Path) -> None:
+    model = DecoderLM(pretrained=str(published), llm={"vocab_size": 270})
+    assert model.vocab_size == 270 and model.lm_head.weight.shape[0] == 270
+    stored = {k: t for path in published.glob("*.safetensors") for k, t in load_file(path).items()}
+    assert torch.equal(model.model.embed_tokens.weight[:261], stored["model.embed_tokens.weight"])
+    assert model.model.embed_tokens.weight[261:].abs().min() > 0
+    with pytest.raises(ConfigError, match=r"llm\.vocab_size is 260, and the files have 261.*reshaped: model\.embed"):
+        DecoderLM(pretrained=str(published), llm={"vocab_size": 260})
+
+
+def test_freezing() -> None:
+    model = DecoderLM(llm=KINDS["qwen2"], freeze=["embed", "layers"])
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained == ["model.norm.weight", "lm_head.weight"]
+    model(batch_of([5])).sums["text"].backward()
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'"),
+        ({"num_layers": 3}, "did you mean 'num_hidden_layers'"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"hidden_size": 30}, "multiple"),
+        ({"num_key_value_heads": 3}, "multiple"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type is 'dynamic'"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "head_dim": None}, "use_sliding_window"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: dict[str, Any], match: str) -> None:
+    llm = {key: value for key, value in {**KINDS["llama"], **changes}.items() if value is not None}
+    with pytest.raises(ConfigError, match=match):
+        DecoderLM(llm=llm)
+
+
+def test_other_refusals(published: Path, tmp_path: Path) -> None:
+    other = {"llama": "qwen2", "qwen2": "llama"}[json.loads((published / "config.json").read_text())["model_type"]]
+    with pytest.raises(ConfigError, match="that of pretrained"):
+        DecoderLM(pretrained=str(published), llm={"model_type": other})
+    with pytest.raises(ConfigError, match=r"config.json cannot be read"):
+        DecoderLM(pretrained=str(tmp_path))
+    with pytest.raises(ConfigError, match="freeze is \\['vit'\\]"):
+        DecoderLM(llm=KINDS["llama"], freeze=["vit"])
+    model = DecoderLM(llm=KINDS["llama"])
+    with pytest.raises(DataError, match="65 tokens"):
+        model(batch_of([63]))
+    picture = batch_of([5])
+    with pytest.raises(DataError, match="text alone"):
+        model(PackedBatch(**{**vars(picture), "text_ids": picture.text_ids[1:]}))
+
+
+@pytest.mark.parametrize(("name", "millions"), [("decoder_lm_90m", 90), ("decoder_lm_300m", 300)])
+def test_the_recipes_have_the_size_of_their_name(name: str, millions: int) -> None:
+    with torch.device("meta"):
+        model = build(MODELS, load_config(name)["model"], where="model")
+    numel = sum(p.numel() for p in model.parameters())
+    assert abs(numel / 1e6 / millions - 1) < 0.03
+    page = (Path(__file__).parents[3] / "docs" / "configs.md").read_text(encoding="utf-8")
+    assert f"`{name}`" in page and f"{numel:,}" in page
+
+
+def test_sizes_of_a_recipe_are_keys() -> None:
+    """Block size, layers, width and both dropouts."""
+    changes = {
+        "model.llm.max_position_embeddings": 32, "model.llm.num_hidden_layers": 3, "model.llm.hidden_size": 40,
+        "model.llm.attention_dropout": 0.25, "model.dropout": 0.5, "train_dataloader.seq_length": 32,
+    }  # fmt: skip
+    config = load_config("decoder_lm_90m", changes)
+    with torch.device("meta"):
+        model = build(MODELS, config["model"], where="model")
+    assert len(model.model.layers) == 3 == len(model.shard_units())
+    assert model.model.layers[0].self_attn.o_proj.weight.shape == (40, 40)
+    assert model.llm_config.max_position_embeddings == config["train_dataloader"]["seq_length"] == 32
+    assert model.model.layers[0].self_attn.attention_dropout == 0.25
+
+
+def test_flops_are_six_a_weight_and_token_and_the_scores() -> None:
+    model = DecoderLM(llm=KINDS["llama"])
+    weights = sum(p.numel() for p in model.model.layers.parameters() if p.ndim > 1)
+    batch = batch_of([8, 8])
+    head, scores = 261 * 32 * 18, 2 * 10**2 * 2 * 32 * 2
+    assert model.flops(batch) == 6.0 * (weights * 20 + head + scores)

@@ -1,0 +1,254 @@
+"""``PreviewHook`` in real runs of one process: what it shows, what it leaves alone, how it fails, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.data.support import picture, talk, text, write_jsonl
+from tests.end_to_end.own_parts.test_own_family import config as regression_config
+from tests.text_run import text_config
+from tests.text_run import words as spoken
+from tests.tiny import tiny_config
+from unigen_ds.config.registry import WRITERS
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.hooks.evaluate.preview import PreviewHook
+from unigen_ds.runner import Runner
+from unigen_ds.runner.open.trained import open_inferencer
+from unigen_ds.tracking.writer import Writer
+
+FLOW = {"num_timesteps": 3}
+EMA = {"type": "EMAHook", "momentum": 0.01}
+
+
+@WRITERS.register_module(force=True)
+class KeepPictures(Writer):
+    """A writer that shows pictures."""
+
+    shown: ClassVar[dict[int, tuple[str, Image.Image]]] = {}
+
+    def open(self, **_: Any) -> None: ...
+    def write(self, record: Any, *, update: int) -> None: ...
+    def close(self) -> None: ...
+    def image(self, name: str, picture: Image.Image, *, update: int) -> None:
+        self.shown[update] = (name, picture)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts to write, pictures to draw and to read."""
+    folder = tmp_path_factory.mktemp("data")
+    picture(folder / "seen.png", 8, 8, seed=1)
+    texts = [talk(text("user", f"this is {word}"), text("assistant", word)) for word in ("zero", "one", "two", "three")]
+    draws = [{"text_prompt": "draw a handwritten four", "image_path": "seen.png"}] * 4
+    write_jsonl(folder / "train.jsonl", [*texts, *draws] * 4)
+    return folder
+
+
+def preview(data: Path, **arguments: Any) -> dict[str, Any]:
+    return {
+        "type": "PreviewHook", "interval": 2, "prompts": ["draw a three"], "images": [str(data / "seen.png")],
+        "num_held_out": 1, "held_out": source(data), "flow": FLOW, "max_new_tokens": 5, **arguments,
+    }  # fmt: skip
+
+
+def source(data: Path) -> dict[str, Any]:
+    return {"type": "UnifiedGenerationDataset", "data_path": str(data / "train.jsonl")}
+
+
+def train(data: Path, work_dir: Path, *hooks: dict[str, Any], updates: int = 4, **overrides: Any) -> Runner:
+    config = tiny_config(
+        work_dir, data, train_dataloader__dataset=source(data), train_dataloader__batch_size=4,
+        model__llm__dropout=0.2, custom_hooks=[EMA, *hooks], **overrides,
+    )  # fmt: skip
+    runner = Runner.from_cfg(config, max_updates=updates)
+    runner.train()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def shown(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """A run with previews after updates 2 and 4, and two writers."""
+    writers = [{"type": "KeepPictures"}, {"type": "TensorboardVisBackend"}]
+    folder = tmp_path_factory.mktemp("shown") / "run"
+    return train(data, folder, preview(data), visualizer={"vis_backends": writers})
+
+
+def rows(runner: Runner, update: int) -> list[dict[str, Any]]:
+    return json.loads((runner.work_dir / "previews" / f"{update}.json").read_text(encoding="utf-8"))
+
+
+def test_training_is_bit_equal_with_and_without(shown: Runner, data: Path, tmp_path: Path) -> None:
+    """With dropout, which draws from the global generator: losses, ledger, weights, moments, average, generators."""
+    plain = train(data, tmp_path / "run")
+    lines = [
+        [(line["loss"], line["grad_norm"]) for line in map(json.loads, (each.work_dir / "metrics.jsonl").open())]
+        for each in (shown, plain)
+    ]
+    assert lines[0] == lines[1] and len(lines[0]) == 4
+    one, other = (next(iter(each.work_dir.glob("iter_*.pth"))) for each in (shown, plain))
+    files = [path.relative_to(one) for path in one.rglob("*.safetensors")]
+    assert {"model.safetensors", "optimizer.safetensors"} <= {path.name for path in files} and len(files) >= 4
+    for path in files:
+        a, b = load_file(one / path), load_file(other / path)
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a), path
+    assert (shown.work_dir / "ledger.jsonl").read_bytes() == (plain.work_dir / "ledger.jsonl").read_bytes()
+
+
+def test_it_shows_what_the_average_of_the_weights_makes(shown: Runner, data: Path) -> None:
+    average, raw = (open_inferencer(shown.work_dir, raw=raw) for raw in (False, True))
+    made = rows(shown, 4)
+    asked = {"understand": True, "images": [data / "seen.png"], "max_length": 5, "seed": 1}
+    assert made[1]["text"] == average.unified_generate("", **asked).text
+    assert [row["prompt"] for row in made] == ["draw a three", "", "this is zero", "draw a handwritten four"]
+    assert made[2]["reference"] == "zero" and made[3]["reference"] == str(data / "seen.png")
+    assert "reference_shown" not in made[3] and "pictures" not in made[3]
+    sheet = np.asarray(Image.open(shown.work_dir / "previews" / "4.png").convert("L"))
+    drawn = [
+        np.asarray(each.unified_generate("draw a three", flow=settings(each), seed=0).images[0])
+        for each in (average, raw)
+    ]
+    head = sheet[32:256, 10:234]  # below the title, the first cell's picture
+    assert (head[14::28, 14::28] == drawn[0]).all() and not (drawn[0] == drawn[1]).all()
+
+
+def settings(inferencer: Any) -> Any:
+    from unigen_ds.families.bagel.flow_settings import flow_for
+
+    return flow_for(inferencer.model, FLOW)
+
+
+def test_a_file_of_prompts_with_parts(data: Path, tmp_path: Path) -> None:
+    """As of ``tools/generate.py --prompts``; where a model cannot read them, that is an error at the start."""
+    seen = str(data / "seen.png")
+    parts = ["this is one", {"image": seen}, "this is"]
+    rows_of_file = [{"parts": parts, "prompt": "zero"}, {"prompt": "draw a three"}]
+    path = write_jsonl(tmp_path / "prompts.jsonl", rows_of_file)
+    hook = {"type": "PreviewHook", "interval": 1, "prompts": str(path), "flow": FLOW, "use_ema": False}
+    run = train(data, tmp_path / "run", hook, updates=1)
+    first, second = rows(run, 1)
+    assert first["prompt"] == "this is one\nthis is\nzero" and first["images"] == [seen] and not first["error"]
+    assert second["prompt"] == "draw a three" and not second["error"]
+    for prompts, message in (
+        ([{"parts": [3]}], r"prompts\[0\].parts is"),
+        ([{"parts": [{"image": "gone.png"}]}], "there is no picture"),
+        ("draw a three", "a list of prompts, or a .txt or .jsonl file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train(data, tmp_path / "refused", {**hook, "prompts": prompts}, updates=1)
+    texts = text_config(
+        tmp_path / "texts", [{"text": spoken(4)}], custom_hooks=[{**hook, "prompts": [{"parts": ["a"]}]}]
+    )
+    with pytest.raises(ConfigError, match=r"has parts, which .* cannot read"):
+        Runner.from_cfg(texts, max_updates=1).train()
+
+
+def test_writers_get_the_sheet(shown: Runner) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    stored = {n: np.asarray(Image.open(shown.work_dir / "previews" / f"{n}.png")) for n in (2, 4)}
+    assert {update: name for update, (name, _) in KeepPictures.shown.items()} == {2: "preview", 4: "preview"}
+    assert all((np.asarray(KeepPictures.shown[n][1]) == stored[n]).all() for n in stored)
+    events = EventAccumulator(str(shown.work_dir / "tensorboard"), size_guidance={"images": 0})
+    events.Reload()
+    images = events.Images("preview")
+    assert [(event.step, event.height, event.width) for event in images] == [(n, *stored[n].shape[:2]) for n in (2, 4)]
+
+
+def test_what_a_resume_goes_back_from_is_moved_away(data: Path, tmp_path: Path) -> None:
+    saves = {"default_hooks__checkpoint__interval": 2, "default_hooks__checkpoint__by_epoch": False}
+    train(data, tmp_path / "run", preview(data), updates=4, **saves)
+    first = (tmp_path / "run/previews/4.png").read_bytes()
+    resumed = train(data, tmp_path / "run", preview(data), updates=4, resume=str(tmp_path / "run/iter_2.pth"), **saves)
+    names = {
+        path.relative_to(tmp_path / "run/previews").as_posix() for path in (tmp_path / "run/previews").rglob("*.png")
+    }
+    assert names == {"2.png", "4.png", "abandoned/4.png"} and resumed.progress.updates == 4
+    assert (tmp_path / "run/previews/4.png").read_bytes() == first, "the same seeds, the same pictures"
+
+
+def test_what_cannot_be_made_is_a_warning(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken picture, an error that no one expects, and a folder that cannot be written."""
+    (tmp_path / "broken.png").write_text("no picture")
+    prompts = ["draw a three", {"prompt": "a", "images": [str(tmp_path / "broken.png")]}]
+    broken = preview(data, prompts=prompts, num_held_out=0)
+    runner = train(data, tmp_path / "one", broken, updates=2)
+    assert [bool(row["error"]) for row in rows(runner, 2)] == [False, True, False]
+    assert f"1 of 3 previews at update 2 failed; the first: image {tmp_path}/broken.png" in log(runner)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two/previews").write_text("not a folder")
+    assert "The preview of update 2 was not written: " in log(train(data, tmp_path / "two", preview(data), updates=2))
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(PreviewHook, "_make", fails)
+    runner = train(data, tmp_path / "three", preview(data), updates=2)
+    assert "No preview at update 2: rank 0: RuntimeError: on purpose." in log(runner)
+    assert runner.progress.updates == 2 and not (runner.work_dir / "previews").exists()
+
+
+def log(runner: Runner) -> str:
+    return (runner.work_dir / "train.log").read_text(encoding="utf-8")
+
+
+def test_a_text_model_continues_texts(tmp_path: Path) -> None:
+    hook = {"type": "PreviewHook", "unit": "epoch", "interval": 1, "prompts": ["one two", "five"], "max_new_tokens": 4}
+    runner = Runner.from_cfg(text_config(tmp_path, [{"text": spoken(9)}] * 4, custom_hooks=[hook]))
+    runner.train()
+    (path,) = (runner.work_dir / "previews").glob("*.json")
+    assert path.stem == str(runner.progress.updates)
+    inferencer = open_inferencer(runner.work_dir)
+    made = rows(runner, runner.progress.updates)
+    assert [row["text"] for row in made] == [
+        inferencer.unified_generate(p, max_length=4).text for p in ("one two", "five")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": [], "images": [], "num_held_out": 0}, "nothing to show"),
+        ({"interval": 0}, "PreviewHook.interval|interval is 0"),
+        ({"unit": "step"}, "unit is 'step'"),
+        ({"unit": "iteration", "by_epoch": True}, "by_epoch=True and unit='iteration'"),
+        ({"size": [8]}, "size"),
+        ({"flow": {"steps": 3}}, "flow has no key 'steps'"),
+        ({"flow": {"num_timesteps": 1}}, "at least 2"),
+        ({"prompts": [{"text": "a"}]}, r"prompts\[0\] has no key 'text'"),
+        ({"top_p": 0.5}, "temperature is 0"),
+        ({"temperature": -1.0}, "temperature is -1"),
+        ({"held_out": None}, "val_dataloader"),
+        (
+            {"images": ["gone.png", "/nowhere/x.png"]},
+            "no picture /.*/gone.png, /nowhere/x.png.*relative to",
+        ),
+        ({"prompts": [{"prompt": "a", "images": ["gone.png"]}]}, "no picture .*gone.png"),
+        ({"held_out": {"type": "UnifiedGenerationDataset"}}, "data_path"),
+    ],
+)
+def test_refused_at_the_start(data: Path, tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(data, tmp_path / "run", preview(data, **arguments), updates=1)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_model_of_texts_is_shown_no_pictures(data: Path, tmp_path: Path) -> None:
+    for given in ({"images": [str(data / "seen.png")]}, {"prompts": [{"images": [str(data / "seen.png")]}]}):
+        hook = {"type": "PreviewHook", **given}
+        with pytest.raises(ConfigError, match="PreviewHook has images, and this model reads texts alone"):
+            Runner.from_cfg(text_config(tmp_path, [{"text": spoken(9)}] * 4, custom_hooks=[hook])).train()
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_family_without_inference_is_refused_at_the_start(tmp_path: Path) -> None:
+    hook = {"type": "PreviewHook", "prompts": ["a"]}
+    with pytest.raises(ConfigError, match="Regressor has no inference"):
+        Runner.from_cfg(regression_config(tmp_path / "run", custom_hooks=[hook]), max_updates=1).train()

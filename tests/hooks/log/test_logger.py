@@ -1,0 +1,233 @@
+"""``metrics.jsonl``: the fields of a line, when it is written, the sum over ranks, lines that a resume invalidates."""
+
+import io
+import json
+import logging
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as td
+
+from tests.hooks.tiny_run import TinyRun
+from tests.processes import ROOT, popen, together
+from unigen_ds.config.registry import HOOKS, build
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.progress import Progress
+from unigen_ds.hooks.base import Hook
+from unigen_ds.hooks.log.journal import LedgerHook
+from unigen_ds.hooks.log.logger import LoggerHook, global_losses, logger_of
+from unigen_ds.hooks.log.timer import IterTimerHook
+from unigen_ds.system.journals import read_lines
+from unigen_ds.system.log import NAME
+from unigen_ds.tracking.settings import Visualizer
+
+
+def lines(run: TinyRun) -> list[dict[str, Any]]:
+    return read_lines(run.work_dir / "metrics.jsonl")
+
+
+def test_first_interval_and_last_updates_are_logged(tmp_path: Path) -> None:
+    run = TinyRun(tmp_path, [LoggerHook(interval=5)])  # 5 iterations = 10 sequences: crossed at 12, 20, 32
+    run.start()
+    for _ in range(9):
+        run.update()
+    run.finish()
+    assert [line["update"] for line in lines(run)] == [1, 3, 5, 8, 9]
+
+
+def test_an_update_is_not_logged_twice_at_the_end(tmp_path: Path) -> None:
+    run = TinyRun(tmp_path, [LoggerHook(interval=2)])
+    run.start()
+    run.update()
+    run.finish()
+    assert [line["update"] for line in lines(run)] == [1]
+
+
+def test_what_a_line_holds(tmp_path: Path) -> None:
+    run = TinyRun(tmp_path, [IterTimerHook(), LoggerHook(interval=2)])
+    run.start()
+    run.update()
+    run.update(applied=False)
+    run.finish()
+    line = lines(run)[1]
+    assert (line["update"], line["iteration"], line["epoch"]) == (2, 4, 0.2)
+    assert (line["sequences"], line["samples"], line["tokens"]) == (8, 8, 200)
+    assert (line["loss/text"], line["loss/image"], line["loss"]) == (2.0, 0.5, 2.25)
+    assert (line["lr"], line["lr/connector"]) == (0.1, 0.2) and "lr/base" not in line
+    assert line["grad_norm"] is None and line["applied"] is False
+    assert line["time/update"] > 0 and line["time/data"] == 0 and line["tokens_per_second"] > 0
+    assert 10 < line["memory"] < 100_000
+
+
+def test_a_term_without_targets_is_null_and_not_in_the_total(tmp_path: Path) -> None:
+    run = TinyRun(tmp_path)
+    losses = global_losses(run.update(image=0.0, image_count=0.0))
+    assert losses == {"loss": 2.0, "loss/image": None, "loss/text": 2.0}
+
+
+def test_without_a_timer_the_times_are_null(tmp_path: Path) -> None:
+    run = TinyRun(tmp_path, [LoggerHook()])
+    run.start()
+    run.update()
+    run.finish()
+    assert lines(run)[0]["time/update"] is None
+
+
+def sum_over_ranks(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    td.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    own = Path(folder) / str(rank)
+    own.mkdir()
+    run = TinyRun(own, [LoggerHook(interval=2), LedgerHook()])
+    run.start()
+    run.update(text=1.5 + 3.0 * rank, image=2.0 * rank)
+    run.finish()
+    td.destroy_process_group()
+
+
+def test_losses_are_summed_over_ranks_and_rank_0_alone_writes(tmp_path: Path) -> None:
+    code = (
+        "import sys; from tests.hooks.log.test_logger import sum_over_ranks as run; run(int(sys.argv[1]), sys.argv[2])"
+    )
+    commands = [[sys.executable, "-c", code, str(rank), str(tmp_path)] for rank in range(2)]
+    for ended in together(commands, [{}, {}]):
+        assert ended.status == 0, ended.ending
+    (line,) = read_lines(tmp_path / "0" / "metrics.jsonl")
+    assert (line["loss/text"], line["loss/image"], line["loss"]) == (2.0, 0.5, 2.25)
+    assert len(read_lines(tmp_path / "0" / "ledger.jsonl")) == 1
+    assert not list((tmp_path / "1").glob("*.jsonl"))
+
+
+def hooks() -> list[Hook]:
+    return [LoggerHook(interval=2), LedgerHook()]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
+def test_a_resume_invalidates_lines_of_repeated_updates(tmp_path: Path, name: str) -> None:
+    first = TinyRun(tmp_path, hooks())
+    first.start()
+    saved = Progress()
+    for update in range(1, 5):
+        first.update(text=3.0)
+        if update == 2:
+            saved = first.progress
+    first.call("on_exception", RuntimeError("killed"))
+    second = TinyRun(tmp_path, hooks(), progress=saved)
+    second.start(resumed_from="work/iter_4.pth")
+    second.update(text=9.0)
+    second.finish()
+    kept = read_lines(tmp_path / name)
+    assert [line["update"] for line in kept] == [1, 2, 3]
+    if name == "metrics.jsonl":
+        assert [line["loss/text"] for line in kept] == [1.0, 1.0, 3.0]
+    events = [json.loads(text) for text in (tmp_path / name).read_text().splitlines() if "event" in text]
+    assert len(events) == 1
+    assert (events[0]["updates"], events[0]["sequences"]) == (2, 8)
+    assert events[0]["checkpoint"] == "work/iter_4.pth"
+
+
+def test_a_fresh_start_in_a_used_folder_invalidates_all_lines(tmp_path: Path) -> None:
+    for text in (3.0, 9.0):
+        run = TinyRun(tmp_path, hooks())
+        run.start()
+        run.update(text=text)
+        run.finish()
+    assert [line["loss/text"] for line in lines(run)] == [3.0]
+    assert len(read_lines(tmp_path / "ledger.jsonl")) == 1
+
+
+def test_the_ledger_has_every_update(tmp_path: Path) -> None:
+    run = TinyRun(tmp_path, hooks())
+    run.start()
+    for applied in (True, False, True):
+        run.update(applied=applied)
+    ledger = read_lines(tmp_path / "ledger.jsonl")  # before the end: each line is on disk immediately
+    assert ledger[1] == {
+        "update": 2, "sequences": [4, 8], "digest": "digest-4", "samples": 4, "skipped": 1, "applied": False,
+    }  # fmt: skip
+    assert [line["update"] for line in ledger] == [1, 2, 3]
+    run.finish()
+
+
+def test_validation_and_late_results_are_lines_of_their_own(tmp_path: Path) -> None:
+    logger = LoggerHook()
+    run = TinyRun(tmp_path, [logger])
+    run.start()
+    run.update()
+    run.call("after_val", {"val/loss": 0.25})
+    logger.log(run, {"lmms_eval/mme": 3.0}, update=0, event="lmms_eval", axis="<lmms-eval-step>")
+    run.finish()
+    assert {"event": "evaluation", "update": 1, "val/loss": 0.25} in lines(run)
+    assert {"event": "lmms_eval", "update": 0, "at": 1, "lmms_eval/mme": 3.0} in lines(run)
+    assert logger_of(run) is logger
+
+
+def test_plain_console_line(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(NAME), "propagate", True)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # not a terminal
+    caplog.set_level(logging.INFO, logger=NAME)
+    run = TinyRun(tmp_path, [IterTimerHook(), LoggerHook()])
+    run.start()
+    run.update()
+    run.finish()
+    text = caplog.text
+    for part in (
+        "update 1",
+        "iteration 2",
+        "loss/text 2",
+        "loss/image 0.5",
+        "lr 0.1",
+        "grad_norm 1.5",
+        "tokens/s",
+        "ETA",
+    ):
+        assert part in text
+    assert "data 0%" in text and "ETA 0:00:0" in text
+
+
+def test_a_terminal_gets_a_live_line_and_warnings_above_it(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from tests.hooks.tiny_run import TinyRun\n"
+        "from unigen_ds.core import log; from unigen_ds.hooks.log.logger import LoggerHook\n"
+        "from unigen_ds.hooks.log.timer import IterTimerHook\n"
+        "log.setup(rank=0)\n"
+        f"run = TinyRun(Path({str(tmp_path)!r}), [IterTimerHook(), LoggerHook(interval=2)])\n"
+        "run.start(); run.update(); log.logger().warning('a warning'); run.update(); run.finish()\n"
+        "log.logger().info('after')\n"
+    )
+    main, terminal = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "250", "TERM": "xterm", "PYTHONPATH": str(ROOT)}
+    process = popen(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, stderr=terminal, stdout=subprocess.DEVNULL
+    )
+    os.close(terminal)
+    shown = b""
+    try:
+        while chunk := os.read(main, 65536):
+            shown += chunk
+    except OSError:  # a pseudo-terminal reports the closed other end this way
+        pass
+    assert process.wait(timeout=60) == 0
+    text = shown.decode()
+    assert "10.0 %" in text and "update 2" in text and "loss/text 2" in text
+    assert text.index("a warning") < text.index("update 2")
+    assert "after" in text
+
+
+def test_state_and_wrong_arguments(tmp_path: Path) -> None:
+    hook = build(HOOKS, {"type": "LoggerHook", "interval": 3}, where="default_hooks.logger")
+    empty = {"sums": {}, "counts": {}}
+    assert hook.state_dict() == {"version": 2, "run_ids": {}, "grad_norms": [], "epoch": empty}
+    with pytest.raises(ConfigError, match="version"):
+        hook.load_state_dict({"version": 9})
+    with pytest.raises(ConfigError, match=r"interval is 0\. Allowed: a whole number of at least 1"):
+        build(HOOKS, {"type": "LoggerHook", "interval": 0}, where="default_hooks.logger")
+    with pytest.raises(ConfigError, match="did you mean 'WandbVisBackend'"):
+        Visualizer.parse({"vis_backends": [{"type": "WandbBackend"}]})

@@ -1,0 +1,406 @@
+"""``inspect_data.py --html`` against real runs: the same samples, tokens, targets and images, for every family."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.support import image, picture, talk, text, write_jsonl
+from tests.data.text.chat_support import character_tokenizer
+from tests.end_to_end.engines.users import write_rows
+from tests.report.test_page import Page
+from tests.text_run import KeepBatches, text_config, words
+from tests.tiny import tiny_config
+from tools.inspect_data import main
+from unigen_ds.config.overrides import plain_values
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.data.batches.shown import ShownImage, ShownToken, shown
+from unigen_ds.data.batches.statistics import epoch_balance
+from unigen_ds.examples.digits.dataset import write_digits
+from unigen_ds.report import sequences
+from unigen_ds.report.charts import edges_of, histogram, position
+from unigen_ds.runner import Runner
+from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system.journals import read_lines, sample_digest
+
+VLM = """
+model = dict(
+    type="VLM",
+    llm=dict(hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1),
+    vit=dict(hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, image_size=16,
+             patch_size=4),
+    pixel_shuffle_factor=2,
+)
+tokenizer = dict(type="ChatTokenizer", path="tokenizer")
+processor = dict(max_image_size=32)
+train_dataloader = dict(batch_size=2, seq_length=160, packing=dict(type="BestFitPacking", window=32, max_tiles=12),
+                        dataset=dict(type="UnifiedGenerationDataset", data_path="train.jsonl"))
+optim_wrapper = dict(optimizer=dict(type="AdamW", lr=5e-3), precision="fp32")
+train_cfg = dict(max_epochs=2)
+backend = dict(type="single")
+default_hooks = dict(logger=dict(interval=1), checkpoint=dict(interval=-1))
+randomness = dict(seed=1)
+work_dir = "run"
+"""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The page of a config, taken apart."""
+
+    text: str
+
+    @property
+    def page(self) -> Page:
+        return Page(self.text)
+
+    @property
+    def sequences(self) -> list[str]:
+        return re.split(r'<details class="sequence"', self.text)[1:]
+
+    @property
+    def ids(self) -> list[list[str]]:
+        return [[html.unescape(name) for name in re.findall(r'class="which"><code>(.*?)</code>', one)]
+                for one in self.sequences]  # fmt: skip
+
+    def tokens(self, css: str = "") -> int:
+        """Text tokens that are shown with that class."""
+        classes = re.findall(r"<i(?: class=\"([a-z ]+)\")?>", "".join(self.sequences))
+        return sum(css in each.split() if css else True for each in classes)
+
+    def images(self, role: str) -> list[str]:
+        return re.findall(rf'<figure class="im {role}".*?</figure>', "".join(self.sequences), re.DOTALL)
+
+
+def page_of(config: Path | str, *more: str, out: Path) -> Shown:
+    assert main([str(config), "--html", str(out), *more]) == 0
+    return Shown(out.read_text(encoding="utf-8"))
+
+
+def digits(folder: Path) -> Path:
+    """The tiny unified model, with dropout, several sources and random changes."""
+    made = tiny_config(folder / "run", folder / "digits", train_dataloader__batch_size=3)
+    made["train_dataloader"]["seq_length"] = 96
+    made["train_dataloader"]["packing"] = {"type": "BestFitPacking", "window": 24}
+    made["processor"] = {**made["processor"], "text_dropout": 0.2, "vit_dropout": 0.2, "vae_dropout": 0.2,
+                         "augment": [{"type": "RandomFlip"}]}  # fmt: skip
+    for number in range(3):
+        picture(folder / f"{number}.png", 8, 8, seed=number)
+    records = [
+        talk(image("user", f"{i % 3}.png"), text("user", "draw a"), image("assistant", f"{(i + 1) % 3}.png"))
+        for i in range(8)
+    ]
+    edits = write_jsonl(folder / "edits.jsonl", records)
+    source = {"type": "UnifiedGenerationDataset", "data_path": str(edits), "group": "edits", "weight": 1}
+    drawn = {**source, "data_path": str(write_digits(folder / "digits") / "val.jsonl"), "group": "digits"}
+    made["train_dataloader"]["dataset"] = [drawn, source]
+    made["train_dataloader"]["groups"] = {"digits": {"weight": 0.7}, "edits": {"weight": 0.3, "mandatory": True}}
+    made["train_dataloader"]["max_sample_tokens"] = 48
+    return saved(folder, made)
+
+
+def saved(folder: Path, made: Any) -> Path:
+    path = folder / "config.json.py"
+    values = plain_values(made)
+    path.write_text("".join(f"{key} = {value!r}\n" for key, value in values.items()), encoding="utf-8")
+    return path
+
+
+def vlm(folder: Path) -> Path:
+    character_tokenizer().save_pretrained(folder / "tokenizer")
+    for number, name in enumerate(("red", "blue", "dark")):
+        picture(folder / f"{name}.png", 12 + 10 * number, 14, seed=number)
+    records = [
+        talk(image("user", f"{name}.png"), text("user", "?"), text("assistant", name))
+        if i % 4
+        else talk(text("user", "hi"), text("assistant", "yo\nyo"))
+        for i in range(4)
+        for name in ("red", "blue", "dark")
+    ]
+    write_jsonl(folder / "train.jsonl", records)
+    (folder / "config.py").write_text(VLM, encoding="utf-8")
+    return folder / "config.py"
+
+
+def documents(folder: Path) -> Path:
+    """Short and long texts: the long ones are split."""
+    text_config(folder, [{"text": words(1 + 3 * i % 40, i) + " eleven" * (i % 7 == 0)} for i in range(30)])
+    return folder / "config.py"
+
+
+@pytest.mark.parametrize("family", [digits, vlm, documents])
+def test_the_page_shows_the_first_batches_of_a_real_run(
+    family: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = family(tmp_path)
+    runner = Runner.from_cfg(load_config(config, {"custom_hooks": [{"type": "KeepBatches"}]}), max_updates=4)
+    runner.train()
+    batches = next(hook for hook in runner.hooks if isinstance(hook, KeepBatches)).batches
+    (folder,) = {path.parent for path in tmp_path.rglob("ledger.jsonl")}
+    lines = [*read_lines(folder / "ledger.jsonl")]
+    number = lines[-1]["sequences"][1]
+    found = page_of(config, "--num", str(number), out=tmp_path / "page.html")
+    assert len(found.ids) == number
+    for line in lines:
+        first, stop = line["sequences"]
+        assert sample_digest(name for row in found.ids[first:stop] for name in row) == line["digest"]
+    assert [name for row in found.ids for name in row] == [name for one in batches for name in one.sample_ids]
+    assert found.tokens() == sum(len(one.text_ids) + predicted_elsewhere(one) for one in batches)
+    assert found.tokens("l") == sum(len(one.text_target_ids) for one in batches) > 0
+    drawn = [len(image) for one in batches for image in latents(one, target=True)]
+    assert [int(re.search(r"(\d+) tokens?</figcaption>", one)[1]) for one in found.images("target")] == drawn  # type: ignore[index]
+    assert len(found.images("edited")) == sum(len(latents(one, target=False)) for one in batches)
+    assert len(found.images("condition")) == sum(len(one.vit_lengths) for one in batches)
+    facts = "".join(re.findall("<summary>.*?</summary>", "".join(found.sequences)))
+    for term, numbers in (("text", [len(one.text_target_ids) for one in batches]), ("image", map(sum, [drawn]))):
+        assert sum(map(int, re.findall(rf"(\d+) {term} targets", facts))) == sum(numbers)
+    assert f"Sequence {number - 1}" in found.text
+
+
+def predicted_elsewhere(batch: PackedBatch) -> int:
+    """Targets that are not the next token of their sample: they are shown once more."""
+    ids = dict(zip(batch.text_index.tolist(), batch.text_ids.tolist(), strict=True))
+    documents = batch.document_ids.tolist()
+    return sum(
+        ids.get(at + 1) != target or documents[at + 1] != documents[at]
+        for at, target in zip(batch.text_target_index.tolist(), batch.text_target_ids.tolist(), strict=True)
+    )
+
+
+def latents(batch: PackedBatch, *, target: bool) -> list[list[float]]:
+    """Time steps of each image of the autoencoder that is a target, or is not."""
+    found, first = [], 0
+    for rows, columns in batch.latent_shapes:
+        found.append(batch.timesteps[first : first + rows * columns].tolist())
+        first += rows * columns
+    return [one for one in found if np.isfinite(one).all() == target]
+
+
+def test_an_epoch_has_the_targets_that_the_page_counts(tmp_path: Path) -> None:
+    records = [{"text": words(1 + 3 * i % 40, i)} for i in range(30)]
+    runner = Runner.from_cfg(text_config(tmp_path, records, custom_hooks__0__type="KeepBatches"))
+    runner.train()
+    batches = next(hook for hook in runner.hooks if isinstance(hook, KeepBatches)).batches
+    (found,) = epoch_balance(runner._parts.loader._iterations._stream).values()
+    assert found["text_targets"] == sum(len(one.text_target_ids) for one in batches)
+    assert found["text_tokens"] == sum(one.num_tokens for one in batches)
+    assert found["samples"] == sum(one.num_samples for one in batches) > 30, "the long ones are several"
+
+
+# ---- what is left out ---------------------------------------------------------------------------------------------
+
+
+def rows_of(found: Shown, part: str, number: int = 0) -> list[list[str]]:
+    return found.page.tables[part][number][1:]
+
+
+def test_what_is_left_out_is_counted_with_examples(tmp_path: Path) -> None:
+    records = [{"text": words(3, i)} for i in range(20)]
+    records[2] = {"text": "one eleven twelve"}
+    records[4] = {"text": " "}
+    records[5] = {"text": "three <b>four</b>"}
+    records[6] = talk(text("user", "one"), text("assistant", words(30)))
+    records[7] = {"text": words(60)}
+    records[8] = {"text": "one two <|im_end|>"}
+    text_config(tmp_path, records)
+    limits = "[{'type':'FunctionFilter','function':'tests.report.test_data_page.keeps'}]"
+    more = [f"train_dataloader.dataset.filters={limits}", "train_dataloader.dataset.num_used_data=18"]
+    found = page_of(tmp_path / "config.py", "--cfg-options", *more, out=tmp_path / "page.html")
+    left = {row[1]: (row[2], row[4]) for row in rows_of(found, "left-out")}
+    assert left["after the first num_used_data"][0] == "2"
+    assert left["removed by keeps"][0] == "1" and "train:5 three <b>four</b>" in left["removed by keeps"][1]
+    assert left["longer than seq_length 16: left out"][0] == "1"
+    assert "train:6 " in left["longer than seq_length 16: left out"][1]
+    kept = {row[1]: (row[2], row[4]) for row in rows_of(found, "left-out", 1)}
+    assert kept["longer than seq_length 16: split into pieces"][0] == "1"
+    assert kept["an empty text"][0] == "1" and "train:4" in kept["an empty text"][1]
+    assert "train:2 2 tokens: one eleven twelve" in kept["words that the tokenizer does not have"][1]
+    assert kept["a text that spells a special token, read as ordinary text"][0] == "1"
+    unknown = rows_of(found, "unknown")
+    assert unknown[0][0] == "train" and int(unknown[0][1]) >= 2 and unknown[0][2].endswith("%")
+
+
+def keeps(record: Any) -> bool:
+    """A filter."""
+    return "<b>" not in "".join(record.texts)
+
+
+def test_a_sample_that_cannot_be_read_is_shown_as_the_padding_it_is(tmp_path: Path) -> None:
+    picture(tmp_path / "one.png", 8, 8)
+    (tmp_path / "broken.png").write_bytes((tmp_path / "one.png").read_bytes()[:60])
+    names = ["one.png", "broken.png", "gone.png"]
+    data = write_jsonl(tmp_path / "own.jsonl", [{"text_prompt": "draw a two", "image_path": name} for name in names])
+    made = tiny_config(tmp_path / "run", tmp_path, train_dataloader__batch_size=1)
+    made["train_dataloader"]["dataset"] = {"type": "UnifiedGenerationDataset", "data_path": str(data)}
+    found = page_of(saved(tmp_path, made), "--num", "1", out=tmp_path / "page.html")
+    assert len(re.findall('class="skipped"', found.text)) == 2 and "tokens of padding: image " in found.text
+    left = {row[1]: row for row in rows_of(found, "left-out")}
+    row = left["an image that cannot be read: padding in their position"]
+    assert row[2] == "1" and "gone.png" in row[4]
+
+
+def test_a_data_set_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    text_config(tmp_path, [{"text": words(4)}] * 4)
+    sources = [{"type": "UnifiedGenerationDataset", "data_path": str(tmp_path / name), "on_error": "skip"}
+               for name in ("train.jsonl", "gone.jsonl")]  # fmt: skip
+    more = ["--cfg-options", f"train_dataloader.dataset={json.dumps(sources)}"]
+    found = page_of(tmp_path / "config.py", *more, out=tmp_path / "page.html")
+    assert "1 data set of the config cannot be opened" in found.text
+
+
+# ---- the page -----------------------------------------------------------------------------------------------------
+
+
+def test_everything_of_the_data_is_escaped_and_nothing_is_loaded(tmp_path: Path) -> None:
+    wild = '</i><script>alert(1)</script>"&\x00\ud7ff'
+    records = [talk(text("user", wild), text("assistant", "one")), {"text": wild}] * 3
+    text_config(tmp_path, records)
+    tokenizer = tmp_path / "tokenizer"
+    character_tokenizer().save_pretrained(tokenizer)
+    more = [f"tokenizer={{'type':'PretrainedTokenizer','path':'{tokenizer}'}}", "model.llm.vocab_size=600",
+            "train_dataloader.seq_length=64"]  # fmt: skip
+    found = page_of(tmp_path / "config.py", "--cfg-options", *more, out=tmp_path / "page.html")
+    assert "<script>alert" not in found.text and found.text.count("</script>") == len(found.page.classes("script"))
+    assert len(found.page.loads_nothing()) == 7
+
+
+def test_the_size_of_the_page_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = digits(tmp_path)
+    whole = page_of(config, "--num", "20", out=tmp_path / "page.html")
+    monkeypatch.setattr(sequences._Left, "__init__", lambda self: vars(self).update(tokens=30, pictures=900, without=0))
+    less = page_of(config, "--num", "20", out=tmp_path / "less.html")
+    assert less.ids == whole.ids and "further tokens not shown" in less.text and "pictures left out" in less.text
+    assert sum(len(one) for one in re.findall('base64,([^"]*)', less.text)) <= 1200 < len(whole.text)
+
+
+def test_a_picture_is_at_most_128_pixels_large(tmp_path: Path) -> None:
+    large = ShownImage("target", 4, (512, 256), np.random.default_rng(0).integers(0, 255, (256, 512, 3), np.uint8))
+    content, kind = sequences._encoded(large)
+    assert kind == "jpeg" and len(content) < 20_000 and sequences._thumbnail((512, 256)) == (128, 64)
+    assert sequences._thumbnail((8, 8)) == (64, 64) and sequences._thumbnail((1, 20_000)) == (1, 128)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--html", "gone/page.html"], "gone/page.html cannot be written: there is no folder"),
+        (["--html", "."], "it is a folder"),
+        (["--html", "x" * 300], "cannot be written: File name too long"),
+        (["--num", "3"], "give --html OUT, too"),
+        (["--html", "page.html", "--ledger", "ledger.jsonl"], "ask one after the other"),
+        (["--html", "page.html", "--num", "3", "--sequences", "0:2"], "give one of them"),
+        (["--html", "page.html", "--sequences", "0:2000"], "at most 64"),
+    ],
+)
+def test_wrong_use_is_refused_before_the_data_is_read(
+    arguments: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text_config(tmp_path, [{"text": "one"}])
+    (tmp_path / "train.jsonl").unlink()
+    assert main(["config.py", *arguments]) == 2
+    assert problem in capsys.readouterr().err and not (tmp_path / "page.html").exists()
+
+
+def test_other_sequences_of_a_run(tmp_path: Path, capsys: Any) -> None:
+    config = documents(tmp_path)
+    found = page_of(config, "--sequences", "5:7", "--json", out=tmp_path / "page.html")
+    assert json.loads(capsys.readouterr().out)["sequences"] == [5, 7]
+    assert main([str(config), "--json", "--sequences", "5:7"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == found.ids
+
+
+def test_a_family_without_texts_and_images_has_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "rows.txt")
+    path = f"train_dataloader.dataset.path={tmp_path / 'rows.txt'}"
+    found = page_of("tests/plugin/config.py", "--cfg-options", path, out=tmp_path / "page.html")
+    assert len(found.ids) == 8 and all(found.ids) and "label targets" in found.text
+    assert "The tokenizer has no unknown token" in found.text
+
+
+# ---- a batch, taken apart -----------------------------------------------------------------------------------------
+
+
+def test_a_target_that_is_not_the_next_token_is_shown(tmp_path: Path) -> None:
+    made = tiny_config(tmp_path / "run", tmp_path, train_dataloader__batch_size=1)
+    own = {"type": "tests.report.test_data_page.OtherLabels"}
+    made["train_dataloader"]["dataset"] = {"type": "DatasetAdapter", "name": "own", "dataset": own}
+    found = page_of(saved(tmp_path, made), "--num", "1", out=tmp_path / "page.html")
+    assert ">predicts " in found.text and found.tokens("l") > 0
+
+
+class OtherLabels:
+    """A data set of a user's own: the second label of each item is not its second id."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "input_ids": [7, 8, 9],
+            "labels": [-100, 10, 9],
+            "padded_images": torch.full((1, 8, 8), index / 4 - 0.5),
+        }
+
+
+def test_pixels_are_those_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner = Runner.from_cfg(load_config(vlm(tmp_path), {"custom_hooks": [{"type": "KeepBatches"}]}), max_updates=2)
+    runner.train()
+    batches = next(hook for hook in runner.hooks if isinstance(hook, KeepBatches)).batches
+    parts = [part for one in batches for sample in shown(one, runner.processor) for part in sample.parts]
+    images = [part for part in parts if isinstance(part, ShownImage)]
+    patches = torch.cat([one.vit_patches for one in batches])
+    assert len(images) == sum(len(one.vit_lengths) for one in batches) and {one.size for one in images} == {(16, 16)}
+    pixels = np.stack([one.pixels for one in images if one.pixels is not None])
+    first = pixels.reshape(-1, 4, 4, 4, 4, 3).transpose(0, 1, 3, 2, 4, 5).reshape(-1, 48)
+    assert np.abs(first / 255 - patches.numpy()).max() < 0.5 / 255 + 1e-6
+    tokens = [part for part in parts if isinstance(part, ShownToken)]
+    joined = "".join(token.text for token in tokens)
+    assert "<|im_start|>user" in joined and "<|global_image|>" in joined and "yo\nyo" in joined
+    learned = "".join(token.text for token in tokens if token.learned)
+    assert learned and not re.sub(r"(red|blue|dark|yo\nyo)<\|im_end\|>\n", "", learned), "the answers alone"
+
+
+def test_a_character_of_several_tokens_is_shown_once() -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from unigen_ds.data.text.tokenizers import _Tokenizer
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, additional_special_tokens=["<a>", "<b>"])
+    tokenizer = _Tokenizer(fast, ["<a>", "<b>", "<a>", "<b>"])
+    written = "a é 😀 �x"
+    ids = tokenizer.encode(written)
+    pieces = tokenizer.pieces(ids)
+    assert len(pieces) == len(ids) == len(written.encode()) and "".join(pieces) == written
+    assert pieces[2:4] == ["", "é"]
+    assert tokenizer.pieces([ids[2], tokenizer.bos_id]) == ["", "�<a>"], "bytes that are no character"
+
+
+@pytest.mark.parametrize(
+    "values", [[5], [0, 0], [3, 9, 4], [0, 7, 100_000], [*range(500)], [64] * 9 + [4096], [10**12, 1]]
+)
+def test_every_value_is_in_a_bin(values: list[int]) -> None:
+    edges = edges_of(np.asarray(values), 64)
+    assert edges == sorted(set(edges)) and edges[0] <= min(values) and edges[-1] > max(values) and len(edges) <= 60
+    assert int(np.histogram(values, edges)[0].sum()) == len(values)
+    assert 0 <= position(edges, 64) <= len(edges) - 1
+    figure = histogram("x", {"a": np.asarray(values)}, unit="tokens", count="records", limit=("seq_length", 64))
+    assert figure is not None
+    series, labels = figure.values["series"], figure.values["labels"]
+    assert sum(number for _, number in series[0]["p"]) == len(values)
+    assert len(labels) == len(edges) - 1 == figure.values["right"] and len(figure.bars) <= len(labels)

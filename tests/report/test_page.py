@@ -1,0 +1,631 @@
+"""Reports of real runs, one of them killed and resumed with another batch: parsed, and their numbers compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.processes import ENVIRONMENT, ROOT, run
+from tests.tiny import tiny_config
+from tools.plot_run import main as plot
+from tools.report import main
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.evaluation.provenance import REQUIRED, Result, write_results
+from unigen_ds.report.charts import MOST_POINTS, reduced, smoothed
+from unigen_ds.report.goodput import PARTS, idle_before, spent_by_start
+from unigen_ds.report.reading import masked, read_work_dir, run_names
+from unigen_ds.report.results import flat
+from unigen_ds.runner import Runner
+
+SAVES = {"default_hooks__checkpoint__interval": 3, "default_hooks__checkpoint__by_epoch": False}
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.report.test_page import SAVES
+from tests.tiny import tiny_config
+from unigen_ds.hooks.base import Hook
+from unigen_ds.runner import Runner
+
+class Kill(Hook):
+    name, priority = "kill", 99
+    def after_update(self, run, result):
+        if run.progress.updates == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+runner = Runner.from_cfg(tiny_config(Path(sys.argv[1]), Path(sys.argv[2]), **SAVES))
+runner.hooks = [*runner.hooks, Kill()]
+runner.train()
+"""
+VOID = {"meta", "img", "br", "path", "line", "rect"}
+
+
+class Page(HTMLParser):
+    """The elements of a page by section; fails where tags are not balanced."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str | None] = [None]
+        self.tables: dict[str | None, list[list[list[str]]]] = {}
+        self.texts: dict[str | None, str] = {}
+        self.attributes: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes.append((tag, dict(attrs)))
+        if tag in VOID:
+            return
+        self.open.append(tag)
+        if tag == "section":
+            self.ids.append(dict(attrs).get("id") or self.ids[-1])
+        tables = self.tables.setdefault(self.ids[-1], [])
+        if tag == "table":
+            tables.append([])
+        elif tag == "tr":
+            tables[-1].append([])
+        elif tag in ("td", "th"):
+            tables[-1][-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in VOID
+        self.attributes.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        if tag == "section":
+            self.ids.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("script", "style"):
+            return
+        self.texts[self.ids[-1]] = self.texts.get(self.ids[-1], "") + re.sub(r"\s+", " ", data)
+        if "td" in self.open or "th" in self.open:
+            self.tables[self.ids[-1]][-1][-1][-1] += data
+
+    def loads_nothing(self) -> set[str | None]:
+        """The targets of its links: all are on the page, and no element loads a file or runs a script."""
+        for tag, attributes in self.attributes:
+            assert tag not in ("link", "iframe", "object", "base")
+            for name in ("src", "href", "srcset", "action"):
+                assert (attributes.get(name) or "#").startswith(("#", "data:image/")), (tag, attributes)
+            assert not [name for name in attributes if name.startswith("on")]
+        targets = {a["href"] for tag, a in self.attributes if tag == "a"}
+        assert targets <= {f"#{a['id']}" for _, a in self.attributes if "id" in a}
+        return targets
+
+    def classes(self, tag: str) -> list[str]:
+        return [attributes.get("class") or "" for name, attributes in self.attributes if name == tag]
+
+
+@dataclass(frozen=True)
+class Runs:
+    killed: Path
+    other: Path
+    pages: dict[Path, Page] = field(default_factory=dict)
+
+
+def report(*folders: Path, more: tuple[str, ...] = (), out: Path | None = None) -> Page:
+    out = out or folders[0] / "report.html"
+    assert main([*map(str, folders), "--out", str(out), *more]) == 0
+    return Page(out.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("runs")
+    data, killed, other = folder / "digits", folder / "killed", folder / "other"
+    Runner.from_cfg(tiny_config(other, data, optim_wrapper__optimizer__lr=0.5e-3), max_updates=3).train()
+    command = [sys.executable, "-c", KILLED, str(killed), str(data)]
+    done = run(command, cwd=ROOT, env=ENVIRONMENT, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    batch = {"train_dataloader__batch_size": 6, "on_batch_change": "sqrt"}
+    Runner.from_cfg(tiny_config(killed, data, resume=True, **SAVES, **batch), max_updates=9).train()
+    return Runs(killed, other)
+
+
+def copied(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    return target
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+NO_REPORT = """
+import sys
+from pathlib import Path
+from tests.tiny import tiny_config
+import unigen_ds.examples.digits.report_hook
+from unigen_ds.runner import Runner
+
+hooks = [dict(type="EvaluateHook", interval=1, unit="update", max_batches=1)]
+config = tiny_config(Path(sys.argv[1]), Path(sys.argv[2]), custom_hooks=hooks)
+config["val_dataloader"] = {key: config["train_dataloader"][key] for key in ("batch_size", "seq_length", "dataset")}
+Runner.from_cfg(config, max_updates=1).train()
+sys.exit(", ".join(name for name in sys.modules if name.startswith("unigen_ds.report")) or None)
+"""
+
+
+def test_a_training_imports_no_module_of_the_report(runs: Runs, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", NO_REPORT, str(tmp_path / "run"), str(runs.other.parent / "digits")]
+    done = run(command, cwd=ROOT, env=ENVIRONMENT, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- what the run records -------------------------------------------------------------------------------------------
+
+
+def test_the_timeline_has_starts_saves_and_ends(runs: Runs) -> None:
+    lines = lines_of(runs.killed / "timeline.jsonl")
+    assert [(line["event"], line["update"]) for line in lines] == [
+        ("start", 0), ("time", 3), ("start", 3), ("time", 9), ("end", 9)
+    ]  # fmt: skip
+    first, second = lines[0], lines[2]
+    assert first["checkpoint"] is None and first["findings"] == []
+    assert second["checkpoint"] == str(runs.killed / "iter_3.pth")
+    assert [start["geometry"]["batch_size"] for start in (first, second)] == [12, 6]
+    assert first["topology"]["engine"] == "single" and first["config"]["train_dataloader"]["batch_size"] == 12
+    assert 0 < second["start_up"] < 120
+    assert "torch" in second["versions"] and second["machine"]["processes"] == 1
+    statuses = {finding["id"]: finding["status"] for finding in second["findings"]}
+    assert statuses["batch.effective"] == "warn" and "ok" in statuses.values()
+    for line in (lines[1], *lines[3:]):
+        sections = line["sections"]
+        assert {"data", "forward_backward", "step", "hook:checkpoint"} <= set(sections)
+        assert 0 < sum(sections.values()) <= line["seconds"] + 0.01
+    assert lines[-1]["reason"] == "stopped" and lines[-1]["seconds"] >= lines[-2]["seconds"]
+
+
+def test_the_commit_is_that_of_the_repository(runs: Runs) -> None:
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    if not head:
+        pytest.skip("not a git checkout")
+    start = lines_of(runs.other / "timeline.jsonl")[0]
+    assert start["git"]["package"]["commit"] == head
+    assert head in report(runs.other).texts["environment"]
+
+
+def test_an_error_ends_the_timeline_with_its_reason(tmp_path: Path, runs: Runs) -> None:
+    runner = Runner.from_cfg(tiny_config(tmp_path / "run", runs.killed.parent / "digits"), max_updates=3)
+    update = runner.train_update
+
+    def fail(updates: Any) -> None:
+        update(updates)
+        raise ValueError("the disk is gone")
+
+    runner.train_update = fail  # type: ignore[method-assign]
+    with pytest.raises(ValueError):
+        runner.train()
+    last = lines_of(tmp_path / "run" / "timeline.jsonl")[-1]
+    assert last["event"] == "end" and last["reason"] == "ValueError: the disk is gone" and last["update"] == 1
+    assert "ended with an error" in "".join(report(tmp_path / "run").texts.values())
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_complete_and_needs_no_network(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(runs.killed)]) == 0
+    assert capsys.readouterr().out.strip() == str(runs.killed / "report.html")
+    page = Page((runs.killed / "report.html").read_text(encoding="utf-8"))
+    assert set(page.texts) >= {"time", "curves", "validation", "previews", "checkpoints", "resumes", "skipped", "log",
+                               "environment", "config"}  # fmt: skip
+    assert len(page.loads_nothing()) == 10
+    style = (runs.killed / "report.html").read_text(encoding="utf-8").partition("<style>")[2].partition("</style>")[0]
+    assert "url(" not in style and "@import" not in style and "prefers-color-scheme:dark" in style
+
+
+def test_kills_resumes_and_changes_are_shown(runs: Runs) -> None:
+    page = report(runs.killed)
+    ((head, *starts),) = page.tables["time"]
+    assert [(row[0], row[2], row[3]) for row in starts] == [("1", "0 – 5", "killed"), ("2", "3 – 9", "stopped")]
+    assert head[4] == "Goodput" and all(row[4].endswith(" %") for row in starts)
+    assert starts[0][10] != "0.00 s" or read_work_dir(runs.killed).starts[0].reached == 5
+    marks = [css for css in page.classes("line") if css.startswith("mark")]
+    assert marks and set(marks) == {"mark batch"}
+    assert "made void by a resume" in page.texts["curves"]
+    changed = {row[0]: row[1:] for row in page.tables["resumes"][0][1:]}
+    assert changed["geometry.batch_size"] == ["12", "6"]
+    assert changed["config.train_dataloader.batch_size"] == ["12", "6"]
+    warned = {row[1] for row in page.tables["resumes"][1][1:]}
+    assert "batch.effective" in warned
+    numbers = page.tables["curves"][-1]
+    lines = read_work_dir(runs.killed).updates
+    assert [row[0] for row in numbers[1:]] == [str(line["update"]) for line in lines] and len(lines) > 5
+    assert [float(row[3]) for row in numbers[1:]] == pytest.approx([line["loss"] for line in lines], rel=1e-3)
+
+
+def test_checkpoints_with_parents_and_the_best(runs: Runs, tmp_path: Path) -> None:
+    folder = copied(runs.killed, tmp_path / "run")
+    (folder / "best_checkpoint").write_text("iter_12.pth\n")
+    (folder / "lineage.json").write_text('{"start": null, "abandoned": [1], "last_commit": 3}')
+    shutil.copytree(folder / "iter_12.pth", folder / "iter_18.pth")
+    (folder / "iter_18.pth" / "hooks.json").write_text("{")
+    rows = {row[0]: row for row in report(folder).tables["checkpoints"][0][1:]}
+    assert set(rows) == {"iter_3.pth", "iter_12.pth", "iter_18.pth"}
+    assert rows["iter_3.pth"][6] == "fresh start" and rows["iter_3.pth"][-1] == "abandoned"
+    assert rows["iter_12.pth"][2] == "6 = 6 × 1 × 1" and rows["iter_12.pth"][6] == "iter_3.pth"
+    assert "best" in rows["iter_12.pth"][-1] and "newest" in rows["iter_12.pth"][-1]
+    assert rows["iter_18.pth"][-1] == "damaged"
+
+
+def test_validation_metrics_and_their_provenance(runs: Runs, tmp_path: Path) -> None:
+    folder = copied(runs.killed, tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as stream:
+        for update, loss in ((3, 2.5), (6, 1.25), (9, 1.75)):
+            line = {"event": "evaluation", "update": update, "val/loss": loss, "val/loss/text": loss / 2}
+            stream.write(json.dumps(line) + "\n")
+    results = folder / "eval_results" / "run"
+    results.mkdir(parents=True)
+    stored = {"values": {"val/fid": 31.25}, "provenance": {"metric": "FID", "samples": 500, "model": {"hash": "abc"}}}
+    (results / "step_6.json").write_text(json.dumps(stored))
+    (results / "step_9.json").write_text("{")
+    known = dict.fromkeys(REQUIRED, "known")
+    write_results(results / "step_8.json", [Result({"bleu": 12.5}, known), Result({"rouge": 0.25}, known)])
+    page = report(folder)
+    rows = {row[0]: row[1:] for row in page.tables["validation"][0][1:]}
+    assert rows["bleu"][:5] == ["1", "12.5", "12.5", "12.5", "8"] and rows["rouge"][1] == "0.25"
+    assert rows["val/loss"][:5] == ["3", "1.25", "2.5", "1.75", "9"]
+    assert rows["val/fid"] == ["1", "31.25", "31.25", "31.25", "6", "eval_results/run/step_6.json"]
+    for text in ("FID", "500", "model.hash", "abc"):
+        assert text in page.texts["validation"]
+    everything = "".join(page.texts.values())
+    assert "step_9.json" in everything and "1.25update 6" in everything
+
+
+def test_statistics_over_ranks_and_losses_of_sources_are_curves(runs: Runs, tmp_path: Path) -> None:
+    """Real lines of a run with two sources; statistics are no evaluation."""
+    data = runs.other.parent / "digits"
+    sources = [{"type": "DigitsDataset", "root": str(data), "split": split} for split in ("train", "val")]
+    config = tiny_config(tmp_path / "run", data, default_hooks__logger__statistics_interval=2)
+    config["train_dataloader"]["dataset"] = sources
+    Runner.from_cfg(config, max_updates=4).train()
+    page = report(tmp_path / "run")
+    assert "No validation and no evaluation is recorded" in page.texts["validation"]
+    assert not [title for title in page.texts["validation"].split() if "training_stats" in title]
+    titles = {"Loss by source", "Over ranks: tokens per second", "Over ranks: images per sample"}
+    titles |= {"Over ranks: shares of the time", "Over ranks: communication time"}
+    shown = {a["aria-label"] or "" for _, a in page.attributes if a.get("role") == "img"}
+    for title in titles:
+        assert [text for text in shown if text.startswith(f"{title}: ")], title
+    for text in ("text/digits_train", "text/digits_val", "avg_tokens_per_second", "max_images_per_sample"):
+        assert text in page.texts["curves"]
+
+
+def test_results_of_other_processes_are_shown_once_and_by_the_rules_of_the_hook(tmp_path: Path) -> None:
+    """Logged or not yet, of every form; what the hook refused is named instead, and ``Last`` is of the last update."""
+    folder = tmp_path / "run"
+    results = folder / "eval_results" / "run"
+    results.mkdir(parents=True)
+    (folder / "evaluations").mkdir()
+    known = dict.fromkeys(REQUIRED, "known")
+    write_results(folder / "evaluations" / "20.json", [Result({"bleu": 12.5}, {**known, "metric": "BLEU 2.0"})])
+    for update, value in ((20, 0.5), (5, 0.25), (10, 0.75)):
+        given = {"global_step": update, "results": {"mm": {"average": value, "alias": "x", "huge": 10**400}}}
+        (results / f"step_{update}.json").write_text(json.dumps(given))
+    refused = {15: {"mm": 0.3}, 16: {"results": {"mm": "x"}}, 17: {"results": {"mm": 0.3}, "global_step": 1}}
+    for update, given in refused.items():
+        (results / f"step_{update}.json").write_text(json.dumps(given))
+    write_results(results / "step_30.json", [Result({"rouge": 0.25}, {**known, "metric": "ROUGE 7.0"})])
+    event = {"event": "async_evaluation"}
+    lines: list[dict[str, Any]] = [
+        {**event, "update": 20, "own/mm/average": 0.5}, {**event, "update": 5, "own/mm/average": 0.25},
+        {"event": "evaluation", "update": 20, "val/bleu": 12.5, "val/loss": 2.0},
+        {**event, "update": 30, "own/rouge": 0.25},
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = report(folder)
+    rows = [row[:6] for row in page.tables["validation"][0][1:]]
+    assert sorted(rows) == [
+        ["own/mm/average", "3", "0.25", "0.75", "0.5", "20"], ["own/rouge", "1", "0.25", "0.25", "0.25", "30"],
+        ["val/bleu", "1", "12.5", "12.5", "12.5", "20"], ["val/loss", "1", "2", "2", "2", "20"],
+    ]  # fmt: skip
+    everything = "".join(page.texts.values())
+    for update, why in (
+        (15, 'it has no object under "results"'),
+        (16, "it has no number"),
+        (17, 'its "global_step" is 1'),
+    ):
+        assert f"step_{update}.json is not logged by AsyncEvaluateHook: {why}" in everything
+    assert "BLEU 2.0" in everything and "ROUGE 7.0" in everything and "No provenance is stored" not in everything
+
+
+def test_everything_from_files_is_escaped(runs: Runs, tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
+    folder = copied(runs.killed, tmp_path / "run <b>&")
+    with (folder / "skipped_samples.jsonl").open("a") as stream:
+        stream.write(json.dumps({"update": 2, "sample": evil, "why": evil + "\x00\ud800"}) + "\n")
+    with (folder / "metrics.jsonl").open("a") as stream:
+        for update in (3, 9):
+            values = {f"val/{evil}": 1.0 / update, "val/loss": 1.0}
+            stream.write(json.dumps({"event": evil, "update": update, **values, "provenance": {evil: evil}}) + "\n")
+        stream.write(json.dumps({"update": 10, "loss": 1.0, f"own/{evil}": 1.0}) + "\n")
+    with (folder / "timeline.jsonl").open("a") as stream:
+        stream.write(json.dumps({"event": "end", "update": 9, "seconds": 9.0, "reason": evil}) + "\n")
+    with (folder / "train.log").open("a") as stream:
+        stream.write(f"2026-01-01 00:00:00,000 WARNING {evil}\n")
+    (folder / "config.py").write_text(evil)
+    page, clean = report(folder), report(runs.killed)
+    assert page.classes("script").count("") - clean.classes("script").count("") == 3, "numbers of three more charts"
+    assert not [a for tag, a in page.attributes if tag == "img"]
+    for part in ("skipped", "validation", "log", "config", "time"):
+        assert "<script>alert(1)" in page.texts[part], part
+    assert "run <b>&" in page.texts[None]
+
+
+def test_samples_that_were_skipped(runs: Runs, tmp_path: Path) -> None:
+    folder = copied(runs.killed, tmp_path / "run")
+    lines = [{"update": n, "sample": f"a:{n}:0", "why": "truncated" if n % 2 else "no such file"} for n in range(1, 8)]
+    (folder / "skipped_samples.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in [*lines, {"event": "resume", "updates": 3}, lines[3]])
+    )
+    page = report(folder)
+    reasons, samples = page.tables["skipped"]
+    assert {row[0]: row[1] for row in reasons[1:]} == {"truncated": "2", "no such file": "2"}
+    assert [row[0] for row in samples[1:]] == ["1", "2", "3", "4"]
+    assert "4 samples could not be decoded" in page.texts["skipped"]
+
+
+def test_previews_are_inside_up_to_a_limit(runs: Runs, tmp_path: Path) -> None:
+    folder = copied(runs.killed, tmp_path / "run")
+    (folder / "previews").mkdir()
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    for update in range(1, 10):
+        Image.fromarray(noise).save(folder / "previews" / f"{update}.png")
+    page = report(folder)
+    alts = [a["alt"] for tag, a in page.attributes if tag == "img"]
+    assert alts == [f"update {n} of run" for n in range(1, 10)]
+    limit = 4.5 * (folder / "previews" / "1.png").stat().st_size / 2**20
+    page = report(folder, more=("--max-pictures-mib", str(limit)))
+    alts = [a["alt"] for tag, a in page.attributes if tag == "img"]
+    assert len(alts) == 4 and alts[0] == "update 1 of run" and alts[-1] == "update 9 of run"
+    assert "5 pictures of 9 left out" in page.texts["previews"]
+    Image.new("RGB", (1800, 20)).save(folder / "previews" / "8.png")
+    (folder / "previews" / "9.png").write_bytes(b"no picture")
+    text = report(folder).texts["previews"]
+    assert "update 8 (reduced from 1800 × 20 pixels)" in text and "9.png cannot be shown" in text
+
+
+# ---- lost time ------------------------------------------------------------------------------------------------------
+
+
+def timeline(folder: Path, *lines: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ledger = [{"update": n} for n in range(1, 8)]
+    ledger += [{"event": "resume", "updates": 4}, *({"update": n} for n in range(5, 11))]
+    for name in ("ledger.jsonl", "metrics.jsonl"):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in ledger))
+    return folder
+
+
+def event(kind: str, update: int, seconds: float = 0.0, **sections: float) -> dict[str, Any]:
+    named = {name.replace("_", ":"): value for name, value in sections.items()}
+    return {"event": kind, "update": update, "seconds": seconds, "sections": named, "reason": "complete"}
+
+
+FIRST = {"event": "start", "update": 0, "start_up": 10.0, "time": "2026-01-01T00:00:10+00:00"}
+SECOND = {"event": "start", "update": 4, "start_up": 5.0, "time": "2026-01-01T00:01:30+00:00"}
+
+
+def test_goodput_of_known_events(tmp_path: Path) -> None:
+    """Killed at update 7, recorded until 6 (5 s an update); resumed from 4: 20 s count, 10 + 5 s are repeated."""
+    folder = timeline(
+        tmp_path / "run", FIRST, event("time", 4, 20.0, data=4.0, hook_checkpoint=2.0),
+        event("time", 6, 30.0, data=5.0, hook_checkpoint=2.0),
+        SECOND, event("end", 10, 30.0, data=3.0, hook_checkpoint=1.0, hook_evaluate=4.0, hook_mine=2.0, hook_ema=1.0),
+    )  # fmt: skip
+    run = read_work_dir(folder)
+    first, second = spent_by_start(run.starts)
+    assert [getattr(first, part) for part in PARTS] == [14.0, 4.0, 2.0, 0.0, 10.0, 15.0]
+    assert [getattr(second, part) for part in PARTS] == [20.0, 3.0, 1.0, 6.0, 5.0, 0.0]
+    assert first.estimated and not second.estimated
+    assert (first + second).goodput == pytest.approx(34 / 80)
+    assert idle_before(run.starts, [first, second]) == [None, 90 - 5 - (10 + 35)]
+    page = report(folder)
+    text = page.texts["time"]
+    assert "Goodput 42.5 %" in text and "of 1 min 20 s" in text
+    for share in ("42.5 %", "8.8 %", "3.8 %", "7.5 %", "18.8 %"):
+        assert share in text
+    widths = [a["style"] for tag, a in page.attributes if tag == "span" and "width" in (a.get("style") or "")]
+    assert widths[0] == "width:42.500%" and widths[-1] == "width:18.750%"
+
+
+def test_work_is_repeated_from_any_later_start(tmp_path: Path) -> None:
+    """A third start goes back to update 2, so of the second one nothing counts, and of the first one two updates."""
+    third = {"event": "start", "update": 2, "start_up": 1.0}
+    folder = timeline(
+        tmp_path / "run", FIRST, event("time", 4, 20.0, data=4.0), SECOND, event("end", 10, 30.0, data=3.0),
+        third, event("end", 10, 16.0),
+    )  # fmt: skip
+    spent = spent_by_start(read_work_dir(folder).starts)
+    assert (spent[0].training, spent[0].data) == (8.0, 2.0)
+    assert (spent[1].training, spent[1].repeated, spent[1].start_up) == (0.0, 30.0, 5.0)
+    assert (spent[2].training, spent[2].repeated) == (16.0, 0.0)
+
+
+def test_parts_of_a_real_run_add_up(runs: Runs) -> None:
+    run = read_work_dir(runs.killed)
+    lines = lines_of(runs.killed / "timeline.jsonl")
+    first, second = spent_by_start(run.starts)
+    assert second.total == pytest.approx(lines[2]["start_up"] + lines[-1]["seconds"])
+    assert first.total == pytest.approx(lines[0]["start_up"] + lines[1]["seconds"] * 5 / 3)
+    assert first.repeated == pytest.approx(lines[1]["seconds"] * 2 / 3)
+    assert second.saves == lines[-1]["sections"]["hook:checkpoint"] > 0
+    assert second.data == lines[-1]["sections"]["data"] > 0 and second.training > 0
+
+
+def test_a_run_without_a_timeline_has_everything_else(runs: Runs, tmp_path: Path) -> None:
+    folder = copied(runs.killed, tmp_path / "run")
+    (folder / "timeline.jsonl").unlink()
+    page = report(folder)
+    assert "timeline.jsonl is missing" in page.texts[None] and page.tables["curves"]
+    for part in ("time", "resumes", "environment"):
+        assert "No start is recorded (timeline.jsonl)" in page.texts[part]
+    assert "torch" in page.texts["environment"], "the versions of the newest checkpoint"
+    assert "train_dataloader.batch_size" in page.texts["config"], "from the newest checkpoint"
+
+
+# ---- damage ---------------------------------------------------------------------------------------------------------
+
+DAMAGES = [
+    b"",
+    b"\x00\xff\xfe{[",
+    b"[1, 2]\n",
+    b"{}\n",
+    b'{"event": "resume"}\n{"update": "a", "loss": 1}\n',
+    b'{"event": "start", "update": 3, "config": 3, "findings": {"a": 1}, "git": [], "machine": 1, "start_up": "x"}\n'
+    b'{"event": "time", "update": 4, "seconds": "x", "sections": 5}\n'
+    b'{"event": "end", "update": 1, "seconds": 1}\n',
+    b'{"event": "start", "update": 0, "geometry": {"a": "b"}, "findings": [1, {}], "git": {"package": 1}, "time": 5}\n',
+    b'{"update": 1, "loss": 1e400, "lr": [], "time/update": {}, "sequences": -1}\n',
+    b'{"update": 2, "loss": 1' + b"0" * 400 + b"}\n",
+    b'{"a": ' * 3000,
+]
+
+
+def test_damaged_and_missing_files_leave_the_rest(runs: Runs, tmp_path: Path) -> None:
+    folder = copied(runs.killed, tmp_path / "run")
+    names = ["metrics.jsonl", "ledger.jsonl", "timeline.jsonl", "skipped_samples.jsonl", "lineage.json", "config.py",
+             "train.log", "load_report.json", "best_checkpoint", "last_checkpoint", "results.json",
+             "iter_12.pth/manifest.json", "iter_12.pth/hooks.json", "eval_results/1.json"]  # fmt: skip
+    (folder / "eval_results").mkdir()
+    for name in names:
+        before = (folder / name).read_bytes() if (folder / name).exists() else None
+        for damage in DAMAGES:
+            (folder / name).write_bytes(damage)
+            assert report(folder).tables, (name, damage)
+        (folder / name).unlink()
+        assert report(folder).tables, name
+        if before is not None:
+            (folder / name).write_bytes(before)
+    lines = (folder / "metrics.jsonl").read_bytes()
+    (folder / "metrics.jsonl").write_bytes(lines[:-10] + b"\n")
+    text = report(folder).texts[None]
+    number = len(lines.splitlines())
+    assert f"metrics.jsonl 1 of {number} lines are damaged and left out" in text
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.py").touch()
+    page = report(empty)
+    assert "no checkpoint" in page.texts["checkpoints"] and "there is no curve" in page.texts["curves"]
+
+
+def test_wrong_arguments(tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "none")]) == 1
+    assert "is not a directory" in capsys.readouterr().err
+    parent = runs.other.parent
+    assert main([str(parent)]) == 1 and not (parent / "report.html").exists()
+    assert f"{parent} is no run; its folders killed, other are. Allowed: " in capsys.readouterr().err
+    assert main([str(runs.other), str(tmp_path), "--out", str(tmp_path / "r.html")]) == 1
+    assert f"{tmp_path} is no run. Allowed: a folder with metrics.jsonl, " in capsys.readouterr().err
+    assert main([str(runs.other), str(runs.other)]) == 2
+    assert "given twice" in capsys.readouterr().err
+    assert main([str(runs.other), "--out", str(tmp_path / "no" / "such" / "file.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert main([str(runs.other), "--max-pictures-mib", "-1"]) == 2
+
+
+# ---- several runs ---------------------------------------------------------------------------------------------------
+
+
+def test_several_runs_are_compared(runs: Runs, tmp_path: Path) -> None:
+    page = report(runs.killed, runs.other, out=tmp_path / "both.html")
+    table, differences = page.tables["comparison"]
+    assert [row[:2] for row in table[1:]] == [["killed", "9"], ["other", "3"]]
+    rows = {row[0]: row[1:] for row in differences[1:]}
+    assert differences[0] == ["Key", "killed", "other"]
+    assert rows["optim_wrapper.optimizer.lr"] == ["0.002", "0.0005"]
+    assert rows["train_dataloader.batch_size"] == ["6", "12"] and "model.llm.hidden_size" not in rows
+    assert page.texts["comparison"].count("killed") >= 5 and "sequences consumed" in page.texts["comparison"]
+    assert {"run1-time", "run2-curves"} <= set(page.texts)
+
+
+def test_components_of_two_configs_are_paired_by_type_and_name(runs: Runs, tmp_path: Path) -> None:
+    """A hook more at the front moves no other one."""
+    ema, evaluate = {"type": "EMAHook", "momentum": 0.1}, {"type": "EvaluateHook", "name": "held", "interval": 5}
+    lists = {
+        "a": [ema, evaluate, {"type": "EvaluateHook", "interval": 2}, {"type": "LedgerHook"}, {"type": "LedgerHook"}],
+        "b": [{"type": "LedgerHook"}, evaluate, {**ema, "momentum": 0.2}, {"type": "EvaluateHook", "interval": 3}],
+    }
+    for name, hooks in lists.items():
+        (path := copied(runs.other, tmp_path / name) / "timeline.jsonl")
+        first, *rest = lines_of(path)
+        first["config"]["custom_hooks"] = hooks
+        path.write_text("".join(json.dumps(line) + "\n" for line in [first, *rest]))
+    page = report(tmp_path / "a", tmp_path / "b", out=tmp_path / "both.html")
+    rows = {row[0]: row[1:] for row in page.tables["comparison"][1][1:]}
+    assert rows == {
+        "custom_hooks.EMAHook.momentum": ["0.1", "0.2"], "custom_hooks.EvaluateHook.interval": ["2", "3"],
+        "custom_hooks.LedgerHook#2.type": ["LedgerHook", "not given"],
+    }  # fmt: skip
+
+
+def test_names_of_runs() -> None:
+    paths = [Path("/a/x/run"), Path("/a/y/run"), Path("/a/z/other")]
+    assert list(run_names(paths)) == ["x/run", "y/run", "z/other"]
+    assert list(run_names(paths[1:])) == ["run", "other"]
+    with pytest.raises(ConfigError, match="given twice"):
+        run_names([Path("a"), Path("b/../a")])
+
+
+def test_plots_of_several_runs(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        assert plot([str(runs.killed), str(runs.other)]) == 0
+    finally:
+        os.chdir(here)
+    assert capsys.readouterr().out.strip() == str(tmp_path / "curves.png")
+    out = tmp_path / "curves.svg"
+    assert plot([str(runs.killed), str(runs.other), "--out", str(out)]) == 0
+    comments = out.read_text()
+    assert "<!-- killed -->" in comments and "<!-- other -->" in comments and "<!-- loss/text -->" not in comments
+    assert comments.count("<!-- other -->") == 1, "one legend for all panels"
+    long = copied(runs.other, tmp_path / ("a-" + "long-" * 30 + "name"))
+    assert plot([str(runs.killed), str(long), "--out", str(out)]) == 0
+    assert "…" in out.read_text() and long.name not in out.read_text()
+
+
+# ---- small parts ----------------------------------------------------------------------------------------------------
+
+
+def test_secrets_are_masked(runs: Runs, tmp_path: Path) -> None:
+    config = {"tokenizer": {"path": "x"}, "writers": [{"api_key": "abc", "name": "n"}], "hub": {"password": None}}
+    assert masked(config) == {**config, "writers": [{"api_key": "***", "name": "n"}]}
+    assert flat(config) == {"tokenizer.path": "x", "writers.0.api_key": "abc", "writers.0.name": "n",
+                            "hub.password": None}  # fmt: skip
+    folder = copied(runs.other, tmp_path / "run")
+    start, *rest = lines_of(folder / "timeline.jsonl")
+    start["config"]["writer"] = {"api_key": "hidden-value"}
+    (folder / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [start, *rest]))
+    (folder / "config.py").write_text("api_key = 'hidden-value'")
+    report(folder)
+    text = (folder / "report.html").read_text()
+    assert "hidden-value" not in text and "***" in text
+
+
+def test_long_curves_keep_their_extremes() -> None:
+    points = [(float(x), 1.0) for x in range(10 * MOST_POINTS)]
+    points[1234], points[4321] = (1234.0, 9.0), (4321.0, -9.0)
+    kept = reduced(points)
+    assert len(kept) <= MOST_POINTS + 2 and {points[0], points[-1], points[1234], points[4321]} <= set(kept)
+    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+    line = [(float(x), 2.0 * x) for x in range(400)]
+    assert np.allclose(smoothed(line), line)

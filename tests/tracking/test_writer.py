@@ -1,0 +1,387 @@
+"""Real event files and a real offline W&B run; and a writer that fails ends nothing but itself."""
+
+import inspect
+import json
+import struct
+import sys
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.end_to_end.engines.cases import KILL_AT
+from tests.end_to_end.engines.feature_cases import WANDB, WATCHED_SAVED_AT, WATCHED_UPDATES
+from tests.end_to_end.engines.launch import want
+from tests.tiny import tiny_config
+from unigen_ds.examples.digits.dataset import write_digits
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.log.logger import logger_of
+from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
+from unigen_ds.tracking.trackio import TrackioVisBackend
+from unigen_ds.tracking.wandb import WandbVisBackend
+from unigen_ds.tracking.writer import SafeWriter
+
+runs = want("watched")
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_MODE", "WANDB_RUN_ID", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@dataclass
+class OfflineRun:
+    """What one ``.wandb`` file holds."""
+
+    run: Any
+    config: dict[str, Any] = field(default_factory=dict)
+    metrics: list[Any] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The records of a ``.wandb`` file: LevelDB's log format, a 7-byte header, then blocks of 32 KiB.
+
+    wandb 0.31 reads it in Go alone, so the framing is read here; the records are parsed by wandb's own classes.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    content, position, part = path.read_bytes(), 7, b""
+    while position < len(content):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        _crc, length, kind = struct.unpack("<IHB", content[position : position + 7])
+        part += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a full record, or the last part of one
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(part)
+            yield record
+            part = b""
+
+
+def read_wandb(path: Path) -> OfflineRun:
+    found = OfflineRun(None)
+    for record in wandb_records(path):
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            found.run = record.run
+        if kind in ("run", "config"):
+            entries = record.run.config.update if kind == "run" else record.config.update
+            found.config |= {entry.key or ".".join(entry.nested_key): json.loads(entry.value_json) for entry in entries}
+        if kind == "metric":
+            found.metrics.append(record.metric)
+        if kind == "history":
+            items = record.history.item
+            found.rows.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return found
+
+
+@pytest.fixture(scope="module")
+def watched() -> Path:
+    """The work dir of a run of two processes with both writers, killed in update 7 and resumed from update 5."""
+    pytest.importorskip("wandb")
+    return runs().outcome("watched").folder
+
+
+@pytest.fixture(scope="module")
+def offline(watched: Path) -> list[OfflineRun]:
+    """The files of the killed and of the resumed process."""
+    return [read_wandb(path) for path in sorted(watched.glob("wandb/offline-run-*/*.wandb"))]
+
+
+def starts(folder: Path) -> list[list[dict[str, Any]]]:
+    """Every line that each start of the run wrote to ``metrics.jsonl``, those that a resume made void included."""
+    found: list[list[dict[str, Any]]] = [[]]
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
+        if line.get("event") == "resume":
+            found.append([])
+        else:
+            found[-1].append(line)
+    return found
+
+
+def test_an_offline_wandb_run_of_the_real_runner_holds_what_metrics_jsonl_holds(
+    watched: Path, offline: list[OfflineRun]
+) -> None:
+    written = starts(watched)
+    updates = [[line["update"] for line in lines] for lines in written]
+    resumed = list(range(WATCHED_SAVED_AT + 1, WATCHED_UPDATES + 1))
+    assert updates == [list(range(1, KILL_AT)), resumed]
+    first, second = ([row["update"] for row in found.rows] for found in offline)
+    assert first == updates[0][: len(first)] and len(first) >= WATCHED_SAVED_AT, (
+        "a kill takes rows after the checkpoint"
+    )
+    assert second == list(range(KILL_AT, WATCHED_UPDATES + 1)), "the other engine has the same losses: sent once"
+    for found, lines in zip(offline, (written[0], written[1][-len(second) :]), strict=True):
+        for row, line in zip(found.rows, lines, strict=False):
+            assert {name: row.get(name) for name in line} == line  # the axis, every loss, rate and count
+            names = {"ce": "loss/text", "batch_loss": "loss", "mem_allocated": "memory", "total_samples": "samples"}
+            assert {alias: row[alias] for alias in names} == {alias: line[name] for alias, name in names.items()}
+            assert row.get("mse") == line["loss/image"]
+    assert any("mse" in row for found in offline for row in found.rows)
+
+
+def test_one_wandb_run_id_across_a_kill_and_a_resume(watched: Path, offline: list[OfflineRun]) -> None:
+    """Although the engine and the number of processes are others: losses agree but for rounding."""
+    checkpoint = Path((watched / "last_checkpoint").read_text().strip())
+    state = json.loads((checkpoint / "hooks.json").read_text(encoding="utf-8"))["logger"]
+    assert [found.run.run_id for found in offline] == 2 * [state["run_ids"]["WandbVisBackend"]]
+    assert not any("parent_run" in found.config for found in offline)
+    assert "is disabled" not in (watched / "train.log").read_text(encoding="utf-8")
+
+
+def test_a_checkpoint_waits_until_wandb_has_written(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    writer = SafeWriter(WandbVisBackend(init_kwargs={"mode": "offline"}))
+    writer.open(work_dir=tmp_path, config={}, updates=0, name="name", identity={})
+    for update in (1, 2):
+        writer.write({"loss": 1.0}, update=update)
+        writer.sync()
+        (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+        assert [row["update"] for row in read_wandb(path).rows] == [*range(1, update + 1)]
+    writer.close()
+
+
+def test_wandb_gets_the_arguments_and_the_whole_config(offline: list[OfflineRun]) -> None:
+    wanted = WANDB["init_kwargs"]
+    for found in offline:
+        run = found.run
+        given = {"entity": run.entity, "project": run.project, "name": run.display_name, "group": run.run_group}
+        assert given == {name: wanted[name] for name in given}
+        assert found.config["our_own"] == wanted["config"]["our_own"]
+        assert found.config["model"]["type"] == "UnifiedModel" and found.config["model"]["llm"]["hidden_size"] == 32
+        assert any(metric.glob_name == "*" and metric.step_metric == "update" for metric in found.metrics)
+        (own,) = (metric for metric in found.metrics if metric.name == "grad_norm")
+        assert own.summary.max
+
+
+def test_tensorboard_of_the_real_runner_holds_what_metrics_jsonl_holds(watched: Path) -> None:
+    """What the resumed process writes again is hidden: each update is there once."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(watched / "tensorboard"))
+    events.Reload()
+    lines = read_lines(watched / "metrics.jsonl")
+    assert len(lines) == WATCHED_UPDATES
+    for name in ("loss", "loss/text", "grad_norm", "tokens", "lr"):
+        found = [(event.step, event.value) for event in events.Scalars(name)]
+        assert found == [(line["update"], pytest.approx(line[name], rel=1e-6)) for line in lines]
+
+
+def test_results_on_an_axis_of_their_own_and_pictures(tmp_path: Path, data: Path, capfd) -> None:
+    """Through the real runner: what a hook logs reaches each writer under its names. W&B ends with one line."""
+    pytest.importorskip("wandb")
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    wandb = {**WANDB, "define_metric_cfg": []}
+    writers = [wandb, {"type": "TensorboardVisBackend", "save_dir": str(tmp_path / "events")}]
+    settings = {"train_dataloader__batch_size": 4, "train_dataloader__packing": None}
+    config = tiny_config(tmp_path / "run", data, visualizer={"vis_backends": writers}, **settings)
+    runner = Runner.from_cfg(config, max_updates=3)
+    runner.hooks = sorted([*runner.hooks, ShowsHook()], key=lambda hook: hook.priority)
+    runner.train()
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line for line in lines if "event" in line] == [
+        {"event": "lmms_eval", "update": 1, "at": 2, "lmms_eval/mme": 3.0},
+        {"event": "evaluation", "update": 2, "val/loss": 0.25},
+    ]
+    (path,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
+    lines = capfd.readouterr().err.splitlines()
+    (end,) = [line for line in lines if "W&B" in line or line.startswith("wandb:")]
+    assert end.endswith(f"W&B: this run is uploaded by `wandb sync {path.parent}`.")
+    found = read_wandb(path)
+    (late,) = [row for row in found.rows if "lmms_eval/mme" in row]
+    assert late["<lmms-eval-step>"] == 1 and late["lmms_eval/mme"] == 3.0
+    assert any(m.name == "lmms_eval/mme" and m.step_metric == "<lmms-eval-step>" for m in found.metrics)
+    (validated,) = [row for row in found.rows if "val/loss" in row]
+    assert validated["update"] == 2 and validated["val/loss"] == validated["val_loss"] == 0.25
+    (shown,) = [row for row in found.rows if row.get("previews.width") or "previews" in row]
+    assert shown["update"] == 2 and (shown["previews.width"], shown["previews.height"]) == (5, 3)
+    events = accumulator.EventAccumulator(str(tmp_path / "events" / "run")).Reload()
+    assert [(e.step, e.width, e.height) for e in events.Images("previews")] == [(2, 5, 3)]
+    assert [(e.step, e.value) for e in events.Scalars("val/loss")] == [(2, 0.25)]
+
+
+def test_runs_with_one_folder_do_not_mix(tmp_path: Path, data: Path) -> None:
+    """Two work dirs of the same name: each has files of its own, which a resume finds again."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events, lines = tmp_path / "tensorboard", tmp_path / "lines"
+    writers = [
+        {"type": "TensorboardVisBackend", "save_dir": str(events)},
+        {"type": "JsonlVisBackend", "save_dir": str(lines)},
+    ]
+    settings = {"train_dataloader__batch_size": 4, "train_dataloader__packing": None,
+                "default_hooks__logger__statistics_interval": 2, "default_hooks__logger__interval": 1}  # fmt: skip
+
+    def train(name: str, updates: int, **more: Any) -> str:
+        given = {"visualizer": {"vis_backends": writers}, **settings, **more}
+        Runner.from_cfg(tiny_config(tmp_path / name / "run", data, **given), max_updates=updates).train()
+        return (tmp_path / name / "run" / "train.log").read_text(encoding="utf-8")
+
+    def shown(folder: Path) -> list[float]:
+        return [e.value for e in accumulator.EventAccumulator(str(folder)).Reload().Scalars("loss")]
+
+    def trained(name: str) -> list[float]:
+        return [pytest.approx(line["loss"], rel=1e-6) for line in read_lines(tmp_path / name / "run" / "metrics.jsonl")
+                if "loss" in line]  # fmt: skip
+
+    train("a", 2)
+    log = train("b", 2, optim_wrapper__optimizer__lr=0.5e-3)
+    for folder in (events / "run", lines / "run.jsonl"):
+        assert f"{folder} belongs to another run: the lines of this one are in {folder.with_stem('run-2')}." in log
+    time.sleep(1.1)  # TensorBoard reads event files in the order of their names, which have the second of the start
+    assert "belongs to" not in train("a", 4, resume=True)
+    assert sorted(path.name for path in events.iterdir()) == ["run", "run-2"]
+    assert shown(events / "run") == trained("a") and shown(events / "run-2") == trained("b")
+    assert [path.name for path in sorted(lines.iterdir())] == ["run-2.jsonl", "run.jsonl"]
+    found = read_lines(lines / "run.jsonl")
+    assert [(line["update"], line.get("event")) for line in found] == [
+        (1, None), (2, None), (2, "training_stats"), (3, None), (4, None), (4, "training_stats")]  # fmt: skip
+
+
+class ShowsHook(Hook):
+    """A user's hook: at the second update a result of the first arrives, a validation ends, and a picture is made."""
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if run.progress.updates == 2:
+            log = logger_of(run)
+            log.log(run, {"lmms_eval/mme": 3.0}, update=1, axis="<lmms-eval-step>", event="lmms_eval")
+            log.after_val(run, {"val/loss": 0.25})
+            log.image(run, "previews", Image.new("RGB", (5, 3), "red"), update=2)
+
+
+def test_trackio_shows_each_update_once_and_a_branch_in_a_run_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a stand-in: releases of trackio need an older pillow than the tests."""
+    calls = trackio_stand_in(monkeypatch)
+
+    def start(at: int, of: str | None, *, lr: float) -> SafeWriter:
+        writer = SafeWriter(TrackioVisBackend(project="unigen", group="ours"))
+        writer.run_id = of
+        writer.open(work_dir=tmp_path, config={"model": {"type": "VLM"}}, updates=at, name="name", identity={"lr": lr})
+        return writer
+
+    first = start(0, None, lr=1.0)
+    for update in (1, 2, 3):
+        first.write({"loss": float(update)}, update=update)
+    second = start(2, first.run_id, lr=1.0)
+    for update in (3, 4):
+        second.write({"loss": float(update), "memory": 5.0}, update=update)
+    second.close()
+    third = start(2, first.run_id, lr=2.0)
+    third.write({"loss": 9.0}, update=3)
+    third.image("previews", Image.new("L", (1, 1)), update=3, at=3)
+    third.close()
+    one, other = calls["logged"]
+    assert first.run_id == second.run_id == one and third.run_id == other != one
+    assert one.startswith("name ") and other.startswith("name from update 2 ")
+    assert [step for step, _ in calls["logged"][one]] == [1, 2, 3, 4]
+    assert calls["logged"][one][-1][1] == {"loss": 4.0, "batch_loss": 4.0, "memory": 5.0, "mem_allocated": 5.0}
+    assert [step for step, _ in calls["logged"][other]] == [3, 3] and "previews" in calls["logged"][other][1][1]
+    assert calls["alerts"] == [(one, "abandoned after update 2")]
+    assert [(given["project"], given["group"], given["resume"]) for given in calls["init"]] == [
+        ("unigen", "ours", how) for how in ("never", "allow", "allow", "never")
+    ]
+    assert calls["init"][-1]["config"] == {"model": {"type": "VLM"}, "parent_run": one, "parent_update": 2}
+
+
+def trackio_stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A module with the part of trackio's interface that is used (0.43), which records its calls."""
+    calls: dict[str, Any] = {"init": [], "logged": {}, "alerts": []}
+
+    class StandInRun:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            calls["logged"].setdefault(name, [])
+
+        def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
+            calls["logged"][self.name].append((step, metrics))
+
+        def alert(self, title: str, text: str | None = None) -> None:
+            calls["alerts"].append((self.name, title))
+
+        def finish(self) -> None: ...
+
+    def init(project: str, name: str | None = None, **given: Any) -> StandInRun:
+        calls["init"].append({"project": project, **given})
+        assert name is not None and (given["resume"] == "allow") == (name in calls["logged"])
+        return StandInRun(name)
+
+    module = types.ModuleType("trackio")
+    module.__dict__.update(init=init, Image=lambda picture: ("image", picture.size))
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    return calls
+
+
+def test_the_interface_of_trackio_that_is_used_exists() -> None:
+    trackio = pytest.importorskip("trackio", reason="its releases need an older pillow than the tests")
+    given = inspect.signature(trackio.init).parameters
+    assert {"project", "name", "group", "config", "resume", "embed"} <= {*given}
+    assert {"metrics", "step"} <= {*inspect.signature(trackio.Run.log).parameters}
+    assert "title" in inspect.signature(trackio.Run.alert).parameters and hasattr(trackio.Run, "finish")
+    assert hasattr(trackio, "Image")
+
+
+def trained(work_dir: Path, data: Path, writer: dict[str, Any]) -> list[str]:
+    """Three updates of a real run with a writer that fails. Returns what the log says of it."""
+    settings = {"train_dataloader__batch_size": 4, "train_dataloader__packing": None}
+    config = tiny_config(work_dir, data, visualizer={"vis_backends": [writer]}, **settings)
+    assert Runner.from_cfg(config, max_updates=3).train().updates == 3
+    assert [line["update"] for line in read_lines(work_dir / "metrics.jsonl")] == [1, 2, 3]
+    lines = (work_dir / "train.log").read_text(encoding="utf-8").splitlines()
+    return [line.partition(" WARNING ")[2] for line in lines if "is disabled" in line]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("data") / "digits")
+
+
+def test_a_folder_that_cannot_be_written_disables_the_writer_once(tmp_path: Path, data: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "file").write_text("a file where a folder should be")
+    writer = {"type": "TensorboardVisBackend", "save_dir": str(tmp_path / "file")}
+    (said,) = trained(tmp_path / "run", data, writer)
+    assert said.startswith("TensorboardVisBackend is disabled, training continues")
+
+
+def test_of_wandbs_own_lines_only_warnings_and_errors_are_shown(tmp_path: Path, capfd, caplog, monkeypatch) -> None:
+    """The lines of an online run, as the installed package prints them, and the one of ours."""
+    wandb = pytest.importorskip("wandb")
+    writer = WandbVisBackend(init_kwargs={"mode": "offline"})
+    writer.open(work_dir=tmp_path, config={}, run_id=None, updates=0)
+    run, online = writer._run, wandb.Settings(mode="online", run_name="a", run_id="b", project="c", entity="d")
+    monkeypatch.setattr(type(run), "url", online.run_url)
+    monkeypatch.setattr(type(run), "offline", False)
+    run._header_run_info()
+    run._footer(settings=online, printer=run._printer)
+    wandb.termwarn("no network")
+    with caplog.at_level("INFO", logger="unigen_ds"):
+        writer.close()
+    assert [line for line in capfd.readouterr().err.splitlines() if line.startswith("wandb:")] == [
+        "wandb: WARNING no network"
+    ]
+    said = [record.getMessage() for record in caplog.records if record.name == "unigen_ds"]
+    assert said == [f"W&B: sends the rest to {online.run_url}"]
+
+
+def test_wandb_refusing_its_arguments_stops_nothing(tmp_path: Path, data: Path) -> None:
+    pytest.importorskip("wandb")
+    writer = {"type": "WandbVisBackend", "init_kwargs": {"mode": "no such mode"}}
+    (said,) = trained(tmp_path / "run", data, writer)
+    assert said.startswith("WandbVisBackend is disabled, training continues")
+
+
+def test_a_missing_package_names_what_to_install(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # Python's own way to say "not installed"
+    (said,) = trained(tmp_path / "run", data, {"type": "TensorboardVisBackend"})
+    assert "unigen_ds[tensorboard]" in said
