@@ -29,7 +29,7 @@ import unigen_ds.examples.digits  # noqa: E402
 import unigen_ds.examples.emoji  # noqa: E402
 import unigen_ds.runner.start.build  # noqa: E402, F401 - registers everything else
 from unigen_ds.config import registry  # noqa: E402
-from unigen_ds.config.sections import Section, section_of  # noqa: E402
+from unigen_ds.config.section import Section, section_of  # noqa: E402
 from unigen_ds.config.values import Allowed, argument_hints, described, nested  # noqa: E402
 from unigen_ds.core.batch import DEFAULT_WEIGHT  # noqa: E402
 from unigen_ds.data.sources.base import RecordSource  # noqa: E402

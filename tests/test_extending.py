@@ -19,8 +19,8 @@ PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 PACKAGE = sorted((ROOT / "tests" / "plugin").glob("*.py"))
 OTHERS = [
     ROOT / "tests" / "plugin_text" / "numbers.py",
-    ROOT / "tests" / "data" / "own_format.py",
-    ROOT / "tests" / "data" / "own_shards.py",
+    ROOT / "tests" / "end_to_end" / "data" / "own_format.py",
+    ROOT / "tests" / "end_to_end" / "data" / "own_shards.py",
     ROOT / "tests" / "data" / "test_filters.py",
     ROOT / "tests" / "hooks" / "mmengine_hooks_config.py",
     ROOT / "tests" / "runner" / "own_registered.py",

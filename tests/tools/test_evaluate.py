@@ -25,7 +25,7 @@ from unigen_ds.checkpoint.best_record import best_of
 from unigen_ds.checkpoint.convert import merge
 from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.evaluation.jobs.job import read_result
+from unigen_ds.evaluation.jobs.evaluation_job import read_result
 from unigen_ds.evaluation.jobs.lmms_eval import TASKS, model_class
 from unigen_ds.evaluation.metrics import Metric
 from unigen_ds.evaluation.provenance import read_results

@@ -3,7 +3,7 @@
 mmengine's own ``merge_from_dict`` creates whatever key it is given, so a mistyped override is silently ignored
 there; here an override without an effect is an error that names the nearest valid key. A Python file may have helper
 variables of any name at its top; a setting there that nothing reads is an error. Which keys there are is passed as a
-nested mapping (``config/sections.py: keys``), and ``runner/settings/tree.py: load_config`` puts everything together.
+nested mapping (``config/section.py: keys``), and ``runner/settings/tree.py: load_config`` puts everything together.
 """
 
 from __future__ import annotations

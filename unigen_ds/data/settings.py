@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from unigen_ds.config.registry import DATASETS, PACKERS, TOKENIZERS, TRANSFORMS
-from unigen_ds.config.sections import LISTED, Component, Of, Section
+from unigen_ds.config.section import LISTED, Component, Of, Section
 from unigen_ds.config.values import Number
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.datasets.adapter import DatasetAdapter as DatasetAdapter  # registers it

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.config.registry import FAMILIES, MODELS, TRANSFORMS, build, check_arguments, find
-from unigen_ds.config.sections import one_or_many
+from unigen_ds.config.section import one_or_many
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.data.images.augment import CHANGES

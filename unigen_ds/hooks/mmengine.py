@@ -32,7 +32,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from unigen_ds.config.registry import HOOKS, check_arguments
-from unigen_ds.config.sections import Component
+from unigen_ds.config.section import Component
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.core.json_values import by_name, json_values

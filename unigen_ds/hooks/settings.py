@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from unigen_ds.config.registry import HOOKS
-from unigen_ds.config.sections import Component, Of, Section
+from unigen_ds.config.section import Component, Of, Section
 from unigen_ds.hooks.evaluate import async_evaluate as _async_evaluate  # noqa: F401 - these register themselves
 from unigen_ds.hooks.evaluate import ema as _ema  # noqa: F401
 from unigen_ds.hooks.evaluate import evaluate as _evaluate  # noqa: F401

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from unigen_ds.config.sections import Section
+from unigen_ds.config.section import Section
 from unigen_ds.config.values import Number
 from unigen_ds.core.errors import ConfigError
 

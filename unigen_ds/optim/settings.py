@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from unigen_ds.config.registry import argument_problems
-from unigen_ds.config.sections import LISTED, Section, SettingErrors, argument_defaults, plain
+from unigen_ds.config.section import LISTED, Section, SettingErrors, argument_defaults, plain
 from unigen_ds.config.values import Allowed, Number, Rule, argument_hints, converted
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.loss_scale import GROWTH_INTERVAL, INIT_SCALE

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.json_values import member_names
-from unigen_ds.evaluation.jobs.job import RESULT, numbers_of, read_result
+from unigen_ds.evaluation.jobs.evaluation_job import RESULT, numbers_of, read_result
 from unigen_ds.evaluation.metric_lines import Line, is_count, number
 from unigen_ds.system.journals import METRICS_FILE
 

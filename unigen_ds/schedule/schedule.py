@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unigen_ds.config.registry import CURVES
-from unigen_ds.config.sections import Component, argument_defaults
+from unigen_ds.config.section import Component, argument_defaults
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.progress import Progress, Ruler

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from unigen_ds.config.registry import CURVES
-from unigen_ds.config.sections import LISTED, Component, Of, Section
+from unigen_ds.config.section import LISTED, Component, Of, Section
 from unigen_ds.schedule import curves as _curves  # noqa: F401 - registers them
 
 Curve = Annotated[Component, Of(CURVES, trial=True)]

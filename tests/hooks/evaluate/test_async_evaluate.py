@@ -23,7 +23,7 @@ from unigen_ds.checkpoint.home import RUN
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.jobs.job import Job, JobFolder, arguments_of, filled, read_result
+from unigen_ds.evaluation.jobs.evaluation_job import Job, JobFolder, arguments_of, filled, read_result
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines

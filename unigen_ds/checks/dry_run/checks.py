@@ -27,7 +27,7 @@ from unigen_ds.checks.resume import announced
 from unigen_ds.config.paths import expand_paths
 from unigen_ds.config.readable import given_values, given_world_size
 from unigen_ds.config.registry import DRY_RUN_CHECKS, TOKENIZERS, build
-from unigen_ds.config.sections import Component
+from unigen_ds.config.section import Component
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.progress import Geometry

@@ -17,7 +17,7 @@ import numpy as np
 from annotated_types import Ge
 
 from unigen_ds.config.registry import DATASETS, FILTERS, build
-from unigen_ds.config.sections import Of, one_or_many
+from unigen_ds.config.section import Of, one_or_many
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.datasets.filters import RecordFilter

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
-from unigen_ds.config.sections import Section
+from unigen_ds.config.section import Section
 from unigen_ds.config.values import Number
 from unigen_ds.core.errors import ConfigError, DataError, suggestion
 from unigen_ds.data.datasets.dataset import PlannedDataset, dataset_weights, is_streamed

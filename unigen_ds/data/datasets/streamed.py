@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from pydantic import Field
 
-from unigen_ds.config.sections import Section
+from unigen_ds.config.section import Section
 from unigen_ds.config.values import Number
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import cache_folder, fingerprint

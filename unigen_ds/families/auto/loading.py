@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unigen_ds.config.sections import plain
+from unigen_ds.config.section import plain
 from unigen_ds.core.errors import CheckpointError, ConfigError, UnknownKey
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.models.weights import Pretrained, Stored, stored_tensors

@@ -24,7 +24,7 @@ from annotated_types import Ge, Le
 from torch import Tensor, nn
 
 from unigen_ds.config.registry import AUTOENCODERS, MODELS, build, checked
-from unigen_ds.config.sections import Of
+from unigen_ds.config.section import Of
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.families.bagel.exported import read_exported

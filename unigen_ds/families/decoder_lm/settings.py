@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import ConfigDict, Field
 from typing_extensions import Self
 
-from unigen_ds.config.sections import Section
+from unigen_ds.config.section import Section
 from unigen_ds.config.values import Number
 from unigen_ds.core.errors import ConfigError, UnknownKey
 

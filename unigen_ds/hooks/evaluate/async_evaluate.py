@@ -15,7 +15,7 @@ from unigen_ds.checkpoint.store import Lineage
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Duration
-from unigen_ds.evaluation.jobs.job import Job, JobFolder, arguments_of, check_program, filled, read_result
+from unigen_ds.evaluation.jobs.evaluation_job import Job, JobFolder, arguments_of, check_program, filled, read_result
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.guard.signals import SignalHook
 from unigen_ds.hooks.log.logger import logger_of

@@ -16,7 +16,7 @@ from unigen_ds.checkpoint.consolidated import Form
 from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.checkpoint.home import WorkDirLock, claim, run_id, same
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
-from unigen_ds.config.sections import Component
+from unigen_ds.config.section import Component
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Progress
 from unigen_ds.data.batches.stream import Cursor

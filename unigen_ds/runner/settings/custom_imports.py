@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field
 
 from unigen_ds.config.file import with_bases
 from unigen_ds.config.registry import undone_on_failure
-from unigen_ds.config.sections import LISTED, Section
+from unigen_ds.config.section import LISTED, Section
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.system.log import logger
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from unigen_ds.config.sections import Section
+from unigen_ds.config.section import Section
 from unigen_ds.config.values import Number
 from unigen_ds.data.images.image_files import limit_png_text
 from unigen_ds.system.log import logger

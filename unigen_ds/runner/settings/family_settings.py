@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from unigen_ds.config.registry import MODELS, argument_problems, find
-from unigen_ds.config.sections import Component, Of, one_or_many
+from unigen_ds.config.section import Component, Of, one_or_many
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.data.images.augment import CHANGES, misplaced
 from unigen_ds.data.settings import Transform

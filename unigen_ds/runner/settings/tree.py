@@ -26,7 +26,7 @@ from unigen_ds.config import overrides as files
 from unigen_ds.config.file import is_of_mmengine
 from unigen_ds.config.paths import expand_paths
 from unigen_ds.config.registry import BACKENDS, MODELS, find
-from unigen_ds.config.sections import LISTED, Component, Of, Section, argument_defaults, keys
+from unigen_ds.config.section import LISTED, Component, Of, Section, argument_defaults, keys
 from unigen_ds.config.translation import translate
 from unigen_ds.config.values import Number
 from unigen_ds.core.batch import DEFAULT_WEIGHT

@@ -22,7 +22,7 @@ from unigen_ds.checkpoint.foreign import parse_assume, read_foreign
 from unigen_ds.checkpoint.home import check_home
 from unigen_ds.checkpoint.manifest import Manifest, current_versions
 from unigen_ds.checkpoint.settings import LoadSettings
-from unigen_ds.config.sections import Component
+from unigen_ds.config.section import Component
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.data.batches.change import DataChange, compare, continued

@@ -16,7 +16,7 @@ from torch import nn
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.saver import states_text
 from unigen_ds.config.hub import folder_of
-from unigen_ds.config.sections import Component
+from unigen_ds.config.section import Component
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
 from unigen_ds.data.batches.loader import UpdateLoader
