@@ -4,8 +4,9 @@
 
 Each case trains three updates of two micro-batches on real processes (gloo), which count the bytes of all tensors
 operation by operation, the engine's flat buffers included (``tests/end_to_end/engines/users.py``), and is planned by
-``unigen_ds/planning``. All records of a case are the same, so that its largest micro-batch is the one that is trained.
-The largest count of all ranks is compared: the bounds are 5 % above and 2 % below. Results: ``benchmarks/results``.
+``unigen_ds/checks/memory``. All records of a case are the same, so that its largest micro-batch is the one that is
+trained. The largest count of all ranks is compared: the bounds are 5 % above and 2 % below. Results:
+``benchmarks/results``.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     python benchmarks/plan_resident.py [ENGINE ...]      # single zero2 FULL_SHARD
 
 Each process measures the largest ``RssAnon``, read every 5 ms, minus that just before its model is built, when freed
-memory has been returned to the system. The plan is the highest sum of bytes of ``unigen_ds/planning`` while loading
-and training. ``MALLOC_MMAP_THRESHOLD_`` is 64 KiB, so that a freed tensor leaves the process at once: by default glibc
-raises the limit to 32 MiB, and tensors below it are freed into gaps of its heap. Bound: 10 %. Results: ``results/``.
+memory has been returned to the system. The plan is the highest sum of bytes of ``unigen_ds/checks/memory`` while
+loading and training. ``MALLOC_MMAP_THRESHOLD_`` is 64 KiB, so that a freed tensor leaves the process at once: by
+default glibc raises the limit to 32 MiB, and tensors below it are freed into gaps of its heap. Bound: 10 %. Results:
+``results/``.
 """
 
 from __future__ import annotations

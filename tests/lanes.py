@@ -29,9 +29,9 @@ import pytest
 
 OTHERS = 3
 LONG = (
-    "tracking/test_resume",
-    "runner/test_streamed_ranks",
-    "runner/test_launchers",
+    "resume/test_tracking",
+    "resume/test_streamed_ranks",
+    "resume/test_launchers",
     "test_fake_cuda",
     "test_kill_resume",
 )

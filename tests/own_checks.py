@@ -7,13 +7,21 @@ from pathlib import Path
 
 import torch
 
-from unigen_ds.checkpoint.foreign import ForeignState
-from unigen_ds.checkpoint.layouts.base import PieceReader, slices_of
-from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.checks.dry_run.context import Known
-from unigen_ds.checks.dry_run.result import Checked, ok, problem
-from unigen_ds.config.registry import DRY_RUN_CHECKS, FOREIGN_STATES, RESUME_CHECKS
-from unigen_ds.resume.finding import Finding, Proposal
+from unigen_ds import (
+    DRY_RUN_CHECKS,
+    FOREIGN_STATES,
+    RESUME_CHECKS,
+    Checked,
+    Finding,
+    ForeignState,
+    Known,
+    Manifest,
+    PieceReader,
+    Proposal,
+    ok,
+    problem,
+    slices_of,
+)
 
 
 @RESUME_CHECKS.register_module()

@@ -1,7 +1,7 @@
-"""The architecture: imports of lower layers only, small files and functions, engines named in ``backends`` only.
+"""The architecture: imports of lower layers only, small folders and files, engines named in ``backends`` only.
 
-The layers are those of ``docs/architecture.md``. A module may import its own package, and packages of lower layers; a
-package of layer 2 imports only ``core``. Imports inside functions count as well: they are dependencies, too.
+The layers are those of ``docs/architecture.md``. A module may import its own package, and packages of lower layers.
+Imports inside functions count as well: they are dependencies, too. Tests mirror the package.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ SAME_NAME = {
 }  # fmt: skip
 PER_FOLDER = {"families", "examples"}
 """Packages whose folders all have the same modules."""
+COMPONENTS = {
+    "unigen_ds.data.sources.find", "unigen_ds.tracking.settings", "unigen_ds.evaluation.metrics",
+    "unigen_ds.migration.guides",
+}  # fmt: skip
+"""Modules that import components to register them, a file each."""
 SOURCES = sorted([*(ROOT / "unigen_ds").rglob("*.py"), *(ROOT / "tools").glob("*.py")])
 FACADE = ROOT / "unigen_ds" / "__init__.py"
 
@@ -74,7 +79,7 @@ MODULES = {module_of(path): path for path in SOURCES}
 
 
 def imported(path: Path, *, within: ast.AST | None = None) -> Iterator[tuple[str, int]]:
-    """The project's modules that a file imports, with the line: ``from unigen_ds.core import dist`` is core.dist."""
+    """The modules of the project that a file imports; ``from unigen_ds.system import dist`` is system.dist."""
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
     for node in ast.walk(within or tree(path)):
         if isinstance(node, ast.Import):
@@ -132,6 +137,57 @@ def test_no_circles_among_modules() -> None:
 
     for name in sorted(graph):
         visit(name, ())
+
+
+MOST_MODULES = 15
+"""In one folder."""
+SHORT, LONG = 130, 400
+"""A module of fewer lines than ``SHORT`` that one module of its folder alone imports is part of it, up to ``LONG``."""
+
+
+def test_folders_are_small() -> None:
+    folders = Counter(path.parent for path in SOURCES if path.stem != "__init__")
+    assert {label(folder): number for folder, number in folders.items() if number > MOST_MODULES} == {}
+
+
+def test_a_short_module_of_one_other_is_part_of_it() -> None:
+    importers: dict[str, set[str]] = {name: set() for name in MODULES}
+    for name, path in MODULES.items():
+        for target, _ in imported(path):
+            if target in MODULES and target != name:
+                importers[target].add(name)
+
+    def lines(name: str) -> int:
+        return len(MODULES[name].read_text(encoding="utf-8").splitlines())
+
+    parts = []
+    for name, users in importers.items():
+        folder, _, stem = name.rpartition(".")
+        if len(users) != 1 or lines(name) >= SHORT or package_of(name) in PER_FOLDER or stem == "settings":
+            continue
+        (user,) = users
+        if user.rpartition(".")[0] == folder and user not in COMPONENTS and lines(name) + lines(user) <= LONG:
+            parts.append(f"{name} -> {user}")
+    assert parts == []
+
+
+def test_tests_mirror_the_package() -> None:
+    """``tests/<package>/test_<module>[_<aspect>].py``; what a user does from end to end is in ``tests/end_to_end``."""
+    wrong = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        folder = path.relative_to(ROOT / "tests").parent
+        if folder.parts[:1] in ((), ("end_to_end",), ("fake_cuda",)):
+            continue
+        package = ROOT / "tools" if folder.parts == ("tools",) else ROOT / "unigen_ds" / folder
+        names = {module.stem for module in package.glob("*.py")} | {inner.name for inner in package.glob("*/")}
+        if not any(f"{path.stem}_".startswith(f"test_{name}_") for name in names):
+            wrong.append(label(path))
+    assert wrong == [], "name a test by its module, or put it into tests/end_to_end"
+
+
+def test_every_folder_of_the_package_is_in_the_table_of_tests() -> None:
+    table = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in LAYERS if f"`{name}/`" not in table] == []
 
 
 DELETED_IN = "unigen_ds/system/files.py"
@@ -288,8 +344,8 @@ def test_the_search_for_machine_paths_finds_them() -> None:
 
 PLAIN_TEXT = (
     "README.md", "docs/*.md", "benchmarks/*.md", "benchmarks/**/*.py", "tools/*.py", "tests/*.py", "tests/golden/*.md",
-    "tests/checkpoint/*.py", "tests/data/*.py", "tests/evaluation/*.py", "tests/hooks/*.py", "tests/models/*.py",
-    "tests/optim/*.py", "tests/schedule/*.py",
+    "tests/checkpoint/**/*.py", "tests/data/**/*.py", "tests/hooks/**/*.py", "tests/models/*.py", "tests/optim/*.py",
+    "tests/schedule/*.py",
     "unigen_ds/**/*.py", "ds_configs/*.json", "setup.py", "pyproject.toml", "Makefile", ".ci/run",
 )  # fmt: skip
 """Files in which the words must not occur."""

@@ -21,6 +21,7 @@ from unittest import mock
 
 import pytest
 
+from tests.test_architecture import LAYERS
 from tools import train
 from unigen_ds.config.overrides import SETTINGS
 from unigen_ds.config.paths import ds_configs_dir
@@ -312,9 +313,6 @@ def test_commands_and_files_exist(page: Path) -> None:
 # --- docs/architecture.md ---------------------------------------------------------------------------------------------
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-NOT_MODULES = {"argparse"}
-PROSE = {"runner", "families", "examples"}
-"""Described in sentences, with the suffix of each file."""
 
 
 def repository_names() -> list[str]:
@@ -330,29 +328,10 @@ def test_architecture_names_no_file_that_is_not_there() -> None:
     assert len(named) > 25 and not missing, missing
 
 
-def listed_modules() -> list[tuple[str, str]]:
-    """(package, module) of the plan of the layers: single words between commas, without text in brackets."""
-    block = ARCHITECTURE.split("```\n11 tools/")[1].split("```")[0]
-    found, package, text = [], "tools", ""
-    for line in [*block.splitlines(), "0  end/"]:
-        heading = re.match(r"[\d ]\d?\s+(?:unigen_ds/)?(\w+)/", line)
-        if heading:
-            words = re.split(r"[,;:]|->|\band\b|\s{2,}", re.sub(r"\([^)]*\)?|[^(]*\)", " , ", text))
-            found += [(package, word.strip()) for word in words if re.fullmatch(r"[a-z_]+", word.strip())]
-            package, text = heading[1], line[heading.end() :]
-        else:
-            text += "  " + line.strip()
-    return [(package, word) for package, word in found if word not in NOT_MODULES and package not in PROSE]
-
-
-def test_the_plan_of_the_layers_names_modules_that_are_there() -> None:
-    found = listed_modules()
-    missing = [
-        f"{package}/{word}"
-        for package, word in found
-        if not any((ROOT / top / package / f"{word}.py").exists() for top in ("", "unigen_ds"))
-    ]
-    assert len(found) > 40 and not missing, missing
+def test_the_table_of_the_layers_is_that_of_the_code() -> None:
+    table = ARCHITECTURE.split("| layer | package |")[1].split("\n\n")[0]
+    rows = {name: int(layer) for layer, name in re.findall(r"^\| (\d+) \| `(\w+)/` \|", table, re.MULTILINE)}
+    assert rows == LAYERS
 
 
 def test_every_exit_status_is_that_of_the_code() -> None:

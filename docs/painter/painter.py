@@ -9,19 +9,30 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-from unigen_ds.config.registry import FAMILIES, MODELS
-from unigen_ds.core.batch import LossTerms
-from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.data.samples.sample import IGNORED, Split
-from unigen_ds.data.samples.splits import TextSplit, TokenSplit, count_image
-from unigen_ds.families.base import ConversationFamily, PublishedFormat
-from unigen_ds.inference.continuation import chooser, continue_prompts, idle_arguments
-from unigen_ds.inference.generated import Generated, Request
-from unigen_ds.inference.sampling import Sampling
-from unigen_ds.models.llama import LlamaLM
-from unigen_ds.models.losses import text_loss_sum
-from unigen_ds.models.weights import Pretrained, stored_tensors
-from unigen_ds.system.files import new_directory
+from unigen_ds import (
+    FAMILIES,
+    IGNORED,
+    MODELS,
+    ConversationFamily,
+    ConversationProcessor,
+    Generated,
+    LlamaLM,
+    LossTerms,
+    Pretrained,
+    PublishedFormat,
+    Request,
+    Sampling,
+    Split,
+    TextSplit,
+    TokenSplit,
+    chooser,
+    continue_prompts,
+    count_image,
+    idle_arguments,
+    new_directory,
+    stored_tensors,
+    text_loss_sum,
+)
 
 SIDE, LEVELS = 4, 4
 TOKENS, CODES = SIDE**2, LEVELS**3

@@ -23,7 +23,7 @@ import torch
 from tests.checkpoint.support import make_manifest
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core import dist
+from unigen_ds.system import dist
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.system.outputs import Output, StateFiles, safetensors_output
 from unigen_ds.core.shards import MASTER, Shard, shard_key

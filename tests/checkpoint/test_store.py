@@ -116,7 +116,7 @@ def test_an_abandoned_checkpoint_can_be_resumed_by_name(tmp_path):
 def test_an_ordinary_resume_leaves_no_trace(tmp_path):
     paths = save_chain(tmp_path, 12, 24)
     store.continue_from(tmp_path, paths[1])
-    assert not (tmp_path / store.FILE_NAME).exists()
+    assert not (tmp_path / store.LINEAGE).exists()
     assert newest_name(tmp_path) == "iter_24.pth"
 
 
@@ -158,7 +158,7 @@ def test_commit_numbers_are_never_given_twice(tmp_path):
 
 def test_a_damaged_lineage_is_an_error_with_a_remedy(tmp_path):
     save(tmp_path)
-    (tmp_path / store.FILE_NAME).write_text("{")
+    (tmp_path / store.LINEAGE).write_text("{")
     with pytest.raises(CheckpointError, match=r"lineage.json is damaged.*Remedy: remove it"):
         store.newest(tmp_path)
 

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unigen_ds.config.registry import DATASETS
-from unigen_ds.core.batch import Batch
-from unigen_ds.core.errors import DataError
-from unigen_ds.data.datasets.dataset import ScannedDataset
-from unigen_ds.data.samples.sample import Sample, Split, Tally
+from unigen_ds import DATASETS, Batch, DataError, Sample, ScannedDataset, Split, Tally
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from unigen_ds.config.registry import FAMILIES, MODELS
-from unigen_ds.core.batch import LossTerms
-from unigen_ds.data.batches.collate import pack_documents
-from unigen_ds.families.base import Family, PublishedFormat
-from unigen_ds.inference.generated import Generated
-from unigen_ds.system.files import new_directory
+from unigen_ds import FAMILIES, MODELS, Family, Generated, LossTerms, PublishedFormat, new_directory, pack_documents
 
 from .data import RowsBatch, RowsProcessor, known
 

@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-from unigen_ds.config.registry import CURVES, HOOKS, OPTIMIZERS
-from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.log.logger import global_losses
-from unigen_ds.schedule.curves import Curve, Point
+from unigen_ds import CURVES, HOOKS, OPTIMIZERS, Curve, Hook, Point, Run, UpdateResult, global_losses
 
 
 @OPTIMIZERS.register_module()

@@ -14,18 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unigen_ds.config.registry import DATASETS, FAMILIES, MODELS
-from unigen_ds.core.batch import CAUSAL, LossTerms, PackedBatch
-from unigen_ds.data.batches.collate import pack_documents
-from unigen_ds.data.datasets.dataset import ScannedDataset
-from unigen_ds.data.samples.packed import PackedBuilder
-from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.data.samples.sample import Sample, Split, Tally
-from unigen_ds.data.samples.splits import TextSplit
-from unigen_ds.families.base import ConversationFamily
-from unigen_ds.inference.generated import Generated
-from unigen_ds.models.llama import LlamaLM
-from unigen_ds.models.losses import text_loss_sum
+from unigen_ds import (
+    CAUSAL,
+    DATASETS,
+    FAMILIES,
+    MODELS,
+    ConversationFamily,
+    ConversationProcessor,
+    Generated,
+    LlamaLM,
+    LossTerms,
+    PackedBatch,
+    PackedBuilder,
+    Sample,
+    ScannedDataset,
+    Split,
+    Tally,
+    TextSplit,
+    pack_documents,
+    text_loss_sum,
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from tests.processes import run
 
 CODE = """
 import atexit, threading, time
-from unigen_ds.core import dist
+from unigen_ds.system import dist
 atexit.register(print, "registered before", flush=True)
 threading.Thread(target=time.sleep, args=(2,)).start()  # an ordinary exit would wait for it
 dist.leave(3)

@@ -1,1 +1,5 @@
-"""Layer 5: durable checkpoints. ``saver`` writes one, ``store`` finds and verifies, ``layouts`` read any of them."""
+"""Checkpoints: written whole or not at all, listed, verified, retained, merged.
+
+In: a backend's shards. Out: a folder with a ``Manifest``, committed by its name. ``save`` (``saver.py``) writes it,
+``store.py`` finds the newest valid one, ``layouts/`` read the files of each engine, ``foreign.py`` those of others.
+"""

@@ -1,1 +1,5 @@
-"""TODO."""
+"""What a user asks before a run starts; nothing here changes a run.
+
+``dry_run/`` runs every check of a start (``--dry-run``), ``memory/`` plans bytes without having them
+(``tools/plan.py``), ``resume.py`` shows what a resume would do (``tools/resume.py``).
+"""

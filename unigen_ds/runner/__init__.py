@@ -1,4 +1,8 @@
-"""Layer 8: the training loop, and the only package that builds objects from a config."""
+"""The training loop, and the only package that builds objects from a config.
+
+In order: ``settings/`` (config -> typed settings), ``start/`` (settings -> parts), ``loop/`` (``Runner``), and
+``open/`` (a checkpoint -> a model for inference).
+"""
 
 from unigen_ds.runner.loop.run import train_config as train_config
 from unigen_ds.runner.loop.runner import Runner as Runner

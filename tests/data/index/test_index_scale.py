@@ -288,7 +288,7 @@ BUILD = """
 import sys, time
 sys.path.insert(0, {root!r})
 from tests.data.support import ByteTokenizer, make_processor
-from unigen_ds.data import planning, token_cache
+from unigen_ds.data.index import planning, token_cache
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 planning._CHUNK = 4
 slow, which = float(sys.argv[2]), sys.argv[3]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from unigen_ds.config.registry import SOURCES
-from unigen_ds.data.sources.base import Arrays, RecordSource, Row
+from unigen_ds import SOURCES, Arrays, RecordSource, Row
 
 
 @SOURCES.register_module(name="words")

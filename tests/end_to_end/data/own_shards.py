@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.config.registry import SOURCES
-from unigen_ds.data.sources.shards.iterated import IterableShards
+from unigen_ds import SOURCES, IterableShards
 
 
 def ask_the_service(day: str) -> Iterator[str]:
@@ -22,7 +21,7 @@ FAILURES: list[str] = []
 
 
 @SOURCES.register_module(name="crawl")
-class Crawl(IterableShards):  # of unigen_ds.data.sources.shards.iterated
+class Crawl(IterableShards):
     """Records of a service, day after day."""
 
     def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None, days: int = 7) -> None:

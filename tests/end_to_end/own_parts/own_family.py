@@ -11,13 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unigen_ds.config.registry import DATASETS, FAMILIES, MODELS
-from unigen_ds.core.batch import Batch, LossTerms
-from unigen_ds.data.datasets.dataset import ScannedDataset
-from unigen_ds.data.images.image_files import UnreadableImage
-from unigen_ds.data.samples.sample import Sample, Split, Tally
-from unigen_ds.families.base import Family
-from unigen_ds.system.seeding import generator
+from unigen_ds import (
+    DATASETS,
+    FAMILIES,
+    MODELS,
+    Batch,
+    Family,
+    LossTerms,
+    Sample,
+    ScannedDataset,
+    Split,
+    Tally,
+    UnreadableImage,
+    generator,
+)
 
 
 @dataclass(frozen=True)

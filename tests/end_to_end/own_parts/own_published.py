@@ -12,10 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.end_to_end.own_parts.own_family import Regression, Regressor
-from unigen_ds.config.registry import FAMILIES, MODELS
-from unigen_ds.families.base import PublishedFormat
-from unigen_ds.models.weights import Pretrained, stored_tensors
-from unigen_ds.system.files import new_directory
+from unigen_ds import FAMILIES, MODELS, Pretrained, PublishedFormat, new_directory, stored_tensors
 
 NAMES = {"body.0": "inner", "body.1": "norm", "heads": "outer"}
 """Ours -> theirs."""

@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.backends.single import SingleBackend
-from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
-from unigen_ds.config.registry import BACKENDS, CURVES, LAYOUTS, PACKERS, WRITERS
-from unigen_ds.schedule.curves import Curve, Point
-from unigen_ds.system.outputs import StateFiles
+from unigen_ds import (
+    BACKENDS,
+    CURVES,
+    LAYOUTS,
+    PACKERS,
+    WRITERS,
+    Curve,
+    Point,
+    SafetensorsReader,
+    SingleBackend,
+    StateFiles,
+)
 
 LAYOUT = "registered_layout"
 OPENED: list[str] = []

@@ -22,7 +22,7 @@ from unigen_ds.system.dist import free_port
 
 HOOK = '''
 import multiprocessing, os, signal, time
-from unigen_ds.core import dist
+from unigen_ds.system import dist
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.hooks.base import Hook
 

@@ -51,7 +51,7 @@ RUNS = {
 
 HOOK = """
 import json, os, signal
-from unigen_ds.core import dist
+from unigen_ds.system import dist
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.hooks.base import Hook
 
@@ -186,7 +186,7 @@ def test_a_later_second_signal_ends_the_process_at_once_and_raises_nothing(tmp_p
     """Whatever the process is in: here it has a lock of a log line. Ctrl-C would raise KeyboardInterrupt there."""
     code = (
         "import logging, os, signal, sys\n"
-        "from unigen_ds.hooks import signals\n"
+        "from unigen_ds.hooks.guard import signals\n"
         "signals.REPEAT_S = -1.0\n"
         "hook = signals.SignalHook()\n"
         "hook.before_train(None)\n"

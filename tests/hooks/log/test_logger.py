@@ -195,7 +195,7 @@ def test_plain_console_line(tmp_path: Path, caplog: pytest.LogCaptureFixture, mo
 def test_a_terminal_gets_a_live_line_and_warnings_above_it(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from tests.hooks.tiny_run import TinyRun\n"
-        "from unigen_ds.core import log; from unigen_ds.hooks.log.logger import LoggerHook\n"
+        "from unigen_ds.system import log; from unigen_ds.hooks.log.logger import LoggerHook\n"
         "from unigen_ds.hooks.log.timer import IterTimerHook\n"
         "log.setup(rank=0)\n"
         f"run = TinyRun(Path({str(tmp_path)!r}), [IterTimerHook(), LoggerHook(interval=2)])\n"

@@ -141,7 +141,7 @@ def test_what_saves_is_needed(hub: Hub, tmp_path: Path) -> None:
 RANK = """
 import os, sys, urllib.request
 from tests.hooks.save.test_push_to_hub import two_ranks
-from unigen_ds.core import dist
+from unigen_ds.system import dist
 two_ranks(sys.argv[1])
 if os.environ["RANK"] == "1":
     urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/left").read()

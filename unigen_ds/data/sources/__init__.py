@@ -1,1 +1,5 @@
-"""Where records come from: one module for each kind of file, and ``find``, which recognises the kind."""
+"""Files -> records, one format in each module.
+
+In: a path, a folder, a pattern or a URL. Out: a ``RecordSource`` (``base.py``): a number of records, any of which is
+read by its number. ``find.py`` chooses the format; ``shards/`` has what streaming needs.
+"""

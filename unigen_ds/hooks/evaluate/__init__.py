@@ -1,1 +1,1 @@
-"""TODO."""
+"""Hooks that look at the model: validation (``EvaluateHook``), previews, the moving average."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Hooks that end or question a run: NaN, a first update that is wrong, signals, early stopping."""

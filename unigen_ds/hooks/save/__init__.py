@@ -1,1 +1,1 @@
-"""TODO."""
+"""Hooks that keep: checkpoints (``CheckpointHook``), the best weights, exports, the hub."""

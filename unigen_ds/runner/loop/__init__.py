@@ -1,1 +1,1 @@
-"""TODO."""
+"""Parts -> a trained model: ``Runner`` in ``runner.py``, and ``updates.py``, one update."""
