@@ -20,9 +20,9 @@ from unigen_ds.data.batches.statistics import describe, group_report, start_line
 from unigen_ds.data.batches.stream import Cursor, SequenceStream
 from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.datasets.dataset import ScannedDataset
-from unigen_ds.data.datasets.filtered import FirstRecords, used
 from unigen_ds.data.datasets.groups import DataGroup, blend
 from unigen_ds.data.datasets.overflow import Overflow
+from unigen_ds.data.datasets.subset import first_records
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.samples.sample import Sample
 from unigen_ds.data.samples.splits import TokenSplit
@@ -248,16 +248,16 @@ def test_groups_are_part_of_the_data() -> None:
 
 def test_only_the_first_records_are_used(caplog: pytest.LogCaptureFixture) -> None:
     whole = Lengths("a", lengths(20, 1, 9), num_used_data=7)
-    part = used(whole)
-    assert isinstance(part, FirstRecords) and len(part) == 7 and part.sample(6) == whole.sample(6)
+    part = first_records(whole)
+    assert len(part) == 7 and part.sample(6) == whole.sample(6)
     assert [len(column) for column in (*part.lengths(), part.counts().tokens, part.content_digests())] == [7] * 4
-    assert part.fingerprint not in (whole.fingerprint, FirstRecords(whole, 8).fingerprint)
+    assert part.fingerprint != whole.fingerprint
     assert part.prefix_digest(5) == whole.prefix_digest(5) and len(pickle.loads(pickle.dumps(part))) == 7
     assert {d.index for d in make_stream([part]).order.draws(0, 0, 7)} == set(range(7))
     few = Lengths("few", [3, 4], num_used_data=5)
-    assert used(few) is few
+    assert first_records(few) is few
     assert "few: num_used_data is 5, and there are 2 records: all of them are used" in caplog.text
-    assert used(Lengths("all", [3, 4])).fingerprint == few.fingerprint
+    assert first_records(Lengths("all", [3, 4])).fingerprint == few.fingerprint
 
 
 def test_long_periods_resume_from_the_state_of_their_cursor() -> None:

@@ -16,10 +16,10 @@ import numpy as np
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset
-from unigen_ds.data.datasets.filtered import Filtered, FirstRecords, filters_of
-from unigen_ds.data.datasets.held_out import Part, record_number, whole_of
+from unigen_ds.data.datasets.filtering import Filtering, filtering_of
 from unigen_ds.data.datasets.overflow import ACTIONS, Action, Fitted
-from unigen_ds.data.datasets.streamed_units import ShardRecords, StreamedFitted
+from unigen_ds.data.datasets.streamed_units import StreamedFitted
+from unigen_ds.data.datasets.subset import Side, Subset, record_number, subsets, whole_of
 from unigen_ds.data.records.unusable import LIST_FILE, SKIPPED, BadRecord, unusable_error
 from unigen_ds.data.records.unused import unused_of, with_unused
 from unigen_ds.data.samples.counts import Array
@@ -86,8 +86,8 @@ def check_unusable(sources: Sequence[Fitted], names: Sequence[str], limit: float
 def _unusable(source: Fitted) -> Sequence[BadRecord]:
     if isinstance(source, StreamedFitted):
         return source.unusable
-    kept = filters_of(source.dataset)
-    return () if kept is None else kept.unusable
+    filtering = filtering_of(source.dataset)
+    return () if filtering is None else filtering.unusable
 
 
 def list_left_out(parts: Sequence[Any], folder: Path) -> None:
@@ -144,33 +144,32 @@ class _Source:
 
     def _not_part(self) -> Iterator[Reason]:
         """What is no longer in the data set that is packed."""
-        parts: list[Any] = [self.dataset]
-        while parts[-1] is not self.whole:
-            parts.append(parts[-1].whole)
-        for one in reversed(parts):
-            if isinstance(one, Filtered):
-                yield from self._removed(one)
-            elif isinstance(one, (FirstRecords, Part)):
-                text = "after the first num_used_data"
-                if isinstance(one, Part):
-                    text = f"held out for validation (val_dataloader.split={one.division.share:g})"
-                yield Reason(self.title, text, len(one.whole) - len(one), len(one.whole), False, ())
+        for subset in reversed([*subsets(self.dataset)]):
+            choice = subset.choice
+            if isinstance(choice, Filtering):
+                yield from self._removed(subset, choice)
+                continue
+            text = "after the first num_used_data"
+            if isinstance(choice, Side):
+                text = f"held out for validation (val_dataloader.split={choice.division.share:g})"
+            yield Reason(self.title, text, len(subset.whole) - len(subset), len(subset.whole), False, ())
 
-    def _removed(self, kept: Filtered) -> Iterator[Reason]:
+    def _removed(self, subset: Subset, filtering: Filtering) -> Iterator[Reason]:
         """By each filter, and by each rating."""
-        for k, (rule, number) in enumerate(kept.report["removed"].items(), start=1):
+        records, unusable = len(filtering.removed), filtering.unusable
+        for k, (rule, number) in enumerate(filtering.report["removed"].items(), start=1):
             if rule == SKIPPED:
                 continue
-            first = np.flatnonzero(kept.removed == k)[:NUM_EXAMPLES].tolist()
-            examples = tuple(self._example(record_number(kept.whole, i), "") for i in first)
-            yield Reason(self.title, f"removed by {rule}", number, len(kept.removed), False, examples)
-        if kept.unusable:
-            examples = tuple(Example(f"{self.name}:{one.number}", one.reason) for one in kept.unusable[:NUM_EXAMPLES])
+            first = np.flatnonzero(filtering.removed == k)[:NUM_EXAMPLES].tolist()
+            examples = tuple(self._example(record_number(subset.whole, i), "") for i in first)
+            yield Reason(self.title, f"removed by {rule}", number, records, False, examples)
+        if unusable:
+            examples = tuple(Example(f"{self.name}:{one.number}", one.reason) for one in unusable[:NUM_EXAMPLES])
             text = "cannot be trained on (on_record_error='skip')"
-            yield Reason(self.title, text, len(kept.unusable), len(kept.removed), False, examples)
-        for rule, number in kept.report.get("questions_removed", {}).items():
+            yield Reason(self.title, text, len(unusable), records, False, examples)
+        for rule, number in filtering.report.get("questions_removed", {}).items():
             text = f"questions below the least {rule} rating (their records stay)"
-            yield Reason(self.title, text, number, kept.report["questions_rated"], False, (), "questions")
+            yield Reason(self.title, text, number, filtering.report["questions_rated"], False, (), "questions")
 
     def _reason(self, text: str, found: Array, total: int, used: bool, shown: str, values: Array | None) -> Reason:
         """``shown``: a value of an example as text."""
@@ -188,7 +187,7 @@ class _Source:
 
 def record_text(dataset: PlannedDataset, number: int) -> str:
     """The beginning of the texts of a record, images as their names; '' for a class of a user's own."""
-    if not isinstance(dataset, (UnifiedGenerationDataset, ShardRecords)):
+    if not isinstance(dataset, UnifiedGenerationDataset):
         return ""
     try:
         turns = dataset.turns(number)

@@ -13,14 +13,14 @@ import numpy as np
 
 from unigen_ds.data.batches.stream import Cursor, Row, SequenceStream
 from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset, planned_tokens, unreadable
-from unigen_ds.data.datasets.filtered import filters_of, removal_line, used_line, used_of
-from unigen_ds.data.datasets.held_out import whole_of
-from unigen_ds.data.datasets.overflow import overflow_line, unit_tokens
+from unigen_ds.data.datasets.filtering import filtering_of, removal_line
+from unigen_ds.data.datasets.overflow import unit_tokens
 from unigen_ds.data.datasets.streamed_units import StreamedFitted, streamed_lines, streamed_report
+from unigen_ds.data.datasets.subset import FirstRecords, first_records_line, subset_by, whole_of
 from unigen_ds.data.records.unusable import SKIPPED
 from unigen_ds.data.records.unused import UnusedKey, unused_of
 from unigen_ds.data.rules import RULE_VERSIONS
-from unigen_ds.data.samples.counts import Counts
+from unigen_ds.data.samples.counts import CONTENT
 
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _WINDOWS = 8
@@ -31,7 +31,8 @@ IMBALANCE = 10
 def describe(source: PlannedDataset | SequenceStream) -> dict[str, Any]:
     """Plain numbers. Of a stream: those of each source, of all together, and of the sequences they make."""
     if not isinstance(source, SequenceStream):
-        return _describe_dataset(source, source.counts())
+        counts = source.counts()
+        return _describe_dataset(source, {name: int(getattr(counts, name).sum()) for name in CONTENT})
     tokens = np.concatenate([d.lengths()[0] for d in source.datasets])
     return {
         "fingerprint": source.fingerprint,
@@ -39,14 +40,14 @@ def describe(source: PlannedDataset | SequenceStream) -> dict[str, Any]:
         "records": len(tokens),
         "sources": {
             name: {
-                **_describe_dataset(fitted.dataset, fitted.kept),
+                **_describe_dataset(fitted.dataset, fitted.kept_sums),
                 "overflow": fitted.report(name),
                 "draws_per_epoch": source.draws_per_epoch[k],
                 "weight": fitted.dataset.weight,
                 "records_over_max_tiles": _over_max_tiles(source, fitted.dataset),
                 **({"streamed": streamed_report(fitted)} if isinstance(fitted, StreamedFitted) else {}),
-                **({"filters": dict(found.report)} if (found := filters_of(fitted.dataset)) else {}),
-                **_used_report(fitted.dataset),
+                **({"filters": dict(found.report)} if (found := filtering_of(fitted.dataset)) else {}),
+                **_first_records_report(fitted.dataset),
             }
             for k, (name, fitted) in enumerate(zip(source.names, source.fitted, strict=True))
         },
@@ -61,14 +62,14 @@ def describe(source: PlannedDataset | SequenceStream) -> dict[str, Any]:
 def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
     """What a start reports of each source: whether it is a warning, and a sentence."""
     for name, fitted in zip(stream.names, stream.fitted, strict=True):
-        report, records, key = fitted.report(name), len(fitted.dataset), fitted.overflow.key
-        lost = report["share_lost"] > 0 or report["skipped"] > 0
+        report, records = fitted.report(name), len(fitted.dataset)
+        lost, line = report["share_lost"] > 0 or report["skipped"] > 0, fitted.line(name)
         yield from streamed_lines(name, fitted)
         name = fitted.titled(name)
-        if (first := used_of(fitted.dataset)) is not None:
-            yield False, f"Data, {name}: {used_line(first)}."
+        if (first := subset_by(fitted.dataset, FirstRecords)) is not None:
+            yield False, f"Data, {name}: {first_records_line(first)}."
         yield from filter_lines(name, fitted.dataset)
-        yield lost, f"Data, {name}: {overflow_line(report, records=records, seq_length=stream.sample_length, key=key)}."
+        yield lost, f"Data, {name}: {line}."
         spelled = int(fitted.dataset.counts().touched_by("special_tokens").sum())
         if spelled:
             yield False, f"Data, {name}: {special_line(spelled, records=records)}."
@@ -146,17 +147,20 @@ def over_tiles_line(number: int, *, records: int, limit: int | None) -> str:
     )
 
 
-def _used_report(dataset: PlannedDataset) -> dict[str, Any]:
+def _first_records_report(dataset: PlannedDataset) -> dict[str, Any]:
     """``num_used_data`` of a source that has more records."""
-    found = used_of(dataset)
-    return {} if found is None else {"num_used_data": {"used": found.number, "records": len(found.whole)}}
+    first = subset_by(dataset, FirstRecords)
+    return {} if first is None else {"num_used_data": {"used": len(first), "records": len(first.whole)}}
 
 
 def filter_lines(name: str, dataset: PlannedDataset) -> Iterator[tuple[bool, str]]:
     """What the filters of a source remove; nothing where it has none."""
-    if (found := filters_of(dataset)) is not None:
-        unrated = found.report.get("questions_rated") == 0
-        yield unrated or SKIPPED in found.report["removed"], f"Data, {name}: {removal_line(found.report)}."
+    if (filtering := filtering_of(dataset)) is not None:
+        report = filtering.report
+        yield (
+            report.get("questions_rated") == 0 or SKIPPED in report["removed"],
+            f"Data, {name}: {removal_line(report)}.",
+        )
 
 
 def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
@@ -167,19 +171,15 @@ def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
     """
     totals, estimated = np.zeros(6), [name for name, title in titles(stream).items() if name != title]
     for name, fitted, drawn in zip(stream.names, stream.fitted, stream.draws_per_epoch, strict=True):
-        found, skip = fitted.dataset.counts(), fitted.by_action["skip"]
-        counts = np.array(
-            [
-                len(found.tokens) - len(skip),
-                *(c.sum() - c[skip].sum() for c in (found.tokens, found.image_tokens, found.text_targets)),
-                *((c > 0).sum() - (c[skip] > 0).sum() for c in (found.text_targets, found.image_targets)),
-            ],
-            dtype=np.float64,
-        )
-        samples, passes = drawn / max(counts[0], 1), drawn / max(len(fitted.tokens), 1)  # a long text is several
-        totals += counts * [samples, passes, passes, passes, samples, samples]
+        counts, skip, sums = fitted.dataset.counts(), fitted.by_action["skip"], fitted.kept_sums
+        generating = [(column > 0).sum() - (column[skip] > 0).sum()
+                      for column in (counts.text_targets, counts.image_targets)]  # fmt: skip
+        records = len(counts.tokens) - len(skip)
+        row = np.array([records, sums["tokens"], sums["image_tokens"], sums["text_targets"], *generating], float)
+        samples, passes = drawn / max(records, 1), drawn / max(len(fitted.tokens), 1)  # a long text is several
+        totals += row * [samples, passes, passes, passes, samples, samples]
         about = "about " * (name in estimated) + f"{drawn:,}" + " of all shards" * (name in estimated)
-        yield False, f"Data, {fitted.titled(name)}: {_balance(counts)}; {about} drawn an epoch."
+        yield False, f"Data, {fitted.titled(name)}: {_balance(row)}; {about} drawn an epoch."
     if len(stream.names) > 1:
         how = f" (estimated, since {', '.join(estimated)} is measured in part)" if estimated else ""
         yield False, f"Data, an epoch of all sources{how}: {_balance(totals)}."
@@ -213,10 +213,10 @@ def special_line(spelled: int, *, records: int) -> str:
     return f"{spelled:,} of {records:,} records spell a special token, which is read as ordinary text"
 
 
-def _describe_dataset(dataset: PlannedDataset, counts: Counts) -> dict[str, Any]:
-    """``counts``: of what is trained on."""
-    whole, tokens, image_tokens = dataset.counts(), int(counts.tokens.sum()), int(counts.image_tokens.sum())
-    with_image = counts.images > 0
+def _describe_dataset(dataset: PlannedDataset, sums: Mapping[str, int]) -> dict[str, Any]:
+    """``sums``: of the columns ``CONTENT``, of what is trained on."""
+    counts = dataset.counts()
+    with_image, unknown = counts.images > 0, int(counts.unknown.sum())
     return {
         "name": dataset.name,
         "records": len(dataset),
@@ -225,18 +225,18 @@ def _describe_dataset(dataset: PlannedDataset, counts: Counts) -> dict[str, Any]
         "records_unreadable": int((counts.unreadable > 0).sum()),
         "first_unreadable": next(iter(unreadable(dataset, most=1)), None) if counts.unreadable.any() else None,
         "records_with_empty_text": int((counts.empty_texts > 0).sum()),
-        "unknown_tokens": int(whole.unknown.sum()),
-        "unknown_token_share": int(whole.unknown.sum()) / max(int((whole.tokens - whole.image_tokens).sum()), 1),
+        "unknown_tokens": unknown,
+        "unknown_token_share": unknown / max(int((counts.tokens - counts.image_tokens).sum()), 1),
         "unused_keys": [one._asdict() for one in unused_in(dataset)],
         "records_special_tokens": int(counts.touched_by("special_tokens").sum()),
-        "tokens": tokens,
-        "text_tokens": tokens - image_tokens,
-        "image_tokens": image_tokens,
-        "image_token_share": image_tokens / max(tokens, 1),
-        "text_targets": int(counts.text_targets.sum()),
-        "image_targets": int(counts.image_targets.sum()),
-        "other_targets": int(counts.other_targets.sum()),
-        "condition_images": int(counts.tiles.sum()),
+        "tokens": sums["tokens"],
+        "text_tokens": sums["tokens"] - sums["image_tokens"],
+        "image_tokens": sums["image_tokens"],
+        "image_token_share": sums["image_tokens"] / max(sums["tokens"], 1),
+        "text_targets": sums["text_targets"],
+        "image_targets": sums["image_targets"],
+        "other_targets": sums["other_targets"],
+        "condition_images": sums["tiles"],
         "lengths": _percentiles(dataset.lengths()[0]),
     }
 
@@ -280,18 +280,13 @@ def epoch_balance(stream: SequenceStream) -> dict[str, dict[str, float]]:
     Whole numbers where every record is used once; in a weighted mixture the mean of a record times its samples, which
     of a streamed source is the mean of the part that is measured.
     """
-    found = {}
+    balance = {}
     for name, fitted, drawn in zip(stream.names, stream.fitted, stream.draws_per_epoch, strict=True):
-        kept, passes = fitted.kept, drawn / max(len(fitted.tokens), 1)
-        columns = {
-            "text_tokens": kept.tokens - kept.image_tokens,
-            "image_tokens": kept.image_tokens,
-            "text_targets": kept.text_targets,
-            "image_targets": kept.image_targets,
-            "other_targets": kept.other_targets,
-        }
-        found[name] = {"samples": drawn, **{key: int(column.sum()) * passes for key, column in columns.items()}}
-    return found
+        sums, passes = dict(fitted.kept_sums), drawn / max(len(fitted.tokens), 1)
+        sums["text_tokens"] = sums["tokens"] - sums["image_tokens"]
+        keys = ("text_tokens", "image_tokens", "text_targets", "image_targets", "other_targets")
+        balance[name] = {"samples": drawn, **{key: sums[key] * passes for key in keys}}
+    return balance
 
 
 def derive(

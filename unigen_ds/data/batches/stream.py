@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -28,12 +29,11 @@ import numpy as np
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
 from unigen_ds.data.cache.array_cache import SUFFIX, cached, fingerprint
 from unigen_ds.data.datasets.dataset import PlannedDataset, source_names
-from unigen_ds.data.datasets.filtered import filters_of
+from unigen_ds.data.datasets.filtering import filtering_of
 from unigen_ds.data.datasets.groups import Blend, check_mandatory
-from unigen_ds.data.datasets.held_out import division_of, whole_of
 from unigen_ds.data.datasets.overflow import Overflow
-from unigen_ds.data.datasets.shard_order import ShardWalk
-from unigen_ds.data.datasets.streamed_units import StreamedFitted, fitted
+from unigen_ds.data.datasets.streamed_units import ShardWalk, StreamedFitted, fitted
+from unigen_ds.data.datasets.subset import division_of, whole_of
 from unigen_ds.data.order.cursor import Cursor as Cursor
 from unigen_ds.data.order.cursor import Phase as Phase
 from unigen_ds.data.order.order import Draw, GlobalOrder
@@ -222,8 +222,8 @@ class SequenceStream:
     def facts(self) -> dict[str, Any]:
         """The data by name, so that a resume can report what changed. Plain values."""
         records = [dataset.prefix_digest(len(dataset)) for dataset in self.datasets]
-        found = {name: filters_of(dataset) for name, dataset in zip(self.names, self.datasets, strict=True)}
-        filters = {name: list(one.settings) for name, one in found.items() if one is not None and one.settings}
+        filtering = {name: filtering_of(dataset) for name, dataset in zip(self.names, self.datasets, strict=True)}
+        filters = {name: list(one.settings) for name, one in filtering.items() if one is not None and one.settings}
         return {
             **self._fingerprinted,
             **({"filters": filters} if filters else {}),
@@ -251,7 +251,7 @@ class SequenceStream:
             **({"groups": self.blend.facts} if self.blend.facts else {}),
             **({"max_sample_tokens": self.sample_length} if self.sample_length != self.seq_length else {}),
             **({"long_records": touched} if touched else {}),
-            **({"validation": division.facts} if division else {}),
+            **({"validation": asdict(division)} if division else {}),
         }
 
     @property

@@ -20,9 +20,9 @@ import numpy as np
 from unigen_ds.core.batch import Batch
 from unigen_ds.data.batches.loader import BatchLoader, RowSource
 from unigen_ds.data.batches.stream import Row
-from unigen_ds.data.datasets.filtered import filters_of, removal_line
-from unigen_ds.data.datasets.held_out import whole_of
-from unigen_ds.data.datasets.overflow import Fitted, overflow_line
+from unigen_ds.data.datasets.filtering import filtering_of, removal_line
+from unigen_ds.data.datasets.overflow import Fitted
+from unigen_ds.data.datasets.subset import whole_of
 from unigen_ds.data.order.order import Draw, shares
 
 
@@ -80,10 +80,9 @@ class ValidationData:
         """What a start reports of each source."""
         for name, fitted in zip(self.names, self.fitted, strict=True):
             records, whole = len(fitted.dataset), len(whole_of(fitted.dataset))
-            report = overflow_line(fitted.report(name), records=records, seq_length=self.seq_length)
-            yield f"Validation, {name}: {records:,} of {whole:,} records; {report}."
-            if (found := filters_of(fitted.dataset)) is not None:
-                yield f"Validation, {name}: {removal_line(found.report)}."
+            yield f"Validation, {name}: {records:,} of {whole:,} records; {fitted.line(name)}."
+            if (filtering := filtering_of(fitted.dataset)) is not None:
+                yield f"Validation, {name}: {removal_line(filtering.report)}."
 
     def draws(self, limit: int | None = None) -> list[list[Draw]]:
         """The samples of each source; ``limit``: at most so many of all, spread evenly over each source."""

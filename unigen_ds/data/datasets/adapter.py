@@ -25,9 +25,9 @@ from torch import Tensor
 
 from unigen_ds.config.registry import DATASETS, check_arguments, checked
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError, suggestion
-from unigen_ds.data.cache.array_cache import SUFFIX, cached, fingerprint, launch, left_by_others, shared_by_node
+from unigen_ds.data.cache.array_cache import SUFFIX, cached, fingerprint
 from unigen_ds.data.datasets.dataset import ScannedDataset
-from unigen_ds.data.index.planning import UNUSABLE
+from unigen_ds.data.index.index import UNUSABLE
 from unigen_ds.data.records.unusable import NUM_LISTED, BadRecord, OnRecordError, as_array, from_array, unusable_error
 from unigen_ds.data.samples.counts import COLUMNS, Array, Counts, count, record_digest
 from unigen_ds.data.samples.processor import ConversationProcessor
@@ -49,9 +49,9 @@ class DatasetAdapter(ScannedDataset):
     Items with several images may have ``image_roles``, one for each: ``'target'`` is drawn, after the text;
     ``'condition'`` (seen by the vision tower) and ``'edited'`` (encoded by the VAE) are before it.
 
-    A start reads every item once, on one process of a node, for its length. A data set with ``lengths()`` is not read:
-    for each item the number of tokens, or ``(tokens, [(height, width), ...])`` with its images, or
-    ``(height, width, role)``. One with ``fingerprint``, a text that changes with its content, is read once for all
+    At a start each process reads every item once, for its length. A data set with ``lengths()`` is not read: for each
+    item the number of tokens, or ``(tokens, [(height, width), ...])`` with its images, or ``(height, width, role)``.
+    One with ``fingerprint``, a text that changes with its content, is read once for all
     starts.
 
     Args:
@@ -83,7 +83,7 @@ class DatasetAdapter(ScannedDataset):
         on_record_error: OnRecordError = "error",
     ) -> None:
         self.on_record_error, self._bad = on_record_error, list[BadRecord]()
-        self._given = _as_text(dataset)
+        self._config = _as_text(dataset)
         self.dataset = _make(dataset) if isinstance(dataset, Mapping) else dataset
         is_map = hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")
         if not is_map or isinstance(self.dataset, (str, bytes)):
@@ -98,7 +98,7 @@ class DatasetAdapter(ScannedDataset):
         if not len(self.dataset):
             raise DataError(f"{self.name}: the data set has no item (its __len__ is 0)")
         self.unk_id = getattr(processor.tokenizer, "unk_id", None)
-        self._typed = 0
+        self._num_typed = 0
         """Items that were read and have ``token_type_ids``."""
         self.own_fingerprint: str | None = getattr(self.dataset, "fingerprint", None)
         if cache_dir is not None:
@@ -129,42 +129,38 @@ class DatasetAdapter(ScannedDataset):
         return self._of_lengths() if self._has_lengths else self._read_once()
 
     def _read_once(self) -> tuple[Counts, Array, str]:
-        """``_read_all``, by one process of a node; with ``cache_dir`` by one of all starts."""
+        """``_read_all``; with ``cache_dir`` by one process of all starts."""
         processor = getattr(self.processor, "fingerprint", None)
-        facts = (
-            _ADAPTER, self.name, len(self), self.images, processor, self.unk_id, self._given, self.own_fingerprint,
+        key = fingerprint((
+            _ADAPTER, self.name, len(self), self.images, processor, self.unk_id, self._config, self.own_fingerprint,
             self.on_record_error,
-        )  # fmt: skip
-        folder, key = self.cache_folder, fingerprint(facts)
-        if folder is None and (self._given is not None or self.own_fingerprint is not None):
-            folder, key = shared_by_node(), fingerprint(facts, *launch())
-            if folder is not None:
-                left_by_others(folder / f"adapter-{key[:16]}{SUFFIX}")
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+        ))  # fmt: skip
 
         def make() -> dict[str, Array]:
-            self._typed = 0
+            self._num_typed = 0
             self._bad.clear()
             counts, records, digest = self._read_all()
             if self._bad and self.on_record_error == "error":
                 raise unusable_error(self._bad, self.name, len(self))
-            if self._typed:
+            if self._num_typed:
                 logger().info("Data, %s: token_type_ids of %d of %d items are all 0: they are not used.",
-                              self.name, self._typed, len(self))  # fmt: skip
+                              self.name, self._num_typed, len(self))  # fmt: skip
             whole = np.frombuffer(bytes.fromhex(digest), dtype="<i8").astype(np.int64)
             return {**{name: getattr(counts, name) for name in COLUMNS}, "records": records, "digest": whole,
                     UNUSABLE: as_array(self._bad)}  # fmt: skip
 
-        found = cached(folder and folder / f"adapter-{key[:16]}{SUFFIX}", key, make)
-        digest = np.ascontiguousarray(found["digest"], dtype="<i8").tobytes().hex()
-        counts, self._bad = Counts(*(found[name] for name in COLUMNS)), [*from_array(found[UNUSABLE])]
+        folder = self.cache_folder
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        arrays = cached(folder and folder / f"adapter-{key[:16]}{SUFFIX}", key, make)
+        digest = np.ascontiguousarray(arrays["digest"], dtype="<i8").tobytes().hex()
+        counts, self._bad = Counts(*(arrays[name] for name in COLUMNS)), [*from_array(arrays[UNUSABLE])]
         if not counts.targets.any():
             raise DataError(
                 f"{self.name}: none of its {len(self):,} items has a target: labels are -100, and no image is drawn",
                 allowed="labels aligned with input_ids; the first one is not used",
             )
-        return counts, found["records"], digest
+        return counts, arrays["records"], digest
 
     def _sample_or_none(self, index: int) -> Sample:
         try:
@@ -259,7 +255,7 @@ class DatasetAdapter(ScannedDataset):
         """Raise ``DataError`` where ``token_type_ids`` differ: zeros, as tokenizers of transformers return them, say
         nothing.
         """
-        self._typed += 1
+        self._num_typed += 1
         try:
             zeros = not np.any(np.asarray(given))
         except (TypeError, ValueError):

@@ -299,8 +299,8 @@ class FunctionFilter(RecordFilter):
         return self.function(record)
 
 
-def decided(one: RecordFilter, record: CheckedRecord) -> bool:
-    """What a filter decides. Raises ``DataError`` naming record and filter where it fails."""
+def decide(one: RecordFilter, record: CheckedRecord) -> bool:
+    """Return what a filter decides. Raises ``DataError`` naming record and filter where it fails."""
     try:
         found: Any = one.keeps(record)
     except DataError:

@@ -10,7 +10,7 @@ read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -19,10 +19,10 @@ import numpy as np
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, cached, fingerprint
 from unigen_ds.data.datasets.dataset import PlannedDataset
-from unigen_ds.data.datasets.held_out import record_number
+from unigen_ds.data.datasets.subset import record_number
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.rules import RULES
-from unigen_ds.data.samples.counts import COLUMNS, CONTENT, KINDS, Array, Counts, count
+from unigen_ds.data.samples.counts import COLUMNS, CONTENT, KINDS, Array, count
 from unigen_ds.data.samples.sample import Sample, num_pieces, piece_bounds
 
 Action = Literal["split", "truncate", "skip", "error"]
@@ -32,7 +32,7 @@ _BY_KIND: dict[str | None, dict[str, Action]] = {
     None: {"text": "split", "conversation": "skip", "images": "skip"},
     "split": {"text": "split", "conversation": "split", "images": "skip"},  # an image stays with its text
 }
-_NAMED = 5
+_LISTED = 5
 _MOST_LOST = 0.5
 
 
@@ -42,22 +42,22 @@ class Overflow:
 
     Args:
         seq_length: tokens of a sequence at most.
-        given: ``train_dataloader.overflow``; None: the default of each kind of record.
+        setting: ``train_dataloader.overflow``; None: the default of each kind of record.
         key: of ``train_dataloader``, which sets ``seq_length``.
     """
 
     seq_length: int
-    given: str | None = None
+    setting: str | None = None
     key: str = "seq_length"
 
     def __post_init__(self) -> None:
-        if self.given is not None and self.given not in ACTIONS:
-            raise ConfigError(f"train_dataloader.overflow is {self.given!r}", allowed=", ".join(ACTIONS))
+        if self.setting is not None and self.setting not in ACTIONS:
+            raise ConfigError(f"train_dataloader.overflow is {self.setting!r}", allowed=", ".join(ACTIONS))
 
     @property
     def actions(self) -> dict[str, Action]:
         """What happens to a long record of each kind."""
-        return _BY_KIND[self.given]
+        return _BY_KIND[self.setting]
 
 
 class Fitted:
@@ -84,10 +84,10 @@ class Fitted:
         split, skip = self.by_action["split"], self.by_action["skip"]
         if self.longer.size:
             divides = bool(split.size or skip.size)
-            found = self._shared("units", len(tokens), self._units if divides else self._shortened)
-            self.tokens = found["tokens"]
+            units = self._shared("units", len(tokens), self._units if divides else self._shortened)
+            self.tokens = units["tokens"]
             if divides:
-                self._records, self._pieces, self.tiles = found["records"], found["pieces"], found["tiles"]
+                self._records, self._pieces, self.tiles = units["records"], units["pieces"], units["tiles"]
 
     def _shared(self, kind: str, number: int, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
         """``make()``, of many records in a file that all processes share."""
@@ -125,7 +125,7 @@ class Fitted:
         return self.tokens[units], self.tiles[units]
 
     def record(self, unit: Draw) -> Draw:
-        """A draw of a unit as a draw of its record, by its number in the whole source (``held_out.whole_of``)."""
+        """A draw of a unit as a draw of its record, by its number in sample ids (``subset.record_number``)."""
         index, piece = unit.index, -1
         if self._records is not None and self._pieces is not None:
             index, piece = int(self._records[unit.index]), int(self._pieces[unit.index])
@@ -145,24 +145,9 @@ class Fitted:
         present = {KINDS[kind] for kind in np.unique(self.dataset.counts().kind[self.longer]).tolist()}
         return {kind: action for kind, action in self.overflow.actions.items() if kind in present}
 
-    @property
-    def kept(self) -> Counts:
-        """Counts of what is trained on, per record: zeros for a skipped one. Reads truncated records once (cached).
-
-        Six columns of its own where a record is longer: sums alone are in ``kept_sums``.
-        """
-        counts, (left_out, cut, truncated) = self.dataset.counts(), self._lost
-        if not left_out.size and not cut.size:
-            return counts
-        columns = {name: np.array(getattr(counts, name)) for name in CONTENT}
-        for name, column in columns.items():
-            column[left_out] = 0
-            column[cut] = truncated[:, COLUMNS.index(name)]
-        return replace(counts, **columns)
-
     @cached_property
     def kept_sums(self) -> dict[str, int]:
-        """Sums of the columns ``CONTENT`` of ``kept``."""
+        """Sums of the columns ``CONTENT`` of what is trained on. Reads truncated records once (cached)."""
         counts, (left_out, cut, truncated) = self.dataset.counts(), self._lost
         return {
             name: int(column.sum() - column[left_out].sum() - column[cut].sum())
@@ -194,6 +179,13 @@ class Fitted:
             return {"rows": np.asarray(rows, dtype=np.int64)}
 
         return cached(folder and folder / f"cut-{key[:16]}{SUFFIX}", key, make)["rows"]
+
+    def line(self, name: str) -> str:
+        """``report`` as a sentence."""
+        overflow = self.overflow
+        return overflow_line(
+            self.report(name), records=len(self.dataset), seq_length=overflow.seq_length, key=overflow.key
+        )
 
     def report(self, name: str) -> dict[str, Any]:
         """Plain numbers. ``name``: of the source in sample ids."""
@@ -235,23 +227,28 @@ def unit_tokens(num_tokens: int, piece: int, seq_length: int) -> int:
     return int(stop - start)
 
 
+def check_refused(source: Fitted, name: str) -> None:
+    """Raise ``DataError`` where ``overflow='error'`` and a record is too long."""
+    refused, limit, key = source.by_action["error"], source.overflow.seq_length, source.overflow.key
+    if refused.size:
+        first = ", ".join(source.ids(source.dataset.name, refused[:_LISTED])) + ", ..." * (refused.size > _LISTED)
+        raise DataError(
+            f"{source.titled(name)}: {len(refused):,} of {len(source.dataset):,} records are longer than {key}"
+            f" {limit:,} ({first}), and train_dataloader.overflow is 'error'",
+            remedy=f"{key} of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
+            " 'split', 'truncate' or 'skip'",
+        )
+
+
 def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
-    """Raise ``DataError`` where ``overflow='error'`` and a record is too long, or most image targets would be lost."""
+    """Raise ``DataError`` where ``check_refused`` does, or where most image targets, or all targets, would be lost."""
     for name, source in zip(names, sources, strict=True):
-        refused, limit, key = source.by_action["error"], source.overflow.seq_length, source.overflow.key
-        first = ", ".join(source.ids(name, refused[:_NAMED])) + ", ..." * (refused.size > _NAMED)
-        name = source.titled(name)
-        if refused.size:
-            raise DataError(
-                f"{name}: {len(refused):,} of {len(source.dataset):,} records are longer than {key}"
-                f" {limit:,} ({first}), and train_dataloader.overflow is 'error'",
-                remedy=f"{key} of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
-                " 'split', 'truncate' or 'skip'",
-            )
+        check_refused(source, name)
+        limit, key = source.overflow.seq_length, source.overflow.key
         total, kept = int(source.dataset.counts().image_targets.sum()), source.kept_sums["image_targets"]
         if total - kept > _MOST_LOST * total:
             raise DataError(
-                f"{name}: {total - kept:,} of {total:,} image targets do not fit {key} {limit:,}"
+                f"{source.titled(name)}: {total - kept:,} of {total:,} image targets do not fit {key} {limit:,}"
                 f" (the largest image has {int(source.dataset.counts().largest_image.max()):,} tokens, the longest"
                 f" record {int(source.dataset.lengths()[0].max()):,})",
                 allowed="at most half of a source's image targets lost",
@@ -304,8 +301,8 @@ def overflow_line(report: Mapping[str, Any], *, records: int, seq_length: int, k
     if report["refused"]:
         done.append(f"{report['refused']:,} refused")
     if report["skipped"]:
-        shown = ", ".join(report["skipped_records"][:_NAMED])
-        done.append(f"{report['skipped']:,} skipped ({shown}{', ...' if report['skipped'] > _NAMED else ''})")
+        first = ", ".join(report["skipped_records"][:_LISTED])
+        done.append(f"{report['skipped']:,} skipped ({first}{', ...' if report['skipped'] > _LISTED else ''})")
     lost = (
         f"{report[f'{kind}_targets_lost']:,} of {report[f'{kind}_targets']:,} {kind} targets"
         for kind in ("text", "image", "other")

@@ -19,9 +19,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.cache.array_cache import SUFFIX, Arrays, NewArrays, fingerprint, kept, stored
-from unigen_ds.data.index.index import Index
-from unigen_ds.data.index.planning import Chunk, batches, learnt, planned
+from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, Arrays, fingerprint, kept, stored
+from unigen_ds.data.index.index import Chunk, Index, batches, planned, turns_to_learn
 from unigen_ds.data.records.records import Layout
 from unigen_ds.data.rules import RULES
 from unigen_ds.data.samples.processor import ConversationProcessor
@@ -38,7 +37,7 @@ class TokenCache:
         self._path, self._key, self._starts, self._numbers = path, key, arrays["starts"], arrays["numbers"]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (self._path, self._key)
+        return TokenCache.open, (self._path, self._key)
 
     def of(self, index: int) -> list[list[int]]:
         """Ids of each text of a record. Raises ``DataError`` where the file was damaged."""
@@ -57,6 +56,14 @@ class TokenCache:
         return texts
 
     @classmethod
+    def open(cls, path: Path, key: str) -> TokenCache:
+        """In another process. Raises ``DataError`` where the file is gone."""
+        arrays = stored(path, key)
+        if arrays is None:
+            raise DataError(f"the cache of tokens {path} is gone or damaged", remedy="start again: it is made again")
+        return cls(path, key, arrays)
+
+    @classmethod
     def build(cls, index: Index, processor: ConversationProcessor, *, num_workers: int = 0) -> TokenCache | None:
         """From its file, or by tokenizing every text once. None, with a warning, where there is no space for a file.
 
@@ -73,27 +80,18 @@ class TokenCache:
         )  # fmt: skip
         path = index.folder / f"{name}-tokens-{key[:16]}{SUFFIX}"
 
-        def fill(new: NewArrays) -> None:
+        def fill(new: ArrayFile) -> None:
             new.add("starts", len(index) + 1)
             new.add("numbers", None, "int32")
             end = 0
-            malformed = frozenset(index.malformed.tolist())
-            plan = _TokenPlan(index.source, processor, index.layout, malformed)
-            for first, (lengths, numbers) in planned(plan, num_workers):
+            plan = _TokenPlan(index.source, processor, index.layout, frozenset(index.malformed.tolist()))
+            for first, (lengths, numbers) in planned(index.source, plan, num_workers):
                 new.put("starts", first + 1, end + np.cumsum(lengths))
                 new.put("numbers", end, numbers)
                 end += len(numbers)
 
         arrays = kept(path, key, fill)
         return None if arrays is None else cls(path, key, arrays)
-
-
-def _opened(path: Path, key: str) -> TokenCache:
-    """In another process. Raises ``DataError`` where the file is gone."""
-    arrays = stored(path, key)
-    if arrays is None:
-        raise DataError(f"the cache of tokens {path} is gone or damaged", remedy="start again: it is made again")
-    return TokenCache(path, key, arrays)
 
 
 def _checksum(numbers: NDArray[Any]) -> int:
@@ -111,13 +109,13 @@ class _TokenPlan:
     malformed: frozenset[int]
     """Numbers of the records that have no texts."""
 
-    def chunk(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
+    def __call__(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
         """How many numbers each record has, and the numbers: its checksum, then of each text the length and ids."""
         lengths: list[int] = []
         rows: list[NDArray[np.int32]] = []
         for first, entries in batches(self.source, chunk):
             turns = [
-                [] if n in self.malformed else learnt(entry.record, entry.where, self.layout)
+                [] if n in self.malformed else turns_to_learn(entry.record, entry.where, self.layout)
                 for n, entry in enumerate(entries, first)
             ]
             for texts in self.processor.text_ids(turns):
