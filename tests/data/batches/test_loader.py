@@ -150,7 +150,7 @@ def test_global_random_state_is_left_alone(data: Any, workers: int) -> None:
 
 
 def worker_ids(made: UpdateLoader) -> list[int]:
-    return [process.pid for process in made._batches._made._processes]  # type: ignore[union-attr]
+    return [process.pid for process in made._batches._loaded._processes]  # type: ignore[union-attr]
 
 
 def alive(pid: int) -> bool:
@@ -186,12 +186,12 @@ def test_workers_outlive_a_signal_to_the_job(data: Any) -> None:
     for _ in range(4):
         next(iterator)
     assert alive(pid)
-    made._batches._made._processes[0].terminate()  # type: ignore[union-attr]  # the main process itself is obeyed
+    made._batches._loaded._processes[0].terminate()  # type: ignore[union-attr]  # the main process itself is obeyed
     for _ in range(100):
-        if made._batches._made._processes[0].exitcode is not None:  # type: ignore[union-attr]
+        if made._batches._loaded._processes[0].exitcode is not None:  # type: ignore[union-attr]
             break
         time.sleep(0.05)
-    assert made._batches._made._processes[0].exitcode is not None  # type: ignore[union-attr]
+    assert made._batches._loaded._processes[0].exitcode is not None  # type: ignore[union-attr]
     made.close()
 
 

@@ -213,7 +213,6 @@ def test_appended_records_and_a_share_for_validation(data: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("filters", "message"),
     [
-        ([{"type": "ImageSizeFilter"}], r"filters\[0\].*no limit.*min_side, max_side, max_ratio"),
         ([{"type": "NoSuchFilter"}], r"filters\[0\]\.type is 'NoSuchFilter'"),
         ([{"type": "TextLengthFilter", "max_characters": "5"}], r"filters\[0\]\.max_characters is '5'"),
         ([LIMITS[1], {"type": "RatingFilter", "relevance": 3}], r"filters\[1\] has no key 'relevance'"),
