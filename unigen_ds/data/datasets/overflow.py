@@ -19,8 +19,10 @@ import numpy as np
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, cached, fingerprint
 from unigen_ds.data.datasets.dataset import PlannedDataset
+from unigen_ds.data.datasets.filtering import filtering_of
 from unigen_ds.data.datasets.subset import record_number
 from unigen_ds.data.order.order import Draw
+from unigen_ds.data.records.unusable import BadRecord
 from unigen_ds.data.rules import RULES
 from unigen_ds.data.samples.counts import COLUMNS, CONTENT, KINDS, Array, count
 from unigen_ds.data.samples.sample import Sample, num_pieces, piece_bounds
@@ -130,6 +132,12 @@ class Fitted:
         if self._records is not None and self._pieces is not None:
             index, piece = int(self._records[unit.index]), int(self._pieces[unit.index])
         return Draw(unit.source, record_number(self.dataset, index), unit.pass_number, piece)
+
+    @property
+    def unusable(self) -> Sequence[BadRecord]:
+        """Records that ``on_record_error`` leaves out."""
+        filtering = filtering_of(self.dataset)
+        return () if filtering is None else filtering.unusable
 
     def titled(self, name: str) -> str:
         """How messages call what the numbers of this source are of: a streamed one is measured in part."""

@@ -150,8 +150,7 @@ class StreamedFitted(Fitted):
     def __init__(self, dataset: Any, overflow: Overflow) -> None:
         self.shards: StreamedShards = dataset.shards
         self._whole, self._reported = dataset, {0}
-        self.unusable: list[BadRecord] = []
-        """That are left out, of the shards so far."""
+        self._unusable: list[BadRecord] = []
         self._num_records = 0
         self._recent: Recent[Fitted] = Recent(2 * self.shards.mixed + 1)
         first = self._records_of(0)
@@ -166,18 +165,23 @@ class StreamedFitted(Fitted):
     listed: Collection[str] = ()
     """Lines that an earlier start has written there."""
 
+    @property
+    def unusable(self) -> Sequence[BadRecord]:
+        """Of the shards so far."""
+        return self._unusable
+
     def count_unusable(self, part: Fitted) -> None:
         """Of a shard that is reached. Raises ``DataError`` where all shards so far have too many."""
         filtering = filtering_of(part.dataset)
         unusable = [] if filtering is None else filtering.unusable
-        self.unusable += unusable
+        self._unusable += unusable
         self._num_records += len(whole_of(part.dataset))
         if self.left_out_file is not None and unusable:
             lines = [line for one in unusable if (line := one.line(self._whole.name)) not in self.listed]
             with self.left_out_file.open("a", encoding="utf-8") as stream:
                 stream.writelines(lines)
-        if self.limit is not None and exceeds(len(self.unusable), self._num_records, self.limit):
-            raise unusable_error(self.unusable, self._whole.name, self._num_records, limit=self.limit)
+        if self.limit is not None and exceeds(len(self._unusable), self._num_records, self.limit):
+            raise unusable_error(self._unusable, self._whole.name, self._num_records, limit=self.limit)
 
     def __len__(self) -> int:
         """Units of a pass, as far as can be known: those of the first shard times the number of shards, or in

@@ -9,7 +9,6 @@ Each record has a checksum of its own, since a wrong id would be learned without
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,6 @@ class TokenCache:
         Raises ``ConfigError`` for a processor that does not tokenize texts one by one.
         """
         next(processor.text_ids([]), None)  # refused before anything is read
-        name = index.source.origin.name
         if index.folder is None:
             logger().warning("the tokens of %s cannot be cached: there is no folder for it", index.source.title)
             return None
@@ -78,7 +76,7 @@ class TokenCache:
             _FORMAT, index.content, type(processor).__qualname__, processor.tokenizer.fingerprint,
             RULES.special_tokens, index.layout.facts, *index.source.cache_facts,
         )  # fmt: skip
-        path = index.folder / f"{name}-tokens-{key[:16]}{SUFFIX}"
+        path = index.folder / f"{index.source.origin.name}-tokens-{key[:16]}{SUFFIX}"
 
         def fill(new: ArrayFile) -> None:
             new.add("starts", len(index) + 1)
@@ -111,7 +109,6 @@ class _TokenPlan:
 
     def __call__(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
         """How many numbers each record has, and the numbers: its checksum, then of each text the length and ids."""
-        lengths: list[int] = []
         rows: list[NDArray[np.int32]] = []
         for first, entries in batches(self.source, chunk):
             turns = [
@@ -119,16 +116,7 @@ class _TokenPlan:
                 for n, entry in enumerate(entries, first)
             ]
             for texts in self.processor.text_ids(turns):
-                rows.append(_row(texts))
-                lengths.append(len(rows[-1]))
-        return np.asarray(lengths, dtype=np.int64), np.concatenate(rows)
-
-
-def _row(texts: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    numbers: list[int] = []
-    for ids in texts:
-        numbers.append(len(ids))
-        numbers += ids
-    row = np.asarray([0, *numbers], dtype=np.int32)
-    row[0] = _checksum(row[1:])
-    return row
+                row = np.asarray([0, *(number for ids in texts for number in (len(ids), *ids))], dtype=np.int32)
+                row[0] = _checksum(row[1:])
+                rows.append(row)
+        return np.asarray([*map(len, rows)], dtype=np.int64), np.concatenate(rows)
