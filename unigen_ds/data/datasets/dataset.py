@@ -355,17 +355,6 @@ def planned_tokens(dataset: PlannedDataset, index: int) -> int:
     return int(dataset.lengths()[0][index] if known is None else known(index))
 
 
-def dataset_weights(datasets: Sequence[PlannedDataset]) -> list[float] | None:
-    """The weights of a mixture: all given, or none. Raises ``ConfigError`` where only some are."""
-    weights = [dataset.weight for dataset in datasets]
-    given = [weight for weight in weights if weight is not None]
-    if given and len(given) < len(weights):
-        without = [d.name for d in datasets if d.weight is None]
-        raise ConfigError(f"data sets without a weight beside others with one: {', '.join(without)}",
-                          remedy="give all of them a weight, or none")  # fmt: skip
-    return given or None
-
-
 def source_names(datasets: Sequence[PlannedDataset]) -> tuple[str, ...]:
     """Names for sample ids; a name that occurs again is followed by its number."""
     names: list[str] = []
