@@ -9,7 +9,7 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -78,29 +78,21 @@ class Fitted:
             action: self.longer if mask.all() else self.longer[mask] for action, mask in chosen.items()
         }
         """Records that are too long, by what happens to them."""
-        self._records: Array | None = None
-        self._pieces: Array | None = None
-        self.tokens: Array = tokens
-        """Of each unit. Without a longer record the index's own, which needs no memory of the process."""
-        self.tiles: Array = tiles
-        split, skip = self.by_action["split"], self.by_action["skip"]
+        units = {"tokens": tokens, "tiles": tiles}
         if self.longer.size:
-            divides = bool(split.size or skip.size)
-            units = self._shared("units", len(tokens), self._units if divides else self._shortened)
-            self.tokens = units["tokens"]
-            if divides:
-                self._records, self._pieces, self.tiles = units["records"], units["pieces"], units["tiles"]
+            units = self._shared_units()
+        self.tokens: Array = units["tokens"]
+        """Of each unit. Without a longer record the index's own, which needs no memory of the process."""
+        self.tiles: Array = units["tiles"]
+        self._records, self._pieces = units.get("records"), units.get("pieces")
 
-    def _shared(self, kind: str, number: int, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
-        """``make()``, of many records in a file that all processes share."""
+    def _shared_units(self) -> dict[str, Array]:
+        """``_units``, of many records in a file that all processes share."""
         overflow, folder = self.overflow, self.dataset.cache_folder
-        if folder is None or number < SHARED_FROM:  # without the fingerprint, which may read the data
-            return make()
-        key = fingerprint(_UNITS, kind, self.dataset.fingerprint, overflow.seq_length, RULES.overflow, overflow.actions)
-        return cached(folder / f"{kind}-{key[:16]}{SUFFIX}", key, make)
-
-    def _shortened(self) -> dict[str, Array]:
-        return {"tokens": np.minimum(self.dataset.lengths()[0], self.overflow.seq_length)}
+        if folder is None or len(self.dataset) < SHARED_FROM:  # without the fingerprint, which may read the data
+            return self._units()
+        key = fingerprint(_UNITS, self.dataset.fingerprint, overflow.seq_length, RULES.overflow, overflow.actions)
+        return cached(folder / f"units-{key[:16]}{SUFFIX}", key, self._units)
 
     def _units(self) -> dict[str, Array]:
         """Of each unit: its record, its piece or -1, tokens and tiles."""
@@ -164,10 +156,12 @@ class Fitted:
             for column in [getattr(counts, name)]
         }
 
-    @cached_property
-    def kept_targets(self) -> int:
-        """Targets of every loss term that are trained on."""
-        return sum(self.kept_sums[f"{kind}_targets"] for kind in ("text", "image", "other"))
+    @property
+    def lost(self) -> dict[str, int]:
+        """Targets of each loss term that are not trained on."""
+        counts = self.dataset.counts()
+        totals = {kind: int(getattr(counts, f"{kind}_targets").sum()) for kind in ("text", "image", "other")}
+        return {kind: total - self.kept_sums[f"{kind}_targets"] for kind, total in totals.items()}
 
     @cached_property
     def _lost(self) -> tuple[Array, Array, Array]:
@@ -197,21 +191,17 @@ class Fitted:
 
     def report(self, name: str) -> dict[str, Any]:
         """Plain numbers. ``name``: of the source in sample ids."""
-        whole, kept = self.dataset.counts(), self.kept_sums
-        targets = {
-            f"{kind}_targets{suffix}": int(value)
-            for kind in ("text", "image", *["other"] * bool(whole.other_targets.any()))
-            for total in [int(getattr(whole, f"{kind}_targets").sum())]
-            for suffix, value in (("", total), ("_lost", total - kept[f"{kind}_targets"]))
-        }
-        total = sum(int(getattr(whole, f"{kind}_targets").sum()) for kind in ("text", "image", "other"))
+        counts, lost, targets = self.dataset.counts(), self.lost, dict[str, int]()
+        for kind in ("text", "image", *["other"] * bool(counts.other_targets.any())):
+            targets[f"{kind}_targets"] = int(getattr(counts, f"{kind}_targets").sum())
+            targets[f"{kind}_targets_lost"] = lost[kind]
         return {
             "longer": len(self.longer),
             **{_DONE[action]: len(self.by_action[action]) for action in ACTIONS},
-            "pieces": int(num_pieces(whole.tokens[self.by_action["split"]], self.overflow.seq_length).sum()),
+            "pieces": int(num_pieces(counts.tokens[self.by_action["split"]], self.overflow.seq_length).sum()),
             "skipped_records": self.ids(name, self.by_action["skip"]),
             **targets,
-            "share_lost": (total - self.kept_targets) / max(total, 1),
+            "share_lost": sum(lost.values()) / max(int(counts.targets.sum()), 1),
         }
 
 
@@ -235,14 +225,14 @@ def unit_tokens(num_tokens: int, piece: int, seq_length: int) -> int:
     return int(stop - start)
 
 
-def check_refused(source: Fitted, name: str) -> None:
-    """Raise ``DataError`` where ``overflow='error'`` and a record is too long."""
+def check_refused(source: Fitted, name: str, title: str) -> None:
+    """Raise ``DataError`` where a record is too long and ``overflow`` is 'error'. ``name``: as in sample ids."""
     refused, limit, key = source.by_action["error"], source.overflow.seq_length, source.overflow.key
     if refused.size:
-        first = ", ".join(source.ids(source.dataset.name, refused[:_LISTED])) + ", ..." * (refused.size > _LISTED)
+        first = ", ".join(source.ids(name, refused[:_LISTED])) + ", ..." * (refused.size > _LISTED)
         raise DataError(
-            f"{source.titled(name)}: {len(refused):,} of {len(source.dataset):,} records are longer than {key}"
-            f" {limit:,} ({first}), and train_dataloader.overflow is 'error'",
+            f"{title}: {len(refused):,} of {len(source.dataset):,} records are longer than {key} {limit:,} ({first}),"
+            " and train_dataloader.overflow is 'error'",
             remedy=f"{key} of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
             " 'split', 'truncate' or 'skip'",
         )
@@ -251,35 +241,31 @@ def check_refused(source: Fitted, name: str) -> None:
 def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
     """Raise ``DataError`` where ``check_refused`` does, or where most image targets, or all targets, would be lost."""
     for name, source in zip(names, sources, strict=True):
-        check_refused(source, name)
-        limit, key = source.overflow.seq_length, source.overflow.key
-        total, kept = int(source.dataset.counts().image_targets.sum()), source.kept_sums["image_targets"]
-        if total - kept > _MOST_LOST * total:
+        title, limit, key = source.titled(name), source.overflow.seq_length, source.overflow.key
+        check_refused(source, name, title)
+        counts, tokens = source.dataset.counts(), source.dataset.lengths()[0]
+        shortest, longest = int(tokens.min()), int(tokens.max())
+        total, lost = int(counts.image_targets.sum()), source.lost["image"]
+        if lost > _MOST_LOST * total:
             raise DataError(
-                f"{source.titled(name)}: {total - kept:,} of {total:,} image targets do not fit {key} {limit:,}"
-                f" (the largest image has {int(source.dataset.counts().largest_image.max()):,} tokens, the longest"
-                f" record {int(source.dataset.lengths()[0].max()):,})",
+                f"{title}: {lost:,} of {total:,} image targets do not fit {key} {limit:,} (the largest image has"
+                f" {int(counts.largest_image.max()):,} tokens, the longest record {longest:,})",
                 allowed="at most half of a source's image targets lost",
                 remedy=f"a larger train_dataloader.{key}, or a smaller max_size of processor.vae_transform",
             )
-    for name, source in zip(names, sources, strict=True):
-        tokens, limit = source.dataset.lengths()[0], source.overflow.seq_length
-        key, shortest, longest = source.overflow.key, int(tokens.min()), int(tokens.max())
-        larger = f"train_dataloader.{key} of {shortest:,} or more (the longest: {longest:,})"
+        larger = f"a train_dataloader.{key} of {shortest:,} or more (the longest: {longest:,})"
         if not len(source):
-            images = KINDS.index("images") in source.dataset.counts().kind
+            has_images = KINDS.index("images") in counts.kind
             raise DataError(
-                f"{source.titled(name)}: all {len(source.dataset):,} records are longer than {key} {limit:,} and are"
-                " skipped",
-                remedy=f"a {larger}" + ("" if images else ", or train_dataloader.overflow='split'"),
+                f"{title}: all {len(source.dataset):,} records are longer than {key} {limit:,} and are skipped",
+                remedy=larger + ("" if has_images else ", or train_dataloader.overflow='split'"),
             )
-        total, left = int(source.dataset.counts().targets.sum()), source.kept_targets
-        if total and not left:
+        targets = int(counts.targets.sum())
+        if targets and sum(source.lost.values()) == targets:
             raise DataError(
-                f"{source.titled(name)}: all {total:,} targets are lost: what of its records fits {key} {limit:,} has"
-                " none",
+                f"{title}: all {targets:,} targets are lost: what of its records fits {key} {limit:,} has none",
                 allowed="records that leave something to learn",
-                remedy=f"a {larger}",
+                remedy=larger,
             )
 
 

@@ -235,7 +235,7 @@ class StreamedFitted(Fitted):
     def _check(self, shard: int, part: Fitted) -> None:
         """Report what of a shard is not trained on. Raises ``DataError`` where overflow is 'error'."""
         title = f"{self._whole.name}, shard {self.shards.listed.shards[shard].name}"
-        check_refused(part, title)
+        check_refused(part, self._whole.name, title)
         check_positions([part], [title], limit=self.positions)
         self.count_unusable(part)
         if dist.env_rank() != 0:
