@@ -163,7 +163,7 @@ def test_a_resume_anywhere_continues_with_the_same_rows(tmp_path: Path) -> None:
     planned: list[Any] = []
     for at in (1, 37, 150, 151, 333):
         fresh = stream(sources(tmp_path), sequences_per_epoch=55)
-        fresh._plan_with_mandatory = lambda *w, plan=fresh._plan_with_mandatory: (planned.append(w), plan(*w))[1]
+        fresh._plan = lambda *w, plan=fresh._plan: (planned.append(w), plan(*w))[1]
         cursor = Cursor.from_state_dict(json.loads(json.dumps(whole[at - 1][1].state_dict())))
         assert cursor == whole[at - 1][1]
         planned.clear()
@@ -179,10 +179,10 @@ def test_the_first_epoch_is_planned_once_and_cached(tmp_path: Path, monkeypatch:
     first = stream(sources(tmp_path))
     expected = first.sequences_per_epoch, first.draws_per_epoch, [r for r, _ in islice(first.rows(), 300)]
     again = stream(sources(tmp_path))
-    plan = SequenceStream._plan_with_mandatory
-    monkeypatch.setattr(SequenceStream, "_plan_with_mandatory", lambda *_: pytest.fail("planned again"))
+    plan = SequenceStream._plan
+    monkeypatch.setattr(SequenceStream, "_plan", lambda *_: pytest.fail("planned again"))
     assert (again.sequences_per_epoch, again.draws_per_epoch) == expected[:2]
-    monkeypatch.setattr(SequenceStream, "_plan_with_mandatory", plan)
+    monkeypatch.setattr(SequenceStream, "_plan", plan)
     assert [r for r, _ in islice(again.rows(), 300)] == expected[2]
 
 

@@ -154,7 +154,7 @@ class StreamedFitted(Fitted):
         self._num_records = 0
         self._recent: Recent[Fitted] = Recent(2 * self.shards.mixed + 1)
         first = self._records_of(0)
-        if not len(first):
+        if filtering_of(first) is not None and not len(first):
             raise all_removed(first, title=self.titled(dataset.name))
         super().__init__(first, overflow)
 
