@@ -15,12 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import Unpack
 
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError
@@ -44,6 +45,19 @@ class MicroBatch:
     """Rows of the iteration over all ranks, in global order."""
 
 
+class Loading(TypedDict, total=False):
+    """How batches are loaded. It changes nothing of a batch."""
+
+    num_workers: int
+    """Worker processes; 0 loads in this one."""
+    prefetch_factor: int | None
+    """Micro-batches that each worker keeps ready."""
+    pin_memory: bool
+    """Copy batches to page-locked memory (where there is an accelerator)."""
+    timeout: float
+    """Seconds to wait for a worker's batch before an error; 0: for ever."""
+
+
 class UpdateLoader:
     """Endless updates. Iterate once; ``close`` when done.
 
@@ -54,10 +68,7 @@ class UpdateLoader:
         dp_rank: which of the ranks.
         cursor: where to continue.
         seed: of noise and condition dropout; the processor's by default.
-        num_workers: worker processes; 0 loads in this one.
-        prefetch_factor: micro-batches that each worker keeps ready.
-        pin_memory: copy batches to page-locked memory (where there is an accelerator).
-        timeout: seconds to wait for a worker's batch before an error; 0: for ever.
+        loading: how batches are loaded.
     """
 
     def __init__(
@@ -69,24 +80,13 @@ class UpdateLoader:
         dp_rank: int = 0,
         cursor: Cursor | None = None,
         seed: int | None = None,
-        num_workers: int = 0,
-        prefetch_factor: int | None = None,
-        pin_memory: bool = False,
-        timeout: float = 0.0,
+        **loading: Unpack[Loading],
     ) -> None:
         assert 0 <= dp_rank < geometry.dp_size, (dp_rank, geometry)
         self.geometry = geometry
         self._iterations = _Iterations(stream, geometry, dp_rank, cursor or Cursor())
-        self._batches = BatchLoader(
-            RowSource(stream.sources, stream.names, stream.sample_length),
-            processor,
-            self._iterations,
-            seed=seed,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
-            timeout=timeout,
-        )
+        source = RowSource(stream.sources, stream.names, stream.sample_length)
+        self._batches = BatchLoader(source, processor, self._iterations, seed=seed, **loading)
         self._closed = False
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
@@ -122,7 +122,8 @@ class BatchLoader:
         source: what the rows point into.
         processor: turns records into tensors.
         iterations: the rows of each batch. Workers read ahead, so it is iterated faster than ``next`` is called.
-        seed, num_workers, prefetch_factor, pin_memory, timeout: as of ``UpdateLoader``.
+        seed: as of ``UpdateLoader``.
+        num_workers, prefetch_factor, pin_memory, timeout: ``Loading``.
     """
 
     def __init__(
