@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,14 +51,6 @@ def test_counts_of_every_record(tmp_path: Path) -> None:
     assert counts.text_targets.tolist() == [4, 0, 0]
     assert counts.image_targets.tolist() == [0, 2, 2]
     assert counts.unreadable.tolist() == [0, 0, 0]
-
-
-def test_json_and_jsonl_give_the_same(tmp_path: Path) -> None:
-    records = mixed_records(tmp_path, 12)
-    lines = build_index(write_jsonl(tmp_path / "t.jsonl", records))
-    (tmp_path / "t.json").write_text(json.dumps(records, indent=1), encoding="utf-8")
-    array = build_index(tmp_path / "t.json")
-    assert lines.counts.digest == array.counts.digest and len(lines) == len(array) == 12
 
 
 def test_cache_is_used_and_keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,19 +122,6 @@ def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     path = write_jsonl(tmp_path / "u.jsonl", [{"text": "x"} if i not in (13, 30) else {} for i in range(40)])
     with pytest.raises(DataError, match=r"u\.jsonl:14: conversations is missing"):
         build_index(path, num_workers=2)
-
-
-def test_starting_together_plans_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 30))
-    plans, plan = [], index_module.plan_all
-    monkeypatch.setattr(index_module, "plan_all", lambda *a: plans.append(1) or plan(*a))
-    found: list[str] = []
-    threads = [threading.Thread(target=lambda: found.append(build_index(path).digest)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4 and len(set(found)) == 1 and len(plans) == 1
 
 
 def test_cache_dir_where_the_data_folder_is_not_writable(tmp_path: Path) -> None:

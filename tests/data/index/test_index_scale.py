@@ -20,7 +20,6 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.batches.test_collate import same
 from tests.data.support import (
     ByteTokenizer,
     build_index,
@@ -36,9 +35,7 @@ from tests.data.text.chat_support import character_tokenizer
 from tests.processes import popen
 from tests.text_run import text_config, trained, words
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.collate import collate
-from unigen_ds.data.batches.loader import UpdateLoader
 from unigen_ds.data.batches.stream import Cursor, SequenceStream
 from unigen_ds.data.cache import array_cache
 from unigen_ds.data.cache.array_cache import FOLDER, cached, filled
@@ -48,7 +45,6 @@ from unigen_ds.data.datasets.filtering import apply_filters
 from unigen_ds.data.datasets.filters import CheckedRecord
 from unigen_ds.data.datasets.overflow import Fitted, Overflow
 from unigen_ds.data.datasets.subset import Division, divide
-from unigen_ds.data.images.augment import RandomFlip
 from unigen_ds.data.images.transforms import ImageTransform, normalised
 from unigen_ds.data.index import index as index_module
 from unigen_ds.data.order.order import Draw, GlobalOrder
@@ -136,17 +132,6 @@ def test_a_million_records_take_at_most_16_bytes_each(tmp_path: Path, monkeypatc
     alone = use()
     for name in ("tokens", "tiles", "_records", "_pieces"):
         assert np.array_equal(getattr(stream.fitted[0], name), getattr(alone.fitted[0], name))
-
-
-def test_shares_of_many_records_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = mixed_dataset(tmp_path, 40)
-    found = []
-    for least in (1 << 20, 1):
-        monkeypatch.setattr("unigen_ds.data.samples.counts.SHARED_FROM", least)
-        train, _ = divide([data], Division(0.3, 1))
-        found.append(train[0].counts())
-    assert is_mapped(found[1].tokens) and not is_mapped(found[0].tokens)
-    assert all(np.array_equal(getattr(found[0], name), getattr(found[1], name)) for name in COLUMNS)
 
 
 def without_captions(record: CheckedRecord) -> bool:
@@ -372,21 +357,3 @@ def test_a_transform_of_a_users_own_is_called(tmp_path: Path) -> None:
     batch = collate(rows, [data], data.processor, seq_length=64)
     doubled = collate(rows, [data], make_processor(vit_transform=Doubled(16, 8, 4)), seq_length=64)
     assert batch.vit_patches.dtype == torch.float32 and torch.equal(doubled.vit_patches, batch.vit_patches * 2)
-
-
-def test_large_batches_of_workers_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unigen_ds.data.batches.loader._BY_VALUE", 64)
-    data = mixed_dataset(tmp_path, 16)
-    stream = make_stream([data], window=None)
-
-    def batches(workers: int) -> list[Any]:
-        loading = UpdateLoader(stream, processor=data.processor, geometry=Geometry(2, 2, 1), num_workers=workers)
-        found = [micro.batch for update in islice(loading, 3) for micro in update]
-        loading.close()
-        return found
-
-    for one, other in zip(batches(0), batches(2), strict=True):
-        same(one, other)
-    data.processor.vit_augment = (RandomFlip(probability=1.0),)
-    for one, other in zip(batches(0), batches(2), strict=True):
-        same(one, other)
