@@ -275,7 +275,7 @@ class Synthetic:
                 new.put("tokens", start, np.minimum(found, SEQ_LENGTH))
 
         self.cache_folder = folder
-        arrays = array_cache.filled(folder / "synthetic.arrays", str(number), fill)
+        arrays = array_cache.load_or_fill(folder / "synthetic.arrays", str(number), fill)
         self._counts = Counts(*(arrays[name] for name in COLUMNS))
         self.fingerprint = f"synthetic-{number}"
 

@@ -24,7 +24,7 @@ from PIL import Image
 from shared.record import ROOT
 from torch.utils.data import Dataset
 
-from unigen_ds.data.cache.array_cache import filled
+from unigen_ds.data.cache.array_cache import load_or_fill
 from unigen_ds.data.images.transforms import ImageTransform, patchify
 from unigen_ds.data.index.index import Plan, plan_all
 from unigen_ds.data.records.records import Layout
@@ -132,7 +132,7 @@ def text_sides(folder: Path, number: int, *, short: bool) -> Sides:
 def planned(path: Path, processor: UnifiedProcessor, layout: Layout, column: str) -> int:
     """The sum of a column of the index."""
     plan = Plan(JsonSource(path), processor, layout)
-    return int(filled(None, "", lambda new: plan_all(plan, 0, new, "error"))[column].sum())
+    return int(load_or_fill(None, "", lambda new: plan_all(plan, 0, new, "error"))[column].sum())
 
 
 def _mapped(path: Path, folder: Path, plain: Any) -> Sides:

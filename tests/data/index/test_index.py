@@ -25,7 +25,7 @@ from tests.data.support import (
     write_jsonl,
 )
 from unigen_ds.core.errors import DataError, TrainingError
-from unigen_ds.data.cache.array_cache import FOLDER, cached
+from unigen_ds.data.cache.array_cache import FOLDER, load_or_make
 from unigen_ds.data.index import index as index_module
 from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.system.workers import Workers
@@ -99,14 +99,14 @@ def test_damaged_cache_is_rebuilt_with_a_warning(
 def test_a_cache_is_never_unpickled(tmp_path: Path) -> None:
     cache = tmp_path / "x.npz"
     np.savez(cache, key=np.asarray("k"), values=np.asarray([{"a": 1}], dtype=object))
-    found = cached(cache, "k", lambda: {"values": np.arange(3)})
+    found = load_or_make(cache, "k", lambda: {"values": np.arange(3)})
     assert found["values"].tolist() == [0, 1, 2]
 
 
 def test_a_cache_of_another_key_is_not_used(tmp_path: Path) -> None:
     cache = tmp_path / "x.npz"
     for key, number in (("one", 1), ("two", 2)):
-        assert cached(cache, key, lambda number=number: {"values": np.asarray([number])})["values"] == [number]
+        assert load_or_make(cache, key, lambda number=number: {"values": np.asarray([number])})["values"] == [number]
 
 
 def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

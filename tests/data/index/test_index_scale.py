@@ -38,7 +38,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.batches.collate import collate
 from unigen_ds.data.batches.stream import Cursor, SequenceStream
 from unigen_ds.data.cache import array_cache
-from unigen_ds.data.cache.array_cache import FOLDER, cached, filled
+from unigen_ds.data.cache.array_cache import FOLDER, load_or_fill, load_or_make
 from unigen_ds.data.datasets import overflow
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.filtering import apply_filters
@@ -100,7 +100,7 @@ def test_a_million_records_take_at_most_16_bytes_each(tmp_path: Path, monkeypatc
                 new.put("tokens", 0, np.arange(number) % 1500 + 1)
                 new.put("text_targets", 0, np.arange(number) % 1500)
 
-            self.arrays = filled(tmp_path / "large.arrays", "large", fill)
+            self.arrays = load_or_fill(tmp_path / "large.arrays", "large", fill)
 
         def __len__(self) -> int:
             return number
@@ -190,7 +190,7 @@ def test_a_full_disk_costs_the_cache_alone(tmp_path: Path, caplog: Any, monkeypa
 def test_arrays_of_every_shape(tmp_path: Path) -> None:
     arrays = {"a": np.arange(6).reshape(2, 3), "b": np.empty((0, 2), np.int64), "c": np.zeros(5, np.uint8)}
     for _ in range(2):
-        found = cached(tmp_path / "x.arrays", "k", lambda: arrays)
+        found = load_or_make(tmp_path / "x.arrays", "k", lambda: arrays)
         assert {name: (value.tolist(), value.dtype) for name, value in found.items()} == {
             name: (value.tolist(), value.dtype) for name, value in arrays.items()
         }

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
-from unigen_ds.data.cache.array_cache import SUFFIX, cached, fingerprint
+from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import PlannedDataset, source_names
 from unigen_ds.data.datasets.filtering import filtering_of
 from unigen_ds.data.datasets.groups import Blend, check_mandatory
@@ -361,7 +361,7 @@ class SequenceStream:
             extra = [self._after[epoch, window] for window in windows if self.order.mandatory]
             return {**counts, **({"extra": np.asarray(extra, dtype=np.int64)} if extra else {})}
 
-        arrays = cached(cache, key, make)
+        arrays = load_or_make(cache, key, make)
         for window, extra in enumerate(arrays["extra"].tolist() if self.order.mandatory else ()):
             self._after[epoch, window] = tuple(extra)
         return arrays["counts"].tolist()

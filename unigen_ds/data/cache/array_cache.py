@@ -56,7 +56,7 @@ class ArrayFile:
         assert np.dtype(dtype).kind in _KINDS, dtype
         self._table[name] = (dtype, self._end, size or 0, shape)
         self._open = name if size is None else None
-        self._end = _aligned(self._end + (size or 0) * np.dtype(dtype).itemsize)
+        self._end = _align(self._end + (size or 0) * np.dtype(dtype).itemsize)
         os.ftruncate(self._stream.fileno(), self._end)
 
     def put(self, name: str, start: int, values: NDArray[Any]) -> None:
@@ -67,7 +67,7 @@ class ArrayFile:
         stop = start + len(values)
         if name == self._open and stop > size:
             self._table[name] = (dtype, offset, stop, shape)
-            self._end = _aligned(offset + stop * np.dtype(dtype).itemsize)
+            self._end = _align(offset + stop * np.dtype(dtype).itemsize)
             os.ftruncate(self._stream.fileno(), self._end)
         if values.any():
             content = np.ascontiguousarray(values, dtype=dtype).data.cast("B")
@@ -78,7 +78,7 @@ class ArrayFile:
 
     def read(self, name: str) -> NDArray[Any]:
         """What one holds so far."""
-        return _mapped(self._stream, {name: self._table[name]})[name] if self._table[name][2] else np.empty(0, np.int64)
+        return _map(self._stream, {name: self._table[name]})[name] if self._table[name][2] else np.empty(0, np.int64)
 
     def finish(self, key: str) -> Arrays:
         """The arrays, mapped; ``key``: what they are asked for by."""
@@ -87,24 +87,24 @@ class ArrayFile:
         self._stream.seek(self._end)
         self._stream.write(table + xxhash.xxh3_64_digest(table) + len(table).to_bytes(8, "little") + _MAGIC)
         self._stream.flush()
-        return _mapped(self._stream, self._table)
+        return _map(self._stream, self._table)
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
 def _digest(stream: BinaryIO, size: int) -> str:
-    found = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64()
     stream.seek(0)
     left = size
     while left and (block := stream.read(min(left, 8 << 20))):
-        found.update(block)
+        digest.update(block)
         left -= len(block)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
-def _mapped(stream: BinaryIO, table: Mapping[str, Sequence[Any]]) -> Arrays:
+def _map(stream: BinaryIO, table: Mapping[str, Sequence[Any]]) -> Arrays:
     """Read-only arrays of the file's memory, in one mapping: its pages are shared, and the file may be removed."""
     whole = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     return {
@@ -143,24 +143,24 @@ def cache_folder(path: Path, cache_dir: Path | None) -> Path | None:
     return None
 
 
-def cached(cache: Path | None, key: str, make: Callable[[], Mapping[str, NDArray[Any]]]) -> Arrays:
-    """The arrays of ``cache`` where it holds those of ``key``, else those of ``make``, which are then written there."""
+def load_or_make(cache: Path | None, key: str, make: Callable[[], Mapping[str, NDArray[Any]]]) -> Arrays:
+    """``load_or_fill`` of arrays that ``make`` returns whole."""
 
     def fill(new: ArrayFile) -> None:
         for name, values in make().items():
             new.add(name, values.size, str(values.dtype), values.shape)
             new.put(name, 0, values.reshape(-1))
 
-    return filled(cache, key, fill)
+    return load_or_fill(cache, key, fill)
 
 
-def filled(cache: Path | None, key: str, fill: Callable[[ArrayFile], None]) -> Arrays:
-    """The arrays of ``cache`` where it holds those of ``key``, else those that ``fill`` makes, then written there.
+def load_or_fill(cache: Path | None, key: str, fill: Callable[[ArrayFile], None]) -> Arrays:
+    """Return the arrays of ``cache`` where it has those of ``key``, else those that ``fill`` makes, then written there.
 
     Several processes may ask for it together: one makes it, the others wait where the file system has locks. It gets
     its name when it is complete and on disk; what a killed process leaves is removed by the next one.
     """
-    arrays = None if cache is None else kept(cache, key, fill)
+    arrays = None if cache is None else load_or_write(cache, key, fill)
     if arrays is None:
         with _memory_file() as stream:
             new = ArrayFile(stream)
@@ -176,35 +176,35 @@ def _memory_file() -> BinaryIO:
     return tempfile.TemporaryFile()  # type: ignore[return-value]
 
 
-def kept(cache: Path, key: str, fill: Callable[[ArrayFile], None]) -> Arrays | None:
-    """As ``filled``. None, with a warning: the file cannot be written."""
-    found = stored(cache, key)
-    if found is not None:
-        return found
+def load_or_write(cache: Path, key: str, fill: Callable[[ArrayFile], None]) -> Arrays | None:
+    """As ``load_or_fill``. None, with a warning: the file cannot be written."""
+    arrays = load_arrays(cache, key)
+    if arrays is not None:
+        return arrays
     with held(cache.with_name(f".{cache.name}.lock")):  # or without, where the folder has no locks
-        found = stored(cache, key)  # another process may have been first
-        return _written(cache, key, fill) if found is None else found
+        arrays = load_arrays(cache, key)  # another process may have been first
+        return _write(cache, key, fill) if arrays is None else arrays
 
 
-def _written(cache: Path, key: str, fill: Callable[[ArrayFile], None]) -> Arrays | None:
-    found: Arrays = {}
+def _write(cache: Path, key: str, fill: Callable[[ArrayFile], None]) -> Arrays | None:
+    arrays: Arrays = {}
 
     def write(temporary: Path) -> None:
         with temporary.open("w+b") as stream:
             new = ArrayFile(stream)
             fill(new)
-            found.update(new.finish(key))
+            arrays.update(new.finish(key))
 
     try:
         write_atomic(cache, write)
     except OSError as error:  # a full disk costs time at the next start, not this run
         logger().warning("index cache %s cannot be written: %s", cache, error)
-        return found or None
-    return found
+        return arrays or None
+    return arrays
 
 
-def stored(cache: Path, key: str) -> Arrays | None:
-    """Those of a file, mapped. None: there is none, it is damaged (with a warning), or that of another key."""
+def load_arrays(cache: Path, key: str) -> Arrays | None:
+    """Return those of a file, mapped. None: there is none, it is damaged (with a warning), or that of another key."""
     if not cache.exists():
         return None
     try:
@@ -214,7 +214,7 @@ def stored(cache: Path, key: str) -> Arrays | None:
                 return None
             if table["xxh3_64"] is not None and _digest(stream, table["size"]) != table["xxh3_64"]:
                 raise ValueError("its content is not that of its digest")
-            return _mapped(stream, table["arrays"])
+            return _map(stream, table["arrays"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger().warning("index cache %s is damaged and is built anew: %s: %s", cache, type(error).__name__, error)
         return None

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from unigen_ds.config.registry import DATASETS, check_arguments, checked
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError, suggestion
-from unigen_ds.data.cache.array_cache import SUFFIX, cached, fingerprint
+from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import ScannedDataset
 from unigen_ds.data.datasets.filters import import_object
 from unigen_ds.data.index.index import UNUSABLE
@@ -149,7 +149,7 @@ class DatasetAdapter(ScannedDataset):
         folder = self.cache_folder
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        arrays = cached(folder and folder / f"adapter-{key[:16]}{SUFFIX}", key, make)
+        arrays = load_or_make(folder and folder / f"adapter-{key[:16]}{SUFFIX}", key, make)
         digest = np.ascontiguousarray(arrays["digest"], dtype="<i8").tobytes().hex()
         counts, self._bad = Counts(*(arrays[name] for name in COLUMNS)), [*from_array(arrays[UNUSABLE])]
         if not counts.targets.any():

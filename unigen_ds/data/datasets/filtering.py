@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, filled, fingerprint
+from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, fingerprint, load_or_fill
 from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset, is_streamed
 from unigen_ds.data.datasets.filters import RATED, CheckedRecord, RecordFilter, decide
 from unigen_ds.data.datasets.subset import Subset, subset_by, whole_of
@@ -106,7 +106,7 @@ def _decide(dataset: UnifiedGenerationDataset) -> tuple[Array, Array]:
     cache = None
     if index.folder is not None and all(one.code is not None for one in filters):
         cache = index.folder / f"{index.source.origin.name}-filters-{key[:16]}{SUFFIX}"
-    arrays = filled(cache, key, lambda new: _decide_all(dataset, new))
+    arrays = load_or_fill(cache, key, lambda new: _decide_all(dataset, new))
     return arrays["removed"], arrays["parts"]
 
 

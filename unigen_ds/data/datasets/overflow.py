@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, cached, fingerprint
+from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import PlannedDataset
 from unigen_ds.data.datasets.filtering import filtering_of
 from unigen_ds.data.datasets.subset import record_number
@@ -92,7 +92,7 @@ class Fitted:
         if folder is None or len(self.dataset) < SHARED_FROM:  # without the fingerprint, which may read the data
             return self._units()
         key = fingerprint(_UNITS, self.dataset.fingerprint, overflow.seq_length, RULES.overflow, overflow.actions)
-        return cached(folder / f"units-{key[:16]}{SUFFIX}", key, self._units)
+        return load_or_make(folder / f"units-{key[:16]}{SUFFIX}", key, self._units)
 
     def _units(self) -> dict[str, Array]:
         """Of each unit: its record, its piece or -1, tokens and tiles."""
@@ -180,7 +180,7 @@ class Fitted:
             rows = [count(sample.truncated(overflow.seq_length)) for sample in samples]
             return {"rows": np.asarray(rows, dtype=np.int64)}
 
-        return cached(folder and folder / f"cut-{key[:16]}{SUFFIX}", key, make)["rows"]
+        return load_or_make(folder and folder / f"cut-{key[:16]}{SUFFIX}", key, make)["rows"]
 
     def line(self, name: str) -> str:
         """``report`` as a sentence."""

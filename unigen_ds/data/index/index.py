@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, filled, fingerprint
+from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, fingerprint, load_or_fill
 from unigen_ds.data.images.stored_image import StoredImage
 from unigen_ds.data.records.data_file import MalformedRecord
 from unigen_ds.data.records.records import Layout, unused_texts
@@ -153,7 +153,7 @@ class Index:
                 new.put("digests", start, np.frombuffer(found, dtype="<i8").astype(np.int64))
 
         cache = None if self.folder is None else self.folder / f"{self.source.origin.name}-content-{key[:16]}{SUFFIX}"
-        return filled(cache, key, fill)["digests"]
+        return load_or_fill(cache, key, fill)["digests"]
 
     @classmethod
     def build(
@@ -191,7 +191,7 @@ class Index:
             made = True
             plan_all(Plan(source, processor, layout), num_workers, new, on_record_error)
 
-        arrays = filled(cache, key, fill)
+        arrays = load_or_fill(cache, key, fill)
         source.use({name: array for name, array in arrays.items() if name not in (*_PLANNED, _DIGESTS, UNUSABLE)})
         counts = Counts(*(arrays[name] for name in COLUMNS))
         of_counts, of_records = (part.tobytes().hex() for part in arrays[_DIGESTS].reshape(2, 16))

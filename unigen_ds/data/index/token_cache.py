@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, Arrays, fingerprint, kept, stored
+from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, Arrays, fingerprint, load_arrays, load_or_write
 from unigen_ds.data.index.index import Chunk, Index, batches, planned, turns_to_learn
 from unigen_ds.data.records.records import Layout
 from unigen_ds.data.rules import RULES
@@ -57,7 +57,7 @@ class TokenCache:
     @classmethod
     def open(cls, path: Path, key: str) -> TokenCache:
         """In another process. Raises ``DataError`` where the file is gone."""
-        arrays = stored(path, key)
+        arrays = load_arrays(path, key)
         if arrays is None:
             raise DataError(f"the cache of tokens {path} is gone or damaged", remedy="start again: it is made again")
         return cls(path, key, arrays)
@@ -88,7 +88,7 @@ class TokenCache:
                 new.put("numbers", end, numbers)
                 end += len(numbers)
 
-        arrays = kept(path, key, fill)
+        arrays = load_or_write(path, key, fill)
         return None if arrays is None else cls(path, key, arrays)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, ArrayFile, filled
+from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, ArrayFile, load_or_fill
 from unigen_ds.data.rules import TOUCH_BITS
 from unigen_ds.data.samples.sample import Sample, Tally
 
@@ -79,7 +79,7 @@ class Counts:
                 new.put(name, 0, getattr(self, name)[numbers])
 
         name = key()  # only now: it may be a digest of the data
-        arrays = filled(folder / f"part-{name[:16]}{SUFFIX}", name, fill)
+        arrays = load_or_fill(folder / f"part-{name[:16]}{SUFFIX}", name, fill)
         return Counts(*(arrays[column] for column in COLUMNS))
 
     @classmethod
