@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.order.order import Draw, GlobalOrder, permute_many, shares
 
 
@@ -104,13 +103,3 @@ def test_a_small_source_repeats_only_after_all_its_records_came() -> None:
 
 def test_sample_id() -> None:
     assert Draw(1, 5, 2).sample_id(["a", "b"]) == "b:5:2"
-
-
-def test_wrong_sources_and_weights() -> None:
-    with pytest.raises(DataError, match="none of them empty"):
-        GlobalOrder([3, 0], seed=0)
-    with pytest.raises(DataError):
-        GlobalOrder([], seed=0)
-    for weights in ([1.0], [1.0, 0.0], [1.0, -2.0]):
-        with pytest.raises(ConfigError, match="positive number"):
-            GlobalOrder([3, 4], weights, seed=0)

@@ -10,7 +10,6 @@ In a weighted order the share of each source is right at every position, over al
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.order.mixture import Mixture, exact
 from unigen_ds.system.seeding import derive_seed
 
@@ -95,10 +93,6 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     return counts
 
 
-def _is_positive(weight: Weight) -> bool:
-    return exact(weight) > 0 if isinstance(weight, str) else 0 < weight < math.inf
-
-
 class GlobalOrder:
     """An endless order over one or several sources; a pure function of (sizes, weights, seed).
 
@@ -133,14 +127,8 @@ class GlobalOrder:
         mandatory: Sequence[Sequence[int]] = (),
         rows_per_epoch: int | None = None,
     ) -> None:
-        if not source_sizes or min(source_sizes) < 1:
-            raise DataError(
-                f"data sources of {list(source_sizes)} records", allowed="at least one source, none of them empty"
-            )
-        if weights is not None and (len(weights) != len(source_sizes) or not all(map(_is_positive, weights))):
-            raise ConfigError(
-                f"data weights {list(weights)} for {len(source_sizes)} sources", allowed="one positive number a source"
-            )
+        assert source_sizes and min(source_sizes) > 0, f"no source is empty: {source_sizes}"  # check_overflow
+        assert weights is None or len(weights) == len(source_sizes), (weights, source_sizes)  # dataset_weights
         self.sizes = tuple(int(size) for size in source_sizes)
         self.walks: dict[int, Any] = {}
         """The order (``ShardWalk``) of the records of each streamed source."""
