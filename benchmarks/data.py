@@ -75,6 +75,7 @@ from unigen_ds.data.index.index import Index
 from unigen_ds.data.order.order import GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
 from unigen_ds.data.samples.counts import COLUMNS, Array, Counts
+from unigen_ds.data.sources.json_lines import JsonSource
 
 SECTIONS = ("headers", "texts", "documents", "packing", "loader", "tokens", "memory", "resume", "streaming")
 LIMITS = {
@@ -243,7 +244,7 @@ def memory(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, 
         path = folder / f"records-{number}.jsonl"
         with path.open("w") as stream:
             stream.writelines(lines)
-        Index.build(path, processor)
+        Index.build(JsonSource(path), processor)
     grown = [in_new_process("memory", folder, str(number))["bytes"] for number in (small, large)]
     return {"records": large, "bytes_a_record": (grown[1] - grown[0]) / (large - small)}
 
@@ -265,7 +266,7 @@ class Synthetic:
     name, weight = "synthetic", None
 
     def __init__(self, folder: Path, number: int) -> None:
-        def fill(new: array_cache.NewArrays) -> None:
+        def fill(new: array_cache.ArrayFile) -> None:
             draw = np.random.default_rng(0)
             for name in COLUMNS:
                 new.add(name, number)
@@ -274,7 +275,7 @@ class Synthetic:
                 new.put("tokens", start, np.minimum(found, SEQ_LENGTH))
 
         self.cache_folder = folder
-        arrays = array_cache.filled(folder / "synthetic.arrays", str(number), fill)
+        arrays = array_cache.load_or_fill(folder / "synthetic.arrays", str(number), fill)
         self._counts = Counts(*(arrays[name] for name in COLUMNS))
         self.fingerprint = f"synthetic-{number}"
 

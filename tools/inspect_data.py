@@ -334,7 +334,7 @@ def _ledger_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
     from unigen_ds.data.batches.statistics import group_line, over_tiles_line, special_line
-    from unigen_ds.data.datasets.filtered import removal_line
+    from unigen_ds.data.datasets.filtering import removal_line
     from unigen_ds.data.datasets.overflow import overflow_line
     from unigen_ds.data.records.unused import UnusedKey, unused_line
 

@@ -24,9 +24,9 @@ from PIL import Image
 from shared.record import ROOT
 from torch.utils.data import Dataset
 
-from unigen_ds.data.cache.array_cache import InMemory
+from unigen_ds.data.cache.array_cache import load_or_fill
 from unigen_ds.data.images.transforms import ImageTransform, patchify
-from unigen_ds.data.index.planning import plan_all
+from unigen_ds.data.index.index import Plan, plan_all
 from unigen_ds.data.records.records import Layout
 from unigen_ds.data.sources.json_lines import JsonSource
 from unigen_ds.data.text.tokenizers import PretrainedTokenizer
@@ -131,9 +131,8 @@ def text_sides(folder: Path, number: int, *, short: bool) -> Sides:
 
 def planned(path: Path, processor: UnifiedProcessor, layout: Layout, column: str) -> int:
     """The sum of a column of the index."""
-    new = InMemory()
-    plan_all(JsonSource(path), processor, layout, 0, new)
-    return int(new.read(column).sum())
+    plan = Plan(JsonSource(path), processor, layout)
+    return int(load_or_fill(None, "", lambda new: plan_all(plan, 0, new, "error"))[column].sum())
 
 
 def _mapped(path: Path, folder: Path, plain: Any) -> Sides:

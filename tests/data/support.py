@@ -14,8 +14,10 @@ from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.overflow import Fitted, Overflow
 from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.data.index.index import Index
 from unigen_ds.data.order.order import GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
+from unigen_ds.data.sources.json_lines import JsonSource
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 
 _SPECIAL = BAGEL_META["special_ids"]
@@ -106,6 +108,11 @@ def mixed_records(folder: Path, number: int) -> list[Any]:
             ][i % 4]
         )
     return records
+
+
+def build_index(path: Path, processor: UnifiedProcessor | None = None, **more: Any) -> Index:
+    """The index of a JSON file."""
+    return Index.build(JsonSource(path), processor or make_processor(), **more)
 
 
 def mixed_dataset(folder: Path, number: int = 40, **changes: Any) -> UnifiedGenerationDataset:

@@ -22,7 +22,7 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.data.datasets.dataset import PlannedDataset
-from unigen_ds.data.datasets.held_out import record_number, whole_of
+from unigen_ds.data.datasets.subset import record_number, whole_of
 from unigen_ds.data.images.image_files import UnreadableImage
 from unigen_ds.data.records.turn import Turn
 from unigen_ds.data.samples.sample import IGNORED, Loaded, Sample, Split

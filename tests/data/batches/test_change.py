@@ -14,9 +14,7 @@ import torch
 
 from tests.data.support import ByteTokenizer, make_processor, make_stream, mixed_records, write_jsonl
 from unigen_ds.core.errors import ConfigError, DataError, ResumeBlocked
-from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.change import compare, continued
-from unigen_ds.data.batches.loader import UpdateLoader
 from unigen_ds.data.batches.statistics import derive
 from unigen_ds.data.batches.stream import Cursor, Phase, SequenceStream
 from unigen_ds.data.cache.array_cache import fingerprint
@@ -167,32 +165,6 @@ def test_appended_twice(sources: Sources) -> None:
         assert len(set(ids(stream, rows))) == len(ids(stream, rows))
         assert stream.phases[-1].first_sequence == cursor.sequences and stream.sequences_per_epoch == first_epoch
         assert [stream.seek(i) for i in range(1, len(rows) + 1)] == [after for _, _, after in rows]
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-def test_two_ranks_get_what_one_gets(sources: Sources, window: int | None) -> None:
-    old = make_stream(sources(a=17, b=9), window=window)
-    _, cursor = mid_epoch(old, 0, 4)
-    new, at = continued(stored(old, cursor), built(sources(a=23, b=12), old, window=window), on_change="append")
-    processor = make_processor()
-
-    def samples(geometry: Geometry, updates: int) -> list[Any]:
-        loaders = [
-            iter(UpdateLoader(new, processor=processor, geometry=geometry, dp_rank=rank, cursor=at))
-            for rank in range(geometry.dp_size)
-        ]
-        found = []
-        for _ in range(updates):
-            parts = [next(loader) for loader in loaders]
-            for micro in zip(*parts, strict=True):
-                assert len({(tuple(m.rows), m.cursor) for m in micro}) == 1
-                names = [iter(m.batch.sample_ids) for m in micro]
-                found += [next(names[r % len(names)]) for r, row in enumerate(micro[0].rows) for _ in row]
-        return found
-
-    one, two = samples(Geometry(4, 1, 1), 15), samples(Geometry(1, 2, 2), 15)
-    expected = [d.sample_id(new.names) for row, _ in take(new, 60, at) for d in row]
-    assert one == two == expected and "a:22:1" in expected and "a:22:0" not in expected
 
 
 def test_unpacked_epochs_are_rounded_by_the_first_geometry(sources: Sources) -> None:

@@ -14,13 +14,13 @@ from unigen_ds.data.batches.statistics import derive, describe
 
 def test_describe(tmp_path: Path) -> None:
     sets = [mixed_dataset(tmp_path / name, number, name=name) for name, number in (("a", 20), ("b", 8))]
-    one = describe(sets[0])
+    stream = make_stream(sets, window=28, weights=[1.0, 3.0], seq_length=60)
+    both = describe(stream)
+    one = both["sources"]["a"]
     assert one["records"] == 20 and one["records_text_only"] == 5 and one["records_with_images"] == 15
     assert one["tokens"] == one["text_tokens"] + one["image_tokens"] == sets[0].lengths()[0].sum()
     assert 0 < one["image_token_share"] < 1 and one["text_targets"] > 0 and one["image_targets"] > 0
     assert one["lengths"]["min"] <= one["lengths"]["p50"] <= one["lengths"]["max"]
-    stream = make_stream(sets, window=28, weights=[1.0, 3.0], seq_length=60)
-    both = describe(stream)
     json.dumps(both)
     assert both["records"] == 28 and both["sources"]["b"]["draws_per_epoch"] == 21
     assert both["sequences_per_epoch"] == stream.sequences_per_epoch and both["packed"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -73,17 +72,6 @@ def test_a_packed_epoch_holds_each_draw_of_the_order_once(three: list[Any], wind
         )
 
 
-def test_packed_rows_run_through_epochs_without_a_gap(data: Any) -> None:
-    stream = make_stream([data], window=16)
-    expected = [row for epoch in range(3) for row in epoch_rows(stream, epoch)]
-    rows = take(stream, len(expected))
-    assert [row for row, _ in rows] == expected
-    assert rows[-1][1] == Cursor(3, 0, 0, len(expected))
-    lengths = [len(epoch_rows(stream, epoch)) for epoch in range(3)]
-    assert stream.sequences_per_epoch == lengths[0]
-    assert [cursor.epoch for _, cursor in rows].count(1) == lengths[1]
-
-
 @pytest.mark.parametrize(("spi", "length"), [(1, 41), (2, 40), (4, 40), (6, 36), (41, 41)])
 def test_unpacked_drop_last(data: Any, spi: int, length: int) -> None:
     stream = make_stream([data], sequences_per_iteration=spi, drop_last=True)
@@ -110,26 +98,10 @@ def test_too_little_data(data: Any) -> None:
     assert make_stream([data], sequences_per_iteration=42, drop_last=False).sequences_per_epoch == 42
 
 
-def test_epoch_length_is_kept_over_geometries(data: Any) -> None:
-    first = make_stream([data], sequences_per_iteration=6)
-    later = make_stream([data], sequences_per_iteration=5, sequences_per_epoch=first.sequences_per_epoch)
-    assert later.sequences_per_epoch == 36 and take(first, 80) == take(later, 80)
-
-
 def test_unpacked_epochs_longer_than_one_chunk(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = take(make_stream([data]), 100)
     monkeypatch.setattr(stream_module, "_CHUNK", 7)
     assert take(make_stream([data]), 100) == whole
-
-
-def test_epoch_counts_are_planned_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = mixed_dataset(tmp_path, 30)
-    counted = make_stream([data], window=8).sequences_per_epoch
-    planned: list[int] = []
-    plan = SequenceStream._plan
-    monkeypatch.setattr(SequenceStream, "_plan", lambda self, e, w: planned.append(w) or plan(self, e, w))
-    assert make_stream([data], window=8).sequences_per_epoch == counted and not planned
-    assert make_stream([data], window=9).sequences_per_epoch > 0 and len(planned) == 4
 
 
 def test_going_to_a_cursor_plans_one_window(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +151,3 @@ def test_tile_limit_holds(data: Any) -> None:
     stream = make_stream([data], window=41, max_tiles=2, seq_length=400)
     tiles = data.lengths()[1]
     assert max(sum(int(tiles[d.index]) for d in row) for row in stream.window_rows(0, 0)) == 2
-
-
-def test_cursor_is_a_value() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Cursor().row = 3  # type: ignore[misc]

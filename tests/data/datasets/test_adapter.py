@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch
 
 from tests.data.datasets import adapted
 from tests.data.support import make_processor
-from tests.processes import ROOT, ranks
 from tests.tiny import tiny_config
-from unigen_ds.config.overrides import plain_values
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.batches.collate import collate
 from unigen_ds.data.datasets.adapter import DatasetAdapter
@@ -56,20 +53,6 @@ def test_an_item_of_another_length_is_a_counted_skip(tmp_path: Path) -> None:
     Runner.from_cfg(made, max_updates=1).train()
     lines = [json.loads(line) for line in (tmp_path / "skipped_samples.jsonl").read_text().splitlines()]
     assert lines and "tokens, but" in str(lines[0])
-
-
-def test_two_processes_of_a_node_read_once(tmp_path: Path) -> None:
-    made = config(tmp_path / "two", "Items", reads=str(tmp_path / "reads"))
-    written = tmp_path / "config.json"
-    written.write_text(json.dumps(plain_values(made)))
-    command = [sys.executable, str(ROOT / "tools" / "train.py"), str(written), "--backend", "fsdp"]
-    for ended in ranks([*command, "--max-updates", "1"], LOCAL_WORLD_SIZE="2"):
-        assert ended.status == 0, ended.ending
-    found = reads(tmp_path / "reads")
-    planned = [process for process, index in found if index == str(adapted.NUMBER - 1)]
-    trained_on = sum(line["sequences"][1] for line in read_lines(tmp_path / "two" / "ledger.jsonl"))
-    assert trained_on == 2 and len(planned) < 2 * len({process for process, _ in found})
-    assert adapted.NUMBER < len(found) < 2 * adapted.NUMBER, "the other process used what was read"
 
 
 def test_what_was_read_is_kept_where_the_data_set_has_a_fingerprint(tmp_path: Path) -> None:

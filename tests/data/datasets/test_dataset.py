@@ -19,7 +19,8 @@ from unigen_ds.config.registry import DATASETS, PACKERS, TRANSFORMS, build
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.batches.collate import collate
 from unigen_ds.data.datasets.adapter import DatasetAdapter
-from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset, dataset_weights, source_names
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset, source_names
+from unigen_ds.data.datasets.groups import dataset_weights
 from unigen_ds.data.images.transforms import ImageTransform
 from unigen_ds.data.order.order import Draw
 from unigen_ds.examples.digits.dataset import DigitsDataset, write_digits

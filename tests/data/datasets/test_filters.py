@@ -19,11 +19,11 @@ from tools.inspect_data import main as inspect_data
 from unigen_ds.config.overrides import plain_values
 from unigen_ds.config.registry import FILTERS
 from unigen_ds.core.errors import ConfigError, DataError, ResumeBlocked
-from unigen_ds.data.datasets import filtered as filtered_module
+from unigen_ds.data.datasets import filtering
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.datasets.filtered import filtered, filters_of, used
+from unigen_ds.data.datasets.filtering import apply_filters, filtering_of
 from unigen_ds.data.datasets.filters import CheckedRecord, FunctionFilter, RecordFilter
-from unigen_ds.data.datasets.held_out import record_number, whole_of
+from unigen_ds.data.datasets.subset import first_records, record_number, whole_of
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
 
@@ -143,7 +143,7 @@ def test_samples_are_those_of_a_file_without_what_is_left_out(data: Path) -> Non
         record.pop("relevance_ratings", None), record.pop("formatting_ratings", None)
     plain = write_jsonl(data.parent / "plain.jsonl", [rest[number] for number in KEPT])
     processor = make_processor()
-    left = filtered(UnifiedGenerationDataset(data, processor, filters=LIMITS))
+    left = apply_filters(UnifiedGenerationDataset(data, processor, filters=LIMITS))
     expected = UnifiedGenerationDataset(plain, processor)
     assert len(left) == len(expected) == 7 and left.numbers.tolist() == KEPT
     assert [left.sample(i) for i in range(7)] == [expected.sample(i) for i in range(7)]
@@ -156,15 +156,17 @@ def test_samples_are_those_of_a_file_without_what_is_left_out(data: Path) -> Non
 def test_each_limit_of_an_image_is_for_its_own_side(limit: dict[str, int], kept: list[str], data: Path) -> None:
     """``wide.png`` is 32 x 8."""
     plain = write_jsonl(data.parent / "sides.jsonl", [row(name, "one") for name in SIZES])
-    left = filtered(UnifiedGenerationDataset(plain, make_processor(), filters=[{"type": "ImageSizeFilter", **limit}]))
+    left = apply_filters(
+        UnifiedGenerationDataset(plain, make_processor(), filters=[{"type": "ImageSizeFilter", **limit}])
+    )
     assert [[*SIZES][number].removesuffix(".png") for number in left.numbers] == kept
 
 
 def test_other_limits_are_another_data_set_and_no_limits_none(data: Path, tmp_path: Path) -> None:
     processor = make_processor()
     without = UnifiedGenerationDataset(data, processor)
-    assert filtered(without) is without and filters_of(without) is None
-    all_kept = filtered(UnifiedGenerationDataset(data, processor, filters={"type": "AtLeastTwoTurns", "turns": 2}))
+    assert apply_filters(without) is without and filtering_of(without) is None
+    all_kept = apply_filters(UnifiedGenerationDataset(data, processor, filters={"type": "AtLeastTwoTurns", "turns": 2}))
     assert len(all_kept) == len(without) and all_kept.fingerprint != without.fingerprint
     Runner.from_cfg(config(tmp_path, data, filters=LIMITS), max_updates=1).train()
     weaker = [{**LIMITS[0], "relevance_min_rating": 2}, *LIMITS[1:]]
@@ -189,9 +191,9 @@ def test_a_function_that_was_edited_is_changed_data_where_it_keeps_others(
 
 def test_a_record_is_checked_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [{"type": "AtLeastTwoTurns", "turns": 3}, {"type": "TextLengthFilter", "min_tokens": 2}]
-    first = filtered(UnifiedGenerationDataset(data, make_processor(), filters=limits))
-    monkeypatch.setattr(filtered_module, "_decide_all", lambda *_: pytest.fail("checked again"))
-    again = filtered(UnifiedGenerationDataset(data, make_processor(), filters=limits))
+    first = apply_filters(UnifiedGenerationDataset(data, make_processor(), filters=limits))
+    monkeypatch.setattr(filtering, "_decide_all", lambda *_: pytest.fail("checked again"))
+    again = apply_filters(UnifiedGenerationDataset(data, make_processor(), filters=limits))
     assert again.numbers.tolist() == first.numbers.tolist() and again.fingerprint == first.fingerprint
 
 
@@ -211,7 +213,6 @@ def test_appended_records_and_a_share_for_validation(data: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("filters", "message"),
     [
-        ([{"type": "ImageSizeFilter"}], r"filters\[0\].*no limit.*min_side, max_side, max_ratio"),
         ([{"type": "NoSuchFilter"}], r"filters\[0\]\.type is 'NoSuchFilter'"),
         ([{"type": "TextLengthFilter", "max_characters": "5"}], r"filters\[0\]\.max_characters is '5'"),
         ([LIMITS[1], {"type": "RatingFilter", "relevance": 3}], r"filters\[1\] has no key 'relevance'"),
@@ -237,7 +238,7 @@ def broken(record: CheckedRecord) -> Any:
 )
 def test_a_filter_that_fails_or_leaves_nothing(filters: Any, message: str, data: Path) -> None:
     with pytest.raises(DataError, match=message):
-        filtered(UnifiedGenerationDataset(data, make_processor(), filters=filters))
+        apply_filters(UnifiedGenerationDataset(data, make_processor(), filters=filters))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_a_filter_that_fails_or_leaves_nothing(filters: Any, message: str, data:
 def test_ratings_that_do_not_fit_their_questions(ratings: list[Any], shown: str, data: Path) -> None:
     path = write_jsonl(data.parent / "wrong.jsonl", [row("small.png", "one", "two", relevance=ratings)])
     with pytest.raises(DataError, match=f"wrong.jsonl:1: relevance_ratings is {shown}. Allowed: 2 numbers or null"):
-        filtered(UnifiedGenerationDataset(path, make_processor(), filters=LIMITS))
+        apply_filters(UnifiedGenerationDataset(path, make_processor(), filters=LIMITS))
 
 
 def test_ratings_that_no_record_has_are_a_warning(data: Path, tmp_path: Path) -> None:
@@ -260,12 +261,14 @@ def test_records_of_too_many_images(data: Path) -> None:
     images = [{"images": ["small.png"] * number, "texts": [{"user": "a", "assistant": "b"}]} for number in (1, 2, 5)]
     path = write_jsonl(data.parent / "many.jsonl", images)
     for limit in ({"max_tiles": 2}, {"max_images": 2}):
-        left = filtered(UnifiedGenerationDataset(path, processor, filters=[{"type": "ImageCountFilter", **limit}]))
-        assert left.numbers.tolist() == [0, 1] and left.report["removed"] == {"ImageCountFilter": 1}
+        left = apply_filters(UnifiedGenerationDataset(path, processor, filters=[{"type": "ImageCountFilter", **limit}]))
+        assert left.numbers.tolist() == [0, 1] and left.choice.report["removed"] == {"ImageCountFilter": 1}
 
 
 def test_the_first_records_are_counted_in_the_file_and_filtered_then(data: Path, tmp_path: Path) -> None:
     Runner.from_cfg(config(tmp_path, data, filters=LIMITS, num_used_data=8), max_updates=2).train()
     assert "filters remove 4 of 8 records" in (tmp_path / "train.log").read_text()
-    left = filtered(used(UnifiedGenerationDataset(data, make_processor(), filters=LIMITS, num_used_data=8)))
+    left = apply_filters(
+        first_records(UnifiedGenerationDataset(data, make_processor(), filters=LIMITS, num_used_data=8))
+    )
     assert [record_number(left, i) for i in range(len(left))] == [0, 2, 6, 7] and whole_of(left).name == "talks"

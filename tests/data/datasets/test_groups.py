@@ -20,9 +20,9 @@ from unigen_ds.data.batches.statistics import describe, group_report, start_line
 from unigen_ds.data.batches.stream import Cursor, SequenceStream
 from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.datasets.dataset import ScannedDataset
-from unigen_ds.data.datasets.filtered import FirstRecords, used
 from unigen_ds.data.datasets.groups import DataGroup, blend
 from unigen_ds.data.datasets.overflow import Overflow
+from unigen_ds.data.datasets.subset import first_records
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.samples.sample import Sample
 from unigen_ds.data.samples.splits import TokenSplit
@@ -163,7 +163,7 @@ def test_a_resume_anywhere_continues_with_the_same_rows(tmp_path: Path) -> None:
     planned: list[Any] = []
     for at in (1, 37, 150, 151, 333):
         fresh = stream(sources(tmp_path), sequences_per_epoch=55)
-        fresh._plan_with_mandatory = lambda *w, plan=fresh._plan_with_mandatory: (planned.append(w), plan(*w))[1]
+        fresh._plan = lambda *w, plan=fresh._plan: (planned.append(w), plan(*w))[1]
         cursor = Cursor.from_state_dict(json.loads(json.dumps(whole[at - 1][1].state_dict())))
         assert cursor == whole[at - 1][1]
         planned.clear()
@@ -179,10 +179,10 @@ def test_the_first_epoch_is_planned_once_and_cached(tmp_path: Path, monkeypatch:
     first = stream(sources(tmp_path))
     expected = first.sequences_per_epoch, first.draws_per_epoch, [r for r, _ in islice(first.rows(), 300)]
     again = stream(sources(tmp_path))
-    plan = SequenceStream._plan_with_mandatory
-    monkeypatch.setattr(SequenceStream, "_plan_with_mandatory", lambda *_: pytest.fail("planned again"))
+    plan = SequenceStream._plan
+    monkeypatch.setattr(SequenceStream, "_plan", lambda *_: pytest.fail("planned again"))
     assert (again.sequences_per_epoch, again.draws_per_epoch) == expected[:2]
-    monkeypatch.setattr(SequenceStream, "_plan_with_mandatory", plan)
+    monkeypatch.setattr(SequenceStream, "_plan", plan)
     assert [r for r, _ in islice(again.rows(), 300)] == expected[2]
 
 
@@ -248,16 +248,16 @@ def test_groups_are_part_of_the_data() -> None:
 
 def test_only_the_first_records_are_used(caplog: pytest.LogCaptureFixture) -> None:
     whole = Lengths("a", lengths(20, 1, 9), num_used_data=7)
-    part = used(whole)
-    assert isinstance(part, FirstRecords) and len(part) == 7 and part.sample(6) == whole.sample(6)
+    part = first_records(whole)
+    assert len(part) == 7 and part.sample(6) == whole.sample(6)
     assert [len(column) for column in (*part.lengths(), part.counts().tokens, part.content_digests())] == [7] * 4
-    assert part.fingerprint not in (whole.fingerprint, FirstRecords(whole, 8).fingerprint)
+    assert part.fingerprint != whole.fingerprint
     assert part.prefix_digest(5) == whole.prefix_digest(5) and len(pickle.loads(pickle.dumps(part))) == 7
     assert {d.index for d in make_stream([part]).order.draws(0, 0, 7)} == set(range(7))
     few = Lengths("few", [3, 4], num_used_data=5)
-    assert used(few) is few
+    assert first_records(few) is few
     assert "few: num_used_data is 5, and there are 2 records: all of them are used" in caplog.text
-    assert used(Lengths("all", [3, 4])).fingerprint == few.fingerprint
+    assert first_records(Lengths("all", [3, 4])).fingerprint == few.fingerprint
 
 
 def test_long_periods_resume_from_the_state_of_their_cursor() -> None:

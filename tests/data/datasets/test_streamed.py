@@ -33,9 +33,8 @@ from unigen_ds.core.errors import CheckpointError, ConfigError, DataError, Resum
 from unigen_ds.data.batches.stream import Cursor, SequenceStream
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.overflow import Overflow
-from unigen_ds.data.datasets.shard_order import ShardWalk
 from unigen_ds.data.datasets.streamed import SPAN
-from unigen_ds.data.datasets.streamed_units import fitted
+from unigen_ds.data.datasets.streamed_units import ShardWalk, fitted
 from unigen_ds.data.order.order import GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
 from unigen_ds.data.sources.shards import spool, transfer

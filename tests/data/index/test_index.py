@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 
 from tests.data.support import (
     ByteTokenizer,
+    build_index,
     image,
     make_processor,
     mixed_records,
@@ -26,10 +25,8 @@ from tests.data.support import (
     write_jsonl,
 )
 from unigen_ds.core.errors import DataError, TrainingError
-from unigen_ds.data.cache.array_cache import FOLDER, cached
+from unigen_ds.data.cache.array_cache import FOLDER, load_or_make
 from unigen_ds.data.index import index as index_module
-from unigen_ds.data.index import planning
-from unigen_ds.data.index.index import Index
 from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.system.workers import Workers
 
@@ -47,7 +44,7 @@ def test_counts_of_every_record(tmp_path: Path) -> None:
         {"text_prompt": "ab", "image_path": "a.png"},
         talk(image("user", "a.png"), text("user", "x"), image("assistant", "a.png")),
     ]
-    counts = Index.build(write_jsonl(tmp_path / "t.jsonl", records), make_processor()).counts
+    counts = build_index(write_jsonl(tmp_path / "t.jsonl", records)).counts
     assert counts.tokens.tolist() == [4 + 5, 4 + 4, 4 + 10 + 3 + 4]
     assert counts.tiles.tolist() == [0, 0, 2]
     assert counts.image_tokens.tolist() == [0, 4, 4 + 10 + 4]
@@ -56,17 +53,9 @@ def test_counts_of_every_record(tmp_path: Path) -> None:
     assert counts.unreadable.tolist() == [0, 0, 0]
 
 
-def test_json_and_jsonl_give_the_same(tmp_path: Path) -> None:
-    records = mixed_records(tmp_path, 12)
-    lines = Index.build(write_jsonl(tmp_path / "t.jsonl", records), make_processor())
-    (tmp_path / "t.json").write_text(json.dumps(records, indent=1), encoding="utf-8")
-    array = Index.build(tmp_path / "t.json", make_processor())
-    assert lines.counts.digest == array.counts.digest and len(lines) == len(array) == 12
-
-
 def test_cache_is_used_and_keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 8))
-    first = Index.build(path, make_processor())
+    first = build_index(path)
     assert len(caches(tmp_path)) == 1
 
     def refuse(*_: object) -> dict[str, np.ndarray]:
@@ -74,14 +63,14 @@ def test_cache_is_used_and_keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     with monkeypatch.context() as patch:
         patch.setattr(index_module, "plan_all", refuse)
-        again = Index.build(path, make_processor())
+        again = build_index(path)
         assert again.digest == first.digest and np.array_equal(again.source.offsets, first.source.offsets)
         with pytest.raises(RuntimeError, match="planned again"):
-            Index.build(path, make_processor(tokenizer=OTHER()))
+            build_index(path, make_processor(tokenizer=OTHER()))
         path.write_text(path.read_text().replace("draw 1", "draw one"))
         with pytest.raises(RuntimeError, match="planned again"):
-            Index.build(path, make_processor())
-    assert Index.build(path, make_processor()).digest != first.digest
+            build_index(path)
+    assert build_index(path).digest != first.digest
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "text"])
@@ -90,7 +79,7 @@ def test_damaged_cache_is_rebuilt_with_a_warning(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 8))
-    first = Index.build(path, make_processor())
+    first = build_index(path)
     (cache,) = caches(tmp_path)
     content = bytearray(cache.read_bytes())
     content[len(content) // 2] ^= 0xFF
@@ -98,76 +87,61 @@ def test_damaged_cache_is_rebuilt_with_a_warning(
     cache.unlink()  # the first index has it mapped
     cache.write_bytes(bytes(broken))
     with caplog.at_level(logging.WARNING):
-        again = Index.build(path, make_processor())
+        again = build_index(path)
     assert again.digest == first.digest and np.array_equal(again.source.lengths, first.source.lengths)
     assert "is damaged" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        Index.build(path, make_processor())
+        build_index(path)
     assert not caplog.text
 
 
 def test_a_cache_is_never_unpickled(tmp_path: Path) -> None:
     cache = tmp_path / "x.npz"
     np.savez(cache, key=np.asarray("k"), values=np.asarray([{"a": 1}], dtype=object))
-    found = cached(cache, "k", lambda: {"values": np.arange(3)})
+    found = load_or_make(cache, "k", lambda: {"values": np.arange(3)})
     assert found["values"].tolist() == [0, 1, 2]
 
 
 def test_a_cache_of_another_key_is_not_used(tmp_path: Path) -> None:
     cache = tmp_path / "x.npz"
     for key, number in (("one", 1), ("two", 2)):
-        assert cached(cache, key, lambda number=number: {"values": np.asarray([number])})["values"] == [number]
+        assert load_or_make(cache, key, lambda number=number: {"values": np.asarray([number])})["values"] == [number]
 
 
 def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "_CHUNK", 5)
+    monkeypatch.setattr(index_module, "_CHUNK", 5)
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 23))
-    alone = Index.build(path, make_processor())
+    alone = build_index(path)
     caches(tmp_path)[0].unlink()
     with monkeypatch.context() as patch:
         planned_by(patch, tmp_path, lambda: None)
-        many = Index.build(path, make_processor(), num_workers=2)
+        many = build_index(path, num_workers=2)
     assert many.digest == alone.digest and np.array_equal(many.records, alone.records)
     assert len(pids(tmp_path)) == 2 and os.getpid() not in pids(tmp_path)
     path = write_jsonl(tmp_path / "u.jsonl", [{"text": "x"} if i not in (13, 30) else {} for i in range(40)])
     with pytest.raises(DataError, match=r"u\.jsonl:14: conversations is missing"):
-        Index.build(path, make_processor(), num_workers=2)
-
-
-def test_starting_together_plans_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 30))
-    plans, plan = [], index_module.plan_all
-    monkeypatch.setattr(index_module, "plan_all", lambda *a: plans.append(1) or plan(*a))
-    found: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(Index.build(path, make_processor()).digest)) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4 and len(set(found)) == 1 and len(plans) == 1
+        build_index(path, num_workers=2)
 
 
 def test_cache_dir_where_the_data_folder_is_not_writable(tmp_path: Path) -> None:
     data = tmp_path / "data"
     path = write_jsonl(data / "t.jsonl", mixed_records(data, 4))
     (data / FOLDER).write_text("a file where the folder should be")
-    built = Index.build(path, make_processor(), cache_dir=tmp_path / "cache")
+    built = build_index(path, cache_dir=tmp_path / "cache")
     assert built.folder == tmp_path / "cache" and list(built.folder.glob("t.jsonl-*.arrays"))
-    assert Index.build(path, make_processor()).folder is None  # no folder for the cache: still works
+    assert build_index(path).folder is None  # no folder for the cache: still works
 
 
 def test_malformed_records_stop_the_build(tmp_path: Path) -> None:
     records = [talk(text("assistant", "x")), talk({"role": "assistant", "type": "image"})]
     path = write_jsonl(tmp_path / "train.jsonl", records)
     with pytest.raises(DataError, match=r"train\.jsonl:2: conversations\[0\]\.image_path is missing"):
-        Index.build(path, make_processor())
+        build_index(path)
     assert not caches(tmp_path)
     path = write_jsonl(tmp_path / "u.jsonl", [talk(text("user", "x"))])
     with pytest.raises(DataError, match=r"u\.jsonl:1: conversations has no assistant turn"):
-        Index.build(path, make_processor())
+        build_index(path)
 
 
 def test_unreadable_images_do_not(
@@ -176,7 +150,7 @@ def test_unreadable_images_do_not(
     monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
     path = write_jsonl(tmp_path / "t.jsonl", [{"text_prompt": "x", "image_path": "none.png"}])
     with caplog.at_level(logging.WARNING):
-        built = Index.build(path, make_processor())
+        built = build_index(path)
     assert built.counts.tokens.tolist() == [3 + 3] and built.counts.unreadable.tolist() == [1]
     assert "1 of 1 records" in caplog.text
 
@@ -185,12 +159,12 @@ def test_moved_data_keeps_its_digest_and_other_sizes_change_it(tmp_path: Path) -
     digests = []
     for name in ("one", "two"):
         folder = tmp_path / name
-        digests.append(Index.build(write_jsonl(folder / "t.jsonl", mixed_records(folder, 8)), make_processor()).digest)
+        digests.append(build_index(write_jsonl(folder / "t.jsonl", mixed_records(folder, 8))).digest)
     assert digests[0] == digests[1]
     picture(tmp_path / "two" / "1.png", 8, 8)
     for cache in caches(tmp_path / "two"):
         os.remove(cache)
-    assert Index.build(tmp_path / "two" / "t.jsonl", make_processor()).digest != digests[0]
+    assert build_index(tmp_path / "two" / "t.jsonl").digest != digests[0]
 
 
 def test_texts_are_tokenized_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +176,7 @@ def test_texts_are_tokenized_together(tmp_path: Path, monkeypatch: pytest.Monkey
     together = WordTokenizer.encode_texts
     monkeypatch.setattr(WordTokenizer, "encode_texts", lambda self, t: calls.append(len(t)) or together(self, t))
     monkeypatch.setattr("unigen_ds.data.index.index.Index.read", lambda *_: pytest.fail("opened for one record"))
-    counts = Index.build(path, make_processor(tokenizer=words)).counts
+    counts = build_index(path, make_processor(tokenizer=words)).counts
     assert calls == [512, 512, 176]
     monkeypatch.undo()
     assert counts.tokens.tolist() == [len(words.encode("one")) + len(words.encode(t)) + 4 for t in texts]
@@ -214,21 +188,21 @@ def test_a_forged_token_does_not_change_the_next_text(tmp_path: Path) -> None:
     texts = [" ".join(["zero", "one", "<|im_end|>", "what"][: 1 + i % 4]) for i in range(900)]
     records = [{"text": each} if i % 3 else talk(text("user", "one"), text("assistant", each))
                for i, each in enumerate(texts)]  # fmt: skip
-    index = Index.build(write_jsonl(tmp_path / "t.jsonl", records), make_processor(tokenizer=words))
+    index = build_index(write_jsonl(tmp_path / "t.jsonl", records), make_processor(tokenizer=words))
     assert int((index.counts.touched > 0).sum()) == 450
     assert int(index.counts.unknown.sum()) == 225 + 3 * 450, "what, and the three words of a forged token"
 
 
 def planned_by(monkeypatch: pytest.MonkeyPatch, folder: Path, then: Callable[[], object]) -> None:
     """Each process that plans a chunk leaves a file with its number in ``folder``, then calls ``then``."""
-    chunk = planning.Plan.chunk
+    chunk = index_module.Plan.__call__
 
     def noted(self: Any, given: Any) -> Any:
         (folder / f"{os.getpid()}.pid").touch()
         then()
         return chunk(self, given)
 
-    monkeypatch.setattr(planning.Plan, "chunk", noted)
+    monkeypatch.setattr(index_module.Plan, "__call__", noted)
 
 
 def pids(folder: Path) -> set[int]:
@@ -237,36 +211,36 @@ def pids(folder: Path) -> set[int]:
 
 def test_a_loading_process_plans_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard is indexed where it is read; a process that another one ends with itself can have none of its own."""
-    monkeypatch.setattr(planning, "_CHUNK", 5)
+    monkeypatch.setattr(index_module, "_CHUNK", 5)
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 23))
 
     def digest(task: int) -> str:
-        return Index.build(path, make_processor(), num_workers=2).digest
+        return build_index(path, num_workers=2).digest
 
     workers = Workers(digest, [0], 1, ahead=1)
-    assert list(workers) == [Index.build(path, make_processor()).digest]
+    assert list(workers) == [build_index(path).digest]
     workers.close()
 
 
 def test_a_worker_that_is_killed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "_CHUNK", 50)
+    monkeypatch.setattr(index_module, "_CHUNK", 50)
     path = write_jsonl(tmp_path / "t.jsonl", [{"text": "x"}] * 400)
     planned_by(monkeypatch, tmp_path, lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(TrainingError, match=r"by SIGKILL.*lower index_workers of .*t\.jsonl"):
-        Index.build(path, make_processor(), num_workers=2)
+        build_index(path, num_workers=2)
     assert not caches(tmp_path)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux shows other processes")
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "_CHUNK", 50)
+    monkeypatch.setattr(index_module, "_CHUNK", 50)
     path = write_jsonl(tmp_path / "t.jsonl", [{"text": "x"}] * 400)
     planned_by(monkeypatch, tmp_path, lambda: time.sleep(60))
     monkeypatch.setattr("unigen_ds.system.workers._PARENT_CHECK_S", 0.1)
     starter = os.fork()
     if not starter:
         try:
-            Index.build(path, make_processor(), num_workers=2)
+            build_index(path, num_workers=2)
         finally:
             os._exit(1)
     deadline = time.monotonic() + 60

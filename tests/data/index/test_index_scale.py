@@ -20,9 +20,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.batches.test_collate import same
 from tests.data.support import (
     ByteTokenizer,
+    build_index,
     make_processor,
     make_stream,
     mixed_dataset,
@@ -35,22 +35,18 @@ from tests.data.text.chat_support import character_tokenizer
 from tests.processes import popen
 from tests.text_run import text_config, trained, words
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.collate import collate
-from unigen_ds.data.batches.loader import UpdateLoader
 from unigen_ds.data.batches.stream import Cursor, SequenceStream
 from unigen_ds.data.cache import array_cache
-from unigen_ds.data.cache.array_cache import FOLDER, ArrayFile, cached, filled
+from unigen_ds.data.cache.array_cache import FOLDER, load_or_fill, load_or_make
 from unigen_ds.data.datasets import overflow
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.datasets.filtered import filtered
+from unigen_ds.data.datasets.filtering import apply_filters
 from unigen_ds.data.datasets.filters import CheckedRecord
-from unigen_ds.data.datasets.held_out import Division, divided
 from unigen_ds.data.datasets.overflow import Fitted, Overflow
-from unigen_ds.data.images.augment import RandomFlip
+from unigen_ds.data.datasets.subset import Division, divide
 from unigen_ds.data.images.transforms import ImageTransform, normalised
 from unigen_ds.data.index import index as index_module
-from unigen_ds.data.index.index import Index
 from unigen_ds.data.order.order import Draw, GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
 from unigen_ds.data.samples.counts import COLUMNS
@@ -84,7 +80,7 @@ def private_bytes() -> int:
 def test_an_opened_index_is_mapped(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 9))
     for _ in range(2):  # made, and found
-        built = Index.build(path, make_processor())
+        built = build_index(path)
         arrays = [built.records, built.source.offsets, *(getattr(built.counts, name) for name in COLUMNS)]
         assert all(map(is_mapped, arrays)) and not any(array.flags.writeable for array in arrays)
 
@@ -98,13 +94,13 @@ def test_a_million_records_take_at_most_16_bytes_each(tmp_path: Path, monkeypatc
         name, weight, cache_folder, fingerprint = "large", None, tmp_path, "large"
 
         def __init__(self) -> None:
-            def fill(new: array_cache.NewArrays) -> None:
+            def fill(new: array_cache.ArrayFile) -> None:
                 for name in COLUMNS:
                     new.add(name, number)
                 new.put("tokens", 0, np.arange(number) % 1500 + 1)
                 new.put("text_targets", 0, np.arange(number) % 1500)
 
-            self.arrays = filled(tmp_path / "large.arrays", "large", fill)
+            self.arrays = load_or_fill(tmp_path / "large.arrays", "large", fill)
 
         def __len__(self) -> int:
             return number
@@ -138,17 +134,6 @@ def test_a_million_records_take_at_most_16_bytes_each(tmp_path: Path, monkeypatc
         assert np.array_equal(getattr(stream.fitted[0], name), getattr(alone.fitted[0], name))
 
 
-def test_shares_of_many_records_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = mixed_dataset(tmp_path, 40)
-    found = []
-    for least in (1 << 20, 1):
-        monkeypatch.setattr("unigen_ds.data.samples.counts.SHARED_FROM", least)
-        train, _ = divided([data], Division(0.3, 1))
-        found.append(train[0].counts())
-    assert is_mapped(found[1].tokens) and not is_mapped(found[0].tokens)
-    assert all(np.array_equal(getattr(found[0], name), getattr(found[1], name)) for name in COLUMNS)
-
-
 def without_captions(record: CheckedRecord) -> bool:
     return not any("seen" in text for text in record.texts)
 
@@ -159,8 +144,8 @@ def test_what_filters_keep_of_many_records_is_mapped(tmp_path: Path, monkeypatch
     found = []
     for least in (1 << 20, 1):
         monkeypatch.setattr("unigen_ds.data.samples.counts.SHARED_FROM", least)
-        kept = filtered(mixed_dataset(tmp_path, 40, filters=given))
-        train, _ = divided([kept], Division(0.3, 1))
+        kept = apply_filters(mixed_dataset(tmp_path, 40, filters=given))
+        train, _ = divide([kept], Division(0.3, 1))
         assert len(kept) == 30 and kept.lengths()[0] is kept.counts().tokens
         found.append((kept.counts(), train[0].counts()))
     for alone, shared in zip(*found, strict=True):
@@ -173,9 +158,15 @@ def test_sums_of_what_is_kept(tmp_path: Path, given: str) -> None:
     data = mixed_dataset(tmp_path, 40)
     fitted = Fitted(data, Overflow(24, given))
     assert fitted.longer.size
-    kept = fitted.kept
+    samples = [data.sample(i) for i in range(40)]
+    if given == "truncate":
+        samples = [sample.truncated(24) for sample in samples]
+    else:
+        is_split = (data.counts().kind < 2) & (given == "split")
+        samples = [one for one, whole in zip(samples, is_split, strict=True) if whole or one.num_tokens <= 24]
+    kept = index_module.Counts.of([index_module.count(sample) for sample in samples])
     assert fitted.kept_sums == {name: int(getattr(kept, name).sum()) for name in overflow.CONTENT}
-    assert fitted.kept_targets == int(kept.targets.sum())
+    assert sum(fitted.lost.values()) == int(data.counts().targets.sum() - kept.targets.sum())
     if given != "split":
         assert fitted.kept_sums["tokens"] < int(data.counts().tokens.sum())
 
@@ -183,14 +174,14 @@ def test_sums_of_what_is_kept(tmp_path: Path, given: str) -> None:
 def test_a_full_disk_costs_the_cache_alone(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 8))
-    expected = Index.build(path, make_processor()).digest
+    expected = build_index(path).digest
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     for cache in (tmp_path / FOLDER).glob("*.arrays"):
         cache.unlink()
-    monkeypatch.setattr(ArrayFile, "put", full)
+    monkeypatch.setattr(array_cache, "write_atomic", full)
     data = UnifiedGenerationDataset(path, make_processor(), cache_tokens=True)
     assert data.fingerprint == expected and data.tokens is None and data.sample(0).num_tokens
     assert "cannot be written: [Errno 28]" in caplog.text and not list((tmp_path / FOLDER).glob("*.arrays"))
@@ -199,7 +190,7 @@ def test_a_full_disk_costs_the_cache_alone(tmp_path: Path, caplog: Any, monkeypa
 def test_arrays_of_every_shape(tmp_path: Path) -> None:
     arrays = {"a": np.arange(6).reshape(2, 3), "b": np.empty((0, 2), np.int64), "c": np.zeros(5, np.uint8)}
     for _ in range(2):
-        found = cached(tmp_path / "x.arrays", "k", lambda: arrays)
+        found = load_or_make(tmp_path / "x.arrays", "k", lambda: arrays)
         assert {name: (value.tolist(), value.dtype) for name, value in found.items()} == {
             name: (value.tolist(), value.dtype) for name, value in arrays.items()
         }
@@ -288,18 +279,18 @@ BUILD = """
 import sys, time
 sys.path.insert(0, {root!r})
 from tests.data.support import ByteTokenizer, make_processor
-from unigen_ds.data.index import planning, token_cache
+from unigen_ds.data.index import index, token_cache
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-planning._CHUNK = 4
+index._CHUNK = 4
 slow, which = float(sys.argv[2]), sys.argv[3]
-for kind in (planning.Plan, token_cache._TokenPlan):
-    chunk = kind.chunk
+for kind in (index.Plan, token_cache._TokenPlan):
+    chunk = kind.__call__
     def waiting(self, given, chunk=chunk, kind=kind):
         if kind.__name__ == which:
             print("chunk", given, flush=True)
             time.sleep(slow)
         return chunk(self, given)
-    kind.chunk = waiting
+    kind.__call__ = waiting
 data = UnifiedGenerationDataset(sys.argv[1], make_processor(), cache_tokens=True)
 print("done", data.fingerprint, sum(data.sample(i).num_tokens for i in range(len(data))), flush=True)
 """
@@ -366,21 +357,3 @@ def test_a_transform_of_a_users_own_is_called(tmp_path: Path) -> None:
     batch = collate(rows, [data], data.processor, seq_length=64)
     doubled = collate(rows, [data], make_processor(vit_transform=Doubled(16, 8, 4)), seq_length=64)
     assert batch.vit_patches.dtype == torch.float32 and torch.equal(doubled.vit_patches, batch.vit_patches * 2)
-
-
-def test_large_batches_of_workers_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unigen_ds.data.batches.loader._BY_VALUE", 64)
-    data = mixed_dataset(tmp_path, 16)
-    stream = make_stream([data], window=None)
-
-    def batches(workers: int) -> list[Any]:
-        loading = UpdateLoader(stream, processor=data.processor, geometry=Geometry(2, 2, 1), num_workers=workers)
-        found = [micro.batch for update in islice(loading, 3) for micro in update]
-        loading.close()
-        return found
-
-    for one, other in zip(batches(0), batches(2), strict=True):
-        same(one, other)
-    data.processor.vit_augment = (RandomFlip(probability=1.0),)
-    for one, other in zip(batches(0), batches(2), strict=True):
-        same(one, other)

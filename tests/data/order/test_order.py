@@ -7,24 +7,21 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.order.order import Draw, GlobalOrder, permute, permute_many, shares
+from unigen_ds.data.order.order import Draw, GlobalOrder, permute_many, shares
 
 
 @pytest.mark.parametrize("size", [*range(1, 40), 63, 64, 65, 255, 256, 257, 1000, 4097])
-def test_permutation_is_a_bijection_and_both_forms_agree(size: int) -> None:
+def test_permutation_is_a_bijection(size: int) -> None:
     key = 0xFEDCBA9876543210 ^ size
     many = permute_many(np.arange(size), size, key)
     assert sorted(many.tolist()) == list(range(size))
-    assert many.tolist() == [permute(i, size, key) for i in range(size)]
+    assert many.tolist() == [int(permute_many(np.asarray([i]), size, key)[0]) for i in range(size)]
 
 
 def test_large_sizes_need_no_memory() -> None:
     size = 10**12 + 7
-    indices = [0, 1, 2, 10**6, size - 1]
-    got = [permute(i, size, 99) for i in indices]
-    assert len(set(got)) == len(indices) and all(0 <= g < size for g in got)
-    assert permute_many(np.asarray(indices), size, 99).tolist() == got
+    got = permute_many(np.asarray([0, 1, 2, 10**6, size - 1]), size, 99).tolist()
+    assert got == [263981961331, 634726203787, 809974064304, 491816714565, 436709424577]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 17])
@@ -106,13 +103,3 @@ def test_a_small_source_repeats_only_after_all_its_records_came() -> None:
 
 def test_sample_id() -> None:
     assert Draw(1, 5, 2).sample_id(["a", "b"]) == "b:5:2"
-
-
-def test_wrong_sources_and_weights() -> None:
-    with pytest.raises(DataError, match="none of them empty"):
-        GlobalOrder([3, 0], seed=0)
-    with pytest.raises(DataError):
-        GlobalOrder([], seed=0)
-    for weights in ([1.0], [1.0, 0.0], [1.0, -2.0]):
-        with pytest.raises(ConfigError, match="positive number"):
-            GlobalOrder([3, 4], weights, seed=0)

@@ -12,7 +12,7 @@ import pytest
 from tests.data.support import make_processor
 from tests.end_to_end.robustness.cases import nodes, replaced
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.index.planning import learnt
+from unigen_ds.data.index.index import turns_to_learn
 from unigen_ds.data.records.records import Layout
 from unigen_ds.data.sources.json_lines import Place, load_record, scan
 
@@ -68,7 +68,7 @@ def outcomes(path: Path, root: Path) -> dict[str, int]:
         try:
             position = Place(path, offset)
             record = load_record(content[offset : offset + length], position)
-            processor.plan(learnt(record, position, Layout(root)), position)
+            processor.plan(turns_to_learn(record, position, Layout(root)), position)
             found["read"] += 1
         except DataError as error:
             found["named"] += 1

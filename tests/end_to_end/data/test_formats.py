@@ -21,7 +21,7 @@ from tools.inspect_data import main as inspect_data
 from tools.train import main as run_tool
 from unigen_ds.config.overrides import plain_values
 from unigen_ds.core.errors import DataError, ResumeBlocked
-from unigen_ds.data.index import planning
+from unigen_ds.data.index import index as index_module
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
 
@@ -127,7 +127,7 @@ def own(samples: Path, tmp_path: Path) -> Path:
 
 def test_loading_processes_read_the_same(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So do processes that plan, which are started anew (spawn)."""
-    monkeypatch.setattr(planning, "_CHUNK", 3)
+    monkeypatch.setattr(index_module, "_CHUNK", 3)
     data = several(own)
     one, *others = data
     planned = train(tmp_path / "0", [{**one, "index_workers": 1}, *others], updates=6)

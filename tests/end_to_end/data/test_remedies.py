@@ -205,8 +205,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "the name of a filter": ({}, {"data_path": "x.jsonl", "filters": "ImageSizeFilter"},
                              "Allowed: a list of dict(type='...', ...), or one of them. "
                              "Remedy: filters=dict(type='ImageSizeFilter', ...)"),
-    "limits": ({}, {"data_path": "x.jsonl", "filters": {"type": "ImageSizeFilter", "min_side": 9, "max_side": 8}},
-                      "min_side=9 and max_side=8: it keeps nothing"),
     "processes": ({}, {"data_path": "x.jsonl", "index_workers": -1}, "index_workers is -1"),
 }  # fmt: skip
 

@@ -30,7 +30,7 @@ from unigen_ds.config.registry import HOOKS, MODELS
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError, ResumeBlocked
 from unigen_ds.data.batches.collate import collate
-from unigen_ds.data.datasets.held_out import Division
+from unigen_ds.data.datasets.subset import Division
 from unigen_ds.data.order.order import Draw
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.hooks.base import Hook, Run, UpdateResult

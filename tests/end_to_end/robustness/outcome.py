@@ -28,7 +28,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.batches.collate import collate
 from unigen_ds.data.batches.shown import ShownImage, ShownToken, shown
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.datasets.filtered import filtered
+from unigen_ds.data.datasets.filtering import apply_filters
 from unigen_ds.data.datasets.filters import ImageSizeFilter, RatingFilter, TextLengthFilter
 from unigen_ds.data.order.order import Draw
 
@@ -71,7 +71,7 @@ def outcome(given: Case, folder: Path, number: int) -> str:
             found.content_digests()
             found.filters = (TextLengthFilter(max_characters=10**9), ImageSizeFilter(max_ratio=1e9), RatingFilter(
                 relevance_min_rating=1))  # fmt: skip
-            filtered(found)
+            apply_filters(found)
         batches = [collate([(Draw(0, i, 0),)], [found], processor, seq_length=10**9) for i in range(len(found))]
     except (DataError, ConfigError) as error:
         return _named(given, error)

@@ -15,7 +15,7 @@ from PIL import Image, PngImagePlugin
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.images.image_files import ImageContent, raise_png_text_limit
-from unigen_ds.data.index import planning
+from unigen_ds.data.index import index as index_module
 from unigen_ds.models.vision import VisionLayer
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import environment
@@ -82,8 +82,10 @@ def test_defaults_that_a_users_value_overrides(
 ) -> None:
     """Of the allocator and of tokenizers, in the process and where records are planned."""
     seen: list[str | None] = []
-    count = planning.count
-    monkeypatch.setattr(planning, "count", lambda *a, **k: (seen.append(os.environ.get(TOKENIZERS)), count(*a, **k))[1])
+    count = index_module.count
+    monkeypatch.setattr(
+        index_module, "count", lambda *a, **k: (seen.append(os.environ.get(TOKENIZERS)), count(*a, **k))[1]
+    )
     monkeypatch.setenv(TOKENIZERS, "x")
     monkeypatch.delenv(TOKENIZERS)
     train(tmp_path)

@@ -80,25 +80,24 @@ def _settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[
         if was.get(fact) != now.get(fact):
             yield fact, f"{words} was {was.get(fact)} and is {now.get(fact)}"
     if was.get("validation") != now.get("validation"):
-        then, is_now = _division(was.get("validation")), _division(now.get("validation"))
-        yield "validation", f"the share of the records for validation was {then} and is {is_now}"
+        shares = [
+            "none" if facts is None else f"{facts['share']:g} by seed {facts['seed']}"
+            for facts in (was.get("validation"), now.get("validation"))
+        ]
+        yield "validation", f"the share of the records for validation was {shares[0]} and is {shares[1]}"
     before, after = was.get("filters") or {}, now.get("filters") or {}
     for name in [name for name in was["names"] if name in now["names"] and before.get(name) != after.get(name)]:
         yield "filters", f"the filters of {name} were {_filters(before.get(name))} and are {_filters(after.get(name))}"
     if was["overflow"] != now["overflow"]:
-        yield "overflow", f"overflow was {_overflow(was['overflow'])} and is {_overflow(now['overflow'])}"
-
-
-def _division(facts: Mapping[str, float] | None) -> str:
-    return "none" if facts is None else f"{facts['share']:g} by seed {facts['seed']}"
+        yield "overflow", f"overflow was {_actions(was)} and is {_actions(now)}"
 
 
 def _filters(settings: Sequence[str] | None) -> str:
     return "; ".join(settings) if settings else "none"
 
 
-def _overflow(actions: Mapping[str, str]) -> str:
-    return ", ".join(f"{kind}: {action}" for kind, action in actions.items())
+def _actions(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{kind}: {action}" for kind, action in facts["overflow"].items())
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -106,20 +105,15 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tup
     if was["names"] != now["names"]:
         yield "names", f"the sources were {', '.join(was['names'])} and are {', '.join(now['names'])}"
     if _weights(was) != _weights(now):
-        yield "weights", f"the weights were {_shown(was)} and are {_shown(now)}"
+        yield "weights", f"the weights were {_weights_text(was)} and are {_weights_text(now)}"
     rows = zip(was["names"], was["sizes"], was["digests"], was["records"], strict=True)
     before = {name: facts for name, *facts in rows}
     streamed, streamed_before = now.get("shards") or {}, was.get("shards") or {}
     for name, *facts in zip(now["names"], now["sizes"], now["digests"], now["records"], strict=True):
         if name in streamed and name in before and before[name] != facts:
             had = f"{streamed_before[name]:,} shards" if name in streamed_before else "no shards"
-            yield (
-                "content",
-                (
-                    f"{name} had {had} and has {streamed[name]:,}: names, sizes or versions of shards, their order"
-                    " (mixed_shards), filters or the processor changed"
-                ),
-            )
+            changed = "names, sizes or versions of shards, their order (mixed_shards), filters or the processor changed"
+            yield "content", f"{name} had {had} and has {streamed[name]:,}: {changed}"
             continue
         (size, digest, record), (old_size, old_digest, old_record) = facts, before.get(name, facts)
         if size != old_size:
@@ -136,7 +130,7 @@ def _not_appended(was: Mapping[str, Any], stream: SequenceStream) -> Iterator[st
         yield f"the sources were {', '.join(was['names'])} and are {', '.join(stream.names)}: new ones may only follow"
         return
     if groups_before != groups or (weights if weights is None else weights[:number]) != before:
-        yield f"the weights were {_shown(was)} and are {_shown(stream.facts)}"
+        yield f"the weights were {_weights_text(was)} and are {_weights_text(stream.facts)}"
     if streamed := sorted({*(stream.facts.get("shards") or ()), *(was.get("shards") or ())}):
         yield f"{', '.join(streamed)}: records cannot be appended where a source is streamed"
         return
@@ -153,7 +147,7 @@ def _weights(facts: Mapping[str, Any]) -> tuple[Any, Any]:
     return groups.get("sources", facts["weights"]), groups.get("groups")
 
 
-def _shown(facts: Mapping[str, Any]) -> str:
+def _weights_text(facts: Mapping[str, Any]) -> str:
     weights, groups = _weights(facts)
     return f"{weights}, of the groups {groups}" if groups else f"{weights}"
 
@@ -173,13 +167,13 @@ def append(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[Phase, ..
     cursor, phases = Cursor.from_state_dict(stored["cursor"]), stored_phases(stored)
     begun = (cursor.window, cursor.row) != (0, 0)
     first = cursor.epoch + begun
-    used = tuple(phase for phase in phases if phase.first_epoch < first)
+    earlier = tuple(phase for phase in phases if phase.first_epoch < first)
     passes = phases[0].first_pass
-    if used:
-        order, size = used[-1].order(seed=stream.order.seed), used[-1].sizes
-        passes = order.passes_before(first, extra=_most_extra(cursor, sum(size), begun))
+    if earlier:
+        order = earlier[-1].order(seed=stream.order.seed)
+        passes = order.passes_before(first, extra=_most_extra(cursor, order.epoch_size, begun))
     phase = stream.new_phase(first, first_pass=passes, first_sequence=None if begun else cursor.sequences)
-    return (*used, phase)
+    return (*earlier, phase)
 
 
 def _most_extra(cursor: Cursor, epoch_size: int, begun: bool) -> int:
@@ -191,8 +185,7 @@ def restart(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[tuple[Ph
     """The only phase of a run that continues with other data, and the cursor at its beginning."""
     cursor, phases = Cursor.from_state_dict(stored["cursor"]), stored_phases(stored)
     first = cursor.epoch + 1
-    used = [phase for phase in phases if phase.first_epoch < first]
-    order = used[-1].order(seed=stored["seed"])
+    order = [phase for phase in phases if phase.first_epoch < first][-1].order(seed=stored["seed"])
     passes = order.passes_before(first, extra=_most_extra(cursor, order.epoch_size, True))
     if cursor.blocks:  # a streamed source may have had more passes than its estimated size means
         passes = max(passes, *(reached + _DRAWS_OF_A_WINDOW for reached in cursor.blocks[1::3]))

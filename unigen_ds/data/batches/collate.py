@@ -86,8 +86,7 @@ def load(
 ) -> list[Loaded]:
     """Read, truncate, drop conditions, decode. Raises ``UnreadableImage`` where the sample must be skipped."""
     sample = dataset.sample(draw.index, pass_number=draw.pass_number)
-    kept = sample if draw.piece >= 0 else sample.truncated(seq_length)
-    for split in kept.splits:
+    for split in (sample if draw.piece >= 0 else sample.truncated(seq_length)).splits:
         if split.error:
             raise unreadable(split.source, split.error)
     planned = planned_tokens(dataset, draw.index)

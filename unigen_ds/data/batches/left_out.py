@@ -16,10 +16,10 @@ import numpy as np
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset
-from unigen_ds.data.datasets.filtered import Filtered, FirstRecords, filters_of
-from unigen_ds.data.datasets.held_out import Part, record_number, whole_of
+from unigen_ds.data.datasets.filtering import Filtering
 from unigen_ds.data.datasets.overflow import ACTIONS, Action, Fitted
-from unigen_ds.data.datasets.streamed_units import ShardRecords, StreamedFitted
+from unigen_ds.data.datasets.streamed_units import StreamedFitted
+from unigen_ds.data.datasets.subset import Side, Subset, record_number, subsets, whole_of
 from unigen_ds.data.records.unusable import LIST_FILE, SKIPPED, BadRecord, unusable_error
 from unigen_ds.data.records.unused import unused_of, with_unused
 from unigen_ds.data.samples.counts import Array
@@ -62,32 +62,24 @@ class Reason:
 
 def reasons(stream: SequenceStream) -> list[Reason]:
     """In the order in which a record meets them. Those without a record are not in the list."""
-    found = []
-    for name, fitted in zip(stream.names, stream.fitted, strict=True):
-        source = _Source(name, fitted, getattr(stream.packer, "max_tiles", None))
-        found += [one for one in source.reasons() if one.number]
-    return found
+    max_tiles = getattr(stream.packer, "max_tiles", None)
+    sources = [_Source(*pair, max_tiles) for pair in zip(stream.names, stream.fitted, strict=True)]
+    return [reason for source in sources for reason in source.reasons() if reason.number]
 
 
 def check_unusable(sources: Sequence[Fitted], names: Sequence[str], limit: float) -> None:
     """Raise ``DataError`` where more than a share ``limit`` of all records is left out by ``on_record_error``."""
-    found, records = [], 0
+    unusable: list[BadRecord] = []
+    records = 0
     for source in sources:
         if isinstance(source, StreamedFitted):
             source.limit = limit
             source.count_unusable(source)
         else:
-            found += list(_unusable(source))
+            unusable += source.unusable
             records += len(whole_of(source.dataset))
-    if len(found) > limit * records:
-        raise unusable_error(found, ", ".join(names), records, limit=limit)
-
-
-def _unusable(source: Fitted) -> Sequence[BadRecord]:
-    if isinstance(source, StreamedFitted):
-        return source.unusable
-    kept = filters_of(source.dataset)
-    return () if kept is None else kept.unusable
+    if len(unusable) > limit * records:
+        raise unusable_error(unusable, ", ".join(names), records, limit=limit)
 
 
 def list_left_out(parts: Sequence[Any], folder: Path) -> None:
@@ -97,7 +89,7 @@ def list_left_out(parts: Sequence[Any], folder: Path) -> None:
     path, lines = folder / LIST_FILE, list[str]()
     before = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     for name, source in (pair for part in parts for pair in zip(part.names, part.fitted, strict=True)):
-        own = [one.line(name) for one in _unusable(source)]
+        own = [one.line(name) for one in source.unusable]
         if isinstance(source, StreamedFitted):
             source.left_out_file = path
             source.listed = {line for line in before if line.startswith(f'{{"sample": "{name}:')}
@@ -116,69 +108,67 @@ class _Source:
 
     def reasons(self) -> Iterator[Reason]:
         yield from self._not_part()
-        counts, total = self.dataset.counts(), len(self.dataset)
+        counts, (tokens, tiles) = self.dataset.counts(), self.dataset.lengths()
+        overflow = self.fitted.overflow
         for action in ACTIONS:
-            found, key = self.fitted.by_action[action], self.fitted.overflow.key
-            text = _WORDS[action].format(key=key, limit=self.fitted.overflow.seq_length)
-            lengths = self.dataset.lengths()[0]
-            yield self._reason(text, found, total, action in ("split", "truncate"), "{:,} tokens", lengths)
-        yield self._reason("an image that cannot be read: padding in their position", np.flatnonzero(counts.unreadable),
-                           total, False, "", None)  # fmt: skip
+            text = _WORDS[action].format(key=overflow.key, limit=overflow.seq_length)
+            used = action in ("split", "truncate")
+            yield self._reason(text, self.fitted.by_action[action], used=used, unit="tokens", values=tokens)
+        text = "an image that cannot be read: padding in their position"
+        yield self._reason(text, np.flatnonzero(counts.unreadable), used=False)
         if isinstance(self.whole, UnifiedGenerationDataset):
             codes = self.whole.index.unused
             for one in unused_of(codes):
                 examples = tuple(self._example(i, "") for i in with_unused(codes, one)[:NUM_EXAMPLES].tolist())
                 yield Reason(self.title, one.text, one.records, len(codes), True, examples)
-        empty = np.flatnonzero(counts.empty_texts)
-        yield self._reason("an empty text", empty, total, True, "", None)
+        yield self._reason("an empty text", np.flatnonzero(counts.empty_texts))
         if self.max_tiles is not None:
-            tiles = self.dataset.lengths()[1]
-            yield self._reason(f"more than packing.max_tiles {self.max_tiles} condition images: a sequence without"
-                               " another image", np.flatnonzero(tiles > self.max_tiles), total, True, "{:,} images",
-                               tiles)  # fmt: skip
+            text = f"more than packing.max_tiles {self.max_tiles} condition images: a sequence without another image"
+            yield self._reason(text, np.flatnonzero(tiles > self.max_tiles), unit="images", values=tiles)
         unknown = counts.unknown
         most = np.argsort(-unknown, kind="stable")[: int((unknown > 0).sum())]
-        yield self._reason("words that the tokenizer does not have", most, total, True, "{:,} tokens", unknown)
-        spelled = np.flatnonzero(counts.touched_by("special_tokens"))
-        yield self._reason("a text that spells a special token, read as ordinary text", spelled, total, True, "", None)
+        yield self._reason("words that the tokenizer does not have", most, unit="tokens", values=unknown)
+        text = "a text that spells a special token, read as ordinary text"
+        yield self._reason(text, np.flatnonzero(counts.touched_by("special_tokens")))
 
     def _not_part(self) -> Iterator[Reason]:
         """What is no longer in the data set that is packed."""
-        parts: list[Any] = [self.dataset]
-        while parts[-1] is not self.whole:
-            parts.append(parts[-1].whole)
-        for one in reversed(parts):
-            if isinstance(one, Filtered):
-                yield from self._removed(one)
-            elif isinstance(one, (FirstRecords, Part)):
-                text = "after the first num_used_data"
-                if isinstance(one, Part):
-                    text = f"held out for validation (val_dataloader.split={one.division.share:g})"
-                yield Reason(self.title, text, len(one.whole) - len(one), len(one.whole), False, ())
+        for subset in reversed([*subsets(self.dataset)]):
+            choice = subset.choice
+            if isinstance(choice, Filtering):
+                yield from self._removed(subset, choice)
+                continue
+            text = "after the first num_used_data"
+            if isinstance(choice, Side):
+                text = f"held out for validation (val_dataloader.split={choice.division.share:g})"
+            yield Reason(self.title, text, len(subset.whole) - len(subset), len(subset.whole), False, ())
 
-    def _removed(self, kept: Filtered) -> Iterator[Reason]:
+    def _removed(self, subset: Subset, filtering: Filtering) -> Iterator[Reason]:
         """By each filter, and by each rating."""
-        for k, (rule, number) in enumerate(kept.report["removed"].items(), start=1):
+        records, unusable = len(filtering.removed), filtering.unusable
+        for k, (rule, number) in enumerate(filtering.report["removed"].items(), start=1):
             if rule == SKIPPED:
                 continue
-            first = np.flatnonzero(kept.removed == k)[:NUM_EXAMPLES].tolist()
-            examples = tuple(self._example(record_number(kept.whole, i), "") for i in first)
-            yield Reason(self.title, f"removed by {rule}", number, len(kept.removed), False, examples)
-        if kept.unusable:
-            examples = tuple(Example(f"{self.name}:{one.number}", one.reason) for one in kept.unusable[:NUM_EXAMPLES])
+            first = np.flatnonzero(filtering.removed == k)[:NUM_EXAMPLES].tolist()
+            examples = tuple(self._example(record_number(subset.whole, i), "") for i in first)
+            yield Reason(self.title, f"removed by {rule}", number, records, False, examples)
+        if unusable:
+            examples = tuple(Example(f"{self.name}:{one.number}", one.reason) for one in unusable[:NUM_EXAMPLES])
             text = "cannot be trained on (on_record_error='skip')"
-            yield Reason(self.title, text, len(kept.unusable), len(kept.removed), False, examples)
-        for rule, number in kept.report.get("questions_removed", {}).items():
+            yield Reason(self.title, text, len(unusable), records, False, examples)
+        for rule, number in filtering.report.get("questions_removed", {}).items():
             text = f"questions below the least {rule} rating (their records stay)"
-            yield Reason(self.title, text, number, kept.report["questions_rated"], False, (), "questions")
+            yield Reason(self.title, text, number, filtering.report["questions_rated"], False, (), "questions")
 
-    def _reason(self, text: str, found: Array, total: int, used: bool, shown: str, values: Array | None) -> Reason:
-        """``shown``: a value of an example as text."""
+    def _reason(
+        self, text: str, records: Array, *, used: bool = True, unit: str = "", values: Array | None = None
+    ) -> Reason:
+        """``values``: of each record of the source, for the examples."""
         examples = tuple(
-            self._example(record_number(self.dataset, i), shown.format(int(values[i])) if values is not None else "")
-            for i in found[:NUM_EXAMPLES].tolist()
+            self._example(record_number(self.dataset, i), "" if values is None else f"{int(values[i]):,} {unit}")
+            for i in records[:NUM_EXAMPLES].tolist()
         )
-        return Reason(self.title, text, len(found), total, used, examples)
+        return Reason(self.title, text, len(records), len(self.dataset), used, examples)
 
     def _example(self, number: int, value: str) -> Example:
         """``number``: of the record in its source."""
@@ -188,13 +178,13 @@ class _Source:
 
 def record_text(dataset: PlannedDataset, number: int) -> str:
     """The beginning of the texts of a record, images as their names; '' for a class of a user's own."""
-    if not isinstance(dataset, (UnifiedGenerationDataset, ShardRecords)):
+    if not isinstance(dataset, UnifiedGenerationDataset):
         return ""
     try:
         turns = dataset.turns(number)
         broken = [split.error for split in dataset.sample(number).splits if split.error]
     except DataError as error:
         return str(error)
-    shown = [turn.value if turn.kind == "text" else f"[image {turn.value}]" for turn in turns]
-    text = " | ".join([*broken, *shown])
+    parts = [turn.value if turn.kind == "text" else f"[image {turn.value}]" for turn in turns]
+    text = " | ".join([*broken, *parts])
     return text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"

@@ -5,7 +5,7 @@ cursor after its iteration. Iteration i has the next ``batch_size * dp_size`` ro
 dp_size, ... of them. Workers receive the rows themselves (a few numbers), so they share no state, and 0, 1 or many
 return the same batches. How far ahead they are has no effect: the cursor comes with the micro-batch that is used.
 
-A worker sends a batch as one block of bytes (``packet.py``).
+A worker sends a batch as one block of bytes (``Packet``).
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import Unpack
 
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError
@@ -43,6 +45,19 @@ class MicroBatch:
     """Rows of the iteration over all ranks, in global order."""
 
 
+class Loading(TypedDict, total=False):
+    """How batches are loaded. It changes nothing of a batch."""
+
+    num_workers: int
+    """Worker processes; 0 loads in this one."""
+    prefetch_factor: int | None
+    """Micro-batches that each worker keeps ready."""
+    pin_memory: bool
+    """Copy batches to page-locked memory (where there is an accelerator)."""
+    timeout: float
+    """Seconds to wait for a worker's batch before an error; 0: for ever."""
+
+
 class UpdateLoader:
     """Endless updates. Iterate once; ``close`` when done.
 
@@ -53,10 +68,7 @@ class UpdateLoader:
         dp_rank: which of the ranks.
         cursor: where to continue.
         seed: of noise and condition dropout; the processor's by default.
-        num_workers: worker processes; 0 loads in this one.
-        prefetch_factor: micro-batches that each worker keeps ready.
-        pin_memory: copy batches to page-locked memory (where there is an accelerator).
-        timeout: seconds to wait for a worker's batch before an error; 0: for ever.
+        loading: how batches are loaded.
     """
 
     def __init__(
@@ -68,24 +80,13 @@ class UpdateLoader:
         dp_rank: int = 0,
         cursor: Cursor | None = None,
         seed: int | None = None,
-        num_workers: int = 0,
-        prefetch_factor: int | None = None,
-        pin_memory: bool = False,
-        timeout: float = 0.0,
+        **loading: Unpack[Loading],
     ) -> None:
         assert 0 <= dp_rank < geometry.dp_size, (dp_rank, geometry)
         self.geometry = geometry
         self._iterations = _Iterations(stream, geometry, dp_rank, cursor or Cursor())
-        self._batches = BatchLoader(
-            RowSource(stream.sources, stream.names, stream.sample_length),
-            processor,
-            self._iterations,
-            seed=seed,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
-            timeout=timeout,
-        )
+        source = RowSource(stream.sources, stream.names, stream.sample_length)
+        self._batches = BatchLoader(source, processor, self._iterations, seed=seed, **loading)
         self._closed = False
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
@@ -121,7 +122,8 @@ class BatchLoader:
         source: what the rows point into.
         processor: turns records into tensors.
         iterations: the rows of each batch. Workers read ahead, so it is iterated faster than ``next`` is called.
-        seed, num_workers, prefetch_factor, pin_memory, timeout: as of ``UpdateLoader``.
+        seed: as of ``UpdateLoader``.
+        num_workers, prefetch_factor, pin_memory, timeout: ``Loading``.
     """
 
     def __init__(
@@ -141,9 +143,9 @@ class BatchLoader:
                 f"num_workers {num_workers}, timeout {timeout}, prefetch_factor {prefetch_factor}",
                 allowed="num_workers >= 0, timeout >= 0 seconds, prefetch_factor >= 1",
             )
-        pinned = pin_memory and torch.accelerator.is_available()
-        make = _Rows(source, processor, seed, packed=pinned or num_workers > 0)
-        arrived = _pinned if pinned else None
+        pin = pin_memory and torch.accelerator.is_available()
+        make = partial(_load, source, processor, seed, num_workers > 0 or pin)
+        arrived = partial(Packet.unpacked, pin=True) if pin else None
 
         def begin() -> Iterator[Any]:
             if num_workers:
@@ -152,7 +154,7 @@ class BatchLoader:
             return map(make, iterations) if arrived is None else map(arrived, map(make, iterations))
 
         self._begin = begin
-        self._made: Iterator[Batch | Packet] | None = None
+        self._loaded: Iterator[Batch | Packet] | None = None
         self._closed = False
 
     def next(self) -> Batch:
@@ -160,22 +162,16 @@ class BatchLoader:
         process has ended.
         """
         assert not self._closed, "the loader is closed"
-        if self._made is None:
-            self._made = self._begin()
-        loaded = next(self._made)
+        if self._loaded is None:
+            self._loaded = self._begin()
+        loaded = next(self._loaded)
         return loaded.unpacked() if isinstance(loaded, Packet) else loaded
 
     def close(self) -> None:
         """End the workers. Safe to call twice, and after an error."""
-        if isinstance(self._made, Workers):
-            self._made.close()
-        self._made, self._closed = None, True
-
-
-def _pinned(packet: Any) -> Batch:
-    """The batch of a ``Packet``, in page-locked memory."""
-    made: Batch = packet.unpacked(pin=True)
-    return made
+        if isinstance(self._loaded, Workers):
+            self._loaded.close()
+        self._loaded, self._closed = None, True
 
 
 class _Iterations:
@@ -189,29 +185,18 @@ class _Iterations:
         self._stream.fetch_ahead()  # after workers were started: a thread does not survive a fork
         stream = self._stream.rows(self._cursor)
         while True:
-            taken = list(islice(stream, self._geometry.sequences_per_iteration))
-            rows = [row for row, _ in taken]
-            self.pending.append((taken[-1][1], rows))
+            iteration = list(islice(stream, self._geometry.sequences_per_iteration))
+            rows = [row for row, _ in iteration]
+            self.pending.append((iteration[-1][1], rows))
             yield rows[self._dp_rank :: self._geometry.dp_size]
 
 
-class _Rows:
-    """A list of rows is the index, a micro-batch the item: a packet if it travels or is page-locked."""
-
-    def __init__(self, source: RowSource, processor: Processor, seed: int | None, *, packed: bool) -> None:
-        self._source, self._processor, self._seed, self._packed = source, processor, seed, packed
-
-    def __call__(self, rows: Sequence[Row]) -> Batch | Packet:
-        source = self._source
-        batch = collate(
-            rows,
-            source.datasets,
-            self._processor,
-            seq_length=source.seq_length,
-            seed=self._seed,
-            names=source.names,
-        )
-        return Packet.packed(batch) if self._packed else batch
+def _load(
+    source: RowSource, processor: Processor, seed: int | None, packed: bool, rows: Sequence[Row]
+) -> Batch | Packet:
+    """A micro-batch; ``packed``: it travels or is page-locked."""
+    batch = collate(rows, source.datasets, processor, seq_length=source.seq_length, seed=seed, names=source.names)
+    return Packet.packed(batch) if packed else batch
 
 
 # A batch on its way from a loading process: its tensors in one block of bytes.

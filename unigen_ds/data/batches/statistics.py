@@ -13,14 +13,13 @@ import numpy as np
 
 from unigen_ds.data.batches.stream import Cursor, Row, SequenceStream
 from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset, planned_tokens, unreadable
-from unigen_ds.data.datasets.filtered import filters_of, removal_line, used_line, used_of
-from unigen_ds.data.datasets.held_out import whole_of
-from unigen_ds.data.datasets.overflow import overflow_line, unit_tokens
+from unigen_ds.data.datasets.filtering import filtering_of, removal_line
+from unigen_ds.data.datasets.overflow import unit_tokens
 from unigen_ds.data.datasets.streamed_units import StreamedFitted, streamed_lines, streamed_report
+from unigen_ds.data.datasets.subset import FirstRecords, first_records_line, subset_by, whole_of
 from unigen_ds.data.records.unusable import SKIPPED
 from unigen_ds.data.records.unused import UnusedKey, unused_of
 from unigen_ds.data.rules import RULE_VERSIONS
-from unigen_ds.data.samples.counts import Counts
 
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _WINDOWS = 8
@@ -28,47 +27,76 @@ IMBALANCE = 10
 """Samples of one kind for each of the other above which a start warns."""
 
 
-def describe(source: PlannedDataset | SequenceStream) -> dict[str, Any]:
-    """Plain numbers. Of a stream: those of each source, of all together, and of the sequences they make."""
-    if not isinstance(source, SequenceStream):
-        return _describe_dataset(source, source.counts())
-    tokens = np.concatenate([d.lengths()[0] for d in source.datasets])
+def describe(stream: SequenceStream) -> dict[str, Any]:
+    """Plain numbers of each source, of all together, and of the sequences they make."""
+    tokens = np.concatenate([d.lengths()[0] for d in stream.datasets])
     return {
-        "fingerprint": source.fingerprint,
+        "fingerprint": stream.fingerprint,
         "rules": dict(RULE_VERSIONS),
         "records": len(tokens),
-        "sources": {
-            name: {
-                **_describe_dataset(fitted.dataset, fitted.kept),
-                "overflow": fitted.report(name),
-                "draws_per_epoch": source.draws_per_epoch[k],
-                "weight": fitted.dataset.weight,
-                "records_over_max_tiles": _over_max_tiles(source, fitted.dataset),
-                **({"streamed": streamed_report(fitted)} if isinstance(fitted, StreamedFitted) else {}),
-                **({"filters": dict(found.report)} if (found := filters_of(fitted.dataset)) else {}),
-                **_used_report(fitted.dataset),
-            }
-            for k, (name, fitted) in enumerate(zip(source.names, source.fitted, strict=True))
-        },
+        "sources": {name: _describe_source(stream, name, number) for number, name in enumerate(stream.names)},
         "lengths": _percentiles(tokens),
-        "seq_length": source.seq_length,
-        "sequences_per_epoch": source.sequences_per_epoch,
-        **({"groups": group_report(source)} if source.blend.facts else {}),
-        **_packing(source),
+        "seq_length": stream.seq_length,
+        "sequences_per_epoch": stream.sequences_per_epoch,
+        **({"groups": group_report(stream)} if stream.blend.facts else {}),
+        **_packing(stream),
     }
+
+
+def _describe_source(stream: SequenceStream, name: str, number: int) -> dict[str, Any]:
+    fitted = stream.fitted[number]
+    dataset, sums = fitted.dataset, fitted.kept_sums
+    counts, filtering, first = dataset.counts(), filtering_of(dataset), subset_by(dataset, FirstRecords)
+    with_image, unknown = counts.images > 0, int(counts.unknown.sum())
+    report = {
+        "name": dataset.name,
+        "records": len(dataset),
+        "records_with_images": int(with_image.sum()),
+        "records_text_only": int((~with_image).sum()),
+        "records_unreadable": int((counts.unreadable > 0).sum()),
+        "first_unreadable": next(iter(unreadable(dataset, most=1)), None) if counts.unreadable.any() else None,
+        "records_with_empty_text": int((counts.empty_texts > 0).sum()),
+        "unknown_tokens": unknown,
+        "unknown_token_share": unknown / max(int((counts.tokens - counts.image_tokens).sum()), 1),
+        "unused_keys": [one._asdict() for one in _unused_in(dataset)],
+        "records_special_tokens": int(counts.touched_by("special_tokens").sum()),
+        "tokens": sums["tokens"],
+        "text_tokens": sums["tokens"] - sums["image_tokens"],
+        "image_tokens": sums["image_tokens"],
+        "image_token_share": sums["image_tokens"] / max(sums["tokens"], 1),
+        "text_targets": sums["text_targets"],
+        "image_targets": sums["image_targets"],
+        "other_targets": sums["other_targets"],
+        "condition_images": sums["tiles"],
+        "lengths": _percentiles(dataset.lengths()[0]),
+        "overflow": fitted.report(name),
+        "draws_per_epoch": stream.draws_per_epoch[number],
+        "weight": dataset.weight,
+        "records_over_max_tiles": _over_max_tiles(stream, dataset),
+    }
+    if isinstance(fitted, StreamedFitted):
+        report["streamed"] = streamed_report(fitted)
+    if filtering is not None:
+        report["filters"] = dict(filtering.report)
+    if first is not None:
+        report["num_used_data"] = {"used": len(first), "records": len(first.whole)}
+    return report
 
 
 def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
     """What a start reports of each source: whether it is a warning, and a sentence."""
     for name, fitted in zip(stream.names, stream.fitted, strict=True):
-        report, records, key = fitted.report(name), len(fitted.dataset), fitted.overflow.key
-        lost = report["share_lost"] > 0 or report["skipped"] > 0
+        report, records = fitted.report(name), len(fitted.dataset)
+        lost, line = report["share_lost"] > 0 or report["skipped"] > 0, fitted.line(name)
         yield from streamed_lines(name, fitted)
         name = fitted.titled(name)
-        if (first := used_of(fitted.dataset)) is not None:
-            yield False, f"Data, {name}: {used_line(first)}."
-        yield from filter_lines(name, fitted.dataset)
-        yield lost, f"Data, {name}: {overflow_line(report, records=records, seq_length=stream.sample_length, key=key)}."
+        if (first := subset_by(fitted.dataset, FirstRecords)) is not None:
+            yield False, f"Data, {name}: {first_records_line(first)}."
+        if (filtering := filtering_of(fitted.dataset)) is not None:
+            removal = filtering.report
+            warns = removal.get("questions_rated") == 0 or SKIPPED in removal["removed"]
+            yield warns, f"Data, {name}: {removal_line(removal)}."
+        yield lost, f"Data, {name}: {line}."
         spelled = int(fitted.dataset.counts().touched_by("special_tokens").sum())
         if spelled:
             yield False, f"Data, {name}: {special_line(spelled, records=records)}."
@@ -102,14 +130,14 @@ def titles(stream: SequenceStream) -> dict[str, str]:
 def group_report(stream: SequenceStream) -> dict[str, dict[str, Any]]:
     """Of each group: its samples in the first epoch, what its weight alone means, and its shares of all samples."""
     facts = stream.blend.facts or {"groups": {}, "sources": []}
-    total, by_weight, found = sum(stream.draws_per_epoch), sum(stream.order.counts), {}
-    for name, given in facts["groups"].items():
+    total, by_weight, report = sum(stream.draws_per_epoch), sum(stream.order.counts), {}
+    for name, settings in facts["groups"].items():
         members = [k for k, (group, _) in enumerate(facts["sources"]) if group == name]
         drawn = sum(stream.draws_per_epoch[k] for k in members)
         requested = sum(stream.order.counts[k] for k in members)
         shares = {"share": drawn / total, "share_by_weight": requested / by_weight}
-        found[name] = {**given, "draws_per_epoch": drawn, "draws_by_weight": requested, **shares}
-    return found
+        report[name] = {**settings, "draws_per_epoch": drawn, "draws_by_weight": requested, **shares}
+    return report
 
 
 def group_line(name: str, group: Mapping[str, Any]) -> str:
@@ -146,19 +174,6 @@ def over_tiles_line(number: int, *, records: int, limit: int | None) -> str:
     )
 
 
-def _used_report(dataset: PlannedDataset) -> dict[str, Any]:
-    """``num_used_data`` of a source that has more records."""
-    found = used_of(dataset)
-    return {} if found is None else {"num_used_data": {"used": found.number, "records": len(found.whole)}}
-
-
-def filter_lines(name: str, dataset: PlannedDataset) -> Iterator[tuple[bool, str]]:
-    """What the filters of a source remove; nothing where it has none."""
-    if (found := filters_of(dataset)) is not None:
-        unrated = found.report.get("questions_rated") == 0
-        yield unrated or SKIPPED in found.report["removed"], f"Data, {name}: {removal_line(found.report)}."
-
-
 def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
     """What an epoch draws of texts and images: one line for each source, one of all, and whether it is balanced.
 
@@ -167,19 +182,15 @@ def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
     """
     totals, estimated = np.zeros(6), [name for name, title in titles(stream).items() if name != title]
     for name, fitted, drawn in zip(stream.names, stream.fitted, stream.draws_per_epoch, strict=True):
-        found, skip = fitted.dataset.counts(), fitted.by_action["skip"]
-        counts = np.array(
-            [
-                len(found.tokens) - len(skip),
-                *(c.sum() - c[skip].sum() for c in (found.tokens, found.image_tokens, found.text_targets)),
-                *((c > 0).sum() - (c[skip] > 0).sum() for c in (found.text_targets, found.image_targets)),
-            ],
-            dtype=np.float64,
-        )
-        samples, passes = drawn / max(counts[0], 1), drawn / max(len(fitted.tokens), 1)  # a long text is several
-        totals += counts * [samples, passes, passes, passes, samples, samples]
+        counts, skip, sums = fitted.dataset.counts(), fitted.by_action["skip"], fitted.kept_sums
+        generating = [(column > 0).sum() - (column[skip] > 0).sum()
+                      for column in (counts.text_targets, counts.image_targets)]  # fmt: skip
+        records = len(counts.tokens) - len(skip)
+        row = np.array([records, sums["tokens"], sums["image_tokens"], sums["text_targets"], *generating], float)
+        samples, passes = drawn / max(records, 1), drawn / max(len(fitted.tokens), 1)  # a long text is several
+        totals += row * [samples, passes, passes, passes, samples, samples]
         about = "about " * (name in estimated) + f"{drawn:,}" + " of all shards" * (name in estimated)
-        yield False, f"Data, {fitted.titled(name)}: {_balance(counts)}; {about} drawn an epoch."
+        yield False, f"Data, {fitted.titled(name)}: {_balance(row)}; {about} drawn an epoch."
     if len(stream.names) > 1:
         how = f" (estimated, since {', '.join(estimated)} is measured in part)" if estimated else ""
         yield False, f"Data, an epoch of all sources{how}: {_balance(totals)}."
@@ -202,7 +213,7 @@ def _balance(counts: np.ndarray) -> str:
     )
 
 
-def unused_in(dataset: PlannedDataset) -> list[UnusedKey]:
+def _unused_in(dataset: PlannedDataset) -> list[UnusedKey]:
     """What the records of a source have and do not use; of one with filters or ``num_used_data`` those of all of it."""
     whole = whole_of(dataset)
     return unused_of(whole.index.unused) if isinstance(whole, UnifiedGenerationDataset) else []
@@ -213,38 +224,10 @@ def special_line(spelled: int, *, records: int) -> str:
     return f"{spelled:,} of {records:,} records spell a special token, which is read as ordinary text"
 
 
-def _describe_dataset(dataset: PlannedDataset, counts: Counts) -> dict[str, Any]:
-    """``counts``: of what is trained on."""
-    whole, tokens, image_tokens = dataset.counts(), int(counts.tokens.sum()), int(counts.image_tokens.sum())
-    with_image = counts.images > 0
-    return {
-        "name": dataset.name,
-        "records": len(dataset),
-        "records_with_images": int(with_image.sum()),
-        "records_text_only": int((~with_image).sum()),
-        "records_unreadable": int((counts.unreadable > 0).sum()),
-        "first_unreadable": next(iter(unreadable(dataset, most=1)), None) if counts.unreadable.any() else None,
-        "records_with_empty_text": int((counts.empty_texts > 0).sum()),
-        "unknown_tokens": int(whole.unknown.sum()),
-        "unknown_token_share": int(whole.unknown.sum()) / max(int((whole.tokens - whole.image_tokens).sum()), 1),
-        "unused_keys": [one._asdict() for one in unused_in(dataset)],
-        "records_special_tokens": int(counts.touched_by("special_tokens").sum()),
-        "tokens": tokens,
-        "text_tokens": tokens - image_tokens,
-        "image_tokens": image_tokens,
-        "image_token_share": image_tokens / max(tokens, 1),
-        "text_targets": int(counts.text_targets.sum()),
-        "image_targets": int(counts.image_targets.sum()),
-        "other_targets": int(counts.other_targets.sum()),
-        "condition_images": int(counts.tiles.sum()),
-        "lengths": _percentiles(dataset.lengths()[0]),
-    }
-
-
 def _percentiles(lengths: np.ndarray) -> dict[str, float]:
     values = np.percentile(lengths, _PERCENTILES)
-    shown = {f"p{p}": float(v) for p, v in zip(_PERCENTILES, values, strict=True)}
-    return {"min": float(lengths.min()), **shown, "max": float(lengths.max()), "mean": float(lengths.mean())}
+    percentiles = {f"p{p}": float(v) for p, v in zip(_PERCENTILES, values, strict=True)}
+    return {"min": float(lengths.min()), **percentiles, "max": float(lengths.max()), "mean": float(lengths.mean())}
 
 
 def first_rows(stream: SequenceStream) -> list[Row]:
@@ -265,11 +248,11 @@ def tokens_of(stream: SequenceStream, rows: Sequence[Row]) -> list[list[int]]:
 def _packing(stream: SequenceStream) -> dict[str, Any]:
     """Share of ``seq_length`` that is filled, and samples a sequence, over ``first_rows``."""
     rows = first_rows(stream)
-    filled = sum(map(sum, tokens_of(stream, rows)))
+    tokens = sum(map(sum, tokens_of(stream, rows)))
     return {
         "packed": stream.packer is not None,
         "max_tiles": getattr(stream.packer, "max_tiles", None),
-        "utilisation": filled / (len(rows) * stream.seq_length),
+        "utilisation": tokens / (len(rows) * stream.seq_length),
         "samples_per_sequence": sum(map(len, rows)) / len(rows),
     }
 
@@ -280,18 +263,13 @@ def epoch_balance(stream: SequenceStream) -> dict[str, dict[str, float]]:
     Whole numbers where every record is used once; in a weighted mixture the mean of a record times its samples, which
     of a streamed source is the mean of the part that is measured.
     """
-    found = {}
+    balance = {}
     for name, fitted, drawn in zip(stream.names, stream.fitted, stream.draws_per_epoch, strict=True):
-        kept, passes = fitted.kept, drawn / max(len(fitted.tokens), 1)
-        columns = {
-            "text_tokens": kept.tokens - kept.image_tokens,
-            "image_tokens": kept.image_tokens,
-            "text_targets": kept.text_targets,
-            "image_targets": kept.image_targets,
-            "other_targets": kept.other_targets,
-        }
-        found[name] = {"samples": drawn, **{key: int(column.sum()) * passes for key, column in columns.items()}}
-    return found
+        sums, passes = dict(fitted.kept_sums), drawn / max(len(fitted.tokens), 1)
+        sums["text_tokens"] = sums["tokens"] - sums["image_tokens"]
+        keys = ("text_tokens", "image_tokens", "text_targets", "image_targets", "other_targets")
+        balance[name] = {"samples": drawn, **{key: sums[key] * passes for key in keys}}
+    return balance
 
 
 def derive(

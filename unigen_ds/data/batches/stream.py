@@ -20,20 +20,20 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
-from unigen_ds.data.cache.array_cache import SUFFIX, cached, fingerprint
+from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import PlannedDataset, source_names
-from unigen_ds.data.datasets.filtered import filters_of
+from unigen_ds.data.datasets.filtering import filtering_of
 from unigen_ds.data.datasets.groups import Blend, check_mandatory
-from unigen_ds.data.datasets.held_out import division_of, whole_of
 from unigen_ds.data.datasets.overflow import Overflow
-from unigen_ds.data.datasets.shard_order import ShardWalk
-from unigen_ds.data.datasets.streamed_units import StreamedFitted, fitted
+from unigen_ds.data.datasets.streamed_units import ShardWalk, StreamedFitted, fitted
+from unigen_ds.data.datasets.subset import division_of, whole_of
 from unigen_ds.data.order.cursor import Cursor as Cursor
 from unigen_ds.data.order.cursor import Phase as Phase
 from unigen_ds.data.order.order import Draw, GlobalOrder
@@ -202,10 +202,10 @@ class SequenceStream:
 
     def _phase(self, epoch: int) -> int:
         """Which phase an epoch belongs to."""
-        found = bisect([phase.first_epoch for phase in self.phases], epoch) - 1
-        if found < 0:
+        number = bisect([phase.first_epoch for phase in self.phases], epoch) - 1
+        if number < 0:
             raise _replaced(f"epoch {epoch} of the data")
-        return found
+        return number
 
     def _begins_phase(self, epoch: int) -> bool:
         return any(phase.first_epoch == epoch for phase in self.phases)
@@ -222,8 +222,8 @@ class SequenceStream:
     def facts(self) -> dict[str, Any]:
         """The data by name, so that a resume can report what changed. Plain values."""
         records = [dataset.prefix_digest(len(dataset)) for dataset in self.datasets]
-        found = {name: filters_of(dataset) for name, dataset in zip(self.names, self.datasets, strict=True)}
-        filters = {name: list(one.settings) for name, one in found.items() if one is not None and one.settings}
+        filtering = {name: filtering_of(dataset) for name, dataset in zip(self.names, self.datasets, strict=True)}
+        filters = {name: list(one.settings) for name, one in filtering.items() if one is not None and one.settings}
         return {
             **self._fingerprinted,
             **({"filters": filters} if filters else {}),
@@ -251,7 +251,7 @@ class SequenceStream:
             **({"groups": self.blend.facts} if self.blend.facts else {}),
             **({"max_sample_tokens": self.sample_length} if self.sample_length != self.seq_length else {}),
             **({"long_records": touched} if touched else {}),
-            **({"validation": division.facts} if division else {}),
+            **({"validation": asdict(division)} if division else {}),
         }
 
     @property
@@ -272,24 +272,17 @@ class SequenceStream:
         return [tuple(self._record(draws[i]) for i in group) for group in plan]
 
     def _plan(self, epoch: int, window: int) -> tuple[list[list[int]], tuple[Array, ...]]:
-        """The plan of a window, and its draws as columns."""
-        assert self.packer is not None
-        if self.order.mandatory:
-            return self._plan_with_mandatory(epoch, window)
-        columns = self.epoch_order(epoch).columns(epoch, *self._window_range(epoch, window))
-        lengths, tiles = (values.tolist() for values in self._lengths_of(*columns[:2]))
-        key = derive_seed(self.order.seed, "window", epoch, window)
-        return self.packer.plan(lengths, tiles, self.seq_length, key), columns
-
-    def _plan_with_mandatory(self, epoch: int, window: int) -> tuple[list[list[int]], tuple[Array, ...]]:
-        """The plan of a window, and its draws: as many of each mandatory group in addition as it lacks sequences."""
+        """The plan of a window, and its draws as columns: as many of each mandatory group in addition as it lacks."""
         packer: Any = self.packer
         order, before = self.epoch_order(epoch), self._extra_before(epoch, window)
-        extra, bounds = list(before), self._window_range(epoch, window)
+        bounds, key = self._window_range(epoch, window), derive_seed(self.order.seed, "window", epoch, window)
         columns: tuple[Array, ...] = order.columns(epoch, *bounds, extra=before)
-        key = derive_seed(self.order.seed, "window", epoch, window)
+        if not order.mandatory:
+            tokens, tiles = self._lengths_of(*columns[:2])
+            return packer.plan(tokens.tolist(), tiles.tolist(), self.seq_length, key), columns
+        extra = list(before)
         while True:
-            tokens, tiles = self._lengths_of(columns[0], columns[1])
+            tokens, tiles = self._lengths_of(*columns[:2])
             groups = [np.flatnonzero(np.isin(columns[0], sources)) for sources in order.mandatory]
             plan, missing = packer.plan_with(tokens, tiles, self.seq_length, key, groups=groups)
             if not any(missing):
@@ -323,7 +316,7 @@ class SequenceStream:
                 break
             at = self._window_before(*at)
         for one in reversed(unplanned):
-            self._plan_with_mandatory(*one)
+            self._plan(*one)
         return self._after[epoch, window]
 
     def _window_before(self, epoch: int, window: int) -> tuple[int, int]:
@@ -364,22 +357,19 @@ class SequenceStream:
 
         def make() -> dict[str, Any]:
             windows = range(self.num_windows(epoch))
-            made = {"counts": np.asarray([len(self._plan(epoch, window)[0]) for window in windows], dtype=np.int64)}
-            if self.order.mandatory:
-                extra = [self._after[epoch, window] for window in windows]
-                made["extra"] = np.asarray(extra, dtype=np.int64)
-            return made
+            counts = {"counts": np.asarray([len(self._plan(epoch, window)[0]) for window in windows], dtype=np.int64)}
+            extra = [self._after[epoch, window] for window in windows if self.order.mandatory]
+            return {**counts, **({"extra": np.asarray(extra, dtype=np.int64)} if extra else {})}
 
-        found = cached(cache, key, make)
-        for window, extra in enumerate(found["extra"].tolist() if self.order.mandatory else ()):
+        arrays = load_or_make(cache, key, make)
+        for window, extra in enumerate(arrays["extra"].tolist() if self.order.mandatory else ()):
             self._after[epoch, window] = tuple(extra)
-        return found["counts"].tolist()
+        return arrays["counts"].tolist()
 
     def fetch_ahead(self) -> None:
         """Fetch the shards that come next in the background: called where rows are loaded, not only planned."""
-        for source in self.fitted:
-            if isinstance(source, StreamedFitted):
-                source.shards.fetches_ahead = True
+        for k in self.walks:
+            self.fitted[k].shards.fetches_ahead = True  # type: ignore[attr-defined]
 
     def rows(self, cursor: Cursor | None = None) -> Iterator[tuple[Row, Cursor]]:
         """Every row from ``cursor`` on, over all epochs, each with the cursor after it. Endless."""

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from typing_extensions import Unpack
 
 from unigen_ds.core.batch import Batch
-from unigen_ds.data.batches.loader import BatchLoader, RowSource
+from unigen_ds.data.batches.loader import BatchLoader, Loading, RowSource
 from unigen_ds.data.batches.stream import Row
-from unigen_ds.data.datasets.filtered import filters_of, removal_line
-from unigen_ds.data.datasets.held_out import whole_of
-from unigen_ds.data.datasets.overflow import Fitted, overflow_line
+from unigen_ds.data.datasets.filtering import filtering_of, removal_line
+from unigen_ds.data.datasets.overflow import Fitted
+from unigen_ds.data.datasets.subset import whole_of
 from unigen_ds.data.order.order import Draw, shares
 
 
@@ -45,7 +46,7 @@ class ValidationData:
         processor: turns records into tensors; condition dropout and augmentation are left out.
         seed: of noise and time steps.
         batch_size: sequences per device.
-        num_workers, prefetch_factor, pin_memory, timeout: as of ``UpdateLoader``; workers live for one evaluation.
+        loading: how batches are loaded; workers live for one evaluation.
     """
 
     def __init__(
@@ -56,21 +57,14 @@ class ValidationData:
         processor: Any,
         seed: int,
         batch_size: int,
-        num_workers: int = 0,
-        prefetch_factor: int | None = None,
-        pin_memory: bool = False,
-        timeout: float = 0.0,
+        **loading: Unpack[Loading],
     ) -> None:
         self.fitted, self.names = tuple(fitted), tuple(names)
         self.datasets = tuple(source.dataset for source in fitted)
         self.sources = tuple(whole_of(dataset) for dataset in self.datasets)
         self.processor, self.seed = for_evaluation(processor), seed
         self.seq_length = fitted[0].overflow.seq_length
-        self.batch_size = batch_size
-        self._loading: dict[str, Any] = {
-            "num_workers": num_workers, "prefetch_factor": prefetch_factor, "pin_memory": pin_memory,
-            "timeout": timeout,
-        }  # fmt: skip
+        self.batch_size, self._loading = batch_size, loading
 
     def __len__(self) -> int:
         """Samples of a whole evaluation."""
@@ -80,10 +74,9 @@ class ValidationData:
         """What a start reports of each source."""
         for name, fitted in zip(self.names, self.fitted, strict=True):
             records, whole = len(fitted.dataset), len(whole_of(fitted.dataset))
-            report = overflow_line(fitted.report(name), records=records, seq_length=self.seq_length)
-            yield f"Validation, {name}: {records:,} of {whole:,} records; {report}."
-            if (found := filters_of(fitted.dataset)) is not None:
-                yield f"Validation, {name}: {removal_line(found.report)}."
+            yield f"Validation, {name}: {records:,} of {whole:,} records; {fitted.line(name)}."
+            if (filtering := filtering_of(fitted.dataset)) is not None:
+                yield f"Validation, {name}: {removal_line(filtering.report)}."
 
     def draws(self, limit: int | None = None) -> list[list[Draw]]:
         """The samples of each source; ``limit``: at most so many of all, spread evenly over each source."""

@@ -9,28 +9,23 @@ whenever they are mapped, larger ones by size and table alone: a wrong record is
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import json
 import mmap
 import os
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unigen_ds.system import dist
-from unigen_ds.system.files import PID_SPACE, held, write_atomic
+from unigen_ds.system.files import held, write_atomic
 from unigen_ds.system.log import logger
 
 FOLDER = ".unigen_index"
-_STARTED, _STAGGER_S = time.time(), 60.0
-"""When this process began, and how much later than another one of the same start it may have."""
 SUFFIX = ".arrays"
 SHARED_FROM = 1 << 20
 """Numbers from which on an array that every process could compute again is kept in a file that all of them share."""
@@ -43,52 +38,8 @@ _KINDS = "iufb"
 Arrays = dict[str, NDArray[Any]]
 
 
-class NewArrays(Protocol):
-    """Arrays of a known size that are filled piece by piece."""
-
-    def add(self, name: str, size: int | None, dtype: str = "int64", shape: tuple[int, ...] = (-1,)) -> None:
-        """A new one, of zeros. ``size``: its numbers; None: as many as are put; then no other one may follow."""
-        ...
-
-    def put(self, name: str, start: int, values: NDArray[Any]) -> None:
-        """``values`` from ``start`` on. Raises ``OSError`` where a disk is full."""
-        ...
-
-    def read(self, name: str) -> NDArray[Any]:
-        """What one holds so far."""
-        ...
-
-
-class InMemory:
-    """``NewArrays`` of this process, where there is no folder for a file."""
-
-    def __init__(self) -> None:
-        self.arrays: Arrays = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._parts: dict[str, list[NDArray[Any]]] = {}
-
-    def add(self, name: str, size: int | None, dtype: str = "int64", shape: tuple[int, ...] = (-1,)) -> None:
-        """As of ``NewArrays``."""
-        self.arrays[name], self._shapes[name] = np.zeros(size or 0, dtype), shape
-        if size is None:
-            self._parts[name] = []
-
-    def put(self, name: str, start: int, values: NDArray[Any]) -> None:
-        """As of ``NewArrays``."""
-        if name in self._parts:
-            self._parts[name].append(values)
-        else:
-            self.arrays[name][start : start + len(values)] = values
-
-    def read(self, name: str) -> NDArray[Any]:
-        """As of ``NewArrays``."""
-        if parts := self._parts.get(name):
-            self.arrays[name] = np.concatenate(parts).astype(self.arrays[name].dtype)
-        return self.arrays[name].reshape(self._shapes[name])
-
-
 class ArrayFile:
-    """``NewArrays`` in a new file; ``finish`` writes its table.
+    """Arrays of a known size that are filled piece by piece in a new file; ``finish`` writes its table.
 
     Written with calls: a full disk would end a process that writes to mapped memory.
     """
@@ -100,23 +51,23 @@ class ArrayFile:
         self._open: str | None = None
 
     def add(self, name: str, size: int | None, dtype: str = "int64", shape: tuple[int, ...] = (-1,)) -> None:
-        """As of ``NewArrays``."""
+        """A new one, of zeros. ``size``: its numbers; None: as many as are put; then no other one may follow."""
         assert self._open is None, f"{name} after {self._open}, whose size is not known"
         assert np.dtype(dtype).kind in _KINDS, dtype
         self._table[name] = (dtype, self._end, size or 0, shape)
         self._open = name if size is None else None
-        self._end = _aligned(self._end + (size or 0) * np.dtype(dtype).itemsize)
+        self._end = _align(self._end + (size or 0) * np.dtype(dtype).itemsize)
         os.ftruncate(self._stream.fileno(), self._end)
 
     def put(self, name: str, start: int, values: NDArray[Any]) -> None:
-        """As of ``NewArrays``."""
+        """``values`` from ``start`` on. Raises ``OSError`` where a disk is full."""
         dtype, offset, size, shape = self._table[name]
         if not len(values):
             return
         stop = start + len(values)
         if name == self._open and stop > size:
             self._table[name] = (dtype, offset, stop, shape)
-            self._end = _aligned(offset + stop * np.dtype(dtype).itemsize)
+            self._end = _align(offset + stop * np.dtype(dtype).itemsize)
             os.ftruncate(self._stream.fileno(), self._end)
         if values.any():
             content = np.ascontiguousarray(values, dtype=dtype).data.cast("B")
@@ -126,8 +77,8 @@ class ArrayFile:
                 content, offset = content[written:], offset + written
 
     def read(self, name: str) -> NDArray[Any]:
-        """As of ``NewArrays``."""
-        return _mapped(self._stream, {name: self._table[name]})[name] if self._table[name][2] else np.empty(0, np.int64)
+        """What one holds so far."""
+        return _map(self._stream, {name: self._table[name]})[name] if self._table[name][2] else np.empty(0, np.int64)
 
     def finish(self, key: str) -> Arrays:
         """The arrays, mapped; ``key``: what they are asked for by."""
@@ -136,24 +87,24 @@ class ArrayFile:
         self._stream.seek(self._end)
         self._stream.write(table + xxhash.xxh3_64_digest(table) + len(table).to_bytes(8, "little") + _MAGIC)
         self._stream.flush()
-        return _mapped(self._stream, self._table)
+        return _map(self._stream, self._table)
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
 def _digest(stream: BinaryIO, size: int) -> str:
-    found = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64()
     stream.seek(0)
     left = size
     while left and (block := stream.read(min(left, 8 << 20))):
-        found.update(block)
+        digest.update(block)
         left -= len(block)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
-def _mapped(stream: BinaryIO, table: Mapping[str, Sequence[Any]]) -> Arrays:
+def _map(stream: BinaryIO, table: Mapping[str, Sequence[Any]]) -> Arrays:
     """Read-only arrays of the file's memory, in one mapping: its pages are shared, and the file may be removed."""
     whole = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     return {
@@ -192,99 +143,68 @@ def cache_folder(path: Path, cache_dir: Path | None) -> Path | None:
     return None
 
 
-def launch() -> tuple[str, ...]:
-    """What the processes of one start on one node have in common: their parent, and what the launcher sets."""
-    parent = os.getppid()
-    try:
-        begun = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]  # its clock tick
-    except (OSError, IndexError):
-        begun = ""
-    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
-             "SLURM_STEP_ID")  # fmt: skip
-    return (PID_SPACE, str(parent), begun, *(os.environ.get(name, "") for name in names))
+def load_or_make(cache: Path | None, key: str, make: Callable[[], Mapping[str, NDArray[Any]]]) -> Arrays:
+    """``load_or_fill`` of arrays that ``make`` returns whole."""
 
-
-def shared_by_node() -> Path | None:
-    """A folder for what one process of a start computes for the others on its node; None: there are no others. It is
-    this user's own; who puts a file there removes it at the end.
-    """
-    if dist.env_world_size() == 1:
-        return None
-    folder = Path(tempfile.gettempdir()) / f"unigen-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        own = folder.lstat()
-    except OSError:
-        return None
-    return folder if own.st_uid == os.getuid() and own.st_mode & 0o7077 == 0 and folder.is_dir() else None
-
-
-def left_by_others(file: Path) -> None:
-    """Remove a file of ``shared_by_node`` that an earlier start has left, and this start's own one at its end."""
-    try:
-        if file.stat().st_mtime < _STARTED - _STAGGER_S:
-            file.unlink(missing_ok=True)
-    except OSError:  # there is none
-        pass
-    atexit.register(file.unlink, missing_ok=True)
-
-
-def cached(cache: Path | None, key: str, make: Callable[[], Mapping[str, NDArray[Any]]]) -> Arrays:
-    """The arrays of ``cache`` where it holds those of ``key``, else those of ``make``, which are then written there."""
-
-    def fill(new: NewArrays) -> None:
+    def fill(new: ArrayFile) -> None:
         for name, values in make().items():
             new.add(name, values.size, str(values.dtype), values.shape)
             new.put(name, 0, values.reshape(-1))
 
-    return filled(cache, key, fill)
+    return load_or_fill(cache, key, fill)
 
 
-def filled(cache: Path | None, key: str, fill: Callable[[NewArrays], None]) -> Arrays:
-    """The arrays of ``cache`` where it holds those of ``key``, else those that ``fill`` makes, then written there.
+def load_or_fill(cache: Path | None, key: str, fill: Callable[[ArrayFile], None]) -> Arrays:
+    """Return the arrays of ``cache`` where it has those of ``key``, else those that ``fill`` makes, then written there.
 
     Several processes may ask for it together: one makes it, the others wait where the file system has locks. It gets
     its name when it is complete and on disk; what a killed process leaves is removed by the next one.
     """
-    found = None if cache is None else kept(cache, key, fill)
-    return _in_memory(fill) if found is None else found
+    arrays = None if cache is None else load_or_write(cache, key, fill)
+    if arrays is None:
+        with _memory_file() as stream:
+            new = ArrayFile(stream)
+            fill(new)
+            arrays = new.finish(key)
+    return arrays
 
 
-def kept(cache: Path, key: str, fill: Callable[[NewArrays], None]) -> Arrays | None:
-    """As ``filled``. None, with a warning: the file cannot be written."""
-    found = stored(cache, key)
-    if found is not None:
-        return found
+def _memory_file() -> BinaryIO:
+    """A file without a name, in memory where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("unigen-arrays"), "w+b")
+    return tempfile.TemporaryFile()  # type: ignore[return-value]
+
+
+def load_or_write(cache: Path, key: str, fill: Callable[[ArrayFile], None]) -> Arrays | None:
+    """As ``load_or_fill``. None, with a warning: the file cannot be written."""
+    arrays = load_arrays(cache, key)
+    if arrays is not None:
+        return arrays
     with held(cache.with_name(f".{cache.name}.lock")):  # or without, where the folder has no locks
-        found = stored(cache, key)  # another process may have been first
-        return _written(cache, key, fill) if found is None else found
+        arrays = load_arrays(cache, key)  # another process may have been first
+        return _write(cache, key, fill) if arrays is None else arrays
 
 
-def _in_memory(fill: Callable[[NewArrays], None]) -> Arrays:
-    new = InMemory()
-    fill(new)
-    return {name: new.read(name) for name in new.arrays}
-
-
-def _written(cache: Path, key: str, fill: Callable[[NewArrays], None]) -> Arrays | None:
-    found: Arrays = {}
+def _write(cache: Path, key: str, fill: Callable[[ArrayFile], None]) -> Arrays | None:
+    arrays: Arrays = {}
 
     def write(temporary: Path) -> None:
         with temporary.open("w+b") as stream:
             new = ArrayFile(stream)
             fill(new)
-            found.update(new.finish(key))
+            arrays.update(new.finish(key))
 
     try:
         write_atomic(cache, write)
     except OSError as error:  # a full disk costs time at the next start, not this run
         logger().warning("index cache %s cannot be written: %s", cache, error)
-        return found or None
-    return found
+        return arrays or None
+    return arrays
 
 
-def stored(cache: Path, key: str) -> Arrays | None:
-    """Those of a file, mapped. None: there is none, it is damaged (with a warning), or that of another key."""
+def load_arrays(cache: Path, key: str) -> Arrays | None:
+    """Return those of a file, mapped. None: there is none, it is damaged (with a warning), or that of another key."""
     if not cache.exists():
         return None
     try:
@@ -294,7 +214,7 @@ def stored(cache: Path, key: str) -> Arrays | None:
                 return None
             if table["xxh3_64"] is not None and _digest(stream, table["size"]) != table["xxh3_64"]:
                 raise ValueError("its content is not that of its digest")
-            return _mapped(stream, table["arrays"])
+            return _map(stream, table["arrays"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger().warning("index cache %s is damaged and is built anew: %s: %s", cache, type(error).__name__, error)
         return None

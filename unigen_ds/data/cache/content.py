@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from time import time_ns
 
 import xxhash
 
@@ -25,24 +25,22 @@ _SETTLED_NS = 2_000_000_000
 
 
 def content_digest(path: Path, folder: Path | None) -> str:
-    """Of every byte of ``path``, hex. ``folder``: where it may be kept; None: it is computed at every start."""
-    memory = None if folder is None else folder / f"{path.name}.content.json"
+    """Return the digest of every byte of ``path``, hex. ``folder``: where it may be kept; None: nowhere."""
     before = _stamp(path)
-    if memory is not None and (known := _remembered(memory, before)) is not None:
-        return known
-    settled = time.time_ns() - max(before["mtime_ns"], before["ctime_ns"]) > _SETTLED_NS
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            digest.update(block)
-    found = digest.hexdigest()
-    if memory is not None and settled and _stamp(path) == before:
-        _remember(memory, {**before, "xxh3_128": found})
-    return found
+
+    def compute() -> str:
+        digest = xxhash.xxh3_128()
+        with path.open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                digest.update(block)
+        return digest.hexdigest()
+
+    memory = None if folder is None else folder / f"{path.name}.content.json"
+    return _remembered(memory, before, [before], compute, is_same=lambda: _stamp(path) == before)
 
 
 def contents_digest(files: Sequence[Path], folder: Path | None, *, name: str) -> str:
-    """Of every byte of all ``files``, of their order, and of their names where there are several.
+    """Return the digest of every byte of all ``files``, of their order, and of their names where there are several.
 
     ``folder``: where it may be kept, as that of ``name``.
     """
@@ -50,41 +48,44 @@ def contents_digest(files: Sequence[Path], folder: Path | None, *, name: str) ->
         return content_digest(files[0], folder)
     top = os.path.commonpath([file.parent for file in files]) if files else ""
     stamps = [(os.path.relpath(file, top), _stamp(file)) for file in files]
+
+    def compute() -> str:
+        digest = xxhash.xxh3_128()
+        for file, (label, _) in zip(files, stamps, strict=True):
+            digest.update(f"{label}\0{content_digest(file, None)}\0".encode())
+        return digest.hexdigest()
+
     memory = None if folder is None else folder / f"{name}.contents.json"
-    together = {"files": xxhash.xxh3_128(json.dumps(stamps).encode()).hexdigest()}
-    if memory is not None and (known := _remembered(memory, together)) is not None:
-        return known
-    digest, latest = xxhash.xxh3_128(), 0
-    for file, (label, stamp) in zip(files, stamps, strict=True):
-        digest.update(f"{label}\0{content_digest(file, None)}\0".encode())
-        latest = max(latest, stamp["mtime_ns"], stamp["ctime_ns"])
-    found = digest.hexdigest()
-    if memory is not None and time.time_ns() - latest > _SETTLED_NS:
-        _remember(memory, {**together, "xxh3_128": found})
-    return found
+    facts = {"files": xxhash.xxh3_128(json.dumps(stamps).encode()).hexdigest()}
+    return _remembered(memory, facts, [stamp for _, stamp in stamps], compute)
 
 
-def _remember(memory: Path, found: Mapping[str, object]) -> None:
+def _remembered(
+    memory: Path | None,
+    facts: Mapping[str, object],
+    stamps: Sequence[Mapping[str, int]],
+    compute: Callable[[], str],
+    is_same: Callable[[], bool] = lambda: True,
+) -> str:
+    """The digest of ``memory`` where it is that of ``facts``, else ``compute()``, which is then kept there."""
     try:
-        write_text_atomic(memory, json.dumps(found) + "\n")
-    except OSError as error:  # costs time at the next start, not this run
-        logger().debug("%s cannot be written: %s", memory, error)
+        stored = {} if memory is None else json.loads(memory.read_text(encoding="utf-8"))
+        digest = stored.pop("xxh3_128")
+        if stored == facts and isinstance(digest, str):
+            return digest
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    latest = max((at for stamp in stamps for at in (stamp["mtime_ns"], stamp["ctime_ns"])), default=0)
+    is_settled = time_ns() - latest > _SETTLED_NS
+    digest = compute()
+    if memory is not None and is_settled and is_same():
+        try:
+            write_text_atomic(memory, json.dumps({**facts, "xxh3_128": digest}) + "\n")
+        except OSError as error:  # costs time at the next start, not this run
+            logger().debug("%s cannot be written: %s", memory, error)
+    return digest
 
 
 def _stamp(path: Path) -> dict[str, int]:
-    found = os.stat(path)
-    return {
-        "size": found.st_size,
-        "mtime_ns": found.st_mtime_ns,
-        "ctime_ns": found.st_ctime_ns,
-        "inode": found.st_ino,
-    }
-
-
-def _remembered(memory: Path, stamp: Mapping[str, object]) -> str | None:
-    try:
-        stored = json.loads(memory.read_text(encoding="utf-8"))
-        digest = stored.pop("xxh3_128")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    return digest if stored == stamp and isinstance(digest, str) else None
+    stat = os.stat(path)
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino}

@@ -7,8 +7,6 @@ order, packing, resume and ledger work for it too. Without ``lengths()`` a start
 from __future__ import annotations
 
 import hashlib
-import importlib
-import json
 import random
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -25,9 +24,10 @@ from torch import Tensor
 
 from unigen_ds.config.registry import DATASETS, check_arguments, checked
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError, suggestion
-from unigen_ds.data.cache.array_cache import SUFFIX, cached, fingerprint, launch, left_by_others, shared_by_node
+from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import ScannedDataset
-from unigen_ds.data.index.planning import UNUSABLE
+from unigen_ds.data.datasets.filters import import_object
+from unigen_ds.data.index.index import UNUSABLE
 from unigen_ds.data.records.unusable import NUM_LISTED, BadRecord, OnRecordError, as_array, from_array, unusable_error
 from unigen_ds.data.samples.counts import COLUMNS, Array, Counts, count, record_digest
 from unigen_ds.data.samples.processor import ConversationProcessor
@@ -49,9 +49,9 @@ class DatasetAdapter(ScannedDataset):
     Items with several images may have ``image_roles``, one for each: ``'target'`` is drawn, after the text;
     ``'condition'`` (seen by the vision tower) and ``'edited'`` (encoded by the VAE) are before it.
 
-    A start reads every item once, on one process of a node, for its length. A data set with ``lengths()`` is not read:
-    for each item the number of tokens, or ``(tokens, [(height, width), ...])`` with its images, or
-    ``(height, width, role)``. One with ``fingerprint``, a text that changes with its content, is read once for all
+    At a start each process reads every item once, for its length. A data set with ``lengths()`` is not read: for each
+    item the number of tokens, or ``(tokens, [(height, width), ...])`` with its images, or ``(height, width, role)``.
+    One with ``fingerprint``, a text that changes with its content, is read once for all
     starts.
 
     Args:
@@ -83,7 +83,6 @@ class DatasetAdapter(ScannedDataset):
         on_record_error: OnRecordError = "error",
     ) -> None:
         self.on_record_error, self._bad = on_record_error, list[BadRecord]()
-        self._given = _as_text(dataset)
         self.dataset = _make(dataset) if isinstance(dataset, Mapping) else dataset
         is_map = hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")
         if not is_map or isinstance(self.dataset, (str, bytes)):
@@ -98,7 +97,7 @@ class DatasetAdapter(ScannedDataset):
         if not len(self.dataset):
             raise DataError(f"{self.name}: the data set has no item (its __len__ is 0)")
         self.unk_id = getattr(processor.tokenizer, "unk_id", None)
-        self._typed = 0
+        self._num_typed = 0
         """Items that were read and have ``token_type_ids``."""
         self.own_fingerprint: str | None = getattr(self.dataset, "fingerprint", None)
         if cache_dir is not None:
@@ -129,42 +128,36 @@ class DatasetAdapter(ScannedDataset):
         return self._of_lengths() if self._has_lengths else self._read_once()
 
     def _read_once(self) -> tuple[Counts, Array, str]:
-        """``_read_all``, by one process of a node; with ``cache_dir`` by one of all starts."""
+        """``_read_all``; with ``cache_dir`` by one process of all starts."""
         processor = getattr(self.processor, "fingerprint", None)
-        facts = (
-            _ADAPTER, self.name, len(self), self.images, processor, self.unk_id, self._given, self.own_fingerprint,
-            self.on_record_error,
-        )  # fmt: skip
-        folder, key = self.cache_folder, fingerprint(facts)
-        if folder is None and (self._given is not None or self.own_fingerprint is not None):
-            folder, key = shared_by_node(), fingerprint(facts, *launch())
-            if folder is not None:
-                left_by_others(folder / f"adapter-{key[:16]}{SUFFIX}")
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+        facts = (_ADAPTER, self.name, len(self), self.images, processor, self.unk_id, self.own_fingerprint)
+        key = fingerprint(*facts, self.on_record_error)
 
         def make() -> dict[str, Array]:
-            self._typed = 0
+            self._num_typed = 0
             self._bad.clear()
             counts, records, digest = self._read_all()
             if self._bad and self.on_record_error == "error":
                 raise unusable_error(self._bad, self.name, len(self))
-            if self._typed:
+            if self._num_typed:
                 logger().info("Data, %s: token_type_ids of %d of %d items are all 0: they are not used.",
-                              self.name, self._typed, len(self))  # fmt: skip
+                              self.name, self._num_typed, len(self))  # fmt: skip
             whole = np.frombuffer(bytes.fromhex(digest), dtype="<i8").astype(np.int64)
             return {**{name: getattr(counts, name) for name in COLUMNS}, "records": records, "digest": whole,
                     UNUSABLE: as_array(self._bad)}  # fmt: skip
 
-        found = cached(folder and folder / f"adapter-{key[:16]}{SUFFIX}", key, make)
-        digest = np.ascontiguousarray(found["digest"], dtype="<i8").tobytes().hex()
-        counts, self._bad = Counts(*(found[name] for name in COLUMNS)), [*from_array(found[UNUSABLE])]
+        folder = self.cache_folder
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        arrays = load_or_make(folder and folder / f"adapter-{key[:16]}{SUFFIX}", key, make)
+        digest = np.ascontiguousarray(arrays["digest"], dtype="<i8").tobytes().hex()
+        counts, self._bad = Counts(*(arrays[name] for name in COLUMNS)), [*from_array(arrays[UNUSABLE])]
         if not counts.targets.any():
             raise DataError(
                 f"{self.name}: none of its {len(self):,} items has a target: labels are -100, and no image is drawn",
                 allowed="labels aligned with input_ids; the first one is not used",
             )
-        return counts, found["records"], digest
+        return counts, arrays["records"], digest
 
     def _sample_or_none(self, index: int) -> Sample:
         try:
@@ -183,17 +176,17 @@ class DatasetAdapter(ScannedDataset):
 
     def _of_lengths(self) -> tuple[Counts, Array, str]:
         """``_scanned`` of the data set's own ``lengths()``. Every token but the first counts as a target."""
-        given = self.dataset.lengths()
-        if len(given) != len(self):
+        lengths = self.dataset.lengths()
+        if len(lengths) != len(self):
             raise DataError(
-                f"{self.name}.lengths() has {len(given)} values", allowed=f"one for each of {len(self)} items"
+                f"{self.name}.lengths() has {len(lengths)} values", allowed=f"one for each of {len(self)} items"
             )
-        rows = [count(self._measured(value, f"{self.name}.lengths()[{i}]")) for i, value in enumerate(given)]
+        rows = [count(self._blank(value, f"{self.name}.lengths()[{i}]")) for i, value in enumerate(lengths)]
         records = [record_digest(b"", row) for row in rows]
         digest = hashlib.blake2b(np.asarray(records, dtype="<i8").tobytes(), digest_size=16).hexdigest()
         return Counts.of(rows), np.asarray(records, dtype=np.int64), digest
 
-    def _measured(self, value: Any, where: str) -> Sample:
+    def _blank(self, value: Any, where: str) -> Sample:
         """A sample of that length, without content."""
         tokens, images = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, ())
         if isinstance(tokens, bool) or not isinstance(tokens, (int, np.integer)) or tokens < 0:
@@ -219,14 +212,15 @@ class DatasetAdapter(ScannedDataset):
         where = f"{self.name}[{index}]"
         item = self._item(index, pass_number, where)
         tokens = _token_split(item, where, getattr(self.processor, "vocab_size", None))
-        given, roles = _images(item, where), item.get("image_roles")
-        if roles is not None and (not isinstance(roles, (list, tuple)) or len(roles) != len(given)):
-            raise DataError(f"{where}.image_roles is {roles!r}", allowed=f"a list of {len(given)}, one for each image")
-        kinds = [self._kind(roles[i] if roles else None, f"{where}.image_roles[{i}]") for i in range(len(given))]
-        images = [
-            self.processor.ready_image(image, kind, f"{where}.padded_images[{i}]")
-            for i, (image, kind) in enumerate(zip(given, kinds, strict=True))
-        ]
+        tensors, roles = _images(item, where), item.get("image_roles")
+        if roles is not None and (not isinstance(roles, (list, tuple)) or len(roles) != len(tensors)):
+            raise DataError(
+                f"{where}.image_roles is {roles!r}", allowed=f"a list of {len(tensors)}, one for each image"
+            )
+        images = []
+        for i, tensor in enumerate(tensors):
+            kind = self._kind(roles[i] if roles else None, f"{where}.image_roles[{i}]")
+            images.append(self.processor.ready_image(tensor, kind, f"{where}.padded_images[{i}]"))
         before = [image for image in images if image.kind != "noise"]
         splits: list[Split] = [*before, tokens, *(image for image in images if image.kind == "noise")]
         document = not images and all(label >= 0 for label in tokens.labels[:-1])
@@ -245,8 +239,14 @@ class DatasetAdapter(ScannedDataset):
             raise DataError(f"{where} cannot be read: {type(error).__name__}: {error} ({line})") from error
         if not isinstance(item, Mapping):
             raise DataError(f"{where} is of type {type(item).__name__}", allowed="a dict with input_ids and labels")
-        if _TYPES in item:
-            self._check_types(item[_TYPES], where)
+        if _TYPES in item:  # zeros, as tokenizers of transformers return them, say nothing
+            self._num_typed += 1
+            if np.any(np.asarray(item[_TYPES])):
+                raise DataError(
+                    f"{where}.{_TYPES} are not all 0, and no model of this project has types of tokens",
+                    allowed="zeros, which are not used",
+                    remedy=f"leave {_TYPES} out: tokenizer(..., return_token_type_ids=False)",
+                )
         if unknown := [str(key) for key in item if key not in (*_KEYS, _TYPES)]:
             raise DataError(
                 f"{where} has the key {unknown[0]!r}, which is not used",
@@ -254,22 +254,6 @@ class DatasetAdapter(ScannedDataset):
                 remedy=suggestion(unknown[0], _KEYS) or "leave it out",
             )
         return item
-
-    def _check_types(self, given: Any, where: str) -> None:
-        """Raise ``DataError`` where ``token_type_ids`` differ: zeros, as tokenizers of transformers return them, say
-        nothing.
-        """
-        self._typed += 1
-        try:
-            zeros = not np.any(np.asarray(given))
-        except (TypeError, ValueError):
-            zeros = False
-        if not zeros:
-            raise DataError(
-                f"{where}.{_TYPES} are not all 0, and no model of this project has types of tokens",
-                allowed="zeros, which are not used",
-                remedy=f"leave {_TYPES} out: tokenizer(..., return_token_type_ids=False)",
-            )
 
 
 _ADAPTER = "unigen-adapter-1"
@@ -296,28 +280,10 @@ class _Tokens(Split):
         tally.text_targets += max(self.number - 1, 0)
 
 
-def _as_text(dataset: Any) -> str | None:
-    """The data set of a config, by which another process recognises it; None: it has objects of its own."""
-    if not isinstance(dataset, Mapping):
-        return None
-    kind = dataset.get("type")
-    name = f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else kind
-    try:
-        return json.dumps({**dataset, "type": name}, sort_keys=True)
-    except (TypeError, ValueError):
-        return None
-
-
 def _make(spec: Mapping[str, Any]) -> Any:
     kind = spec.get("type")
     if isinstance(kind, str):
-        module, _, attribute = kind.rpartition(".")
-        try:
-            kind = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"DatasetAdapter.dataset.type {kind!r} cannot be imported: {error}", allowed="a class or 'module.Class'"
-            ) from error
+        kind = import_object(kind, where="DatasetAdapter.dataset.type")
     if not callable(kind):
         raise ConfigError(f"DatasetAdapter.dataset.type is {kind!r}", allowed="a class or 'module.Class'")
     arguments = {key: value for key, value in spec.items() if key != "type"}
@@ -357,9 +323,11 @@ def _token_split(item: Mapping[str, Any], where: str, vocab_size: int | None) ->
     return TokenSplit(tuple(ids[i] for i in kept), tuple(label if label >= 0 else -100 for label in shifted))
 
 
-def _check_ids(values: Sequence[int], used: Sequence[int], where: str, size: int | None, *, lowest: int | None) -> None:
-    """Raise ``DataError`` for the first id at the positions ``used`` that a model of ``size`` ids does not have."""
-    for i in used:
+def _check_ids(
+    values: Sequence[int], positions: Sequence[int], where: str, size: int | None, *, lowest: int | None
+) -> None:
+    """Raise ``DataError`` for the first id at ``positions`` that a model of ``size`` ids does not have."""
+    for i in positions:
         if (lowest is not None and values[i] < lowest) or (size is not None and values[i] >= size):
             ids = "0 or more" if size is None else f"0 to {size - 1:,}, the ids of the model"
             raise DataError(f"{where}[{i}] is {values[i]}", allowed=ids + ", and -100" * (lowest is None))
@@ -383,27 +351,22 @@ def _numbers(item: Mapping[str, Any], key: str, where: str) -> list[int]:
 
 def _images(item: Mapping[str, Any], where: str) -> Sequence[Tensor]:
     """Those of an item. Raises ``DataError`` for what is no image, or has values that no normalised image has."""
-    found = _tensors(item, where)
-    for i, image in enumerate(found):
-        given = "" if image.is_floating_point() else f"of {image.dtype}"
-        if not given and image.numel() and float(image.abs().max()) > _LARGEST:  # not a number: NanGuardHook counts it
-            given = f"with values from {float(image.min()):g} to {float(image.max()):g}"
-        if given:
+    images = item.get("padded_images")
+    if isinstance(images, Tensor) and images.ndim in (3, 4):
+        images = [images] if images.ndim == 3 else [*images]
+    if not isinstance(images, (list, tuple, NoneType)) or not all(
+        isinstance(one, Tensor) and one.ndim == 3 for one in images or ()
+    ):
+        allowed = "None, [C, H, W], [n, C, H, W] or a list of [C, H, W]"
+        raise DataError(f"{where}.padded_images is {type(images).__name__}", allowed=allowed)
+    for i, image in enumerate(images or ()):
+        wrong = "" if image.is_floating_point() else f"of {image.dtype}"
+        if not wrong and image.numel() and float(image.abs().max()) > _LARGEST:  # not a number: NanGuardHook counts it
+            wrong = f"with values from {float(image.min()):g} to {float(image.max()):g}"
+        if wrong:
             raise DataError(
-                f"{where}.padded_images[{i}] is a tensor {given}",
+                f"{where}.padded_images[{i}] is a tensor {wrong}",
                 allowed="floating point values from -1 (black) to 1 (white)",
                 remedy="of pixels from 0 to 255: pixels.float() / 127.5 - 1",
             )
-    return found
-
-
-def _tensors(item: Mapping[str, Any], where: str) -> Sequence[Tensor]:
-    images = item.get("padded_images")
-    if images is None:
-        return ()
-    if isinstance(images, (list, tuple)) and all(isinstance(one, Tensor) and one.ndim == 3 for one in images):
-        return images
-    if not isinstance(images, Tensor) or images.ndim not in (3, 4):
-        allowed = "None, [C, H, W], [n, C, H, W] or a list of [C, H, W]"
-        raise DataError(f"{where}.padded_images is {type(images).__name__}", allowed=allowed)
-    return (images,) if images.ndim == 3 else tuple(images)
+    return images or ()

@@ -6,9 +6,10 @@ base of data sets that make their own samples; ``adapter.py`` has that of a user
 
 from __future__ import annotations
 
+import copy
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -21,9 +22,8 @@ from unigen_ds.config.section import Of, one_or_many
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.datasets.filters import RecordFilter
-from unigen_ds.data.datasets.streamed import StreamedShards, Streaming, stream_shards
-from unigen_ds.data.index.index import Index, prefix_digest
-from unigen_ds.data.index.planning import learnt
+from unigen_ds.data.datasets.streamed import SPAN, StreamedShards, Streaming
+from unigen_ds.data.index.index import Index, prefix_digest, turns_to_learn
 from unigen_ds.data.index.token_cache import TokenCache
 from unigen_ds.data.records.records import Captions, Layout
 from unigen_ds.data.records.turn import Turn
@@ -33,10 +33,9 @@ from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.samples.sample import Sample
 from unigen_ds.data.sources.base import FoundRecord, folder_of
 from unigen_ds.data.sources.find import default_name, open_source
-from unigen_ds.data.sources.huggingface import HuggingFaceSource
-from unigen_ds.system.log import logger
 
-_SHOWN = 5
+_LISTED = 5
+"""Images that a message lists."""
 
 
 class PlannedDataset(Protocol):
@@ -127,19 +126,28 @@ class UnifiedGenerationDataset:
         cache = Path(cache_dir) if cache_dir is not None else None
         self.processor, self.weight, self.name = processor, weight, name or default_name(data_path)
         self.group, self.num_used_data = group, num_used_data
-        columns_of = tuple((columns or {}).items())
-        ratings = tuple(rating for one in self.filters for rating in one.ratings)
-        folders = image_root is None
+        layout = Layout(
+            None,
+            captions,
+            tuple((columns or {}).items()),
+            tuple(rating for one in self.filters for rating in one.ratings),
+            folders=image_root is None,
+        )
         self.shards: StreamedShards | None = None
+        self.first_number = 0
+        """The number of its first record in sample ids."""
         if streaming is not False:
-            self._not_streamed(cache_tokens=cache_tokens)
+            if num_used_data is not None or cache_tokens:
+                setting = "cache_tokens=True" if num_used_data is None else f"num_used_data={num_used_data}"
+                problem = f"{self.name} has streaming and {setting}, which needs all records of the data"
+                raise ConfigError(problem, remedy="one of the two; or a list of fewer shards as data_path")
             self.name = name or self.name.partition("{")[0].rstrip("-_.") or "data"
-            self.shards = stream_shards(
+            self.shards = StreamedShards(
                 data_path,
                 processor,
                 format=format,
                 cache_dir=cache,
-                layout=Layout(None, captions, columns_of, ratings, folders),
+                layout=layout,
                 image_root=None if image_root is None else Path(image_root),
                 num_workers=index_workers,
                 settings=Streaming.parse(None if streaming is True else streaming, where="streaming"),
@@ -159,21 +167,19 @@ class UnifiedGenerationDataset:
                 image_root=self.image_root,
                 cache_dir=cache,
                 num_workers=index_workers,
-                layout=Layout(None, captions or source.captions, columns_of, ratings, folders),
+                layout=replace(layout, captions=captions or source.captions),
                 on_record_error=on_record_error,
             )
         self.cache_folder = self.index.folder
         self.tokens = TokenCache.build(self.index, processor, num_workers=index_workers) if cache_tokens else None
 
-    def _not_streamed(self, *, cache_tokens: bool) -> None:
-        """Raise ``ConfigError`` for what needs all records of the data."""
-        if self.num_used_data is not None:
-            raise ConfigError(
-                f"{self.name} has streaming and num_used_data={self.num_used_data}",
-                remedy="a list of fewer shards as data_path, or no streaming",
-            )
-        if cache_tokens:
-            raise ConfigError(f"{self.name} has streaming and cache_tokens=True", remedy="one of the two")
+    def shard(self, number: int) -> UnifiedGenerationDataset:
+        """One shard of a streamed data set, as a data set of its own."""
+        assert self.shards is not None
+        shard = copy.copy(self)
+        shard.index, shard.shards, shard.first_number = self.shards.index(number), None, number * SPAN
+        shard.cache_folder = shard.index.folder
+        return shard
 
     def __len__(self) -> int:
         """Of a streamed data set: the records of its first shard, as of ``lengths`` and ``counts``."""
@@ -184,8 +190,8 @@ class UnifiedGenerationDataset:
 
     def num_tokens(self, index: int) -> int:
         """Tokens of a record, untruncated, wherever it is."""
-        found, position = self._found(index)
-        return int(found.counts.tokens[position])
+        own_index, position = self._find(index)
+        return int(own_index.counts.tokens[position])
 
     def counts(self) -> Counts:
         return self.index.counts
@@ -203,11 +209,11 @@ class UnifiedGenerationDataset:
 
     def _read(self, index: int) -> tuple[FoundRecord, list[Turn]]:
         """A record, and its turns."""
-        found, position = self._found(index)
-        entry = found.read(position)
-        return entry, learnt(entry.record, entry.where, found.layout.at(folder_of(entry)))
+        own_index, position = self._find(index)
+        entry = own_index.read(position)
+        return entry, turns_to_learn(entry.record, entry.where, own_index.layout.at(folder_of(entry)))
 
-    def _found(self, index: int) -> tuple[Index, int]:
+    def _find(self, index: int) -> tuple[Index, int]:
         """The index that has a record, and its position there."""
         return (self.index, index) if self.shards is None else self.shards.find(index)
 
@@ -218,6 +224,16 @@ class UnifiedGenerationDataset:
     def prefix_digest(self, number: int) -> str:
         streamed = () if self.shards is None else (self.shards.fingerprint,)
         return self.index.prefix_digest(number, self.processor.fingerprint, *streamed)
+
+    def forget_mended(self) -> bool:
+        """``Index.forget_mended``; False of a streamed data set."""
+        return self.shards is None and self.index.forget_mended(self.processor)
+
+    def unusable(self) -> Sequence[BadRecord]:
+        """Records that ``on_record_error`` leaves out, by their numbers in sample ids."""
+        if not self.index.left_out.size:
+            return ()
+        return [replace(one, number=self.first_number + one.number) for one in self.index.unusable()]
 
     def content_digests(self) -> Array:
         """[N] of each record's values, whatever the order of its keys and its white space. Cached with the index."""
@@ -306,16 +322,6 @@ def check_readable(datasets: Sequence[PlannedDataset], names: Sequence[str]) -> 
         )
 
 
-def forget_mended(dataset: PlannedDataset) -> bool:
-    """Remove the index of an earlier start that calls a record unusable which can be used now. Whether it does."""
-    index = dataset.index if isinstance(dataset, UnifiedGenerationDataset) and dataset.shards is None else None
-    if index is None or index.cache is None or not index.is_mended(dataset.processor):  # type: ignore[attr-defined]
-        return False
-    logger().info("%s: records that could not be used can be used now; all are read again.", index.source.title)
-    index.cache.unlink(missing_ok=True)
-    return True
-
-
 def _where_images_start(dataset: PlannedDataset) -> str:
     """How its images can be found."""
     if not isinstance(dataset, UnifiedGenerationDataset):
@@ -325,33 +331,17 @@ def _where_images_start(dataset: PlannedDataset) -> str:
             "images as single files beside urls are not fetched: a relative path is a file of this machine, below"
             " image_root=FOLDER; or have the images inside of the shards (tar, Parquet)"
         )
-    if isinstance(dataset.index.source, HuggingFaceSource):
-        return f"relative image paths start at {dataset.image_root}: image_root=FOLDER is another one"
-    return "image paths are files, relative to the data file's folder or to image_root"
+    return f"relative image paths start at {dataset.image_root}: image_root=FOLDER is another one"
 
 
-def unreadable(dataset: PlannedDataset, *, most: int = _SHOWN) -> list[str]:
+def unreadable(dataset: PlannedDataset, *, most: int = _LISTED) -> list[str]:
     """Why the first images that cannot be read cannot: a sentence for each, with its path."""
-    broken: dict[str, str] = {}
+    errors: dict[str, str] = {}
     for index in np.flatnonzero(dataset.counts().unreadable).tolist():
-        found = {split.source: split.error for split in dataset.sample(index).splits if split.error}
-        broken |= {path: error + _of_first_folder(dataset, index, path) for path, error in found.items()}
-        if len(broken) >= most:
+        errors |= {split.source: split.error for split in dataset.sample(index).splits if split.error}
+        if len(errors) >= most:
             break
-    return list(broken.values())[:most]
-
-
-def _of_first_folder(dataset: PlannedDataset, index: int, path: str) -> str:
-    """Whether an image that is not beside its data file is beside the first one of several; '' where there is one."""
-    if not isinstance(dataset, UnifiedGenerationDataset) or dataset.shards is not None:
-        return ""
-    own, first = folder_of(dataset.index.source.read(index, index + 1)[0]), dataset.image_root
-    if own is None or not dataset.index.layout.folders or not Path(path).is_relative_to(own):
-        return ""
-    other = first / Path(path).relative_to(own)
-    if os.path.exists(other):
-        return f" (but {other} is there, beside the first data file: image_root={str(first)!r} reads that one)"
-    return f" (nor is there {other}, beside the first data file)"
+    return list(errors.values())[:most]
 
 
 def is_streamed(dataset: PlannedDataset) -> bool:
@@ -363,17 +353,6 @@ def planned_tokens(dataset: PlannedDataset, index: int) -> int:
     """Tokens of a record, untruncated."""
     known: Any = getattr(dataset, "num_tokens", None)
     return int(dataset.lengths()[0][index] if known is None else known(index))
-
-
-def dataset_weights(datasets: Sequence[PlannedDataset]) -> list[float] | None:
-    """The weights of a mixture: all given, or none. Raises ``ConfigError`` where only some are."""
-    weights = [dataset.weight for dataset in datasets]
-    given = [weight for weight in weights if weight is not None]
-    if given and len(given) < len(weights):
-        without = [d.name for d in datasets if d.weight is None]
-        raise ConfigError(f"data sets without a weight beside others with one: {', '.join(without)}",
-                          remedy="give all of them a weight, or none")  # fmt: skip
-    return given or None
 
 
 def source_names(datasets: Sequence[PlannedDataset]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 from annotated_types import Ge
 
 from unigen_ds.config.registry import FILTERS, checked
@@ -25,9 +26,16 @@ from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.sources.base import FoundRecord, folder_of
 
 Limit = Annotated[int, Ge(1)] | None
+_CODES = {
+    "RatingFilter": "1a92fcfd02c37b075c42a4824353a724",
+    "ImageSizeFilter": "aeb5706d42bcd25a1458323c8e23ab21",
+    "TextLengthFilter": "13eb6ada020d9eac226c43b6fcba06d5",
+    "ImageCountFilter": "ead80a34996cf304959a963ad926e935",
+}
+"""``RecordFilter.code`` of the filters of this module, as of 1.0; another value where one decides in another way. It is
+part of the fingerprint of streamed data, so it is no digest of the present text."""
 RATED = "rated"
 """Of ``RatingFilter.rules``: questions of records that have ratings."""
-_RATING_KEYS = tuple(f"{rule}_ratings" for rule in RATINGS)
 
 
 class CheckedRecord:
@@ -37,7 +45,6 @@ class CheckedRecord:
         self, entry: FoundRecord | None, layout: Layout, processor: ConversationProcessor, counts: Mapping[str, int]
     ) -> None:
         self._entry, self._layout, self._processor, self.counts = entry, layout, processor, counts
-        self._rated: tuple[tuple[tuple[str, int], ...] | None, list[str | None]] = (None, [])
 
     @property
     def where(self) -> object:
@@ -72,12 +79,6 @@ class CheckedRecord:
         """(width, height) in pixels of each image whose header can be read; one that cannot is a skipped sample."""
         headers = (self._processor.header(path, keep=False) for path in self.images)
         return [header.size for header in headers if header.size is not None]
-
-    def rated_out(self, ratings: tuple[tuple[str, int], ...]) -> list[str | None]:
-        """``records.rated_out`` of the record, for as often as it is asked for."""
-        if ratings != self._rated[0]:
-            self._rated = ratings, rated_out(self.values, ratings, self.where)
-        return self._rated[1]
 
     @property
     def num_text_tokens(self) -> int:
@@ -118,13 +119,16 @@ class RecordFilter:
     @property
     def settings(self) -> str:
         """In messages, and for recognising what was decided before."""
-        shown = ", ".join(f"{key}={value!r}" for key, value in sorted(vars(self).items()) if value is not None)
-        return f"{self.name}({shown})"
+        arguments = ", ".join(f"{key}={value!r}" for key, value in sorted(vars(self).items()) if value is not None)
+        return f"{self.name}({arguments})"
 
     @property
     def code(self) -> str | None:
         """A digest of what decides; None: not known, so nothing is kept from one start to the next."""
-        return None if type(self).__module__ == "__main__" else _source_digest(type(self))
+        kind = type(self)
+        if kind.__module__ == __name__:
+            return _CODES[kind.__name__]
+        return None if kind.__module__ == "__main__" else _source_digest(kind)
 
 
 @FILTERS.register_module()
@@ -159,22 +163,16 @@ class RatingFilter(RecordFilter):
 
     @property
     def ratings(self) -> tuple[tuple[str, int], ...]:
-        limits = (
-            self.relevance_min_rating,
-            self.image_correspondence_min_rating,
-            self.visual_dependency_min_rating,
-            self.formatting_min_rating,
-        )
-        return tuple(zip(RATINGS, limits, strict=True))
+        return tuple((rule, getattr(self, f"{rule}_min_rating")) for rule in RATINGS)
 
     def keeps(self, record: CheckedRecord) -> bool:
-        found = record.rated_out(self.ratings)
-        return not found or None in found
+        removed = rated_out(record.values, self.ratings, record.where)
+        return not removed or None in removed
 
     def removed_parts(self, record: CheckedRecord) -> Sequence[int]:
-        found, values = record.rated_out(self.ratings), record.values
-        rated = any(values.get(key) for key in _RATING_KEYS)
-        return [*map(found.count, RATINGS), len(found) if rated else 0]
+        removed = rated_out(record.values, self.ratings, record.where)
+        rated = any(record.values.get(f"{rule}_ratings") for rule in RATINGS)
+        return [*map(removed.count, RATINGS), len(removed) if rated else 0]
 
 
 @FILTERS.register_module()
@@ -192,8 +190,6 @@ class ImageSizeFilter(RecordFilter):
         self, *, min_side: Limit = None, max_side: Limit = None, max_ratio: Annotated[float, Ge(1)] | None = None
     ) -> None:
         self.min_side, self.max_side, self.max_ratio = min_side, max_side, max_ratio
-        _need_one(self, "min_side", "max_side", "max_ratio")
-        _need_order(self, ("min_side", "max_side"))
 
     def keeps(self, record: CheckedRecord) -> bool:
         return all(
@@ -226,8 +222,6 @@ class TextLengthFilter(RecordFilter):
     ) -> None:
         self.min_characters, self.max_characters = min_characters, max_characters
         self.min_tokens, self.max_tokens = min_tokens, max_tokens
-        _need_one(self, "min_characters", "max_characters", "min_tokens", "max_tokens")
-        _need_order(self, ("min_characters", "max_characters"), ("min_tokens", "max_tokens"))
 
     @property
     def reads(self) -> bool:  # type: ignore[override]
@@ -254,7 +248,6 @@ class ImageCountFilter(RecordFilter):
         self, *, max_images: Annotated[int, Ge(0)] | None = None, max_tiles: Annotated[int, Ge(0)] | None = None
     ) -> None:
         self.max_images, self.max_tiles = max_images, max_tiles
-        _need_one(self, "max_images", "max_tiles")
 
     @property
     def reads(self) -> bool:  # type: ignore[override]
@@ -277,7 +270,9 @@ class FunctionFilter(RecordFilter):
 
     @checked()
     def __init__(self, *, function: Any, version: int = 1) -> None:
-        self.function: Callable[[CheckedRecord], bool] = _imported(function) if isinstance(function, str) else function
+        self.function: Callable[[CheckedRecord], bool] = (
+            import_object(function, where="FunctionFilter.function") if isinstance(function, str) else function
+        )
         self.version = version
         if not callable(self.function):
             raise ConfigError(f"FunctionFilter.function is {function!r}", allowed="a function, or 'my.module.keeps'")
@@ -299,10 +294,10 @@ class FunctionFilter(RecordFilter):
         return self.function(record)
 
 
-def decided(one: RecordFilter, record: CheckedRecord) -> bool:
-    """What a filter decides. Raises ``DataError`` naming record and filter where it fails."""
+def decide(one: RecordFilter, record: CheckedRecord) -> bool:
+    """Return what a filter decides. Raises ``DataError`` naming record and filter where it fails."""
     try:
-        found: Any = one.keeps(record)
+        keeps: Any = one.keeps(record)
     except DataError:
         raise
     except Exception as error:  # a user's own code raises anything
@@ -310,38 +305,22 @@ def decided(one: RecordFilter, record: CheckedRecord) -> bool:
         raise DataError(
             problem, remedy="it is called with a CheckedRecord (unigen_ds/data/datasets/filters.py)"
         ) from error
-    if type(found) is not bool and type(found).__name__ not in ("bool_", "bool"):
-        raise DataError(f"{record.where}: the filter {one.name} returned {found!r}", allowed="True or False")
-    return bool(found)
-
-
-def _need_one(made: RecordFilter, *names: str) -> None:
-    if all(getattr(made, name) is None for name in names):
-        raise ConfigError(f"{type(made).__name__} has no limit", allowed=f"at least one of {', '.join(names)}")
-
-
-def _need_order(made: RecordFilter, *pairs: tuple[str, str]) -> None:
-    for low, high in pairs:
-        least, most = getattr(made, low), getattr(made, high)
-        if least is not None and most is not None and least > most:
-            name = type(made).__name__
-            raise ConfigError(
-                f"{name} has {low}={least} and {high}={most}: it keeps nothing", allowed=f"{low} <= {high}"
-            )
+    if not isinstance(keeps, (bool, np.bool_)):
+        raise DataError(f"{record.where}: the filter {one.name} returned {keeps!r}", allowed="True or False")
+    return bool(keeps)
 
 
 def _within(value: int, low: int | None, high: int | None) -> bool:
     return (low is None or value >= low) and (high is None or value <= high)
 
 
-def _imported(path: str) -> Any:
+def import_object(path: str, *, where: str) -> Any:
+    """The object of a user's own module. ``where``: its path in the config, for the error."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"FunctionFilter.function {path!r} cannot be imported: {error}", allowed="'my.module.keeps'"
-        ) from error
+        raise ConfigError(f"{where} {path!r} cannot be imported: {error}", allowed="'my.module.name'") from error
 
 
 def _source_digest(what: Any) -> str | None:

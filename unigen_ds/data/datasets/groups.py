@@ -18,7 +18,7 @@ from pydantic import Field
 from unigen_ds.config.section import Section
 from unigen_ds.config.values import Number
 from unigen_ds.core.errors import ConfigError, DataError, suggestion
-from unigen_ds.data.datasets.dataset import PlannedDataset, dataset_weights, is_streamed
+from unigen_ds.data.datasets.dataset import PlannedDataset, is_streamed
 from unigen_ds.data.order.mixture import exact
 from unigen_ds.data.order.order import Weight
 from unigen_ds.data.samples.counts import Array
@@ -72,8 +72,7 @@ def blend(
             )
     if not groups:
         weights = dataset_weights(datasets)
-        _check_positive(datasets)
-        if weights is None and _check_streamed(datasets):
+        if weights is None and any(map(is_streamed, datasets)):
             weights = [1.0]
         return Blend(None if weights is None else tuple(weights))
     members = {name: [k for k, group in enumerate(of_sources) if group == name] for name in groups}
@@ -85,15 +84,12 @@ def blend(
             )
         raise ConfigError(f"{_KEY}: no data set has group={empty[0]!r}", remedy="remove the group, or name it")
     total = sum((exact(group.weight) for group in groups.values()), Fraction(0))
-    found: list[Weight] = [0.0] * len(datasets)
+    shares: list[Weight] = [0.0] * len(datasets)
     for name, sources in members.items():
         own = dataset_weights([datasets[k] for k in sources])
-        if own is None:
-            _check_streamed([datasets[k] for k in sources])
-        _check_positive([datasets[k] for k in sources])
         parts = [Fraction(sizes[k]) for k in sources] if own is None else [exact(weight) for weight in own]
         for k, part in zip(sources, parts, strict=True):
-            found[k] = str(exact(groups[name].weight) / total * part / sum(parts))
+            shares[k] = str(exact(groups[name].weight) / total * part / sum(parts))
     mandatory = [name for name, group in groups.items() if group.mandatory]
     if mandatory and any(map(is_streamed, datasets)):
         streamed = next(dataset.name for dataset in datasets if is_streamed(dataset))
@@ -101,18 +97,27 @@ def blend(
             f"the group {mandatory[0]} is mandatory, which needs the lengths of all samples; {streamed} is streamed",
             remedy="mandatory=False, or data sets without streaming",
         )
-    given = {name: {"weight": float(group.weight), "mandatory": group.mandatory} for name, group in groups.items()}
+    settings = {name: {"weight": float(group.weight), "mandatory": group.mandatory} for name, group in groups.items()}
     each = [[group, dataset.weight] for group, dataset in zip(of_sources, datasets, strict=True)]
     return Blend(
-        tuple(found),
+        tuple(shares),
         tuple(tuple(members[name]) for name in mandatory),
         tuple(mandatory),
-        {"groups": given, "sources": each},
+        {"groups": settings, "sources": each},
     )
 
 
-def _check_positive(datasets: Sequence[PlannedDataset]) -> None:
-    """Raise ``ConfigError`` for a weight with which no record would ever be drawn."""
+def dataset_weights(datasets: Sequence[PlannedDataset]) -> list[float] | None:
+    """The weights of the data sets: all have one, or none has. Raises ``ConfigError`` where only some have, where a
+    record would never be drawn, and where a streamed one has none beside others.
+    """
+    weights = [dataset.weight for dataset in datasets if dataset.weight is not None]
+    if weights and len(weights) < len(datasets):
+        without = [dataset.name for dataset in datasets if dataset.weight is None]
+        raise ConfigError(
+            f"data sets without a weight beside others with one: {', '.join(without)}",
+            remedy="give all of them a weight, or none",
+        )
     for dataset in datasets:
         if dataset.weight is not None and not 0 < dataset.weight < math.inf:
             raise ConfigError(
@@ -120,17 +125,13 @@ def _check_positive(datasets: Sequence[PlannedDataset]) -> None:
                 allowed="a positive number",
                 remedy=f"remove {dataset.name} from the list to train without it",
             )
-
-
-def _check_streamed(datasets: Sequence[PlannedDataset]) -> bool:
-    """Whether a data set is streamed. Raises ``ConfigError`` where it is beside others, and none has a weight."""
     streamed = [dataset.name for dataset in datasets if is_streamed(dataset)]
-    if streamed and len(datasets) > 1:
+    if streamed and not weights and len(datasets) > 1:
         raise ConfigError(
             f"{streamed[0]} is streamed, so nobody knows how many records it has beside those of the other data sets",
             remedy="weight=... of each data set",
         )
-    return bool(streamed)
+    return weights or None
 
 
 def check_mandatory(
@@ -141,11 +142,11 @@ def check_mandatory(
     """
     if not blend.mandatory:
         return
-    named = f"the mandatory groups {', '.join(blend.names)}" if len(blend.names) > 1 else f"the group {blend.names[0]}"
+    title = f"the mandatory groups {', '.join(blend.names)}" if len(blend.names) > 1 else f"the group {blend.names[0]}"
     if not hasattr(packer, "plan_with"):
-        given = "None" if packer is None else type(packer).__name__
+        kind = "None" if packer is None else type(packer).__name__
         raise ConfigError(
-            f"{named} must be in every sequence, and train_dataloader.packing is {given}",
+            f"{title} must be in every sequence, and train_dataloader.packing is {kind}",
             allowed="a packer that knows mandatory groups",
             remedy="packing=dict(type='BestFitPacking')",
         )
@@ -164,7 +165,7 @@ def check_mandatory(
         if reserved > limit or (over and reserved):
             longest = max((int(column.max(initial=0)) for column in beside), default=0)
             raise DataError(
-                f"{named} must be in every sequence, which needs up to {reserved:,} {what} of {limit:,}: {over:,}"
+                f"{title} must be in every sequence, which needs up to {reserved:,} {what} of {limit:,}: {over:,}"
                 f" samples of other groups have more than the {left:,} {what} that are left (up to {longest:,})",
                 remedy=remedy,
             )

@@ -9,20 +9,22 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, cached, fingerprint
+from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import PlannedDataset
-from unigen_ds.data.datasets.held_out import record_number
+from unigen_ds.data.datasets.filtering import filtering_of
+from unigen_ds.data.datasets.subset import record_number
 from unigen_ds.data.order.order import Draw
+from unigen_ds.data.records.unusable import BadRecord
 from unigen_ds.data.rules import RULES
-from unigen_ds.data.samples.counts import COLUMNS, CONTENT, KINDS, Array, Counts, count
+from unigen_ds.data.samples.counts import COLUMNS, CONTENT, KINDS, Array, count
 from unigen_ds.data.samples.sample import Sample, num_pieces, piece_bounds
 
 Action = Literal["split", "truncate", "skip", "error"]
@@ -32,7 +34,7 @@ _BY_KIND: dict[str | None, dict[str, Action]] = {
     None: {"text": "split", "conversation": "skip", "images": "skip"},
     "split": {"text": "split", "conversation": "split", "images": "skip"},  # an image stays with its text
 }
-_NAMED = 5
+_LISTED = 5
 _MOST_LOST = 0.5
 
 
@@ -42,22 +44,22 @@ class Overflow:
 
     Args:
         seq_length: tokens of a sequence at most.
-        given: ``train_dataloader.overflow``; None: the default of each kind of record.
+        setting: ``train_dataloader.overflow``; None: the default of each kind of record.
         key: of ``train_dataloader``, which sets ``seq_length``.
     """
 
     seq_length: int
-    given: str | None = None
+    setting: str | None = None
     key: str = "seq_length"
 
     def __post_init__(self) -> None:
-        if self.given is not None and self.given not in ACTIONS:
-            raise ConfigError(f"train_dataloader.overflow is {self.given!r}", allowed=", ".join(ACTIONS))
+        if self.setting is not None and self.setting not in ACTIONS:
+            raise ConfigError(f"train_dataloader.overflow is {self.setting!r}", allowed=", ".join(ACTIONS))
 
     @property
     def actions(self) -> dict[str, Action]:
         """What happens to a long record of each kind."""
-        return _BY_KIND[self.given]
+        return _BY_KIND[self.setting]
 
 
 class Fitted:
@@ -76,29 +78,21 @@ class Fitted:
             action: self.longer if mask.all() else self.longer[mask] for action, mask in chosen.items()
         }
         """Records that are too long, by what happens to them."""
-        self._records: Array | None = None
-        self._pieces: Array | None = None
-        self.tokens: Array = tokens
-        """Of each unit. Without a longer record the index's own, which needs no memory of the process."""
-        self.tiles: Array = tiles
-        split, skip = self.by_action["split"], self.by_action["skip"]
+        units = {"tokens": tokens, "tiles": tiles}
         if self.longer.size:
-            divides = bool(split.size or skip.size)
-            found = self._shared("units", len(tokens), self._units if divides else self._shortened)
-            self.tokens = found["tokens"]
-            if divides:
-                self._records, self._pieces, self.tiles = found["records"], found["pieces"], found["tiles"]
+            units = self._shared_units()
+        self.tokens: Array = units["tokens"]
+        """Of each unit. Without a longer record the index's own, which needs no memory of the process."""
+        self.tiles: Array = units["tiles"]
+        self._records, self._pieces = units.get("records"), units.get("pieces")
 
-    def _shared(self, kind: str, number: int, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
-        """``make()``, of many records in a file that all processes share."""
+    def _shared_units(self) -> dict[str, Array]:
+        """``_units``, of many records in a file that all processes share."""
         overflow, folder = self.overflow, self.dataset.cache_folder
-        if folder is None or number < SHARED_FROM:  # without the fingerprint, which may read the data
-            return make()
-        key = fingerprint(_UNITS, kind, self.dataset.fingerprint, overflow.seq_length, RULES.overflow, overflow.actions)
-        return cached(folder / f"{kind}-{key[:16]}{SUFFIX}", key, make)
-
-    def _shortened(self) -> dict[str, Array]:
-        return {"tokens": np.minimum(self.dataset.lengths()[0], self.overflow.seq_length)}
+        if folder is None or len(self.dataset) < SHARED_FROM:  # without the fingerprint, which may read the data
+            return self._units()
+        key = fingerprint(_UNITS, self.dataset.fingerprint, overflow.seq_length, RULES.overflow, overflow.actions)
+        return load_or_make(folder / f"units-{key[:16]}{SUFFIX}", key, self._units)
 
     def _units(self) -> dict[str, Array]:
         """Of each unit: its record, its piece or -1, tokens and tiles."""
@@ -125,11 +119,17 @@ class Fitted:
         return self.tokens[units], self.tiles[units]
 
     def record(self, unit: Draw) -> Draw:
-        """A draw of a unit as a draw of its record, by its number in the whole source (``held_out.whole_of``)."""
+        """A draw of a unit as a draw of its record, by its number in sample ids (``subset.record_number``)."""
         index, piece = unit.index, -1
         if self._records is not None and self._pieces is not None:
             index, piece = int(self._records[unit.index]), int(self._pieces[unit.index])
         return Draw(unit.source, record_number(self.dataset, index), unit.pass_number, piece)
+
+    @property
+    def unusable(self) -> Sequence[BadRecord]:
+        """Records that ``on_record_error`` leaves out."""
+        filtering = filtering_of(self.dataset)
+        return () if filtering is None else filtering.unusable
 
     def titled(self, name: str) -> str:
         """How messages call what the numbers of this source are of: a streamed one is measured in part."""
@@ -145,24 +145,9 @@ class Fitted:
         present = {KINDS[kind] for kind in np.unique(self.dataset.counts().kind[self.longer]).tolist()}
         return {kind: action for kind, action in self.overflow.actions.items() if kind in present}
 
-    @property
-    def kept(self) -> Counts:
-        """Counts of what is trained on, per record: zeros for a skipped one. Reads truncated records once (cached).
-
-        Six columns of its own where a record is longer: sums alone are in ``kept_sums``.
-        """
-        counts, (left_out, cut, truncated) = self.dataset.counts(), self._lost
-        if not left_out.size and not cut.size:
-            return counts
-        columns = {name: np.array(getattr(counts, name)) for name in CONTENT}
-        for name, column in columns.items():
-            column[left_out] = 0
-            column[cut] = truncated[:, COLUMNS.index(name)]
-        return replace(counts, **columns)
-
     @cached_property
     def kept_sums(self) -> dict[str, int]:
-        """Sums of the columns ``CONTENT`` of ``kept``."""
+        """Sums of the columns ``CONTENT`` of what is trained on. Reads truncated records once (cached)."""
         counts, (left_out, cut, truncated) = self.dataset.counts(), self._lost
         return {
             name: int(column.sum() - column[left_out].sum() - column[cut].sum())
@@ -171,10 +156,12 @@ class Fitted:
             for column in [getattr(counts, name)]
         }
 
-    @cached_property
-    def kept_targets(self) -> int:
-        """Targets of every loss term that are trained on."""
-        return sum(self.kept_sums[f"{kind}_targets"] for kind in ("text", "image", "other"))
+    @property
+    def lost(self) -> dict[str, int]:
+        """Targets of each loss term that are not trained on."""
+        counts = self.dataset.counts()
+        totals = {kind: int(getattr(counts, f"{kind}_targets").sum()) for kind in ("text", "image", "other")}
+        return {kind: total - self.kept_sums[f"{kind}_targets"] for kind, total in totals.items()}
 
     @cached_property
     def _lost(self) -> tuple[Array, Array, Array]:
@@ -193,25 +180,28 @@ class Fitted:
             rows = [count(sample.truncated(overflow.seq_length)) for sample in samples]
             return {"rows": np.asarray(rows, dtype=np.int64)}
 
-        return cached(folder and folder / f"cut-{key[:16]}{SUFFIX}", key, make)["rows"]
+        return load_or_make(folder and folder / f"cut-{key[:16]}{SUFFIX}", key, make)["rows"]
+
+    def line(self, name: str) -> str:
+        """``report`` as a sentence."""
+        overflow = self.overflow
+        return overflow_line(
+            self.report(name), records=len(self.dataset), seq_length=overflow.seq_length, key=overflow.key
+        )
 
     def report(self, name: str) -> dict[str, Any]:
         """Plain numbers. ``name``: of the source in sample ids."""
-        whole, kept = self.dataset.counts(), self.kept_sums
-        targets = {
-            f"{kind}_targets{suffix}": int(value)
-            for kind in ("text", "image", *["other"] * bool(whole.other_targets.any()))
-            for total in [int(getattr(whole, f"{kind}_targets").sum())]
-            for suffix, value in (("", total), ("_lost", total - kept[f"{kind}_targets"]))
-        }
-        total = sum(int(getattr(whole, f"{kind}_targets").sum()) for kind in ("text", "image", "other"))
+        counts, lost, targets = self.dataset.counts(), self.lost, dict[str, int]()
+        for kind in ("text", "image", *["other"] * bool(counts.other_targets.any())):
+            targets[f"{kind}_targets"] = int(getattr(counts, f"{kind}_targets").sum())
+            targets[f"{kind}_targets_lost"] = lost[kind]
         return {
             "longer": len(self.longer),
             **{_DONE[action]: len(self.by_action[action]) for action in ACTIONS},
-            "pieces": int(num_pieces(whole.tokens[self.by_action["split"]], self.overflow.seq_length).sum()),
+            "pieces": int(num_pieces(counts.tokens[self.by_action["split"]], self.overflow.seq_length).sum()),
             "skipped_records": self.ids(name, self.by_action["skip"]),
             **targets,
-            "share_lost": (total - self.kept_targets) / max(total, 1),
+            "share_lost": sum(lost.values()) / max(int(counts.targets.sum()), 1),
         }
 
 
@@ -235,46 +225,47 @@ def unit_tokens(num_tokens: int, piece: int, seq_length: int) -> int:
     return int(stop - start)
 
 
+def check_refused(source: Fitted, name: str, title: str) -> None:
+    """Raise ``DataError`` where a record is too long and ``overflow`` is 'error'. ``name``: as in sample ids."""
+    refused, limit, key = source.by_action["error"], source.overflow.seq_length, source.overflow.key
+    if refused.size:
+        first = ", ".join(source.ids(name, refused[:_LISTED])) + ", ..." * (refused.size > _LISTED)
+        raise DataError(
+            f"{title}: {len(refused):,} of {len(source.dataset):,} records are longer than {key} {limit:,} ({first}),"
+            " and train_dataloader.overflow is 'error'",
+            remedy=f"{key} of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
+            " 'split', 'truncate' or 'skip'",
+        )
+
+
 def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
-    """Raise ``DataError`` where ``overflow='error'`` and a record is too long, or most image targets would be lost."""
+    """Raise ``DataError`` where ``check_refused`` does, or where most image targets, or all targets, would be lost."""
     for name, source in zip(names, sources, strict=True):
-        refused, limit, key = source.by_action["error"], source.overflow.seq_length, source.overflow.key
-        first = ", ".join(source.ids(name, refused[:_NAMED])) + ", ..." * (refused.size > _NAMED)
-        name = source.titled(name)
-        if refused.size:
+        title, limit, key = source.titled(name), source.overflow.seq_length, source.overflow.key
+        check_refused(source, name, title)
+        counts, tokens = source.dataset.counts(), source.dataset.lengths()[0]
+        shortest, longest = int(tokens.min()), int(tokens.max())
+        total, lost = int(counts.image_targets.sum()), source.lost["image"]
+        if lost > _MOST_LOST * total:
             raise DataError(
-                f"{name}: {len(refused):,} of {len(source.dataset):,} records are longer than {key}"
-                f" {limit:,} ({first}), and train_dataloader.overflow is 'error'",
-                remedy=f"{key} of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
-                " 'split', 'truncate' or 'skip'",
-            )
-        total, kept = int(source.dataset.counts().image_targets.sum()), source.kept_sums["image_targets"]
-        if total - kept > _MOST_LOST * total:
-            raise DataError(
-                f"{name}: {total - kept:,} of {total:,} image targets do not fit {key} {limit:,}"
-                f" (the largest image has {int(source.dataset.counts().largest_image.max()):,} tokens, the longest"
-                f" record {int(source.dataset.lengths()[0].max()):,})",
+                f"{title}: {lost:,} of {total:,} image targets do not fit {key} {limit:,} (the largest image has"
+                f" {int(counts.largest_image.max()):,} tokens, the longest record {longest:,})",
                 allowed="at most half of a source's image targets lost",
                 remedy=f"a larger train_dataloader.{key}, or a smaller max_size of processor.vae_transform",
             )
-    for name, source in zip(names, sources, strict=True):
-        tokens, limit = source.dataset.lengths()[0], source.overflow.seq_length
-        key, shortest, longest = source.overflow.key, int(tokens.min()), int(tokens.max())
-        larger = f"train_dataloader.{key} of {shortest:,} or more (the longest: {longest:,})"
+        larger = f"a train_dataloader.{key} of {shortest:,} or more (the longest: {longest:,})"
         if not len(source):
-            images = KINDS.index("images") in source.dataset.counts().kind
+            has_images = KINDS.index("images") in counts.kind
             raise DataError(
-                f"{source.titled(name)}: all {len(source.dataset):,} records are longer than {key} {limit:,} and are"
-                " skipped",
-                remedy=f"a {larger}" + ("" if images else ", or train_dataloader.overflow='split'"),
+                f"{title}: all {len(source.dataset):,} records are longer than {key} {limit:,} and are skipped",
+                remedy=larger + ("" if has_images else ", or train_dataloader.overflow='split'"),
             )
-        total, left = int(source.dataset.counts().targets.sum()), source.kept_targets
-        if total and not left:
+        targets = int(counts.targets.sum())
+        if targets and sum(source.lost.values()) == targets:
             raise DataError(
-                f"{source.titled(name)}: all {total:,} targets are lost: what of its records fits {key} {limit:,} has"
-                " none",
+                f"{title}: all {targets:,} targets are lost: what of its records fits {key} {limit:,} has none",
                 allowed="records that leave something to learn",
-                remedy=f"a {larger}",
+                remedy=larger,
             )
 
 
@@ -304,8 +295,8 @@ def overflow_line(report: Mapping[str, Any], *, records: int, seq_length: int, k
     if report["refused"]:
         done.append(f"{report['refused']:,} refused")
     if report["skipped"]:
-        shown = ", ".join(report["skipped_records"][:_NAMED])
-        done.append(f"{report['skipped']:,} skipped ({shown}{', ...' if report['skipped'] > _NAMED else ''})")
+        first = ", ".join(report["skipped_records"][:_LISTED])
+        done.append(f"{report['skipped']:,} skipped ({first}{', ...' if report['skipped'] > _LISTED else ''})")
     lost = (
         f"{report[f'{kind}_targets_lost']:,} of {report[f'{kind}_targets']:,} {kind} targets"
         for kind in ("text", "image", "other")

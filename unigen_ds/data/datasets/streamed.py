@@ -13,6 +13,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import parent_process
@@ -136,10 +137,10 @@ class ShardSource(RecordSource):
     def _reading(self) -> Iterator[RecordSource]:
         """The source of the copy, which stays there until the context ends. Raises ``DataError`` for another file."""
         with self.spool.reading(self.shard) as path:
-            found = path.stat().st_ino
+            inode = path.stat().st_ino
             try:
-                if self._opened is None or self._opened[:2] != (path, found):
-                    self._opened = path, found, self._open(path)
+                if self._opened is None or self._opened[:2] != (path, inode):
+                    self._opened = path, inode, self._open(path)
                 yield self._opened[2]
             except DataError as error:
                 raise error.at(self.title) from error
@@ -162,62 +163,102 @@ class Recent(Generic[_T]):
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._found: OrderedDict[int, tuple[int, _T]] = OrderedDict()
+        self._values: OrderedDict[int, tuple[int, _T]] = OrderedDict()
 
     def get(self, shard: int) -> _T | None:
         """None: it is not kept."""
-        if shard not in self._found:
+        if shard not in self._values:
             return None
-        self._found.move_to_end(shard)
-        return self._found[shard][1]
+        self._values.move_to_end(shard)
+        return self._values[shard][1]
 
     def keep(self, shard: int, value: _T, *, records: int) -> _T:
         """``value``, which is forgotten after others were used."""
-        self._found[shard] = records, value
-        while len(self._found) > self._number and sum(number for number, _ in self._found.values()) > _KEPT_RECORDS:
-            self._found.popitem(last=False)
+        self._values[shard] = records, value
+        while len(self._values) > self._number and sum(number for number, _ in self._values.values()) > _KEPT_RECORDS:
+            self._values.popitem(last=False)
         return value
 
 
 class StreamedShards:
     """The shards of a data set, and the index of each.
 
+    Copies are below ``cache_dir``, beside local data, or in the user's cache. Raises ``DataError`` and ``ConfigError``
+    as ``list_shards``.
+
     Args:
-        listed: the shards.
-        spool: their copies.
-        processor, layout, image_root, num_workers: as of ``Index.build``.
+        data_path, format: of the data set.
+        processor, image_root, num_workers, on_record_error: as of ``Index.build``.
+        layout: without ``captions`` that of the format.
         settings: of the config.
         facts: what else decides which samples there are (filters), for the fingerprint.
-        on_record_error: as of ``Index.build``.
     """
 
     def __init__(
         self,
-        listed: ShardList,
-        spool: Spool,
+        data_path: DataPath,
         processor: ConversationProcessor,
         *,
+        format: str | Mapping[str, Any] | None,
+        cache_dir: Path | None,
         layout: Layout,
         image_root: Path | None,
         num_workers: int,
         settings: Streaming,
-        facts: Sequence[object] = (),
-        on_record_error: OnRecordError = "error",
+        facts: Sequence[object],
+        on_record_error: OnRecordError,
     ) -> None:
-        self.on_record_error = on_record_error
-        self.listed, self.spool, self.processor, self.settings = listed, spool, processor, settings
-        self._layout, self._image_root, self._num_workers, self._facts = layout, image_root, num_workers, tuple(facts)
+        self.listed = list_shards(
+            data_path,
+            format=format,
+            storage_options=settings.storage_options,
+            attempts=settings.attempts,
+            limit=settings.limit,
+        )
+        folder = self._copies_folder(cache_dir)
+        self.spool = Spool(folder, limit=settings.limit, attempts=settings.attempts, fetch=self.listed.fetch)
+        self.processor, self.settings, self._facts = processor, settings, tuple(facts)
+        self._layout = replace(layout, captions=layout.captions or self.listed.captions)
+        self._image_root, self._num_workers, self._on_record_error = image_root, num_workers, on_record_error
         self._recent: Recent[Index] = Recent(2 * settings.mixed_shards + 1)
-        self._ahead: dict[int, _Ahead] = {}
+        self._ahead: dict[int, Future[Index | None]] = {}
+        self._process = os.getpid()
         self._reported: set[int] = set()
         self.fetches_ahead = False
         """Whether ``prepare`` does anything: a run needs the records soon, a tool that only plans does not."""
+        self._check_limit()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ahead": {}, "fetches_ahead": False}
 
     def __len__(self) -> int:
         return len(self.listed.shards)
+
+    def _copies_folder(self, cache_dir: Path | None) -> Path:
+        folder = cache_dir
+        if self.listed.root is not None:
+            folder = cache_folder(Path(self.listed.shards[0].url), cache_dir)
+            if folder is None:
+                raise DataError(
+                    f"the folder {self.listed.root} cannot be written, and no other one is given for what is streamed",
+                    remedy="cache_dir=FOLDER of the data set",
+                )
+        elif folder is None:
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unigen_ds"
+        return folder / "streamed"
+
+    def _check_limit(self) -> None:
+        """Raise ``DataError`` where the shards that are shuffled together, and the next ones, exceed the limit."""
+        by_size = sorted(self.listed.shards, key=lambda shard: shard.copied, reverse=True)
+        largest = [shard.copied for shard in by_size[: 2 * self.mixed]]
+        if sum(largest) > self.settings.limit:
+            raise DataError(
+                f"streaming.mixed_shards={self.settings.mixed_shards} uses {len(largest)} shards at a time (those that"
+                f" are mixed, and the next ones), which have up to {shown(sum(largest))}"
+                f" (the largest: {by_size[0].name}, {shown(largest[0])});"
+                f" streaming.cache_gib keeps {shown(self.settings.limit)}",
+                remedy="a larger cache_gib, or fewer mixed_shards",
+            )
 
     @property
     def mixed(self) -> int:
@@ -256,13 +297,14 @@ class StreamedShards:
 
     def index(self, shard: int) -> Index:
         """Of a shard, from the cache or by fetching and planning it. Raises ``DataError`` where that is impossible."""
-        found = self._recent.get(shard)
-        if found is None:
+        index = self._recent.get(shard)
+        if index is None:
             ahead = self._ahead.pop(shard, None)
-            found = None if ahead is None else ahead.result()
-            found = found or self._built(shard, self.processor)
-            self._recent.keep(shard, found, records=len(found))
-        return found
+            if ahead is not None and self._process == os.getpid():  # a process that was forked has no thread
+                index = ahead.result()
+            index = index or self._build(shard, self.processor)
+            self._recent.keep(shard, index, records=len(index))
+        return index
 
     def find(self, number: int) -> tuple[Index, int]:
         """The index that has a record, and the record's position there."""
@@ -271,27 +313,28 @@ class StreamedShards:
 
     def prepare(self, shards: Sequence[int]) -> None:
         """Fetch and plan some shards in the background. What fails is tried again, and reported, when it is needed."""
-        self._ahead = {shard: ahead for shard, ahead in self._ahead.items() if not ahead.ended or shard in shards}
-        wanted = [shard for shard in shards if shard not in self._ahead and self._recent.get(shard) is None]
-        if not wanted or not self.fetches_ahead:
+        self._ahead = {shard: ahead for shard, ahead in self._ahead.items() if not ahead.done() or shard in shards}
+        new: dict[int, Future[Index | None]] = {
+            shard: Future() for shard in shards if shard not in self._ahead and self._recent.get(shard) is None
+        }
+        if not new or not self.fetches_ahead:
             return
         processor = copy.deepcopy(self.processor)  # a tokenizer is set before each call
-        made = {shard: _Ahead() for shard in wanted}
-        self._ahead |= made
+        self._ahead |= new
 
         def work() -> None:
-            for shard, ahead in made.items():
+            for shard, ahead in new.items():
                 try:
                     # also where its index is known; not kept while it is built: who builds it fetches it, too
                     self.spool.fetch(self.listed.shards[shard])
-                    ahead.finish(self._built(shard, processor))
+                    ahead.set_result(self._build(shard, processor))
                 except BaseException as error:
                     logger().debug("shard %d was not prepared: %s", shard, error)
-                    ahead.finish(None)
+                    ahead.set_result(None)
 
         threading.Thread(target=work, name="streamed-shards", daemon=True).start()
 
-    def _built(self, shard: int, processor: ConversationProcessor) -> Index:
+    def _build(self, shard: int, processor: ConversationProcessor) -> Index:
         report = parent_process() is None and shard not in self._reported
         self._reported.add(shard)
         own_folder = self._layout.folders
@@ -303,93 +346,5 @@ class StreamedShards:
             num_workers=self._num_workers,
             layout=self._layout,
             report=report,
-            on_record_error=self.on_record_error,
-        )
-
-
-class _Ahead:
-    """What a thread of this process will have found."""
-
-    def __init__(self) -> None:
-        self._process, self._event = os.getpid(), threading.Event()
-        self._found: Index | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self._event.is_set()
-
-    def finish(self, found: Index | None) -> None:
-        """None: it failed."""
-        self._found = found
-        self._event.set()
-
-    def result(self) -> Index | None:
-        """Waits for it, but not in a process that was forked: there is no thread."""
-        if self._process != os.getpid():
-            return None
-        self._event.wait()
-        return self._found
-
-
-def stream_shards(
-    data_path: DataPath,
-    processor: ConversationProcessor,
-    *,
-    format: str | Mapping[str, Any] | None,
-    cache_dir: Path | None,
-    layout: Layout,
-    image_root: Path | None,
-    num_workers: int,
-    settings: Streaming,
-    facts: Sequence[object],
-    on_record_error: OnRecordError,
-) -> StreamedShards:
-    """The shards of ``data_path``, whose copies are below ``cache_dir``, beside local data, or in the user's cache.
-
-    ``layout``: without ``captions`` that of the format. Raises ``DataError`` and ``ConfigError`` as ``list_shards``.
-    """
-    listed = list_shards(
-        data_path,
-        format=format,
-        storage_options=settings.storage_options,
-        attempts=settings.attempts,
-        limit=settings.limit,
-    )
-    folder = cache_dir
-    if listed.root is not None:
-        folder = cache_folder(Path(listed.shards[0].url), cache_dir)
-        if folder is None:
-            raise DataError(
-                f"the folder {listed.root} cannot be written, and no other one is given for what is streamed",
-                remedy="cache_dir=FOLDER of the data set",
-            )
-    elif folder is None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unigen_ds"
-    spool = Spool(folder / "streamed", limit=settings.limit, attempts=settings.attempts, fetch=listed.fetch)
-    found = StreamedShards(
-        listed,
-        spool,
-        processor,
-        layout=replace(layout, captions=layout.captions or listed.captions),
-        image_root=image_root,
-        num_workers=num_workers,
-        settings=settings,
-        facts=facts,
-        on_record_error=on_record_error,
-    )
-    _check_limit(found)
-    return found
-
-
-def _check_limit(shards: StreamedShards) -> None:
-    """Raise ``DataError`` where the shards that are shuffled together, and the next ones, exceed the limit."""
-    by_size = sorted(shards.listed.shards, key=lambda shard: shard.copied, reverse=True)
-    largest = [shard.copied for shard in by_size[: 2 * shards.mixed]]
-    if sum(largest) > shards.settings.limit:
-        raise DataError(
-            f"streaming.mixed_shards={shards.settings.mixed_shards} uses {len(largest)} shards at a time (those that"
-            f" are mixed, and the next ones), which have up to {shown(sum(largest))}"
-            f" (the largest: {by_size[0].name}, {shown(largest[0])});"
-            f" streaming.cache_gib keeps {shown(shards.settings.limit)}",
-            remedy="a larger cache_gib, or fewer mixed_shards",
+            on_record_error=self._on_record_error,
         )

@@ -1,13 +1,19 @@
-"""A streamed source, fitted to ``seq_length`` shard by shard: the units of each, when it is reached.
+"""A streamed source: the units of each shard when it is reached, and the order in which they are drawn.
 
 What a start reports and checks of a source (lengths, overflow, images that can be read) is of its first shard; each
 other shard is checked when it is reached, and what of it is not trained on is in the log then. How many units there are
 is estimated from the first shard, since nobody knows it before the first pass has ended.
+
+The order (``ShardWalk``) needs no number of records. A pass is every unit once: the shards in a random order, some at a
+time (a block), whose units are shuffled together. Both shuffles are keyed bijections (``order.py``) of (seed, source,
+pass, block), so a position is (pass, block, position in the block), exact whatever ran before; what a cursor keeps of
+it is where its block began.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from bisect import bisect_right, insort
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,63 +21,127 @@ import numpy as np
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.datasets.dataset import PlannedDataset, is_streamed
-from unigen_ds.data.datasets.filtered import Filtered, all_removed, kept_records, leaves_out, removal_line
-from unigen_ds.data.datasets.held_out import record_number, whole_of
-from unigen_ds.data.datasets.overflow import Fitted, Overflow, overflow_line
-from unigen_ds.data.datasets.shard_order import ShardWalk
+from unigen_ds.data.datasets.filtering import all_removed, filtering_of, kept_records, removal_line
+from unigen_ds.data.datasets.overflow import Fitted, Overflow, check_positions, check_refused
 from unigen_ds.data.datasets.streamed import SPAN, Recent, StreamedShards
-from unigen_ds.data.index.index import Index
-from unigen_ds.data.order.order import Draw
-from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.datasets.subset import whole_of
+from unigen_ds.data.order.order import Draw, permute_many
 from unigen_ds.data.records.unusable import BadRecord, exceeds, unusable_error
-from unigen_ds.data.samples.counts import Array, Counts
-from unigen_ds.data.samples.sample import Sample
+from unigen_ds.data.samples.counts import Array
 from unigen_ds.data.sources.shards.spool import shown
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
+from unigen_ds.system.seeding import derive_seed
+
+Start = tuple[int, int, int]
+"""Where a block begins: draws of the source before it, its pass, and its number in the pass."""
+
+
+class ShardWalk:
+    """The endless order of one source.
+
+    Args:
+        num_shards: of a pass.
+        units: of a shard; it may take long, where the shard must be fetched.
+        prepare: is called with shards that come next.
+        mixed: shards of a block.
+        seed: of the shuffles.
+        source: its number.
+        first_pass: number of the first pass.
+    """
+
+    def __init__(
+        self,
+        num_shards: int,
+        units: Callable[[int], int],
+        *,
+        prepare: Callable[[Sequence[int]], None],
+        mixed: int,
+        seed: int,
+        source: int,
+        first_pass: int,
+    ) -> None:
+        self.num_shards, self._units, self._prepare, self.mixed = num_shards, units, prepare, mixed
+        self._seed, self._source = seed, source
+        self._starts: list[Start] = [(0, first_pass, 0)]
+
+    @property
+    def blocks(self) -> int:
+        """Of a pass."""
+        return -(-self.num_shards // self.mixed)
+
+    def shards(self, pass_number: int, block: int) -> list[int]:
+        """Of a block."""
+        key = derive_seed(self._seed, "shards", self._source, pass_number)
+        last = min((block + 1) * self.mixed, self.num_shards)
+        return permute_many(np.arange(block * self.mixed, last, dtype=np.int64), self.num_shards, key).tolist()
+
+    def draws(self, numbers: Array) -> tuple[Array, Array]:
+        """Of each draw number: the unit, as ``shard * SPAN + position``, and its pass."""
+        units, passes = np.empty_like(numbers), np.empty_like(numbers)
+        left = np.argsort(numbers, kind="stable")
+        while left.size:
+            (start, pass_number, block), sizes = self._block(int(numbers[left[0]]))
+            stop = start + int(sizes.sum())
+            inside = int(np.searchsorted(numbers[left], stop))
+            here, left = left[:inside], left[inside:]
+            key = derive_seed(self._seed, "block", self._source, pass_number, block)
+            shuffled = permute_many(numbers[here] - start, stop - start, key)
+            ends = np.cumsum(sizes)
+            which = np.searchsorted(ends, shuffled, side="right")
+            shards = np.asarray(self.shards(pass_number, block), dtype=np.int64)
+            units[here] = shards[which] * SPAN + shuffled - (ends - sizes)[which]
+            passes[here] = pass_number
+        return units, passes
+
+    def state(self, number: int) -> Start:
+        """Where the block of a draw number begins, as far as it is known: that of a draw that follows known ones is."""
+        return self._starts[self._before(number)]
+
+    def remember(self, state: Start) -> bool:
+        """Take over what ``state`` returned. False: it is not a state of this order."""
+        start, pass_number, block = state
+        first = self._starts[0]
+        if start < 0 or not 0 <= block < self.blocks or pass_number < first[1]:
+            return False
+        at = self._before(start)
+        if self._starts[at][0] == start:  # blocks without a unit begin at the same number as the next one
+            self._starts[at] = max(self._starts[at], state)
+        else:
+            insort(self._starts, state)
+        return True
+
+    def _before(self, number: int) -> int:
+        return bisect_right(self._starts, number, key=lambda start: start[0]) - 1
+
+    def _block(self, number: int) -> tuple[Start, Array]:
+        """The block that has a draw number, and the units of each of its shards."""
+        at, empty = self._before(number), 0
+        while True:
+            start, pass_number, block = self._starts[at]
+            following = (pass_number, block + 1) if block + 1 < self.blocks else (pass_number + 1, 0)
+            self._prepare([*self.shards(pass_number, block), *self.shards(*following)])
+            sizes = np.asarray([self._units(shard) for shard in self.shards(pass_number, block)], dtype=np.int64)
+            stop = start + int(sizes.sum())
+            if stop == start:
+                self._starts[at], empty = (start, *following), empty + 1
+                if empty > 2 * self.blocks:  # the end of a pass and the beginning of the next one may be empty
+                    raise DataError(
+                        f"none of {self.num_shards:,} shards has a record that can be used",
+                        remedy="a larger seq_length, another overflow, or weaker filters",
+                    )
+                continue
+            empty = 0
+            if at + 1 == len(self._starts) or self._starts[at + 1][0] > stop:
+                self._starts.insert(at + 1, (stop, *following))
+            if number < stop:
+                return (start, pass_number, block), sizes
+            at = self._before(number)
 
 
 def fitted(dataset: PlannedDataset, overflow: Overflow) -> Fitted:
     """``Fitted`` of any data set."""
     return StreamedFitted(dataset, overflow) if is_streamed(dataset) else Fitted(dataset, overflow)
-
-
-class ShardRecords:
-    """One shard as a ``PlannedDataset`` of its own."""
-
-    def __init__(self, dataset: Any, shard: int) -> None:
-        self._of, self.shard, self.weight, self.first = dataset, shard, dataset.weight, shard * SPAN
-        self.index: Index = dataset.shards.index(shard)
-        self.name, self.filters, self.processor = dataset.name, dataset.filters, dataset.processor
-
-    @property
-    def cache_folder(self) -> Path | None:
-        return self.index.folder
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def lengths(self) -> tuple[Array, Array]:
-        return self.index.counts.tokens, self.index.counts.tiles
-
-    def counts(self) -> Counts:
-        return self.index.counts
-
-    def sample(self, index: int, *, pass_number: int = 0) -> Sample:
-        sample: Sample = self._of.sample(self.shard * SPAN + index, pass_number=pass_number)
-        return sample
-
-    def turns(self, index: int) -> list[Turn]:
-        """As of the whole data set."""
-        turns: list[Turn] = self._of.turns(self.shard * SPAN + index)
-        return turns
-
-    @property
-    def fingerprint(self) -> str:
-        return self.index.digest
-
-    def prefix_digest(self, number: int) -> str:
-        return self.index.digest
 
 
 class StreamedFitted(Fitted):
@@ -80,12 +150,11 @@ class StreamedFitted(Fitted):
     def __init__(self, dataset: Any, overflow: Overflow) -> None:
         self.shards: StreamedShards = dataset.shards
         self._whole, self._reported = dataset, {0}
-        self.unusable: list[BadRecord] = []
-        """That are left out, of the shards so far."""
+        self._unusable: list[BadRecord] = []
         self._num_records = 0
         self._recent: Recent[Fitted] = Recent(2 * self.shards.mixed + 1)
         first = self._records_of(0)
-        if isinstance(first, Filtered) and not len(first):
+        if filtering_of(first) is not None and not len(first):
             raise all_removed(first, title=self.titled(dataset.name))
         super().__init__(first, overflow)
 
@@ -96,17 +165,23 @@ class StreamedFitted(Fitted):
     listed: Collection[str] = ()
     """Lines that an earlier start has written there."""
 
+    @property
+    def unusable(self) -> Sequence[BadRecord]:
+        """Of the shards so far."""
+        return self._unusable
+
     def count_unusable(self, part: Fitted) -> None:
         """Of a shard that is reached. Raises ``DataError`` where all shards so far have too many."""
-        found = part.dataset.unusable if isinstance(part.dataset, Filtered) else ()
-        self.unusable += found
+        filtering = filtering_of(part.dataset)
+        unusable = [] if filtering is None else filtering.unusable
+        self._unusable += unusable
         self._num_records += len(whole_of(part.dataset))
-        if self.left_out_file is not None and found:
-            lines = [line for one in found if (line := one.line(self._whole.name)) not in self.listed]
+        if self.left_out_file is not None and unusable:
+            lines = [line for one in unusable if (line := one.line(self._whole.name)) not in self.listed]
             with self.left_out_file.open("a", encoding="utf-8") as stream:
                 stream.writelines(lines)
-        if self.limit is not None and exceeds(len(self.unusable), self._num_records, self.limit):
-            raise unusable_error(self.unusable, self._whole.name, self._num_records, limit=self.limit)
+        if self.limit is not None and exceeds(len(self._unusable), self._num_records, self.limit):
+            raise unusable_error(self._unusable, self._whole.name, self._num_records, limit=self.limit)
 
     def __len__(self) -> int:
         """Units of a pass, as far as can be known: those of the first shard times the number of shards, or in
@@ -141,52 +216,35 @@ class StreamedFitted(Fitted):
 
     def record(self, unit: Draw) -> Draw:
         shard, position = divmod(unit.index, SPAN)
-        found = self._part(shard).record(unit._replace(index=position))
-        return found._replace(index=shard * SPAN + found.index)
+        return self._part(shard).record(unit._replace(index=position))
 
     def _part(self, shard: int) -> Fitted:
         """The units of a shard."""
-        found = self._recent.get(shard)
-        if found is None:
-            found = Fitted(self._records_of(shard), self.overflow)
-            self._recent.keep(shard, found, records=len(found.dataset))
+        part = self._recent.get(shard)
+        if part is None:
+            part = Fitted(self._records_of(shard), self.overflow)
+            self._recent.keep(shard, part, records=len(part.dataset))
             if shard not in self._reported:
                 self._reported.add(shard)
-                self._check(shard, found)
-        return found
+                self._check(shard, part)
+        return part
 
     def _records_of(self, shard: int) -> Any:
-        records = ShardRecords(self._whole, shard)
-        return kept_records(records, records) if leaves_out(records) else records
+        return kept_records(self._whole.shard(shard))
 
     def _check(self, shard: int, part: Fitted) -> None:
         """Report what of a shard is not trained on. Raises ``DataError`` where overflow is 'error'."""
-        name = f"{self._whole.name}, shard {self.shards.listed.shards[shard].name}"
-        overflow, refused = self.overflow, part.by_action["error"]
-        if refused.size:
-            raise DataError(
-                f"{name}: {len(refused):,} of {len(part.dataset):,} records are longer than {overflow.key}"
-                f" {overflow.seq_length:,}, and train_dataloader.overflow is 'error'",
-                remedy="a larger limit, or another overflow: 'split', 'truncate' or 'skip'",
-            )
-        longest = int(part.tokens.max(initial=0))
-        if self.positions is not None and longest > self.positions:
-            raise DataError(
-                f"{name}: a sample has {longest:,} tokens, and the model {self.positions:,} positions",
-                remedy=f"train_dataloader.seq_length of at most {self.positions:,}: longer texts are split",
-            )
+        title = f"{self._whole.name}, shard {self.shards.listed.shards[shard].name}"
+        check_refused(part, self._whole.name, title)
+        check_positions([part], [title], limit=self.positions)
         self.count_unusable(part)
         if dist.env_rank() != 0:
             return
-        if isinstance(part.dataset, Filtered) and sum(part.dataset.report["removed"].values()):
-            logger().info("Data, %s: %s.", name, removal_line(part.dataset.report))
+        filtering = filtering_of(part.dataset)
+        if filtering is not None and sum(filtering.report["removed"].values()):
+            logger().info("Data, %s: %s.", title, removal_line(filtering.report))
         if part.longer.size:
-            report, records = part.report(name), len(part.dataset)
-            skipped = part.by_action["skip"].tolist()
-            numbers = [shard * SPAN + record_number(part.dataset, index) for index in skipped]
-            report["skipped_records"] = [f"{self._whole.name}:{number}" for number in numbers]
-            line = overflow_line(report, records=records, seq_length=overflow.seq_length, key=overflow.key)
-            logger().warning("Data, %s: %s.", name, line)
+            logger().warning("Data, %s: %s.", title, part.line(self._whole.name))
 
 
 def streamed_lines(name: str, source: Fitted) -> Iterator[tuple[bool, str]]:

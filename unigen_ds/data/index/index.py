@@ -3,42 +3,66 @@
 What packing, truncation and statistics need of a record without reading it again. The cache is a file in
 ``.unigen_index/`` beside the data file (or in ``cache_dir`` where that folder cannot be written), named after a
 fingerprint of data file, processor and format, and mapped into the memory of every process (``array_cache.py``).
-Trade-off: the first start plans every record (two cores do about 40,000 texts of 20 words a second; an image costs one
-header read) and writes at most 144 bytes a record; a later start maps them.
+Trade-off: the first start parses, tokenizes, counts and digests every record, in batches, in this process or by workers
+(two cores do about 40,000 texts of 20 words a second; an image costs one header read), and writes at most 144 bytes a
+record; a later start maps them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.cache.array_cache import SUFFIX, NewArrays, filled, fingerprint
-from unigen_ds.data.index.planning import FILLED, UNUSABLE, UNUSED, UNUSED_KEYS, Plan, batches, is_malformed, plan_all
-from unigen_ds.data.records.records import Layout
-from unigen_ds.data.records.unusable import BadRecord, OnRecordError, from_array, unusable_error
-from unigen_ds.data.records.unused import unused_line, unused_of
-from unigen_ds.data.rules import RULES, marks
-from unigen_ds.data.samples.counts import COLUMNS, NUM_DIGESTED, Array, Counts, record_digest
+from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, fingerprint, load_or_fill
+from unigen_ds.data.images.stored_image import StoredImage
+from unigen_ds.data.records.data_file import MalformedRecord
+from unigen_ds.data.records.records import Layout, unused_texts
+from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.records.unusable import BadRecord, OnRecordError, as_array, from_array, unusable_error
+from unigen_ds.data.records.unused import unused_keys, unused_line, unused_of
+from unigen_ds.data.rules import RULES, TOUCH_BITS, marks
+from unigen_ds.data.samples.counts import COLUMNS, NUM_DIGESTED, Array, Counts, count, record_digest
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.data.sources.base import FoundRecord, RecordSource
-from unigen_ds.data.sources.json_lines import JsonSource
+from unigen_ds.data.samples.sample import Sample
+from unigen_ds.data.sources.base import FoundRecord, RecordSource, folder_of
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
+from unigen_ds.system.workers import Workers
 
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
 _CACHE_FORMAT = "unigen-index-9"
 _CONTENT_FORMAT = "unigen-content-1"
+_UNUSED_KEYS = "unused_keys"
+"""An array of the index: what a record has of other layouts (``unused.unused_keys``)."""
+_UNUSED = "unused_texts"
+"""An array of the index: texts of a record that it has as alternatives to the one that is used; where there are any."""
+UNUSABLE = "unusable"
+"""An array of the index: the records that cannot be trained on (``unusable.as_array``)."""
+_PLANNED = (*COLUMNS, "records", _UNUSED, _UNUSED_KEYS)
+"""Arrays of one value a record that planning fills."""
 _DIGESTS = "digests"
 """An array of the index: the digest of its counts, then that of its records, 16 bytes each. For 10^8 records they
 need seconds."""
+_TOUCHED, _UNREADABLE = COLUMNS.index("touched"), COLUMNS.index("unreadable")
+_MALFORMED = record_digest(b"", (0,) * len(COLUMNS))
+_NOTHING = (*[0] * len(COLUMNS), _MALFORMED, 0, 0)
+"""``_PLANNED`` of a malformed record."""
+_CHUNK = 1024
+_MOST_LINES = 32
+"""Of ``UNUSABLE`` for a chunk: where more cannot be used, it is not a few that are wrong."""
+Chunk = tuple[int, int]
+"""First record, and the one after the last."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +96,7 @@ class Index:
     @cached_property
     def malformed(self) -> Array:
         """Numbers of the records that have no sample."""
-        return np.flatnonzero(is_malformed(self.records, self.counts.tokens))
+        return np.flatnonzero((self.records == _MALFORMED) & (self.counts.tokens == 0))
 
     @cached_property
     def left_out(self) -> Array:
@@ -88,12 +112,16 @@ class Index:
             known.get(n) or BadRecord(n, *self.source.file_of(n), None, "as those before it", True) for n in numbers
         ]
 
-    def is_mended(self, processor: ConversationProcessor) -> bool:
-        """Whether a record that could not be used when the index was made, at an earlier start, can be used now."""
+    def forget_mended(self, processor: ConversationProcessor) -> bool:
+        """Remove the file of an earlier start that has a record as unusable which can be used now. Whether it did."""
         if self.cache is None:
             return False
         plan = Plan(self.source, processor, self.layout)
-        return any(not len(plan.chunk((one.number, one.number + 1))[-1]) for one in self.unusable())
+        if all(len(plan((one.number, one.number + 1))[-1]) for one in self.unusable()):
+            return False
+        logger().info("%s: records that could not be used can be used now; all are read again.", self.source.title)
+        self.cache.unlink(missing_ok=True)
+        return True
 
     def prefix_digest(self, number: int, *facts: object) -> str:
         """``prefix_digest`` of its records."""
@@ -116,7 +144,7 @@ class Index:
         """[N] 64 bits of the values of each record. Reads the source once (cached)."""
         key = fingerprint(_CONTENT_FORMAT, self.prefix_digest(len(self)))
 
-        def fill(new: NewArrays) -> None:
+        def fill(new: ArrayFile) -> None:
             new.add("digests", len(self))
             malformed = set(self.malformed.tolist())
             for start, entries in batches(self.source, (0, len(self))):
@@ -125,12 +153,12 @@ class Index:
                 new.put("digests", start, np.frombuffer(found, dtype="<i8").astype(np.int64))
 
         cache = None if self.folder is None else self.folder / f"{self.source.origin.name}-content-{key[:16]}{SUFFIX}"
-        return filled(cache, key, fill)["digests"]
+        return load_or_fill(cache, key, fill)["digests"]
 
     @classmethod
     def build(
         cls,
-        given: Path | RecordSource,
+        source: RecordSource,
         processor: ConversationProcessor,
         *,
         image_root: Path | None = None,
@@ -144,10 +172,9 @@ class Index:
 
         Several processes may start together: one plans, the others wait for its file where the file system has locks.
         Raises ``DataError`` where records are malformed and ``on_record_error`` is 'error'. An unreadable image is no
-        error here. ``given``: a source, or the path of a JSON file; ``image_root``: None: the source's own;
-        ``report``: what of the records is not learned as intended, in the log.
+        error here. ``image_root``: None: the source's own; ``report``: what of the records is not learned as intended,
+        in the log.
         """
-        source = given if isinstance(given, RecordSource) else JsonSource(given)
         root = source.root if image_root is None else image_root
         layout = Layout(root) if layout is None else replace(layout, image_root=root)
         folder = source.index_folder(cache_dir)
@@ -159,25 +186,23 @@ class Index:
         cache = None if folder is None else folder / f"{source.origin.name}-{key[:16]}{SUFFIX}"
         made = False
 
-        def fill(new: NewArrays) -> None:
+        def fill(new: ArrayFile) -> None:
             nonlocal made
             made = True
-            plan_all(source, processor, layout, num_workers, new, on_record_error)
-            new.add(_DIGESTS, 32, "uint8")
-            new.put(_DIGESTS, 0, _digests(new))
+            plan_all(Plan(source, processor, layout), num_workers, new, on_record_error)
 
-        arrays = filled(cache, key, fill)
-        source.use({name: found for name, found in arrays.items() if name not in (*FILLED, _DIGESTS, UNUSABLE)})
+        arrays = load_or_fill(cache, key, fill)
+        source.use({name: array for name, array in arrays.items() if name not in (*_PLANNED, _DIGESTS, UNUSABLE)})
         counts = Counts(*(arrays[name] for name in COLUMNS))
         of_counts, of_records = (part.tobytes().hex() for part in arrays[_DIGESTS].reshape(2, 16))
         if report:
-            _report(source, counts, on_record_error, arrays[UNUSED], arrays[UNUSED_KEYS])
+            _report(source, counts, on_record_error, arrays[_UNUSED], arrays[_UNUSED_KEYS])
         # not of the key: the same data in another folder is the same data, and so is what no rule changes
         touching = marks(counts.all_touched)
         facts = (*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *touching, *layout.facts)
         digest = fingerprint(*facts)
         index = cls(
-            source, arrays["records"], counts, digest, folder, layout, of_records, content, arrays[UNUSED_KEYS],
+            source, arrays["records"], counts, digest, folder, layout, of_records, content, arrays[_UNUSED_KEYS],
             arrays[UNUSABLE], on_record_error, None if made else cache,
         )  # fmt: skip
         if on_record_error == "error" and index.malformed.size:
@@ -198,12 +223,174 @@ def prefix_digest(records: Array, number: int, *facts: object, known: str | None
     return fingerprint(number, known, *facts)
 
 
-def _digests(new: NewArrays) -> NDArray[np.uint8]:
-    """``_DIGESTS`` of a filled index."""
+def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRecordError) -> None:
+    """Fill the arrays of ``source.scan()``, ``_PLANNED``, ``UNUSABLE`` and ``_DIGESTS``.
+
+    Raises ``DataError`` where malformed records are an error and the first are all malformed: the rest is not planned.
+    """
+    source, scanned = plan.source, {}
+    for name, values in plan.source.scan().items():
+        new.add(name, values.size, str(values.dtype), values.shape)
+        new.put(name, 0, values.reshape(-1))
+        scanned[name] = new.read(name)
+    source.use(scanned)
+    for name in _PLANNED:
+        new.add(name, len(source))
+    unusable = []
+    for start, (*columns, lines) in planned(source, plan, num_workers):
+        unusable.append(lines)
+        number = len(columns[0])
+        if not start and number < len(source) and on_record_error == "error" and (columns[-3] == _MALFORMED).all():
+            raise unusable_error(from_array(lines), f"{source.title}, the beginning", number, number=number)
+        for name, values in zip(_PLANNED, columns, strict=True):
+            new.put(name, start, values)
+    lines = np.concatenate(unusable)
+    new.add(UNUSABLE, lines.size, "uint8")
+    new.put(UNUSABLE, 0, lines)
     counts = Counts(*(new.read(name) for name in COLUMNS))
     records = np.ascontiguousarray(new.read("records"), dtype="<i8").data
     records_digest = hashlib.blake2b(records, digest_size=16).digest()
-    return np.frombuffer(bytes.fromhex(counts.digest) + records_digest, np.uint8)
+    new.add(_DIGESTS, 32, "uint8")
+    new.put(_DIGESTS, 0, np.frombuffer(bytes.fromhex(counts.digest) + records_digest, np.uint8))
+
+
+def planned(
+    source: RecordSource, plan: Callable[[Chunk], tuple[NDArray[Any], ...]], num_workers: int
+) -> Iterator[tuple[int, tuple[NDArray[Any], ...]]]:
+    """The first record of each chunk of records, and what ``plan`` returns of the chunk; in order.
+
+    ``plan`` is sent to a process once. ``num_workers``: processes that do it; 0: this one. A loading process, which can
+    have none, does it itself.
+    """
+    chunks = [(i, min(i + _CHUNK, len(source))) for i in range(0, len(source), _CHUNK)]
+    if num_workers == 0 or len(chunks) == 1 or multiprocessing.current_process().daemon:
+        yield from ((chunk[0], plan(chunk)) for chunk in chunks)
+        return
+    workers = Workers(plan, chunks, min(num_workers, len(chunks)), ahead=2, setting=f"index_workers of {source.title}")
+    try:
+        for (start, _), columns in zip(chunks, workers, strict=True):
+            yield start, columns
+    finally:
+        workers.close()
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """A record whose values are known."""
+
+    entry: FoundRecord
+    record: Mapping[str, Any]
+    turns: list[Turn]
+    content: bytes
+    """What its digest is of."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Plans the records of a chunk."""
+
+    source: RecordSource
+    processor: ConversationProcessor
+    layout: Layout
+
+    def __call__(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
+        """``_PLANNED`` of the records of a chunk, and ``UNUSABLE``."""
+        rows: list[tuple[int, ...]] = []
+        unusable: list[BadRecord] = []
+        for first, entries in batches(self.source, chunk):
+            rows += self._batch(first, entries, unusable)
+        unusable.sort(key=lambda one: one.number)
+        return *np.asarray(rows, dtype=np.int64).T, as_array(unusable[:_MOST_LINES])
+
+    def _batch(
+        self, first: int, entries: Sequence[FoundRecord | DataError], unusable: list[BadRecord]
+    ) -> Iterator[tuple[int, ...]]:
+        """``_PLANNED`` of each of some records, of which ``first`` is the first; ``unusable`` gets what cannot be used.
+        Their texts are tokenized in one call.
+        """
+        parsed: dict[int, _Parsed] = {}
+        for number, entry in enumerate(entries, first):
+            record: Mapping[str, Any] = {}
+            try:
+                if isinstance(entry, DataError):
+                    raise entry
+                record = entry.record
+                turns = turns_to_learn(record, entry.where, self.layout.at(folder_of(entry)))
+                parsed[number] = _Parsed(entry, record, turns, entry.content)
+            except DataError as error:
+                unusable.append(self._unusable(number, record, str(error)))
+        samples: dict[int, Sample] = {}
+        try:
+            together = self.processor.plan_many((one.turns, one.entry.where) for one in parsed.values())
+            samples = dict(zip(parsed, together, strict=True))
+        except DataError:  # of one of them, which the model cannot take
+            for number, one in parsed.items():
+                try:
+                    samples[number] = self.processor.plan(one.turns, one.entry.where)
+                except DataError as error:
+                    unusable.append(self._unusable(number, one.record, str(error)))
+        for number in range(first, first + len(entries)):
+            sample = samples.get(number)
+            yield _NOTHING if sample is None else self._row(number, parsed[number], sample, unusable)
+
+    def _row(self, number: int, parsed: _Parsed, sample: Sample, unusable: list[BadRecord]) -> tuple[int, ...]:
+        """``_PLANNED`` of one record."""
+        entry, record = parsed.entry, parsed.record
+        empty = sum(turn.kind == "text" and not turn.value.strip() for turn in parsed.turns)
+        row = count(sample, unk_id=getattr(self.processor.tokenizer, "unk_id", None), empty_texts=empty)
+        if self._is_moved(parsed):
+            row = (*row[:_TOUCHED], row[_TOUCHED] | TOUCH_BITS["image_folders"], *row[_TOUCHED + 1 :])
+        if row[_UNREADABLE]:
+            error = next(split.error for split in sample.splits if split.error)
+            unusable.append(self._unusable(number, record, f"{entry.where}: {error}", image=True))
+        digest = record_digest(parsed.content, row, marks(row[_TOUCHED]))
+        if self.layout.columns:
+            record = self.layout.named(record, entry.where)
+        return *row, digest, unused_texts(record), unused_keys(record, self.layout, getattr(entry, "unused", ()))
+
+    def _unusable(self, number: int, record: Mapping[str, Any], reason: str, *, image: bool = False) -> BadRecord:
+        return BadRecord.of(number, *self.source.file_of(number), record, reason, image=image)
+
+    def _is_moved(self, parsed: _Parsed) -> bool:
+        """Whether the rule ``image_folders`` decides where an image of the record is: its path is relative, and its
+        file is in another folder than the first one.
+        """
+        if folder_of(parsed.entry) is None or not self.layout.folders:
+            return False
+        turns = replace(self.layout, image_root=None).turns(parsed.record, parsed.entry.where)
+        images = [turn.value for turn in turns if turn.kind == "image"]
+        return any(not isinstance(image, StoredImage) and not os.path.isabs(image) for image in images)
+
+
+def batches(source: RecordSource, chunk: Chunk) -> Iterator[tuple[int, Sequence[Any]]]:
+    """The number of a record and the records from there on, as many at a time as the source reads together; in place
+    of one that cannot be read its error.
+    """
+    start, stop = chunk
+    for first in range(start, stop, source.batch):
+        last = min(first + source.batch, stop)
+        try:
+            yield first, source.read(first, last)
+        except MalformedRecord:
+            yield first, [_read_alone(source, number) for number in range(first, last)]
+
+
+def _read_alone(source: RecordSource, number: int) -> FoundRecord | DataError:
+    try:
+        return source.read(number, number + 1)[0]
+    except MalformedRecord as error:
+        return error
+
+
+def turns_to_learn(record: Mapping[str, Any], where: object, layout: Layout) -> list[Turn]:
+    """The turns of one record. Raises ``DataError`` with file and line where it is malformed, or has no target."""
+    turns = layout.turns(record, where)
+    for turn in turns:
+        if turn.is_target:
+            return turns
+    if any(turn.role == "assistant" for turn in turns):
+        raise DataError(f"{where}: every assistant message has the weight 0: nothing to learn from")
+    raise DataError(f"{where}: conversations has no assistant turn: nothing to learn from")
 
 
 def _report(source: RecordSource, counts: Counts, on_error: OnRecordError, unused: Array, keys: Array) -> None:

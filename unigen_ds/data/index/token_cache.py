@@ -9,7 +9,6 @@ Each record has a checksum of its own, since a wrong id would be learned without
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.cache.array_cache import SUFFIX, Arrays, NewArrays, fingerprint, kept, stored
-from unigen_ds.data.index.index import Index
-from unigen_ds.data.index.planning import Chunk, batches, learnt, planned
+from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, Arrays, fingerprint, load_arrays, load_or_write
+from unigen_ds.data.index.index import Chunk, Index, batches, planned, turns_to_learn
 from unigen_ds.data.records.records import Layout
 from unigen_ds.data.rules import RULES
 from unigen_ds.data.samples.processor import ConversationProcessor
@@ -38,7 +36,7 @@ class TokenCache:
         self._path, self._key, self._starts, self._numbers = path, key, arrays["starts"], arrays["numbers"]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (self._path, self._key)
+        return TokenCache.open, (self._path, self._key)
 
     def of(self, index: int) -> list[list[int]]:
         """Ids of each text of a record. Raises ``DataError`` where the file was damaged."""
@@ -57,13 +55,20 @@ class TokenCache:
         return texts
 
     @classmethod
+    def open(cls, path: Path, key: str) -> TokenCache:
+        """In another process. Raises ``DataError`` where the file is gone."""
+        arrays = load_arrays(path, key)
+        if arrays is None:
+            raise DataError(f"the cache of tokens {path} is gone or damaged", remedy="start again: it is made again")
+        return cls(path, key, arrays)
+
+    @classmethod
     def build(cls, index: Index, processor: ConversationProcessor, *, num_workers: int = 0) -> TokenCache | None:
         """From its file, or by tokenizing every text once. None, with a warning, where there is no space for a file.
 
         Raises ``ConfigError`` for a processor that does not tokenize texts one by one.
         """
         next(processor.text_ids([]), None)  # refused before anything is read
-        name = index.source.origin.name
         if index.folder is None:
             logger().warning("the tokens of %s cannot be cached: there is no folder for it", index.source.title)
             return None
@@ -71,29 +76,20 @@ class TokenCache:
             _FORMAT, index.content, type(processor).__qualname__, processor.tokenizer.fingerprint,
             RULES.special_tokens, index.layout.facts, *index.source.cache_facts,
         )  # fmt: skip
-        path = index.folder / f"{name}-tokens-{key[:16]}{SUFFIX}"
+        path = index.folder / f"{index.source.origin.name}-tokens-{key[:16]}{SUFFIX}"
 
-        def fill(new: NewArrays) -> None:
+        def fill(new: ArrayFile) -> None:
             new.add("starts", len(index) + 1)
             new.add("numbers", None, "int32")
             end = 0
-            malformed = frozenset(index.malformed.tolist())
-            plan = _TokenPlan(index.source, processor, index.layout, malformed)
-            for first, (lengths, numbers) in planned(plan, num_workers):
+            plan = _TokenPlan(index.source, processor, index.layout, frozenset(index.malformed.tolist()))
+            for first, (lengths, numbers) in planned(index.source, plan, num_workers):
                 new.put("starts", first + 1, end + np.cumsum(lengths))
                 new.put("numbers", end, numbers)
                 end += len(numbers)
 
-        arrays = kept(path, key, fill)
+        arrays = load_or_write(path, key, fill)
         return None if arrays is None else cls(path, key, arrays)
-
-
-def _opened(path: Path, key: str) -> TokenCache:
-    """In another process. Raises ``DataError`` where the file is gone."""
-    arrays = stored(path, key)
-    if arrays is None:
-        raise DataError(f"the cache of tokens {path} is gone or damaged", remedy="start again: it is made again")
-    return TokenCache(path, key, arrays)
 
 
 def _checksum(numbers: NDArray[Any]) -> int:
@@ -111,26 +107,16 @@ class _TokenPlan:
     malformed: frozenset[int]
     """Numbers of the records that have no texts."""
 
-    def chunk(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
+    def __call__(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
         """How many numbers each record has, and the numbers: its checksum, then of each text the length and ids."""
-        lengths: list[int] = []
         rows: list[NDArray[np.int32]] = []
         for first, entries in batches(self.source, chunk):
             turns = [
-                [] if n in self.malformed else learnt(entry.record, entry.where, self.layout)
+                [] if n in self.malformed else turns_to_learn(entry.record, entry.where, self.layout)
                 for n, entry in enumerate(entries, first)
             ]
             for texts in self.processor.text_ids(turns):
-                rows.append(_row(texts))
-                lengths.append(len(rows[-1]))
-        return np.asarray(lengths, dtype=np.int64), np.concatenate(rows)
-
-
-def _row(texts: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    numbers: list[int] = []
-    for ids in texts:
-        numbers.append(len(ids))
-        numbers += ids
-    row = np.asarray([0, *numbers], dtype=np.int32)
-    row[0] = _checksum(row[1:])
-    return row
+                row = np.asarray([0, *(number for ids in texts for number in (len(ids), *ids))], dtype=np.int32)
+                row[0] = _checksum(row[1:])
+                rows.append(row)
+        return np.asarray([*map(len, rows)], dtype=np.int64), np.concatenate(rows)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, NewArrays, filled
+from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, ArrayFile, load_or_fill
 from unigen_ds.data.rules import TOUCH_BITS
 from unigen_ds.data.samples.sample import Sample, Tally
 
@@ -73,13 +73,13 @@ class Counts:
         if folder is None or len(numbers) < SHARED_FROM:
             return Counts(*(getattr(self, name)[numbers] for name in COLUMNS))
 
-        def fill(new: NewArrays) -> None:
+        def fill(new: ArrayFile) -> None:
             for name in COLUMNS:
                 new.add(name, len(numbers))
                 new.put(name, 0, getattr(self, name)[numbers])
 
         name = key()  # only now: it may be a digest of the data
-        arrays = filled(folder / f"part-{name[:16]}{SUFFIX}", name, fill)
+        arrays = load_or_fill(folder / f"part-{name[:16]}{SUFFIX}", name, fill)
         return Counts(*(arrays[column] for column in COLUMNS))
 
     @classmethod

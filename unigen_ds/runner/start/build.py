@@ -22,12 +22,12 @@ from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batc
 from unigen_ds.data.batches.loader import UpdateLoader
 from unigen_ds.data.batches.stream import Cursor, SequenceStream
 from unigen_ds.data.batches.validation_data import ValidationData
-from unigen_ds.data.datasets.dataset import check_readable, forget_mended, source_names
-from unigen_ds.data.datasets.filtered import filtered, used
+from unigen_ds.data.datasets.dataset import check_readable, source_names
+from unigen_ds.data.datasets.filtering import apply_filters
 from unigen_ds.data.datasets.groups import blend
-from unigen_ds.data.datasets.held_out import Division, divided
 from unigen_ds.data.datasets.overflow import Fitted, Overflow, check_overflow
 from unigen_ds.data.datasets.streamed_units import check_streamed, fitted
+from unigen_ds.data.datasets.subset import Division, divide, first_records
 from unigen_ds.data.order.order import GlobalOrder
 from unigen_ds.data.order.packing import check_packer
 from unigen_ds.data.settings import TrainDataloader
@@ -90,9 +90,9 @@ def build_sources(
     for component in components:
         try:
             made = component.build(processor=processor)
-            if again and forget_mended(made):
+            if again and hasattr(made, "forget_mended") and made.forget_mended():
                 made = component.build(processor=processor)
-            made = filtered(used(made))
+            made = apply_filters(first_records(made))
             if component.arguments.get("on_error") == "skip":
                 check_readable([made], [made.name])
             found.append(made)
@@ -140,7 +140,7 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None) -
     if settings.val_dataloader is not None and settings.val_dataloader.split is not None:
         own = settings.val_dataloader.seed
         division = Division(settings.val_dataloader.split, seed if own is None else own)
-        datasets, held_out = divided(datasets, division)
+        datasets, held_out = divide(datasets, division)
     overflow = Overflow(loader.seq_length, loader.overflow)
     if loader.max_sample_tokens is not None:
         overflow = replace(overflow, seq_length=loader.max_sample_tokens, key="max_sample_tokens")
