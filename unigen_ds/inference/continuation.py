@@ -72,7 +72,7 @@ def continue_prompts(
     prompts: Sequence[Sequence[Loaded]],
     *,
     max_new_tokens: int,
-    max_positions: int,
+    max_positions: float,
     choose: Choose = likeliest,
 ) -> list[list[int]]:
     """The ids that follow each prompt, up to and with the first end id.

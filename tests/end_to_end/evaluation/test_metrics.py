@@ -320,12 +320,12 @@ def test_a_metric_that_fails_is_a_warning_and_the_run_goes_on(tmp_path: Path) ->
 
 
 def test_answers_that_cannot_be_generated_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unigen_ds.families.decoder_lm import inference
+    from unigen_ds.inference import answers
 
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(inference, "continue_prompts", fails)
+    monkeypatch.setattr(answers, "continue_prompts", fails)
     text_run(tmp_path, evaluating("ExactMatch", "Perplexity"), updates=2).train()
     (line,) = evaluations(tmp_path)
     assert "val/exact_match" not in line and line["val/perplexity"] > 1

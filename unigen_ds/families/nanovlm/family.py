@@ -14,7 +14,6 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.data.images.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, MAX_TILES_PER_SIDE, TILE_TOKENS, Tiling, tile_token
 from unigen_ds.families.base import ConversationFamily, PublishedFormat, stated
-from unigen_ds.families.nanovlm.inference import ChatInferencer
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.families.nanovlm.published import (
@@ -25,6 +24,7 @@ from unigen_ds.families.nanovlm.published import (
     stored_weights,
     vlm_arguments,
 )
+from unigen_ds.inference.answers import PackedInferencer
 from unigen_ds.models.weights import Pretrained
 from unigen_ds.system.files import copy_files, new_directory
 
@@ -86,6 +86,10 @@ class NanoVLMDirectory(PublishedFormat):
             else:
                 copy_files(source, folder, wanted=lambda name: name != "model.safetensors")
             save_nanovlm(model, folder, config=config)
+
+
+class ChatInferencer(PackedInferencer):
+    """A ``VLM``: its answer is the assistant's next message."""
 
 
 @FAMILIES.register_module()

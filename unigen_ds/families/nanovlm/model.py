@@ -173,6 +173,11 @@ class VLM(PretrainedModel):
     def parts(self) -> dict[str, nn.Module]:
         return {"vit": self.vision_model, "llm": self.language_model, "connector": self.connector}
 
+    @property
+    def squeezes_beyond(self) -> int:
+        """Tokens of a document beyond which all of its positions are scaled, by its length."""
+        return int(self.llm_config["max_position_embeddings"])
+
     def forward(self, batch: PackedBatch) -> LossTerms:
         """The sum of the cross-entropy over the text targets of one micro-batch."""
         logits = self.language_model.lm_head(self._hidden_states(batch)[batch.text_target_index])
