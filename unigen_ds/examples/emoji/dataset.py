@@ -16,8 +16,8 @@ from unigen_ds.config.registry import DATASETS
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.samples.processor import ConversationProcessor
+from unigen_ds.examples.demo import prepared, record
 from unigen_ds.examples.emoji.catalogue import HUES, TONES, Variant, edits, variants
-from unigen_ds.examples.prepared import prepared, record
 
 SIDE = 32
 _HUE_STEPS = 256 / 360  # Pillow's hue is a byte
