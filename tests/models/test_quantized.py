@@ -18,9 +18,8 @@ from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.stream import Cursor
-from unigen_ds.families.bagel.exported import EXPORTED
 from unigen_ds.families.bagel.model import UnifiedModel
-from unigen_ds.families.bagel.published import FILES, write_published
+from unigen_ds.families.bagel.published import EXPORTED, FILES, write_published
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import save_nanovlm
 from unigen_ds.models.flops import linear_flops

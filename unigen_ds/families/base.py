@@ -7,7 +7,8 @@ module in ``custom_imports`` that registers a model in ``MODELS`` and a subclass
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from unigen_ds.core.json_values import stored_object
 from unigen_ds.data.images.augment import CHANGES
 from unigen_ds.data.samples.processor import ConversationProcessor, Processor
 from unigen_ds.models.weights import Pretrained
+from unigen_ds.system.files import copy_files, new_directory
 
 
 class PublishedFormat:
@@ -181,14 +183,11 @@ class ConversationFamily(Family):
             spec = {**spec, "llm": {**spec["llm"], "vocab_size": vocab_size}}
         model: Any = super().build(spec, vocab_size=vocab_size)
         if vocab_size is not None and model.vocab_size < vocab_size:
-            own = isinstance(llm := spec.get("llm"), Mapping) and "vocab_size" in llm and not spec.get("pretrained")
-            more = f"vocab_size={vocab_size} in model.llm (of a CausalLM in model.config): its new rows begin untrained"
             raise ConfigError(
-                f"model.llm.vocab_size is {model.vocab_size}",
+                f"the model's vocabulary has {model.vocab_size} rows",
                 allowed=f"at least {vocab_size}, the tokenizer's",
-                remedy="leave it out: it is the tokenizer's then"
-                if own
-                else f"the tokenizer of these weights, or {more}",
+                remedy=f"the tokenizer of these weights, or vocab_size={vocab_size} in model.llm, of transformers' own"
+                " models in model.config or its text_config: new rows begin untrained",
             )
         return model
 
@@ -227,6 +226,25 @@ def _transforms(given: Mapping[str, Any]) -> dict[str, Any]:
         if augment := one_or_many(given.get(key)):
             made[key] = [build(TRANSFORMS, spec, where=f"processor.{key}[{i}]") for i, spec in enumerate(augment)]
     return made
+
+
+TRANSFORMERS_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+"""Endings of the files with weights in a directory of transformers."""
+
+
+@contextmanager
+def published_folder(out: Path, tokenizer: Any, source: Path | None, *, without: tuple[str, ...]) -> Iterator[Path]:
+    """A new folder ``out``, complete when the block ends or not there: with the files of ``source`` that have none of
+    the endings ``without``, else with the tokenizer's own.
+
+    Raises ``ConfigError`` where ``out`` exists, ``CheckpointError`` where it cannot be written.
+    """
+    with new_directory(out) as folder:
+        if source is not None:
+            copy_files(source, folder, wanted=lambda name: not name.endswith(without))
+        elif tokenizer is not None:
+            tokenizer.save_pretrained(str(folder))
+        yield folder
 
 
 def stated(path: Path) -> dict[str, Any]:

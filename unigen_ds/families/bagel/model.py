@@ -27,11 +27,11 @@ from unigen_ds.config.registry import AUTOENCODERS, MODELS, build, checked
 from unigen_ds.config.section import Of
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.families.bagel.exported import read_exported
 from unigen_ds.families.bagel.published import (
     VIT_SELECT_LAYER,
     UnifiedSizes,
     model_sizes,
+    read_exported,
     read_pretrained,
     with_copied_experts,
 )

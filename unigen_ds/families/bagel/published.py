@@ -25,7 +25,7 @@ from unigen_ds.config.values import Number
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.fitting import first_names
 from unigen_ds.core.json_values import stored_object
-from unigen_ds.families.bagel.exported import EXPORTED, read_exported, write_exported
+from unigen_ds.families.base import published_folder
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.settings import LanguageSizes, VisionSizes
 from unigen_ds.models.weights import (
@@ -37,13 +37,16 @@ from unigen_ds.models.weights import (
     stored_tensors,
     vision_tensors,
 )
-from unigen_ds.system.files import copy_files, new_directory
 from unigen_ds.system.log import logger
 from unigen_ds.system.outputs import save_safetensors
 
 LLM_CONFIG, VIT_CONFIG, WEIGHTS, VAE_WEIGHTS = FILES = (
     "llm_config.json", "vit_config.json", "ema.safetensors", "ae.safetensors"
 )  # fmt: skip
+EXPORTED = "unigen_ds.json"
+"""What the published format cannot hold: the autoencoder's arguments, the sizes of the image transforms, the
+``timestep_shift`` of the training, and another ``vit_select_layer`` than BAGEL's."""
+_TRANSFORM = ("max_size", "min_size", "stride", "mode")
 _PREFIX = {"llm": "language_model.", "vit": "vit_model.", "vae": "vae."}
 _LLM_KEYS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -75,6 +78,29 @@ class UnifiedSizes(LanguageSizes):
                 f"model.llm.hidden_size is {self.hidden_size}", allowed="a multiple of 4, for positions in images"
             )
         return self
+
+
+def read_exported(folder: Path) -> dict[str, Any]:
+    """The values of ``EXPORTED``; nothing in a directory that was not exported here. Raises ``ConfigError``."""
+    path = folder / EXPORTED
+    if not path.is_file():
+        return {}
+    values = read_json(path)
+    if not isinstance(values.get("timestep_shift", 1.0), int | float) or not isinstance(values.get("vae", {}), dict):
+        raise ConfigError(f"{path} is damaged", allowed="an object with vae (an object) and timestep_shift (a number)")
+    return values
+
+
+def _exported(model: Any, processor: Any) -> dict[str, Any]:
+    """The values of ``EXPORTED`` for a ``UnifiedModel`` and its processor (None: its transforms are the family's)."""
+    values: dict[str, Any] = {"vae": dict(model.sizes["vae"]), "timestep_shift": model.timestep_shift}
+    if "vit_select_layer" in model.arguments():
+        values["vit_select_layer"] = model.vit_select_layer
+    for name in ("vit_transform", "vae_transform"):
+        transform = getattr(processor, name, None)
+        if type(transform).__name__ == "ImageTransform":
+            values[name] = {"type": "ImageTransform", **{key: getattr(transform, key) for key in _TRANSFORM}}
+    return values
 
 
 def is_published(directory: Path) -> bool:
@@ -253,20 +279,19 @@ def write_published(
         state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
     vae = {name.removeprefix(_PREFIX["vae"]): t for name, t in state.items() if name.startswith(_PREFIX["vae"])}
     rest = {name: tensor for name, tensor in state.items() if not name.startswith(_PREFIX["vae"])}
+    texts = {EXPORTED: _exported(model, processor)}
     configs = _configs(model.sizes, model.vit_select_layer)
-    if source is not None:
+    if source is None:
+        texts |= configs
+    else:
         _check_source(source, configs)
-    with new_directory(out) as staging:
-        for name, config in configs.items():
-            (staging / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if source is not None:
-            copy_files(source, staging, wanted=lambda name: name not in (WEIGHTS, VAE_WEIGHTS, EXPORTED))
-        elif processor is not None:
-            processor.tokenizer.save_pretrained(str(staging))
+    tokenizer = getattr(processor, "tokenizer", None)
+    with published_folder(out, tokenizer, source, without=(WEIGHTS, VAE_WEIGHTS, EXPORTED)) as folder:
+        for name, values in texts.items():
+            (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         for file, tensors in ((WEIGHTS, rest), (VAE_WEIGHTS, vae)):
             if tensors:  # PixelAutoencoder has none
-                save_safetensors(staging / file, tensors, {"format": "pt"})
-        write_exported(staging, model, processor)
+                save_safetensors(folder / file, tensors, {"format": "pt"})
 
 
 def _check_source(source: Path, configs: Mapping[str, Mapping[str, Any]]) -> None:

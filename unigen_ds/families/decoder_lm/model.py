@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from unigen_ds.config.registry import MODELS, checked
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import DataError
-from unigen_ds.families.decoder_lm.published import plain_config, read_pretrained, transformers_config
-from unigen_ds.families.decoder_lm.settings import DecoderSizes
+from unigen_ds.families.decoder_lm.published import DecoderSizes, plain_config, read_pretrained, transformers_config
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.losses import loss_terms, text_losses
