@@ -41,12 +41,8 @@ _CHECKED_IDS = ((5, 3, 9, 4, 7), (8, 2, 6))
 """Two short documents, where no processor has others."""
 _OTHER_IDS = (4, 9, 2, 8, 3)
 """Instead of the first one: the second must not notice."""
-_SWAPPED = (_CHECKED_IDS[0], _OTHER_IDS)
-_TOLERANCE = {torch.float32: 1e-3}
-"""Of a hidden state's root mean square, packed against separate."""
-_LOW_TOLERANCE = 0.1
-_OF_INPUTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-"""Of a model that is given the images of another model's processor."""
+_TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.1
+"""Of a logit's root mean square, packed against separate: in fp32, and in lower precision."""
 _NO_MASK = (AttributeError, IndexError, TypeError, ValueError)
 """Of a model's own attention that is given something else than a mask."""
 
@@ -112,7 +108,6 @@ class TransformersModel(PretrainedModel):
         self.packing = packing
         self._may_change_attention = attention is None and not compile
         self._inside_documents = False
-        self._other_processor: str | None = None
         self._pair: Callable[[], tuple[ModelBatch, ModelBatch]] | None = None
         self._targets: Tensor | None = None
         causal.get_output_embeddings().register_forward_pre_hook(self._of_targets)
@@ -148,8 +143,12 @@ class TransformersModel(PretrainedModel):
     def use_processor(self, processor: Any) -> None:
         """Called once, with the processor of the data: packing is then checked with images, too."""
         self._pair = getattr(processor, "two_documents", None)
-        pictures = getattr(processor, "pictures", None)
-        self._other_processor = pictures.of_another(self.transformers_model.config.model_type) if pictures else None
+        pictures, kind = getattr(processor, "pictures", None), self.transformers_model.config.model_type
+        if pictures and (other := pictures.of_another(kind)):
+            logger().warning(
+                f"tokenizer.path has transformers' {other}, which is not the processor of a {kind!r}: where it fails or"
+                " learns nothing, tokenizer.path should name the directory of the same model as model.pretrained"
+            )
 
     @property
     def transformers_model(self) -> Any:
@@ -268,16 +267,8 @@ class TransformersModel(PretrainedModel):
 
     def _called(self, inputs: Mapping[str, Any], index: Tensor) -> Tensor:
         with self._head(index):
-            try:
-                return self.transformers_model(**inputs, use_cache=False).logits.flatten(0, 1)
-            except _OF_INPUTS as error:
-                if self._other_processor is None or isinstance(error, torch.OutOfMemoryError):
-                    raise
-                raise ConfigError(
-                    f"{type(self.transformers_model).__name__} cannot compute images of {self._other_processor}, which"
-                    f" is the processor in tokenizer.path ({str(error).strip().splitlines()[0]})",
-                    remedy="tokenizer.path names the directory of the same model as model.pretrained",
-                ) from error
+            logits: Tensor = self.transformers_model(**inputs, use_cache=False).logits
+        return logits.flatten(0, 1)
 
     @contextmanager
     def _head(self, index: Tensor) -> Iterator[None]:
@@ -359,7 +350,11 @@ class TransformersModel(PretrainedModel):
         model, training = self.transformers_model, self.training
         kind, why = type(model).__name__, "its forward pass has no position_ids"
         if "position_ids" in self._parameters_of_forward:
-            pair = self._pair() if self._pair else [text_batch((ids, _CHECKED_IDS[1])) for ids in _SWAPPED]
+            pair = (
+                self._pair()
+                if self._pair
+                else [text_batch((ids, _CHECKED_IDS[1])) for ids in (_CHECKED_IDS[0], _OTHER_IDS)]
+            )
             first, other = (batch.to(device) for batch in pair)
             self.eval()
             with torch.no_grad():
@@ -395,7 +390,7 @@ class TransformersModel(PretrainedModel):
         if not torch.equal(packed[second:], changed[second:]):
             return "a document changes the one after it"
         apart = float((packed - alone).float().abs().max() / alone.float().square().mean().sqrt())
-        if not apart <= _TOLERANCE.get(packed.dtype, _LOW_TOLERANCE):
+        if not apart <= (_TOLERANCE if packed.dtype == torch.float32 else _LOW_TOLERANCE):
             return f"packed documents differ from separate ones by {apart:.2g} of their size"
         return ""
 
