@@ -393,7 +393,8 @@ def test_a_family_without_inference_is_refused_at_the_start(tmp_path: Path) -> N
     loader = {"split": 0.3, "batch_size": 2}
     hook = evaluating("ExactMatch")
     with pytest.raises(ConfigError, match=r"exact_match.*has no inference"):
-        Runner.from_cfg(regression_config(tmp_path / "run", custom_hooks=[hook], val_dataloader=loader)).train()
+        changes = {"model__type": "SilentNetwork", "custom_hooks": [hook], "val_dataloader": loader}
+        Runner.from_cfg(regression_config(tmp_path / "run", **changes)).train()
 
 
 # --- previews of validation records -----------------------------------------------------------------------------------

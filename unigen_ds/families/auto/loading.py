@@ -86,7 +86,7 @@ _FORMER_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "dtype", "model_typ
 
 
 def _check_keys(given: Mapping[str, Any], config: Any, stored: Mapping[str, Any], where: str = "model.config") -> None:
-    """Raise ``ConfigError`` for a key that a config's class does not have: transformers keeps it and does not use it."""
+    """Raise ``ConfigError`` for a key that a config's class does not have: transformers would keep it without a use."""
     if set(given) >= _OF_EVERY_CONFIG:  # a whole one of ``plain_config``, perhaps of another version of transformers
         return
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
