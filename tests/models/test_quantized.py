@@ -23,7 +23,7 @@ from unigen_ds.families.bagel.published import EXPORTED, FILES, write_published
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import save_nanovlm
 from unigen_ds.models.flops import linear_flops
-from unigen_ds.models.quantized import SCHEMES, QuantizedLinear, plain_state_dict, quantize_frozen
+from unigen_ds.models.quantized import QuantizedLinear, plain_state_dict, quantize_frozen
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model
 from unigen_ds.runner.settings.tree import Settings
@@ -33,6 +33,7 @@ from unigen_ds.system.journals import read_lines
 
 pytest.importorskip("bitsandbytes")
 FREEZE = ["vae", "vit", "llm"]
+SCHEMES = ("nf4", "int8")
 WIDEST_GAP = {"nf4": 1.0 - 0.6961928, "int8": 1 / 127}
 """Between neighbouring levels, where the largest weight of a block (nf4) or row (int8) is 1."""
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.fitting import first_names
 from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.shards import MASTER, ShardReader
-from unigen_ds.models.quantized import QuantizedLinear, pack, unpacked
+from unigen_ds.models.quantized import QuantizedLinear, pack, shared_weights, unpacked
 from unigen_ds.models.settings import Lora
 from unigen_ds.system.log import logger
 from unigen_ds.system.outputs import save_safetensors
@@ -67,7 +66,8 @@ def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
     inject = _import_peft().inject_adapter_in_model
     model.requires_grad_(False)
     if lora.quantize is not None:
-        pack(model, [name for name in candidates(model) if not _shared(model, [name])], lora.quantize)
+        names = candidates(model)
+        pack(model, [name for name in names if name not in shared_weights(model, names)], lora.quantize)
     layers = chosen(model, lora.patterns)
     weights = {name: model.get_submodule(name) for name in layers}
     files: frozenset[str] = getattr(model, "from_files", frozenset())
@@ -118,19 +118,12 @@ def chosen(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
                 remedy="with numbers: " + first_names(list(found)) if found else None,
             )
     names = tuple(name for name in found if any(re.search(pattern, name) for pattern in patterns))
-    if shared := _shared(model, names):
+    if shared := shared_weights(model, names):
         raise ConfigError(
             f"lora.target_modules chooses {first_names(shared)}, whose weight another module uses as well",
             remedy="a pattern that leaves it out: merged, the adapter would change both",
         )
     return names
-
-
-def _shared(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of the named layers whose weight another module has, too."""
-    owners = Counter(id(p) for layer in model.modules() for p in layer.parameters(recurse=False))
-    layers = {name: model.get_submodule(name) for name in names}
-    return [name for name, layer in layers.items() if type(layer) is nn.Linear and owners[id(layer.weight)] > 1]
 
 
 def _families_of_names(names: Iterable[str]) -> str:

@@ -37,7 +37,7 @@ from unigen_ds.models.losses import loss_terms, text_losses
 from unigen_ds.models.weights import PretrainedModel, check_here, contradictions, match
 from unigen_ds.system.log import logger
 
-_CHECKED_IDS = ((5, 3, 9, 4, 7), (8, 2, 6))
+_FIRST_IDS, _SECOND_IDS = (5, 3, 9, 4, 7), (8, 2, 6)
 """Two short documents, where no processor has others."""
 _OTHER_IDS = (4, 9, 2, 8, 3)
 """Instead of the first one: the second must not notice."""
@@ -134,11 +134,6 @@ class TransformersModel(PretrainedModel):
         for name, tensor in {**parameters, **persistent_buffers(self)}.items():
             kind = MASTER if name in parameters else BUFFER
             tensor.view(-1).copy_(reader.read(kind, name, 0, tensor.numel()))
-
-    @staticmethod
-    def processor_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-        """Of a data processor."""
-        return {}
 
     def use_processor(self, processor: Any) -> None:
         """Called once, with the processor of the data: packing is then checked with images, too."""
@@ -347,33 +342,28 @@ class TransformersModel(PretrainedModel):
 
         Where its attention is SDPA, first with attention inside of each document (``attention.py``).
         """
-        model, training = self.transformers_model, self.training
-        kind, why = type(model).__name__, "its forward pass has no position_ids"
+        model, training, why = self.transformers_model, self.training, "its forward pass has no position_ids"
+        kind = type(model).__name__
         if "position_ids" in self._parameters_of_forward:
-            pair = (
-                self._pair()
-                if self._pair
-                else [text_batch((ids, _CHECKED_IDS[1])) for ids in (_CHECKED_IDS[0], _OTHER_IDS)]
-            )
+            pair = self._pair() if self._pair else [text_batch((ids, _SECOND_IDS)) for ids in (_FIRST_IDS, _OTHER_IDS)]
             first, other = (batch.to(device) for batch in pair)
             self.eval()
             with torch.no_grad():
                 alone = self._rows(first, torch.arange(first.position_ids.numel(), device=device))
-                if self._may_change_attention and has_sdpa(model):
-                    self._attend_inside_documents(True)
+                for inside in (True, False) if self._may_change_attention and has_sdpa(model) else (False,):
+                    if inside != self._inside_documents:
+                        self._attend_inside_documents(inside)
                     if not (why := self._cannot_pack(first, other, alone)):
-                        self.train(training)
-                        logger().info(f"{kind}: documents share one row, with attention inside of each.")
-                        return True
-                    self._attend_inside_documents(False)
-                    logger().info(f"{kind}: attention inside of documents alone: {why}.")
-                why = self._cannot_pack(first, other, alone)
+                        break
+                    if inside:
+                        logger().info(f"{kind}: attention inside of documents alone: {why}.")
             self.train(training)
-        if not why:
-            logger().info(f"{kind}: documents share one row, with a mask of all pairs of its tokens.")
-            return True
-        logger().info(f"{kind}: every document is a row of its own, filled up to the longest: {why}.")
-        return False
+        if why:
+            logger().info(f"{kind}: every document is a row of its own, filled up to the longest: {why}.")
+        else:
+            how = "attention inside of each" if self._inside_documents else "a mask of all pairs of its tokens"
+            logger().info(f"{kind}: documents share one row, with {how}.")
+        return not why
 
     def _attend_inside_documents(self, on: bool) -> None:
         use_documents(self.transformers_model, on=on)

@@ -82,11 +82,6 @@ class DecoderLM(PretrainedModel):
             if compile:
                 layer.compile()
 
-    @staticmethod
-    def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-        """Of a data processor: text has none."""
-        return {}
-
     def arguments(self) -> dict[str, Any]:
         """The sizes as arguments of the constructor, which then needs no ``pretrained``."""
         return {"llm": plain_config(self.llm_config)}

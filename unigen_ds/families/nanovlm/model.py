@@ -22,6 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from unigen_ds.config.registry import MODELS, checked
+from unigen_ds.config.section import Section
 from unigen_ds.config.values import Number
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
@@ -39,16 +40,21 @@ _INIT_STD = 0.02
 SMOLLM2_VOCABULARY = 49152 + EXTRA_TOKENS
 
 
+def _default(section: type[Section], name: str, default: int) -> Any:
+    """The field of a section, which has a least value, with a default."""
+    field = section.model_fields[name]
+    [limit] = field.metadata
+    return Field(default=default, ge=limit.ge, description=field.description)
+
+
 class LlamaSizes(LanguageSizes):
     """Under Llama's names; what is left out is SmolLM2-360M's."""
 
-    hidden_size: int = Field(default=960, ge=1, description="width; a multiple of `num_attention_heads`")
-    intermediate_size: int = Field(default=2560, ge=1, description="inner width of the feed-forward part of a layer")
-    num_hidden_layers: int = Field(default=32, ge=0, description="number of layers")
-    num_attention_heads: int = Field(default=15, ge=1, description="attention heads of a layer")
-    num_key_value_heads: int = Field(
-        default=5, ge=1, description="heads of keys and values; a divisor of `num_attention_heads`"
-    )
+    hidden_size: int = _default(LanguageSizes, "hidden_size", 960)
+    intermediate_size: int = _default(LanguageSizes, "intermediate_size", 2560)
+    num_hidden_layers: int = _default(LanguageSizes, "num_hidden_layers", 32)
+    num_attention_heads: int = _default(LanguageSizes, "num_attention_heads", 15)
+    num_key_value_heads: int = _default(LanguageSizes, "num_key_value_heads", 5)
     vocab_size: int | None = Field(
         default=None,
         ge=1,
@@ -66,17 +72,17 @@ class LlamaSizes(LanguageSizes):
 class SiglipSizes(VisionSizes):
     """Under SigLIP's names; what is left out is SigLIP2-base-patch16-512's."""
 
-    hidden_size: int = Field(default=768, ge=1, description="width; a multiple of `num_attention_heads`")
-    intermediate_size: int = Field(default=3072, ge=1, description="inner width of the feed-forward part of a layer")
-    num_hidden_layers: int = Field(default=12, ge=0, description="number of layers")
-    num_attention_heads: int = Field(default=12, ge=1, description="attention heads of a layer")
+    hidden_size: int = _default(VisionSizes, "hidden_size", 768)
+    intermediate_size: int = _default(VisionSizes, "intermediate_size", 3072)
+    num_hidden_layers: int = _default(VisionSizes, "num_hidden_layers", 12)
+    num_attention_heads: int = _default(VisionSizes, "num_attention_heads", 12)
     image_size: int = Field(
         default=512,
         ge=1,
         description="side of a tile in pixels: an image is split into tiles; a multiple of"
         " `patch_size * pixel_shuffle_factor`",
     )
-    patch_size: int = Field(default=16, ge=1, description="side of a patch in pixels")
+    patch_size: int = _default(VisionSizes, "patch_size", 16)
 
 
 class PixelShuffleConnector(nn.Module):
