@@ -109,8 +109,8 @@ class Family:
 
         Runs with torch's generator seeded, maybe on the meta device (only a model with ``initial_weights``).
         """
-        made: nn.Module = build(MODELS, spec, where="model")
-        return made
+        model: nn.Module = build(MODELS, spec, where="model")
+        return model
 
     def processor_arguments(self) -> Any:
         """The callable whose arguments the section ``processor`` sets: its annotations define what is allowed."""
@@ -132,10 +132,10 @@ class Family:
         if both:
             raise ConfigError(f"processor sets {', '.join(both)}", remedy="leave it out: the model's config fixes it")
         try:
-            made: Processor = self.processor_arguments()(tokenizer=tokenizer, seed=seed, **sizes, **given)
+            processor: Processor = self.processor_arguments()(tokenizer=tokenizer, seed=seed, **sizes, **given)
         except TypeError as error:
             raise ConfigError(f"processor: {error}") from error
-        return made
+        return processor
 
     def target_groups(self, spec: Mapping[str, Any], batch: Any) -> Mapping[str, tuple[Tensor, Sequence[str]]]:
         """Groups of the targets of a batch for an evaluation: term -> (number of the group of each target [number of
@@ -193,9 +193,9 @@ class ConversationFamily(Family):
 
     def processor(self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int) -> Processor:
         whole = {**given, **_transforms(given)}
-        made: Any = super().processor(spec, whole, tokenizer=tokenizer, seed=seed)
-        made.vocab_size = _vocab_size(spec, tokenizer)
-        return made
+        processor: Any = super().processor(spec, whole, tokenizer=tokenizer, seed=seed)
+        processor.vocab_size = _vocab_size(spec, tokenizer)
+        return processor
 
     def chance_level(self, processor: Any) -> Mapping[str, float]:
         """Of a cross-entropy over the tokenizer's vocabulary."""
@@ -215,17 +215,17 @@ def _left_out(section: Any, key: str) -> bool:
     return isinstance(section, Mapping) and section.get(key) is None
 
 
-def _transforms(given: Mapping[str, Any]) -> dict[str, Any]:
+def _transforms(section: Mapping[str, Any]) -> dict[str, Any]:
     """The transforms of the section ``processor``, built."""
-    made: dict[str, Any] = {
-        key: build(TRANSFORMS, given[key], where=f"processor.{key}")
+    transforms: dict[str, Any] = {
+        key: build(TRANSFORMS, section[key], where=f"processor.{key}")
         for key in ("vit_transform", "vae_transform")
-        if given.get(key) is not None
+        if section.get(key) is not None
     }
     for key in CHANGES:
-        if augment := one_or_many(given.get(key)):
-            made[key] = [build(TRANSFORMS, spec, where=f"processor.{key}[{i}]") for i, spec in enumerate(augment)]
-    return made
+        if augment := one_or_many(section.get(key)):
+            transforms[key] = [build(TRANSFORMS, spec, where=f"processor.{key}[{i}]") for i, spec in enumerate(augment)]
+    return transforms
 
 
 TRANSFORMERS_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")

@@ -63,15 +63,15 @@ class TextInterface(ABC):
         ``max_parts``, and for ``images`` where the model reads none; ``UnreadableImage``; ``DataError`` for a prompt
         that is longer than the model's positions.
         """
-        shown = pictures(images)
+        shown_pictures = pictures(images)
         options = {"parts": parts, "think": think, "size": size, "max_parts": max_parts}
-        options = options if self.reads_images else {"images": shown, **options}
+        options = options if self.reads_images else {"images": shown_pictures, **options}
         unsupported = [name for name, value in options.items() if value]
         if unsupported:
             raise ConfigError(f"{', '.join(unsupported)}: {self.limits}")
         sampling = Sampling(temperature, top_p)
         with tempfile.TemporaryDirectory() as folder:
-            paths = [as_file(each, Path(folder) / f"{number}.png") for number, each in enumerate(shown)]
+            paths = [as_file(each, Path(folder) / f"{number}.png") for number, each in enumerate(shown_pictures)]
             question = self.prompt(prompt, paths)
         return Generated(self.write([question], [seed], max_length, sampling)[0], [])
 

@@ -54,8 +54,8 @@ class Adapted:
 
 def adapted(model: nn.Module) -> Adapted | None:
     """How a model was adapted; None: it was not."""
-    found: Adapted | None = model.__dict__.get("adapted")
-    return found
+    state: Adapted | None = model.__dict__.get("adapted")
+    return state
 
 
 def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
@@ -109,15 +109,15 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
 
 def chosen(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
     """Names of the layers that the patterns choose, in the order of the model. Raises ``ConfigError``."""
-    found = candidates(model)
+    layers = candidates(model)
     for pattern in patterns:
-        if not any(re.search(pattern, name) for name in found):
+        if not any(re.search(pattern, name) for name in layers):
             raise ConfigError(
                 f"lora.target_modules: {pattern!r} matches no linear layer",
-                allowed="a part of one of the names " + _families_of_names(found),
-                remedy="with numbers: " + first_names(list(found)) if found else None,
+                allowed="a part of one of the names " + _families_of_names(layers),
+                remedy="with numbers: " + first_names(list(layers)) if layers else None,
             )
-    names = tuple(name for name in found if any(re.search(pattern, name) for pattern in patterns))
+    names = tuple(name for name in layers if any(re.search(pattern, name) for pattern in patterns))
     if shared := shared_weights(model, names):
         raise ConfigError(
             f"lora.target_modules chooses {first_names(shared)}, whose weight another module uses as well",
@@ -223,8 +223,8 @@ class AdapterWeights:
         """As peft's: A uniform in +-1 / sqrt(fan-in), B zero, lengths those of the rows."""
         if ".lora_A." in name:
             bound = 1 / math.sqrt(shape[1])
-            drawn = torch.empty(shape, device="cpu")
-            return drawn.uniform_(-bound, bound, generator=generator(self._seed, "initial", name))
+            values = torch.empty(shape, device="cpu")
+            return values.uniform_(-bound, bound, generator=generator(self._seed, "initial", name))
         if ".lora_B." in name:
             return torch.zeros(shape, device="cpu")
         owner = name.partition(".lora_magnitude_vector.")[0]
@@ -242,19 +242,19 @@ class AdapterWeights:
 
 def base_tensors(model: nn.Module) -> frozenset[str]:
     """Frozen parameters and buffers that the base's files have: what checkpoints leave out. Empty without adapters."""
-    found = adapted(model)
-    if found is None:
+    own = adapted(model)
+    if own is None:
         return frozenset()
-    kept = [
+    others = [
         name
         for name, tensor in (*model.named_parameters(), *persistent_buffers(model).items())
-        if not tensor.requires_grad and name not in found.from_files
+        if not tensor.requires_grad and name not in own.from_files
     ]
-    if kept:
-        numel = sum(t.numel() for n, t in (*model.named_parameters(), *model.named_buffers()) if n in set(kept))
+    if others:
+        numel = sum(t.numel() for n, t in (*model.named_parameters(), *model.named_buffers()) if n in set(others))
         logger().info("Checkpoints also hold %.2f M frozen elements that the base's files do not have: %s",
-                      numel / 1e6, first_names(kept))  # fmt: skip
-    return found.from_files
+                      numel / 1e6, first_names(others))  # fmt: skip
+    return own.from_files
 
 
 def hold_base_in(model: nn.Module, dtype: torch.dtype) -> None:
@@ -267,9 +267,9 @@ def hold_base_in(model: nn.Module, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
     """Replace each adapted layer by one linear layer of the same result, in place. Packed weights are unpacked."""
-    found = adapted(model)
-    assert found is not None, "a model with adapters"
-    for name in found.layers:
+    own = adapted(model)
+    assert own is not None, "a model with adapters"
+    for name in own.layers:
         wrapper: Any = model.get_submodule(name)
         if isinstance(wrapper.base_layer, QuantizedLinear):
             wrapper.base_layer = unpacked(wrapper.base_layer)
@@ -287,11 +287,11 @@ def merge_adapters(model: nn.Module) -> None:
 
 def rounding(model: nn.Module, dtype: torch.dtype) -> float:
     """The largest relative L2 difference between a matrix and itself in ``dtype``."""
-    found = 0.0
+    largest = 0.0
     for parameter in model.parameters():
         if parameter.ndim > 1 and (length := float(parameter.norm())):
-            found = max(found, float((parameter.to(dtype).float() - parameter).norm()) / length)
-    return found
+            largest = max(largest, float((parameter.to(dtype).float() - parameter).norm()) / length)
+    return largest
 
 
 def write_adapters(model: nn.Module, folder: Path, *, base: Any) -> None:
@@ -300,9 +300,9 @@ def write_adapters(model: nn.Module, folder: Path, *, base: Any) -> None:
     ``base``: what the config names as the model that they belong to.
     """
     peft = _import_peft()
-    found = adapted(model)
-    assert found is not None, "a model with adapters"
-    config = _peft_config(found.lora, found.layers)
+    own = adapted(model)
+    assert own is not None, "a model with adapters"
+    config = _peft_config(own.lora, own.layers)
     config.base_model_name_or_path, config.inference_mode = str(base), True
     config.save_pretrained(str(folder))
     state = peft.get_peft_model_state_dict(model, adapter_name=ADAPTER)

@@ -165,10 +165,10 @@ def _import_bitsandbytes() -> None:
 
 def unpacked(layer: QuantizedLinear) -> nn.Linear:
     """A plain layer, in fp32 and with memory of its own, that has the unpacked weight."""
-    made = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-    made.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
-    made.bias = layer.bias
-    return made
+    linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+    linear.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
+    linear.bias = layer.bias
+    return linear
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:

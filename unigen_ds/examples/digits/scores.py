@@ -60,8 +60,8 @@ def evaluate(model: Any, processor: UnifiedProcessor, root: Path, *, flow: FlowS
         flow=flow,
         seed=seed,
     )
-    drawn = to_unit(torch.stack(pictures)[:, 0])
-    classified = classifier.predict(drawn.reshape(len(drawn), -1))
+    drawings = to_unit(torch.stack(pictures)[:, 0])
+    classified = classifier.predict(drawings.reshape(len(drawings), -1))
     texts = read(model, processor, [_picture(image) for image in held_images])
     right = [text == caption(digit) for text, digit in zip(texts, held_labels.tolist(), strict=True)]
     results = {
@@ -73,9 +73,9 @@ def evaluate(model: Any, processor: UnifiedProcessor, root: Path, *, flow: FlowS
         "judge": f"sklearn SVC(gamma=0.256) on {TRAIN_SIZE} real images",
         "guidance": flow.text_scale,
         "flow_steps": flow.num_timesteps - 1,
-        "nearest_training_distance": _novelty(drawn, train_images),
+        "nearest_training_distance": _novelty(drawings, train_images),
     }
-    return Scores(results, drawn, requested, classified)
+    return Scores(results, drawings, requested, classified)
 
 
 def train_classifier(images: np.ndarray, labels: np.ndarray) -> Any:
@@ -89,12 +89,12 @@ def train_classifier(images: np.ndarray, labels: np.ndarray) -> Any:
     return SVC(gamma=0.001 * 16**2).fit(images.reshape(len(images), -1), labels)
 
 
-def _novelty(drawn: np.ndarray, real: np.ndarray) -> dict[str, float]:
+def _novelty(drawings: np.ndarray, real: np.ndarray) -> dict[str, float]:
     """Mean distance to the nearest training image, of the drawn and, for scale, of real ones to other real ones.
 
     About equal: new digits. Near zero for the drawn: copies.
     """
-    flat_drawn, flat_real = drawn.reshape(len(drawn), -1), real.reshape(len(real), -1)
+    flat_drawn, flat_real = drawings.reshape(len(drawings), -1), real.reshape(len(real), -1)
 
     def distances(a: np.ndarray) -> np.ndarray:
         squared = (a**2).sum(1)[:, None] + (flat_real**2).sum(1)[None] - 2 * a @ flat_real.T

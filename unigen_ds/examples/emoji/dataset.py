@@ -60,11 +60,11 @@ def write_emoji(root: Path) -> Path:
 
 def picture(variant: Variant) -> Image.Image:
     """``[32, 32]`` in RGB, on white. Raises ``ConfigError`` where the package is not installed."""
-    drawn = _twemoji(variant)
+    image = _twemoji(variant)
     if variant.look in HUES:
-        drawn = coloured(drawn, HUES[variant.look])
-    paper = Image.new("RGBA", drawn.size, "white")
-    paper.alpha_composite(drawn)
+        image = coloured(image, HUES[variant.look])
+    paper = Image.new("RGBA", image.size, "white")
+    paper.alpha_composite(image)
     return paper.convert("RGB").resize((SIDE, SIDE), Image.Resampling.LANCZOS)
 
 

@@ -133,18 +133,18 @@ def joined(inputs: Sequence[Inputs], *, by_sample: bool) -> dict[str, Tensor]:
 
     ``by_sample``: ``[1, images, ...]``, one row for a sample; else ``[images, ...]``.
     """
-    found = {}
+    tensors = {}
     for name in inputs[0] if inputs else ():
         parts = [each[name] for each in inputs]
         along = 1 if by_sample and parts[0].ndim > 1 and len(parts[0]) == 1 else 0
         largest = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
-        filled = []
+        padded = []
         for part in parts:
-            wanted = [size if dim == along else largest[dim] for dim, size in enumerate(part.shape)]
-            missing = [right - size for size, right in zip(part.shape, wanted, strict=True)]
-            filled.append(F.pad(part, [n for size in reversed(missing) for n in (0, size)]) if any(missing) else part)
-        found[name] = torch.cat(filled, along)
-    return found
+            shape = [size if dim == along else largest[dim] for dim, size in enumerate(part.shape)]
+            missing = [right - size for size, right in zip(part.shape, shape, strict=True)]
+            padded.append(F.pad(part, [n for size in reversed(missing) for n in (0, size)]) if any(missing) else part)
+        tensors[name] = torch.cat(padded, along)
+    return tensors
 
 
 class Rows:

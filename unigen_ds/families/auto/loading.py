@@ -30,26 +30,26 @@ _NOT_THE_MODELS = ("transformers_version", "_name_or_path", "dtype", "torch_dtyp
 """Keys of a config that change no number, in the config and in its parts."""
 
 
-def read_config(folder: Path | None, given: Mapping[str, Any]) -> Any:
-    """transformers' config of a folder, with the keys ``given`` (also inside of its parts) over it.
+def read_config(folder: Path | None, changes: Mapping[str, Any]) -> Any:
+    """transformers' config of a folder, with ``changes`` of its keys (also inside of its parts).
 
     Raises ``ConfigError`` for a kind of model or a value that cannot work.
     """
     from transformers import CONFIG_MAPPING
 
-    stored = {"model_type": given.get("model_type")}
+    stored = {"model_type": changes.get("model_type")}
     if folder is not None:
         config = _stored_config(folder)
         stored = config.to_dict()
     kind = stored["model_type"]
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"model.config.model_type is {kind!r}", allowed="a kind of model that transformers has")
-    if given or folder is None:
+    if changes or folder is None:
         try:
-            config = CONFIG_MAPPING[kind].from_dict(_over(stored, plain(given)))
+            config = CONFIG_MAPPING[kind].from_dict(_over(stored, plain(changes)))
         except Exception as error:  # strict dataclasses and the kind's own checks
             raise ConfigError(f"model.config: {_in_one_line(error)}") from error
-        _check_keys(given, config, stored)
+        _check_keys(changes, config, stored)
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"{folder or 'model.config'} holds quantised weights", remedy="the model's unquantised files")
     return config
@@ -85,13 +85,15 @@ _FORMER_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "dtype", "model_typ
 """That configs of transformers accept and keep under other names."""
 
 
-def _check_keys(given: Mapping[str, Any], config: Any, stored: Mapping[str, Any], where: str = "model.config") -> None:
+def _check_keys(
+    changes: Mapping[str, Any], config: Any, stored: Mapping[str, Any], where: str = "model.config"
+) -> None:
     """Raise ``ConfigError`` for a key that a config's class does not have: transformers would keep it without a use."""
-    if set(given) >= _OF_EVERY_CONFIG:  # a whole one of ``plain_config``, perhaps of another version of transformers
+    if set(changes) >= _OF_EVERY_CONFIG:  # a whole one of ``plain_config``, perhaps of another version of transformers
         return
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
     known = {*_own_keys(config), *stored, *_FORMER_KEYS}
-    for key, value in given.items():
+    for key, value in changes.items():
         if key not in known:
             below = [name for name, part in parts.items() if key in _own_keys(part)]
             hint = (
@@ -110,8 +112,8 @@ def _own_keys(config: Any) -> set[str]:
 
 def plain_config(config: Any) -> dict[str, Any]:
     """What makes the same config by ``read_config(None, ...)``, as plain values."""
-    found: dict[str, Any] = _without(json.loads(config.to_json_string(use_diff=False)))
-    return {"model_type": config.model_type, **found}
+    values: dict[str, Any] = _without(json.loads(config.to_json_string(use_diff=False)))
+    return {"model_type": config.model_type, **values}
 
 
 def _without(value: Any) -> Any:
@@ -120,9 +122,9 @@ def _without(value: Any) -> Any:
     return value
 
 
-def _over(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _over(stored: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(stored)
-    for key, value in given.items():
+    for key, value in changes.items():
         below = stored.get(key)
         merged[key] = _over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
@@ -151,9 +153,9 @@ def build(auto: str, config: Any, *, attention: str | None, whole: bool) -> Any:
             if whole:
                 return cls.from_config(config, dtype=torch.float32, attn_implementation=attention)
             with _parameters_on_meta(), no_init_weights():
-                made = cls.from_config(config, dtype=torch.float32, attn_implementation=attention)
-            made.tie_weights()
-            return made
+                model = cls.from_config(config, dtype=torch.float32, attn_implementation=attention)
+            model.tie_weights()
+            return model
         except (ValueError, ImportError) as error:
             raise ConfigError(f"model: {str(error).strip().splitlines()[0]}") from error
 
@@ -226,13 +228,13 @@ def _renamed(tensors: Mapping[str, Stored], model: Any) -> dict[str, Stored] | N
     rules = get_model_conversion_mapping(model)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
-    found: dict[str, Stored] = {}
+    renamed: dict[str, Stored] = {}
     for name, stored in tensors.items():
         ours, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         if converted is not None:
             return None
-        found[ours] = stored
-    return found
+        renamed[ours] = stored
+    return renamed
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,8 @@ class TransformersModel(PretrainedModel):
         causal.get_output_embeddings().register_forward_pre_hook(self._of_targets)
         self._stored = {}
         if folder is not None:
-            stated = {"config": read_config(folder, {}).to_dict()} if config else {}
-            contradicted = contradictions({"config": config or {}}, stated)
+            of_files = {"config": read_config(folder, {}).to_dict()} if config else {}
+            contradicted = contradictions({"config": config or {}}, of_files)
             self._stored = match(self, read_weights(folder, causal, auto=self.auto), contradicted=contradicted)
             if not meta:
                 self._fill()
@@ -157,8 +157,8 @@ class TransformersModel(PretrainedModel):
     @property
     def max_document_tokens(self) -> int | None:
         """Tokens of a document at most: the model has no more positions. None: it does not say."""
-        found = getattr(self.transformers_model.config.get_text_config(), "max_position_embeddings", None)
-        return found if isinstance(found, int) and found > 0 else None
+        limit = getattr(self.transformers_model.config.get_text_config(), "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else None
 
     def arguments(self) -> dict[str, Any]:
         """The config as the argument of the constructor, which then needs no ``pretrained``."""
@@ -180,12 +180,12 @@ class TransformersModel(PretrainedModel):
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         names = set(self.transformers_model._no_split_modules or ())
-        found: dict[str, nn.Module] = {}
+        units: dict[str, nn.Module] = {}
         for name, module in self.named_modules():
-            inside = any(name.startswith(f"{outer}.") for outer in found)
+            inside = any(name.startswith(f"{outer}.") for outer in units)
             if not inside and (isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in names):
-                found[name] = module
-        return list(found.values())
+                units[name] = module
+        return list(units.values())
 
     def train(self, mode: bool = True) -> Self:
         self.transformers_model.training = mode
@@ -193,14 +193,14 @@ class TransformersModel(PretrainedModel):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Buffers that no file has (rotary frequencies) keep their precision where a model is cast."""
-        kept = [
+        exact = [
             (module, name, buffer)
             for module in self.modules()
             for name, buffer in module._buffers.items()
             if name in module._non_persistent_buffers_set and buffer is not None and buffer.is_floating_point()
         ]
         super()._apply(fn, recurse)
-        for module, name, buffer in kept:
+        for module, name, buffer in exact:
             now = module._buffers[name]
             if now is not None and now.dtype != buffer.dtype:
                 module._buffers[name] = buffer.to(now.device)
@@ -274,10 +274,10 @@ class TransformersModel(PretrainedModel):
         finally:
             self._targets = None
 
-    def _of_targets(self, head: nn.Module, given: tuple[Any, ...]) -> Any:
+    def _of_targets(self, head: nn.Module, arguments: tuple[Any, ...]) -> Any:
         if self._targets is None:
             return None
-        return (given[0].flatten(0, -2)[self._targets][None], *given[1:])
+        return (arguments[0].flatten(0, -2)[self._targets][None], *arguments[1:])
 
     def _accepted(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Those that the model's own forward pass has."""
@@ -297,8 +297,8 @@ class TransformersModel(PretrainedModel):
     def _images(self, batch: ModelBatch) -> dict[str, Tensor]:
         """The model's inputs of images, in the precision of its weights."""
         dtype = self.transformers_model.get_input_embeddings().weight.dtype
-        found = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.image_inputs.items()}
-        return self._accepted(found)
+        inputs = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.image_inputs.items()}
+        return self._accepted(inputs)
 
     def _types(self, batch: ModelBatch, rows: Rows | None) -> dict[str, Tensor]:
         """Which tokens are an image's, for models that read it; ``rows``: of documents."""
@@ -328,13 +328,13 @@ class TransformersModel(PretrainedModel):
         # on the CPU, where the batch was made: the function reads numbers, and the device would be waited for
         rows = Rows.of(batch.document_lengths, torch.device("cpu"))
         accepted = inspect.signature(self._inner_positions).parameters
-        given = {
+        inputs = {
             **{name: tensor for name, tensor in batch.host.items() if name in accepted},
             "mm_token_type_ids": rows.filled(batch.host["token_types"], 0),
             "attention_mask": rows.mask,
         }
-        found, _ = self._inner_positions(rows.filled(ids, self._pad_id), **given)
-        inside = to_device(found.flatten(1)[:, rows.slots].contiguous(), flat.device)
+        positions, _ = self._inner_positions(rows.filled(ids, self._pad_id), **inputs)
+        inside = to_device(positions.flatten(1)[:, rows.slots].contiguous(), flat.device)
         return torch.cat([flat[None], inside])[:, None]
 
     def _can_pack(self, device: torch.device) -> bool:
@@ -413,20 +413,20 @@ def _freeze_by_name(model: nn.Module, patterns: Sequence[str]) -> None:
 
     Raises ``ConfigError`` for a pattern that cannot be read or matches nothing, and where nothing remains.
     """
-    named = [*model.named_parameters(remove_duplicate=False)]
+    parameters = [*model.named_parameters(remove_duplicate=False)]
     for number, pattern in enumerate(patterns):
         where = f"model.freeze[{number}]"
         try:
             compiled = re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"{where} {pattern!r} is no regular expression: {error}") from error
-        found = [parameter for name, parameter in named if compiled.search(name)]
-        if not found:
-            parts = dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in named)
+        matches = [parameter for name, parameter in parameters if compiled.search(name)]
+        if not matches:
+            parts = dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in parameters)
             raise ConfigError(f"{where} {pattern!r} matches no parameter", allowed=f"a part of {', '.join(parts)}")
-        for parameter in found:
+        for parameter in matches:
             parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for _, parameter in named):
+    if not any(parameter.requires_grad for _, parameter in parameters):
         raise ConfigError(f"model.freeze {[*patterns]} leaves nothing to train")
 
 
@@ -449,12 +449,12 @@ class Cached:
     def positions(self, model: TransformersModel, batch: ModelBatch) -> dict[str, Tensor]:
         """Of the tokens of ``batch``, which follow those that are cached."""
         if self._next is None:
-            found = model.positions(batch)
+            positions = model.positions(batch)
         else:
             more = torch.arange(batch.position_ids.numel(), device=batch.position_ids.device)
-            found = self._next[..., None] + more
-        self._next = found[..., -1] + 1 if found.ndim == 2 else _after(found)
-        return {"position_ids": found}
+            positions = self._next[..., None] + more
+        self._next = positions[..., -1] + 1 if positions.ndim == 2 else _after(positions)
+        return {"position_ids": positions}
 
 
 def _after(positions: Tensor) -> Tensor:

@@ -88,14 +88,14 @@ class ModelProcessor(ChatProcessor):
         special = {*self.tokenizer.chat.all_special_ids, *(self.pictures.token_ids if self.pictures else ())}
         plain = [i for i in range(len(self.tokenizer)) if i not in special][:4] * 4
         image = [self.pictures.plain] if self.pictures else []
-        made = []
+        batches = []
         for words in (plain[:5], plain[1:6]):
             builder = self.builder()
             for text, at in ((words, 3), (plain[2:5], 1)):  # the images at different positions
                 begin, end = map(TokenSplit.unlearned, (text[:at], text[at:]))
                 builder.add_document([begin, *image, end])
-            made.append(builder.batch(2, (), ()))
-        return made[0], made[1]
+            batches.append(builder.batch(2, (), ()))
+        return batches[0], batches[1]
 
     def render(self, turns: Sequence[Turn], where: object, *, keep_images: bool, reply: bool) -> Chat:
         texts, signs, spelled = self.shielded([turn.value for turn in turns if turn.kind == "text"])

@@ -57,7 +57,7 @@ class BagelDirectory(PublishedFormat):
             "model": model,
             "tokenizer": {"type": "PretrainedTokenizer", "path": str(folder)},
             "processor": {
-                name: exported.get(name) or {"type": "ImageTransform", **given} for name, given in transforms.items()
+                name: exported.get(name) or {"type": "ImageTransform", **own} for name, own in transforms.items()
             },
         }
 

@@ -110,17 +110,17 @@ def is_published(directory: Path) -> bool:
     return all((directory / name).is_file() for name in others) and has_vae
 
 
-def read_pretrained(given: str | Mapping[str, str], *, vit_select_layer: int | None = None) -> Pretrained:
-    """``given``: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of some of the three.
+def read_pretrained(pretrained: str | Mapping[str, str], *, vit_select_layer: int | None = None) -> Pretrained:
+    """``pretrained``: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of some of the three.
 
     ``vit_select_layer``: the layer of the vision tower that is read, counted from its end; None: as exported, or
     BAGEL's. Weights of the layers after it are not read.
 
     Raises ``ConfigError`` or ``CheckpointError`` naming the file that is not as it must be.
     """
-    if isinstance(given, Mapping):
-        return _open_parts(given, vit_select_layer or VIT_SELECT_LAYER)
-    directory = Path(given)
+    if isinstance(pretrained, Mapping):
+        return _open_parts(pretrained, vit_select_layer or VIT_SELECT_LAYER)
+    directory = Path(pretrained)
     _check_bagel(directory)
     weights, exported = stored_tensors(directory / WEIGHTS), read_exported(directory)
     select = vit_select_layer or exported.get("vit_select_layer", VIT_SELECT_LAYER)
@@ -133,8 +133,8 @@ def read_pretrained(given: str | Mapping[str, str], *, vit_select_layer: int | N
         "vae": {**(_vae_sizes(vae, directory / VAE_WEIGHTS) if is_flux else {}), **exported.get("vae", {})},
     }
     if "vae2llm.weight" in weights:
-        stated = {**sizes["vae"].get("config", {}), **sizes["vae"]}
-        channels = stated.get("latent_channels") or stated.get("channels", 1)
+        vae_sizes = {**sizes["vae"].get("config", {}), **sizes["vae"]}
+        channels = vae_sizes.get("latent_channels") or vae_sizes.get("channels", 1)
         sizes["latent_patch_size"] = math.isqrt(weights["vae2llm.weight"].shape[1] // channels)
     if "latent_pos_embed.pos_embed" in weights:
         sizes["max_latent_size"] = math.isqrt(weights["latent_pos_embed.pos_embed"].shape[0])
@@ -165,32 +165,32 @@ def stated_configs(directory: Path) -> dict[str, dict[str, Any]]:
 def _unread_layers(weights: Iterable[str], number: int) -> str:
     """Pattern of the weights of the vision tower after its first ``number`` layers."""
     layers = r"vit_model\.vision_model\.encoder\.layers\."
-    stored = {int(found[1]) for name in weights if (found := re.match(rf"{layers}(\d+)\.", name))}
+    stored = {int(match[1]) for name in weights if (match := re.match(rf"{layers}(\d+)\.", name))}
     return rf"^{layers}({'|'.join(str(each) for each in sorted(stored) if each >= number) or '$^'})\."
 
 
-def _open_parts(given: Mapping[str, str], select: int) -> Pretrained:
-    if not given or set(given) - set(_PREFIX):
-        raise ConfigError(f"model.pretrained is {dict(given)}", allowed="a directory, or dict(llm=, vit=, vae=)")
+def _open_parts(paths: Mapping[str, str], select: int) -> Pretrained:
+    if not paths or set(paths) - set(_PREFIX):
+        raise ConfigError(f"model.pretrained is {dict(paths)}", allowed="a directory, or dict(llm=, vit=, vae=)")
     sizes: dict[str, Any] = {"vit_select_layer": select}
     tensors: dict[str, Stored] = {}
-    for part, path in given.items():
+    for part, path in paths.items():
         source = Path(path)
         if part == "vae":
             file = source / VAE_WEIGHTS if source.is_dir() else source
-            found = _below(_PREFIX[part], file)
-            sizes[part] = _vae_sizes(found, file)
+            of_part = _below(_PREFIX[part], file)
+            sizes[part] = _vae_sizes(of_part, file)
         else:
-            found = _below(_PREFIX[part], source, read=vision_tensors if part == "vit" else stored_tensors)
+            of_part = _below(_PREFIX[part], source, read=vision_tensors if part == "vit" else stored_tensors)
             sizes[part] = _sizes(part, source / "config.json", select)
-            embedding = found.get(_PREFIX["llm"] + "model.embed_tokens.weight")
+            embedding = of_part.get(_PREFIX["llm"] + "model.embed_tokens.weight")
             if part == "llm" and embedding is not None:  # a tied head is not stored
-                found.setdefault(_PREFIX["llm"] + "lm_head.weight", embedding)
-        tensors |= found
-    begun = "|".join(re.escape(_PREFIX[part]) for part in given)
+                of_part.setdefault(_PREFIX["llm"] + "lm_head.weight", embedding)
+        tensors |= of_part
+    begun = "|".join(re.escape(_PREFIX[part]) for part in paths)
     may_lack = rf"^(?!{begun})|_moe_gen|\.[qk]_norm\."
     return Pretrained(
-        str(dict(given)), sizes, tensors, may_lack, r"^vit_model\.(?!vision_model\.(embed|post))|inv_freq"
+        str(dict(paths)), sizes, tensors, may_lack, r"^vit_model\.(?!vision_model\.(embed|post))|inv_freq"
     )
 
 
@@ -226,14 +226,14 @@ def _vae_sizes(tensors: Mapping[str, Stored], path: Path) -> dict[str, Any]:
     }
 
 
-def model_sizes(source: Pretrained | None, given: Mapping[str, Any]) -> dict[str, Any]:
+def model_sizes(source: Pretrained | None, of_config: Mapping[str, Any]) -> dict[str, Any]:
     """``llm``, ``vit``, ``vae``, ``latent_patch_size``, ``max_latent_size`` and ``vit_max_patches_per_side``: as given,
     else as in the files, else the default.
     """
-    found = source.sizes if source else {}
+    of_files = source.sizes if source else {}
     sizes: dict[str, Any] = {}
     for part in _PREFIX:
-        own, read = given.get(part) or {}, found.get(part, {})
+        own, read = of_config.get(part) or {}, of_files.get(part, {})
         same_kind = own.get("type", read.get("type")) == read.get("type")
         sizes[part] = {**(read if same_kind else {}), **own}
         if not sizes[part]:
@@ -242,8 +242,8 @@ def model_sizes(source: Pretrained | None, given: Mapping[str, Any]) -> dict[str
     sizes["vit"] = VisionSizes.filled(sizes["vit"], where="model.vit")
     learned = sizes["vit"]["image_size"] // sizes["vit"]["patch_size"]
     for key, default in {**_DEFAULTS, "vit_max_patches_per_side": learned}.items():
-        own = given.get(key)
-        sizes[key] = found.get(key, default) if own is None else own
+        own = of_config.get(key)
+        sizes[key] = of_files.get(key, default) if own is None else own
     if sizes["vit_max_patches_per_side"] > learned:
         raise ConfigError(
             f"vit_max_patches_per_side is {sizes['vit_max_patches_per_side']}",
@@ -296,9 +296,9 @@ def write_published(
 
 def _check_source(source: Path, configs: Mapping[str, Mapping[str, Any]]) -> None:
     for file, config in configs.items():
-        stated = read_json(source / file)
+        stored = read_json(source / file)
         other = [
-            f"{key} {stated[key]}, not {value}" for key, value in config.items() if stated.get(key, value) != value
+            f"{key} {stored[key]}, not {value}" for key, value in config.items() if stored.get(key, value) != value
         ]
         if other:
             raise ConfigError(f"{source / file} is of another model: {', '.join(other)}")

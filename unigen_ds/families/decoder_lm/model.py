@@ -196,12 +196,12 @@ def _dropout(module: nn.Module, inputs: Any, output: Tensor, *, p: float) -> Ten
     return F.dropout(output, p, module.training)
 
 
-def _rotary(made: Any) -> Any:
+def _rotary(module: Any) -> Any:
     """transformers' rotary module, whose frequencies are no buffers: those would be left empty on the meta device, and
     an engine that casts a model to bf16 would round them.
     """
     with torch.device("cpu"):
-        rotary = type(made)(made.config)
+        rotary = type(module)(module.config)
     for name, buffer in list(rotary.named_buffers()):
         delattr(rotary, name)
         setattr(rotary, name, buffer.clone())

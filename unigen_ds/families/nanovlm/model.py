@@ -136,8 +136,8 @@ class VLM(PretrainedModel):
     ) -> None:
         super().__init__()
         source = read_pretrained(pretrained) if pretrained else None
-        given = {"llm": llm, "vit": vit, "pixel_shuffle_factor": pixel_shuffle_factor}
-        self.llm_config, self.vit_config, pixel_shuffle_factor = _sizes(source, given)
+        of_config = {"llm": llm, "vit": vit, "pixel_shuffle_factor": pixel_shuffle_factor}
+        self.llm_config, self.vit_config, pixel_shuffle_factor = _sizes(source, of_config)
         side = _check(self.vit_config, pixel_shuffle_factor)
         self.vocab_size = self.llm_config["vocab_size"]
         self.patches_per_tile = side * side
@@ -146,7 +146,7 @@ class VLM(PretrainedModel):
             self.vit_config["hidden_size"], self.llm_config["hidden_size"], side=side, factor=pixel_shuffle_factor
         )
         self.language_model = LlamaLM(self.llm_config)
-        self.start_from(source, contradicted=contradictions(given, source.sizes) if source else ())
+        self.start_from(source, contradicted=contradictions(of_config, source.sizes) if source else ())
         self.freeze(freeze)
         quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing
@@ -211,8 +211,8 @@ class VLM(PretrainedModel):
                 f"images of {sorted(set(batch.vit_lengths))} patches", allowed=f"tiles of {self.patches_per_tile}"
             )
         text = self.language_model.model.embed_tokens(batch.text_ids)
-        seen = self.vision_model(batch.vit_patches.to(text.dtype), batch.vit_position_ids, batch.vit_lengths)
-        image = self.connector(seen)
+        patches = self.vision_model(batch.vit_patches.to(text.dtype), batch.vit_position_ids, batch.vit_lengths)
+        image = self.connector(patches)
         if len(image) != batch.vit_index.numel():
             raise DataError(
                 f"{batch.vit_index.numel()} image positions for {len(image)} image tokens",
@@ -228,15 +228,15 @@ class VLM(PretrainedModel):
     def flops(self, batch: PackedBatch) -> float:
         """Floating point operations of forward and backward on this micro-batch (``flops.py``)."""
         cost, llm, vit = self._row_flops, self.llm_config, self.vit_config
-        seen = attention_flops(batch.vit_lengths, vit["hidden_size"], grad=trains(self.vision_model))
-        read = attention_flops(batch.document_lengths, llm["hidden_size"], grad=True)
+        image_attention = attention_flops(batch.vit_lengths, vit["hidden_size"], grad=trains(self.vision_model))
+        text_attention = attention_flops(batch.document_lengths, llm["hidden_size"], grad=True)
         return (
             cost["patch"] * len(batch.vit_patches)
             + cost["image_token"] * batch.vit_index.numel()
             + cost["token"] * batch.num_tokens
             + cost["target"] * batch.text_target_index.numel()
-            + seen * vit["num_hidden_layers"]
-            + read * llm["num_hidden_layers"]
+            + image_attention * vit["num_hidden_layers"]
+            + text_attention * llm["num_hidden_layers"]
         )
 
     @cached_property
@@ -250,15 +250,15 @@ class VLM(PretrainedModel):
         }
 
 
-def _sizes(source: Pretrained | None, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
+def _sizes(source: Pretrained | None, of_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Sizes of the language model and of the vision tower, and the factor: as given, else as in the files."""
-    found = source.sizes if source else {}
-    llm = LlamaSizes.filled({**found.get("llm", {}), **(given.get("llm") or {})}, where="model.llm")
+    of_files = source.sizes if source else {}
+    llm = LlamaSizes.filled({**of_files.get("llm", {}), **(of_config.get("llm") or {})}, where="model.llm")
     if llm["vocab_size"] is None:
         llm["vocab_size"] = SMOLLM2_VOCABULARY
-    vit = SiglipSizes.filled({**found.get("vit", {}), **(given.get("vit") or {})}, where="model.vit")
-    factor = given.get("pixel_shuffle_factor")
-    return llm, vit, found.get("pixel_shuffle_factor", 4) if factor is None else factor
+    vit = SiglipSizes.filled({**of_files.get("vit", {}), **(of_config.get("vit") or {})}, where="model.vit")
+    factor = of_config.get("pixel_shuffle_factor")
+    return llm, vit, of_files.get("pixel_shuffle_factor", 4) if factor is None else factor
 
 
 def _check(vit: Mapping[str, Any], factor: int) -> int:

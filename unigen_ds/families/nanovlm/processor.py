@@ -133,10 +133,10 @@ class VLMProcessor(ChatProcessor):
         indices = [index for index, token in enumerate(ids) if token == image_id]
         if len(indices) != self.tokens_per_tile * sum(number for _, number, _ in chat.images):
             raise DataError(f"{chat.where}: the chat template drops or repeats text of a message")
-        used = 0
+        done = 0
         for path, number, header in chat.images:
-            first, last = indices[used] - 1, indices[used + number * self.tokens_per_tile - 1] + 1
-            used += number * self.tokens_per_tile
+            first, last = indices[done] - 1, indices[done + number * self.tokens_per_tile - 1] + 1
+            done += number * self.tokens_per_tile
             state = {"error": header.error, "touched": self.touches(header), "content": header.content}
             yield first, last, TiledSplit(path, tuple(ids[first:last]), image_id, number, **state)
 
