@@ -17,7 +17,7 @@ from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.examples.digits import scores as scoring
 from unigen_ds.examples.digits.dataset import WORDS, caption, read_split, write_digits
-from unigen_ds.examples.digits.scores import Scores, evaluate, sample_sheet, to_unit, train_classifier
+from unigen_ds.examples.digits.scores import Scores, evaluate, sample_sheet, train_classifier
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.sampler import read
 from unigen_ds.runner import Runner
@@ -120,12 +120,6 @@ def test_copies_are_told_from_new_digits(splits: tuple[Split, Split]) -> None:
     assert scoring._novelty(train[:40], train)["drawn"] == pytest.approx(0, abs=1e-6)
     new = scoring._novelty(held_out, train)
     assert new["drawn"] == pytest.approx(new["real"], rel=0.15) and new["real"] > 0.5
-
-
-def test_to_unit_has_the_grey_levels_of_the_scans() -> None:
-    shown = to_unit(torch.tensor([-3.0, -1.0, 0.01, 0.06, 1.0, 2.0]))
-    assert shown.tolist() == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
-    assert len(np.unique(to_unit(torch.linspace(-1, 1, 1000)))) == 17
 
 
 def test_the_picture_marks_what_the_classifier_refused(scores: Scores, root: Path) -> None:

@@ -227,14 +227,6 @@ def test_transformers_loads_what_is_exported(data: Path, finished: dict[str, Pat
     assert first < 0.5 * losses(finished[kind])[1]
 
 
-def test_a_merged_checkpoint_is_a_state_dict_of_the_model(
-    data: Path, finished: dict[str, Path], tmp_path: Path
-) -> None:
-    assert merge([str(finished["llava"]), str(tmp_path)]) == 0
-    theirs = AutoModelForImageTextToText.from_pretrained(data / "llava")
-    theirs.load_state_dict(torch.load(tmp_path / "pytorch_model.bin", weights_only=True))
-
-
 def test_weights_of_another_training_of_the_same_model(data: Path, finished: dict[str, Path], tmp_path: Path) -> None:
     """``load_from`` a published directory of transformers, whose names are those of an earlier version."""
     given = config(data, "llava", tmp_path / "run", model__pretrained=None, load_from=str(data / "llava"))

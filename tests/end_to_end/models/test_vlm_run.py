@@ -128,18 +128,6 @@ def test_a_larger_vocabulary_begins_with_that_of_a_published_directory(data, tmp
     assert grown is runner.backend.model.language_model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("key", ["vit_transform", "text_dropout"])
-def test_settings_of_another_model_are_refused(data, tmp_path, key) -> None:
-    value = 0.1 if key == "text_dropout" else {"type": "ImageTransform", "max_size": 8, "min_size": 8, "stride": 4}
-    with pytest.raises(ConfigError, match=key):
-        Runner.from_cfg(config(data, tmp_path / "x", **{f"processor__{key}": value}))
-
-
-def test_a_vocabulary_that_is_too_small_is_refused(data, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="vocab_size"):
-        Runner.from_cfg(config(data, tmp_path / "x", model__llm__vocab_size=50))
-
-
 @TRANSFORMS.register_module(force=True)
 class Negated:
     """A random change of a user's own: -x, so that it is seen in every number."""
