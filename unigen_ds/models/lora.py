@@ -38,7 +38,6 @@ ADAPTER = "default"
 _BASE_LAYER = "base_layer"
 _HEAD = "lm_head"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -110,12 +109,12 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
 def chosen(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
     """Names of the layers that the patterns choose, in the order of the model. Raises ``ConfigError``."""
     layers = candidates(model)
+    kinds = [*dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name) for name in layers)]
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in layers):
             raise ConfigError(
                 f"lora.target_modules: {pattern!r} matches no linear layer",
-                allowed="a part of one of the names " + _families_of_names(layers),
-                remedy="with numbers: " + first_names(list(layers)) if layers else None,
+                allowed=f"a part of one of the names {first_names(kinds)}; N is a number",
             )
     names = tuple(name for name in layers if any(re.search(pattern, name) for pattern in patterns))
     if shared := shared_weights(model, names):
@@ -124,13 +123,6 @@ def chosen(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
             remedy="a pattern that leaves it out: merged, the adapter would change both",
         )
     return names
-
-
-def _families_of_names(names: Iterable[str]) -> str:
-    """Names with ``N`` for every number, each once."""
-    kinds = [*dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name) for name in names)]
-    more = f" and {len(kinds) - _SHOWN} more" if len(kinds) > _SHOWN else ""
-    return (", ".join(kinds[:_SHOWN]) + more) or "(the model has no linear layer)"
 
 
 def base_name(name: str) -> str:
