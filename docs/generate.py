@@ -2,7 +2,7 @@
 
 A table is between ``<!-- keys: PREFIX ... -->`` (of settings), ``<!-- arguments: NAME -->`` (of a component),
 ``<!-- section: NAME.ARGUMENT -->`` (of an argument that has keys of its own), ``<!-- loss_weights: families -->``,
-``<!-- schemes: quantize -->`` or ``<!-- recipes: decoder_lm -->`` and ``<!-- end -->``; everything else of the page is
+``<!-- recipes: decoder_lm -->`` and ``<!-- end -->``; everything else of the page is
 written by hand. The meaning of a component's argument is in the section ``Args:`` of its class's docstring, its limits
 in its annotation.
 """
@@ -34,7 +34,6 @@ from unigen_ds.config.values import Allowed, argument_hints, described, nested  
 from unigen_ds.core.batch import DEFAULT_WEIGHT  # noqa: E402
 from unigen_ds.data.sources.base import RecordSource  # noqa: E402
 from unigen_ds.families.base import families  # noqa: E402
-from unigen_ds.models.quantized import SCHEMES  # noqa: E402
 from unigen_ds.runner.settings.tree import PROCESSOR_KEYS, ModelSettings, Settings, family_of_model, load_config  # noqa: E402
 from unigen_ds.schedule import Curve  # noqa: E402
 
@@ -42,9 +41,7 @@ LIMITS = (Ge, Gt, Le, Lt)
 PAGE = ROOT / "docs" / "configs.md"
 PROVIDED = {"processor", "writers"}
 """Arguments that a run passes; a config cannot set them."""
-_TABLE = re.compile(
-    r"(<!-- (keys|arguments|section|loss_weights|schemes|recipes): (.+?) -->\n).*?(<!-- end -->)", re.DOTALL
-)
+_TABLE = re.compile(r"(<!-- (keys|arguments|section|loss_weights|recipes): (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 _ARGUMENT = re.compile(r"^    (\w+): ?(.*(?:\n     .*)*)", re.MULTILINE)
 
 
@@ -94,12 +91,6 @@ def weight_table(_: str) -> str:
     texts: list[Any] = [family.terms for family in own]
     meant = {term: text for terms in texts for term, text in terms.items()}
     return "\n".join([*lines, *(f"| `loss_weights.{t}` | `{DEFAULT_WEIGHT}` | {m} |" for t, m in meant.items())]) + "\n"
-
-
-def scheme_table(_: str) -> str:
-    """Of the schemes of packed weights."""
-    lines = ["| scheme | bytes a weight | of fp32 | error |", "|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| `{n}` | {s.size} | {s.share} | {s.error} |" for n, s in SCHEMES.items())]) + "\n"
 
 
 def recipe_table(family: str) -> str:
@@ -193,7 +184,6 @@ WRITERS: Mapping[str, Any] = {
     "arguments": component_table,
     "section": section_table,
     "loss_weights": weight_table,
-    "schemes": scheme_table,
     "recipes": recipe_table,
 }
 

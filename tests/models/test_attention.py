@@ -122,12 +122,6 @@ def test_heads_of_any_number_and_width(heads: Heads) -> None:
         assert_same(plan_attention(batch, use_flex=use_flex), inputs(batch.num_tokens, heads), seen(batch))
 
 
-def test_the_device_chooses() -> None:
-    batch = packed(TEXT_ALONE)
-    assert isinstance(plan_attention(batch), SDPAPlan)
-    assert isinstance(plan_full_attention([3, 2], torch.device("cpu")), SDPAPlan)
-
-
 def test_gradients_are_reproducible_bits() -> None:
     batch = packed(random_documents(5, 20))
     tensors = inputs(batch.num_tokens)

@@ -18,13 +18,12 @@ from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.stream import Cursor
-from unigen_ds.families.bagel.exported import EXPORTED
 from unigen_ds.families.bagel.model import UnifiedModel
-from unigen_ds.families.bagel.published import FILES, write_published
+from unigen_ds.families.bagel.published import EXPORTED, FILES, write_published
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import save_nanovlm
 from unigen_ds.models.flops import linear_flops
-from unigen_ds.models.quantized import SCHEMES, QuantizedLinear, plain_state_dict, quantize_frozen
+from unigen_ds.models.quantized import QuantizedLinear, plain_state_dict, quantize_frozen
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model
 from unigen_ds.runner.settings.tree import Settings
@@ -34,6 +33,7 @@ from unigen_ds.system.journals import read_lines
 
 pytest.importorskip("bitsandbytes")
 FREEZE = ["vae", "vit", "llm"]
+SCHEMES = ("nf4", "int8")
 WIDEST_GAP = {"nf4": 1.0 - 0.6961928, "int8": 1 / 127}
 """Between neighbouring levels, where the largest weight of a block (nf4) or row (int8) is 1."""
 
@@ -66,13 +66,6 @@ def test_no_weight_is_off_by_more_than_half_a_gap(scheme: str, shape: tuple[int,
     assert packed.weight.shape == shape and packed.weight.dtype == torch.float32
     assert bool((error <= largest * (WIDEST_GAP[scheme] / 2 + 1e-5)).all())
     assert error.max() > 0 or weight.numel() == 1
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_zeros_stay_zeros(scheme: str) -> None:
-    plain = linear(3, 64)
-    plain.weight.data[1] = 0
-    assert not QuantizedLinear(plain, scheme).weight[1].any()
 
 
 @pytest.mark.parametrize(("scheme", "share"), [("nf4", 1 / 7.1), ("int8", 1 / 4)])
@@ -322,11 +315,6 @@ def test_other_parts_move_and_packed_bytes_do_not(straight: tuple[Runner, Path],
 
 def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
-
-
-def test_activation_checkpointing_changes_nothing(straight: tuple[Runner, Path], data: Path, tmp_path: Path) -> None:
-    train(config(tmp_path, data, model__activation_checkpointing=True), 4)
-    assert losses(tmp_path) == losses(straight[1])
 
 
 def test_a_resumed_run_is_bit_equal(straight: tuple[Runner, Path], data: Path, tmp_path: Path) -> None:

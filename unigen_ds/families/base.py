@@ -7,7 +7,8 @@ module in ``custom_imports`` that registers a model in ``MODELS`` and a subclass
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from unigen_ds.core.json_values import stored_object
 from unigen_ds.data.images.augment import CHANGES
 from unigen_ds.data.samples.processor import ConversationProcessor, Processor
 from unigen_ds.models.weights import Pretrained
+from unigen_ds.system.files import copy_files, new_directory
 
 
 class PublishedFormat:
@@ -107,8 +109,8 @@ class Family:
 
         Runs with torch's generator seeded, maybe on the meta device (only a model with ``initial_weights``).
         """
-        made: nn.Module = build(MODELS, spec, where="model")
-        return made
+        model: nn.Module = build(MODELS, spec, where="model")
+        return model
 
     def processor_arguments(self) -> Any:
         """The callable whose arguments the section ``processor`` sets: its annotations define what is allowed."""
@@ -130,10 +132,10 @@ class Family:
         if both:
             raise ConfigError(f"processor sets {', '.join(both)}", remedy="leave it out: the model's config fixes it")
         try:
-            made: Processor = self.processor_arguments()(tokenizer=tokenizer, seed=seed, **sizes, **given)
+            processor: Processor = self.processor_arguments()(tokenizer=tokenizer, seed=seed, **sizes, **given)
         except TypeError as error:
             raise ConfigError(f"processor: {error}") from error
-        return made
+        return processor
 
     def target_groups(self, spec: Mapping[str, Any], batch: Any) -> Mapping[str, tuple[Tensor, Sequence[str]]]:
         """Groups of the targets of a batch for an evaluation: term -> (number of the group of each target [number of
@@ -181,22 +183,19 @@ class ConversationFamily(Family):
             spec = {**spec, "llm": {**spec["llm"], "vocab_size": vocab_size}}
         model: Any = super().build(spec, vocab_size=vocab_size)
         if vocab_size is not None and model.vocab_size < vocab_size:
-            own = isinstance(llm := spec.get("llm"), Mapping) and "vocab_size" in llm and not spec.get("pretrained")
-            more = f"vocab_size={vocab_size} in model.llm (of a CausalLM in model.config): its new rows begin untrained"
             raise ConfigError(
-                f"model.llm.vocab_size is {model.vocab_size}",
+                f"the model's vocabulary has {model.vocab_size} rows",
                 allowed=f"at least {vocab_size}, the tokenizer's",
-                remedy="leave it out: it is the tokenizer's then"
-                if own
-                else f"the tokenizer of these weights, or {more}",
+                remedy=f"the tokenizer of these weights, or vocab_size={vocab_size} in model.llm, of transformers' own"
+                " models in model.config or its text_config: new rows begin untrained",
             )
         return model
 
     def processor(self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int) -> Processor:
         whole = {**given, **_transforms(given)}
-        made: Any = super().processor(spec, whole, tokenizer=tokenizer, seed=seed)
-        made.vocab_size = _vocab_size(spec, tokenizer)
-        return made
+        processor: Any = super().processor(spec, whole, tokenizer=tokenizer, seed=seed)
+        processor.vocab_size = _vocab_size(spec, tokenizer)
+        return processor
 
     def chance_level(self, processor: Any) -> Mapping[str, float]:
         """Of a cross-entropy over the tokenizer's vocabulary."""
@@ -216,17 +215,36 @@ def _left_out(section: Any, key: str) -> bool:
     return isinstance(section, Mapping) and section.get(key) is None
 
 
-def _transforms(given: Mapping[str, Any]) -> dict[str, Any]:
+def _transforms(section: Mapping[str, Any]) -> dict[str, Any]:
     """The transforms of the section ``processor``, built."""
-    made: dict[str, Any] = {
-        key: build(TRANSFORMS, given[key], where=f"processor.{key}")
+    transforms: dict[str, Any] = {
+        key: build(TRANSFORMS, section[key], where=f"processor.{key}")
         for key in ("vit_transform", "vae_transform")
-        if given.get(key) is not None
+        if section.get(key) is not None
     }
     for key in CHANGES:
-        if augment := one_or_many(given.get(key)):
-            made[key] = [build(TRANSFORMS, spec, where=f"processor.{key}[{i}]") for i, spec in enumerate(augment)]
-    return made
+        if augment := one_or_many(section.get(key)):
+            transforms[key] = [build(TRANSFORMS, spec, where=f"processor.{key}[{i}]") for i, spec in enumerate(augment)]
+    return transforms
+
+
+TRANSFORMERS_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+"""Endings of the files with weights in a directory of transformers."""
+
+
+@contextmanager
+def published_folder(out: Path, tokenizer: Any, source: Path | None, *, without: tuple[str, ...]) -> Iterator[Path]:
+    """A new folder ``out``, complete when the block ends or not there: with the files of ``source`` that have none of
+    the endings ``without``, else with the tokenizer's own.
+
+    Raises ``ConfigError`` where ``out`` exists, ``CheckpointError`` where it cannot be written.
+    """
+    with new_directory(out) as folder:
+        if source is not None:
+            copy_files(source, folder, wanted=lambda name: not name.endswith(without))
+        elif tokenizer is not None:
+            tokenizer.save_pretrained(str(folder))
+        yield folder
 
 
 def stated(path: Path) -> dict[str, Any]:

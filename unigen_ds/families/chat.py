@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from unigen_ds.data.records.turn import Turn
+from PIL import Image
+
+from unigen_ds.core.errors import DataError
+from unigen_ds.data.images.image_files import ImageContent, UnreadableImage
+from unigen_ds.data.records.turn import Turn, same_message
 from unigen_ds.data.samples.processor import ConversationProcessor, is_document
-from unigen_ds.data.samples.sample import Sample, Split
-from unigen_ds.data.samples.splits import TokenSplit
+from unigen_ds.data.samples.sample import Sample, Split, Tally
+from unigen_ds.data.samples.splits import TokenSplit, count_image, unreadable
 from unigen_ds.data.text.chat import RenderedChat, encode_chats, next_token_labels
 
 
@@ -30,6 +34,41 @@ class Chat:
     images: Sequence[Any]
     """What ``image_splits`` needs of each."""
     spelled: bool
+
+
+@dataclass(frozen=True)
+class ChatImage(Split):
+    """An image, not yet decoded, with the tokens of its part of the conversation."""
+
+    path: str
+    ids: tuple[int, ...]
+    error: str = field(default="", kw_only=True)
+    touched: bool = field(default=False, compare=False, repr=False, kw_only=True)
+    content: ImageContent | None = field(default=None, compare=False, repr=False, kw_only=True)
+    """The file, where planning has read all of it."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_encoded(self) -> int:
+        return 1
+
+    @property
+    def source(self) -> str:
+        return self.path
+
+    def count(self, tally: Tally) -> None:
+        count_image(tally, self)
+
+    def read(self, processor: Any) -> Image.Image:
+        """The picture. Raises ``UnreadableImage`` that names the file."""
+        try:
+            image: Image.Image = processor.read_image(self.content or self.path)
+        except UnreadableImage as error:
+            raise unreadable(self.path, error.problem) from error
+        return image
 
 
 class ChatProcessor(ConversationProcessor):
@@ -49,6 +88,28 @@ class ChatProcessor(ConversationProcessor):
         """(first token, token after the last, split) of each image, in order. ``starts``: where in the text each token
         begins; ``labels``: what each predicts.
         """
+
+    def messages(self, turns: Sequence[Turn], where: object) -> list[list[Turn]]:
+        """The turns of each message. Raises ``DataError`` for an image of the assistant."""
+        messages: list[list[Turn]] = []
+        for turn in turns:
+            if turn.role == "assistant" and turn.kind == "image":
+                raise DataError(
+                    f"{where}: an image is to be generated, but this model only understands images",
+                    remedy="for records of an image and its text, captions='understand' of the data set: the text is"
+                    " then learned from the image; leave other ones out, or train a UnifiedModel",
+                )
+            if messages and same_message(messages[-1][-1], turn):
+                messages[-1].append(turn)
+            else:
+                messages.append([turn])
+        return messages
+
+    def shielded(self, texts: Sequence[str]) -> tuple[Sequence[str], Mapping[str, str], bool]:
+        """Texts in which no special token is spelled, the signs that replace these, and whether there are any."""
+        if any(map(self.spells_special, texts)):
+            return *self.tokenizer.special.shield(texts), True
+        return texts, {}, False
 
     def plan(
         self, turns: Sequence[Turn], where: object = "", *, keep_images: bool = False, reply: bool = False

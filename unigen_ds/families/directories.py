@@ -19,8 +19,8 @@ from unigen_ds.families.nanovlm import family as _nanovlm  # noqa: F401
 def formats() -> Iterator[PublishedFormat]:
     """Of every registered family; those that recognise many kinds of models are asked last."""
     of_users_first = sorted(families(), key=lambda each: type(each).__module__.startswith("unigen_ds."))
-    found = [each for family in of_users_first for each in family.published]
-    yield from sorted(found, key=lambda each: each.general)
+    every = [each for family in of_users_first for each in family.published]
+    yield from sorted(every, key=lambda each: each.general)
 
 
 def published_format(folder: Path, *, complete: bool = False) -> PublishedFormat | None:
@@ -35,4 +35,4 @@ def format_of_file(path: Path) -> PublishedFormat | None:
 
 def published_sizes(folder: Path) -> dict[str, Any]:
     """Arguments of a model that a family reads from the configs in a folder; {} where none does."""
-    return next((found for each in formats() if (found := each.sizes(folder))), {})
+    return next((sizes for each in formats() if (sizes := each.sizes(folder))), {})

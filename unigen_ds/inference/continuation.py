@@ -72,7 +72,7 @@ def continue_prompts(
     prompts: Sequence[Sequence[Loaded]],
     *,
     max_new_tokens: int,
-    max_positions: int,
+    max_positions: float,
     choose: Choose = likeliest,
 ) -> list[list[int]]:
     """The ids that follow each prompt, up to and with the first end id.
@@ -84,7 +84,7 @@ def continue_prompts(
         choose: picks the tokens.
     """
     device = device_of(model)
-    written: list[list[int]] = [[] for _ in prompts]
+    texts: list[list[int]] = [[] for _ in prompts]
     caches, begin = [KVCache() for _ in prompts], torch.zeros(len(prompts), dtype=torch.int64)
     unread: list[list[Loaded]] = [[*prompt] for prompt in prompts]
     open_ones, cached = list(range(len(prompts))), True
@@ -101,9 +101,9 @@ def continue_prompts(
             attend = CachedDocuments([caches[i] for i in open_ones], lengths)
         chosen = choose(model.next_token_logits(batch.to(device), attend=attend), open_ones)
         for i, token in zip(open_ones, chosen, strict=True):
-            written[i].append(int(token))
+            texts[i].append(int(token))
             unread[i] = ([] if cached else unread[i]) + [TokenSplit((int(token),), (-100,))]
-        open_ones = [i for i in open_ones if written[i][-1] != processor.tokenizer.eos_id]
+        open_ones = [i for i in open_ones if texts[i][-1] != processor.tokenizer.eos_id]
         if not open_ones:
             break
-    return written
+    return texts

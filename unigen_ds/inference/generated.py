@@ -66,22 +66,22 @@ MaxParts = Annotated[int, Ge(0)]
 _PICTURE = "a path, a PIL picture, or a uint8 array [height, width, 3] or [height, width]"
 
 
-def pictures(given: Any, *, where: str = "unified_generate.images") -> list[Image.Image | Path]:
+def pictures(images: Any, *, where: str = "unified_generate.images") -> list[Image.Image | Path]:
     """One picture alone, or several. Raises ``ConfigError`` for anything else."""
-    several = given if isinstance(given, (list, tuple)) else [given]
+    several = images if isinstance(images, (list, tuple)) else [images]
     return [_picture(one, where, allowed=f"{_PICTURE}; one alone or a list of them") for one in several]
 
 
-def in_order(given: Sequence[Any], *, where: str = "unified_generate.parts") -> list[str | Image.Image | Path]:
+def in_order(parts: Sequence[Any], *, where: str = "unified_generate.parts") -> list[str | Image.Image | Path]:
     """Texts (``str``) and pictures as they follow each other. A path is a ``Path`` here.
 
     Raises ``ConfigError`` for what is neither, and for a text that is the name of a file.
     """
-    for one in given:
+    for one in parts:
         if isinstance(one, str) and os.path.isfile(one):
             raise ConfigError(f"{where} has the text {one!r}, which is a file", remedy=f"pathlib.Path({one!r})")
     allowed = f"a list of texts and pictures; a picture is {_PICTURE.replace('a path', 'a pathlib.Path')}"
-    return [one if isinstance(one, str) else _picture(one, where, allowed=allowed) for one in given]
+    return [one if isinstance(one, str) else _picture(one, where, allowed=allowed) for one in parts]
 
 
 def _picture(one: Any, where: str, *, allowed: str) -> Image.Image | Path:

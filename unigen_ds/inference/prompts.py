@@ -64,21 +64,21 @@ def read_prompts(path: Path, *, where: str) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where} {path} cannot be read: {error}") from error
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     others: Counter[str] = Counter()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
-            found.append(_of_row(row))
+            prompts.append(_of_row(row))
         except (ValueError, TypeError) as error:
             raise DataError(f"{path}:{number} is no prompt: {line!r} ({error})", allowed=ROW) from error
         others.update({*row} - _KEYS)
     if others:
         keys = ", ".join(f"{key!r} of {number} lines" for key, number in sorted(others.items()))
         logger().warning("%s: %s: not read. Allowed: %s", path, keys, ROW)
-    return found
+    return prompts
 
 
 def _of_row(row: Any) -> Prompt:

@@ -42,8 +42,8 @@ class TrainedModel:
         self._together = backend.gathers_in_forward and dist.world_size() > 1
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._model, name)
-        return partial(self._call, name) if name in self._methods else found
+        attribute = getattr(self._model, name)
+        return partial(self._call, name) if name in self._methods else attribute
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self._call("forward", *arguments, **options)
@@ -69,11 +69,11 @@ class TrainedModel:
             dist.sum_floats(self._vote(None, failed=True))
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        wanted = self._methods.index(name)
-        while self._together and (turn := self._turn(wanted)) != wanted:
+        number = self._methods.index(name)
+        while self._together and (turn := self._turn(number)) != number:
             assert turn is not None
             self._pass_idle(turn)
-        return self._method(wanted)(*arguments, **options)
+        return self._method(number)(*arguments, **options)
 
     def _method(self, number: int) -> Any:
         return getattr(self._model, self._methods[number]) if number else self._model
@@ -82,9 +82,9 @@ class TrainedModel:
         assert self.idle is not None
         self._method(number)(*self.idle(self._methods[number]))
 
-    def _turn(self, wanted: int | None) -> int | None:
+    def _turn(self, own: int | None) -> int | None:
         """The method that is next, the same on all ranks; None: no rank needs any. Collective."""
-        failed, *needed = dist.sum_floats(self._vote(wanted))
+        failed, *needed = dist.sum_floats(self._vote(own))
         if failed:
             raise AnotherRankFailed(f"{failed:.0f} other process(es) failed")
         turn = max(range(len(needed)), key=lambda number: needed[number])
@@ -98,5 +98,5 @@ class TrainedModel:
             )
         return turn
 
-    def _vote(self, wanted: int | None, *, failed: bool = False) -> list[float]:
-        return [float(failed), *(float(number == wanted) for number in range(len(self._methods)))]
+    def _vote(self, own: int | None, *, failed: bool = False) -> list[float]:
+        return [float(failed), *(float(number == own) for number in range(len(self._methods)))]

@@ -66,8 +66,8 @@ class SDPAPlan:
         q, k, v = (self._padded(x) for x in (q_THE, k_THE, v_THE))
         sizes = [rows * length for rows, length in (bucket.shape for bucket in self.buckets)]
         parts = []
-        for bucket, *given in zip(self.buckets, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-            parts.append(attend(bucket, *(x.unflatten(0, bucket.shape).transpose(1, 2) for x in given)).flatten(0, 1))
+        for bucket, *qkv in zip(self.buckets, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+            parts.append(attend(bucket, *(x.unflatten(0, bucket.shape).transpose(1, 2) for x in qkv)).flatten(0, 1))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         return joined if self.slot_T is None else joined.index_select(0, self.slot_T)
 
@@ -119,10 +119,10 @@ def plan_attention(batch: PackedBatch, row_of: Tensor | None = None, *, use_flex
         same = split[:, :, None] == split[:, None, :]
         length = tokens.shape[1]
         earlier = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-        seen = earlier | (same & (mode != CAUSAL)[:, None, :])
+        visible = earlier | (same & (mode != CAUSAL)[:, None, :])
         hidden = (mode == NOISE)[:, None, :] & ~same
         alone = torch.eye(length, dtype=torch.bool, device=device)  # padding rows: something to look at
-        return Bucket(tuple(tokens.shape), ((seen & ~hidden & valid[:, None, :]) | alone)[:, None])
+        return Bucket(tuple(tokens.shape), ((visible & ~hidden & valid[:, None, :]) | alone)[:, None])
 
     return plan_sdpa(batch.document_lengths, device, row_of, bucket)
 

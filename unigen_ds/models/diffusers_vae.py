@@ -43,12 +43,12 @@ class DiffusersAutoencoder(nn.Module):
         if (path is None) == (config is None):
             raise ConfigError("model.vae has both path and config, or none of them", allowed="one of the two")
         folder = None if path is None else _folder(folder_of(path, where="model.vae.path", files=_FILES))
-        stated = dict(config or {}) if folder is None else stored_object(folder / _CONFIG)
-        kind = _autoencoder_class(stated)
-        self.config = {key: value for key, value in stated.items() if key != "_name_or_path"}
+        values = dict(config or {}) if folder is None else stored_object(folder / _CONFIG)
+        kind = _autoencoder_class(values)
+        self.config = {key: value for key, value in values.items() if key != "_name_or_path"}
         self.autoencoder: Any
         if folder is None or torch.empty(0).is_meta:
-            self.autoencoder = kind.from_config(stated)
+            self.autoencoder = kind.from_config(values)
         else:
             self.autoencoder = kind.from_pretrained(folder, use_safetensors=True, torch_dtype=torch.float32)
         sizes = self.autoencoder.config
@@ -63,8 +63,8 @@ class DiffusersAutoencoder(nn.Module):
 
     def posterior(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log-variance ``[K, z, H / downsample, W / downsample]`` of images ``[K, C, H, W]`` in [-1, 1]."""
-        found = self.autoencoder.encode(images.float()).latent_dist
-        return found.mean, found.logvar
+        posterior = self.autoencoder.encode(images.float()).latent_dist
+        return posterior.mean, posterior.logvar
 
     def encode(self, images: Tensor, noise: Tensor) -> Tensor:
         """Latents sampled with ``noise``, in fp32."""
@@ -98,10 +98,10 @@ def _folder(path: Path) -> Path:
     )
 
 
-def _autoencoder_class(stated: Mapping[str, Any]) -> Any:
-    named = stated.get("_class_name", _CLASS)
-    if named != _CLASS:
-        raise ConfigError(f"model.vae is diffusers' {named}", allowed=_CLASS)
+def _autoencoder_class(config: Mapping[str, Any]) -> Any:
+    name = config.get("_class_name", _CLASS)
+    if name != _CLASS:
+        raise ConfigError(f"model.vae is diffusers' {name}", allowed=_CLASS)
     try:
         import diffusers
     except ImportError as error:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.fitting import first_names
 from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.shards import MASTER, ShardReader
-from unigen_ds.models.quantized import QuantizedLinear, pack, unpacked
+from unigen_ds.models.quantized import QuantizedLinear, pack, shared_weights, unpacked
 from unigen_ds.models.settings import Lora
 from unigen_ds.system.log import logger
 from unigen_ds.system.outputs import save_safetensors
@@ -39,7 +38,6 @@ ADAPTER = "default"
 _BASE_LAYER = "base_layer"
 _HEAD = "lm_head"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,8 @@ class Adapted:
 
 def adapted(model: nn.Module) -> Adapted | None:
     """How a model was adapted; None: it was not."""
-    found: Adapted | None = model.__dict__.get("adapted")
-    return found
+    state: Adapted | None = model.__dict__.get("adapted")
+    return state
 
 
 def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
@@ -67,7 +65,8 @@ def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
     inject = _import_peft().inject_adapter_in_model
     model.requires_grad_(False)
     if lora.quantize is not None:
-        pack(model, [name for name in candidates(model) if not _shared(model, [name])], lora.quantize)
+        names = candidates(model)
+        pack(model, [name for name in names if name not in shared_weights(model, names)], lora.quantize)
     layers = chosen(model, lora.patterns)
     weights = {name: model.get_submodule(name) for name in layers}
     files: frozenset[str] = getattr(model, "from_files", frozenset())
@@ -109,35 +108,21 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
 
 def chosen(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
     """Names of the layers that the patterns choose, in the order of the model. Raises ``ConfigError``."""
-    found = candidates(model)
+    layers = candidates(model)
+    kinds = [*dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name) for name in layers)]
     for pattern in patterns:
-        if not any(re.search(pattern, name) for name in found):
+        if not any(re.search(pattern, name) for name in layers):
             raise ConfigError(
                 f"lora.target_modules: {pattern!r} matches no linear layer",
-                allowed="a part of one of the names " + _families_of_names(found),
-                remedy="with numbers: " + first_names(list(found)) if found else None,
+                allowed=f"a part of one of the names {first_names(kinds)}; N is a number",
             )
-    names = tuple(name for name in found if any(re.search(pattern, name) for pattern in patterns))
-    if shared := _shared(model, names):
+    names = tuple(name for name in layers if any(re.search(pattern, name) for pattern in patterns))
+    if shared := shared_weights(model, names):
         raise ConfigError(
             f"lora.target_modules chooses {first_names(shared)}, whose weight another module uses as well",
             remedy="a pattern that leaves it out: merged, the adapter would change both",
         )
     return names
-
-
-def _shared(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of the named layers whose weight another module has, too."""
-    owners = Counter(id(p) for layer in model.modules() for p in layer.parameters(recurse=False))
-    layers = {name: model.get_submodule(name) for name in names}
-    return [name for name, layer in layers.items() if type(layer) is nn.Linear and owners[id(layer.weight)] > 1]
-
-
-def _families_of_names(names: Iterable[str]) -> str:
-    """Names with ``N`` for every number, each once."""
-    kinds = [*dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name) for name in names)]
-    more = f" and {len(kinds) - _SHOWN} more" if len(kinds) > _SHOWN else ""
-    return (", ".join(kinds[:_SHOWN]) + more) or "(the model has no linear layer)"
 
 
 def base_name(name: str) -> str:
@@ -230,8 +215,8 @@ class AdapterWeights:
         """As peft's: A uniform in +-1 / sqrt(fan-in), B zero, lengths those of the rows."""
         if ".lora_A." in name:
             bound = 1 / math.sqrt(shape[1])
-            drawn = torch.empty(shape, device="cpu")
-            return drawn.uniform_(-bound, bound, generator=generator(self._seed, "initial", name))
+            values = torch.empty(shape, device="cpu")
+            return values.uniform_(-bound, bound, generator=generator(self._seed, "initial", name))
         if ".lora_B." in name:
             return torch.zeros(shape, device="cpu")
         owner = name.partition(".lora_magnitude_vector.")[0]
@@ -249,19 +234,19 @@ class AdapterWeights:
 
 def base_tensors(model: nn.Module) -> frozenset[str]:
     """Frozen parameters and buffers that the base's files have: what checkpoints leave out. Empty without adapters."""
-    found = adapted(model)
-    if found is None:
+    own = adapted(model)
+    if own is None:
         return frozenset()
-    kept = [
+    others = [
         name
         for name, tensor in (*model.named_parameters(), *persistent_buffers(model).items())
-        if not tensor.requires_grad and name not in found.from_files
+        if not tensor.requires_grad and name not in own.from_files
     ]
-    if kept:
-        numel = sum(t.numel() for n, t in (*model.named_parameters(), *model.named_buffers()) if n in set(kept))
+    if others:
+        numel = sum(t.numel() for n, t in (*model.named_parameters(), *model.named_buffers()) if n in set(others))
         logger().info("Checkpoints also hold %.2f M frozen elements that the base's files do not have: %s",
-                      numel / 1e6, first_names(kept))  # fmt: skip
-    return found.from_files
+                      numel / 1e6, first_names(others))  # fmt: skip
+    return own.from_files
 
 
 def hold_base_in(model: nn.Module, dtype: torch.dtype) -> None:
@@ -274,9 +259,9 @@ def hold_base_in(model: nn.Module, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
     """Replace each adapted layer by one linear layer of the same result, in place. Packed weights are unpacked."""
-    found = adapted(model)
-    assert found is not None, "a model with adapters"
-    for name in found.layers:
+    own = adapted(model)
+    assert own is not None, "a model with adapters"
+    for name in own.layers:
         wrapper: Any = model.get_submodule(name)
         if isinstance(wrapper.base_layer, QuantizedLinear):
             wrapper.base_layer = unpacked(wrapper.base_layer)
@@ -294,11 +279,11 @@ def merge_adapters(model: nn.Module) -> None:
 
 def rounding(model: nn.Module, dtype: torch.dtype) -> float:
     """The largest relative L2 difference between a matrix and itself in ``dtype``."""
-    found = 0.0
+    largest = 0.0
     for parameter in model.parameters():
         if parameter.ndim > 1 and (length := float(parameter.norm())):
-            found = max(found, float((parameter.to(dtype).float() - parameter).norm()) / length)
-    return found
+            largest = max(largest, float((parameter.to(dtype).float() - parameter).norm()) / length)
+    return largest
 
 
 def write_adapters(model: nn.Module, folder: Path, *, base: Any) -> None:
@@ -307,9 +292,9 @@ def write_adapters(model: nn.Module, folder: Path, *, base: Any) -> None:
     ``base``: what the config names as the model that they belong to.
     """
     peft = _import_peft()
-    found = adapted(model)
-    assert found is not None, "a model with adapters"
-    config = _peft_config(found.lora, found.layers)
+    own = adapted(model)
+    assert own is not None, "a model with adapters"
+    config = _peft_config(own.lora, own.layers)
     config.base_model_name_or_path, config.inference_mode = str(base), True
     config.save_pretrained(str(folder))
     state = peft.get_peft_model_state_dict(model, adapter_name=ADAPTER)

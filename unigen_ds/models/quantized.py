@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,28 +27,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.models.settings import Quantize, QuantizeScheme
+from unigen_ds.models.settings import Quantize
 
-
-@dataclass(frozen=True)
-class Scheme:
-    """What a packed weight costs, in words: for docs/configs.md."""
-
-    size: str
-    """Bytes of a weight."""
-    share: str
-    """Of fp32."""
-    error: str
-
-
-SCHEMES: Mapping[QuantizeScheme, Scheme] = {
-    "nf4": Scheme(
-        "0.56",
-        "1/7.1",
-        "at most 0.152 of the largest of 64 neighbouring weights; about 9 % of a matrix (relative L2)",
-    ),
-    "int8": Scheme("1, and 4 a row", "1/4", "at most 1/254 of the largest of its row; about 0.8 %"),
-}
 _BLOCK = 64
 _PIECE = 2**14  # blocks packed at once: bitsandbytes compares each weight with all 16 levels on the CPU, 64 MiB here
 _KEPT = "lm_head"  # as in transformers: its errors would be errors of the logits
@@ -162,10 +141,16 @@ def pack(part: nn.Module, names: Iterable[str], scheme: str) -> None:
             part.set_submodule(name, QuantizedLinear(layer, scheme))
 
 
-def _linears(part: nn.Module) -> dict[str, nn.Linear]:
-    found = {name: layer for name, layer in part.named_modules() if type(layer) is nn.Linear and name != _KEPT}
-    owners = Counter(id(p) for layer in part.modules() for p in layer.parameters(recurse=False))
-    return {name: layer for name, layer in found.items() if owners[id(layer.weight)] == 1}
+def _linears(part: nn.Module) -> list[str]:
+    names = [name for name, layer in part.named_modules() if type(layer) is nn.Linear and name != _KEPT]
+    return [name for name in names if name not in shared_weights(part, names)]
+
+
+def shared_weights(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of the named layers whose weight another module has, too."""
+    owners = Counter(id(p) for layer in model.modules() for p in layer.parameters(recurse=False))
+    layers = {name: model.get_submodule(name) for name in names}
+    return [name for name, layer in layers.items() if type(layer) is nn.Linear and owners[id(layer.weight)] > 1]
 
 
 def _import_bitsandbytes() -> None:
@@ -180,10 +165,10 @@ def _import_bitsandbytes() -> None:
 
 def unpacked(layer: QuantizedLinear) -> nn.Linear:
     """A plain layer, in fp32 and with memory of its own, that has the unpacked weight."""
-    made = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-    made.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
-    made.bias = layer.bias
-    return made
+    linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+    linear.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
+    linear.bias = layer.bias
+    return linear
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ def stored_tensors(path: Path, *, linear_patches: bool = True) -> dict[str, Stor
     paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not paths:
         raise CheckpointError(f"{path} holds no *.safetensors")
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for each in paths:
         try:
             header, file = safe_open(each, framework="np"), _OpenedLater(each)
@@ -95,22 +95,22 @@ def stored_tensors(path: Path, *, linear_patches: bool = True) -> dict[str, Stor
                 shape = tuple(header.get_slice(key).get_shape())
                 patches = key.endswith(("patch_embedding.weight", "patch_embedding.conv.weight"))
                 if linear_patches and patches and len(shape) == 4:
-                    found[key] = Stored(file, key, (shape[0], math.prod(shape[1:])), changed=_as_linear)
+                    tensors[key] = Stored(file, key, (shape[0], math.prod(shape[1:])), changed=_as_linear)
                 else:
-                    found[key] = Stored(file, key, shape)
+                    tensors[key] = Stored(file, key, shape)
         except Exception as error:  # the reader has its own exception types
             raise CheckpointError(f"{each} cannot be read: {error}") from error
-    return found
+    return tensors
 
 
 def vision_tensors(path: Path) -> dict[str, Stored]:
     """``stored_tensors`` of a vision tower by the names of the whole SigLIP, under which present versions of
     transformers do not save a ``SiglipVisionModel``.
     """
-    found = stored_tensors(path)
-    if any(name.startswith("vision_model.") for name in found):
-        return found
-    return {f"vision_model.{name}": stored for name, stored in found.items()}
+    tensors = stored_tensors(path)
+    if any(name.startswith("vision_model.") for name in tensors):
+        return tensors
+    return {f"vision_model.{name}": stored for name, stored in tensors.items()}
 
 
 def check_here(path: Path, *, where: str = "model.pretrained") -> None:
@@ -164,8 +164,8 @@ def stated_sizes(part: str, path: Path, keys: Iterable[str]) -> dict[str, Any]:
         check_fixed(config, {"hidden_act": "gelu_pytorch_tanh"}, path)
     else:
         rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-        stated = {**config, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
-        check_fixed(stated, {"hidden_act": "silu", "use_sliding_window": False, "rope_type": "default"}, path)
+        values = {**config, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+        check_fixed(values, {"hidden_act": "silu", "use_sliding_window": False, "rope_type": "default"}, path)
     flat = {**(config.get("rope_parameters") or {}), **config}
     return {key: flat[key] for key in keys if key in flat}
 
@@ -209,7 +209,7 @@ class InitialWeights:
         self._made: tuple[str, Tensor] | None = None
 
     def kinds(self) -> Iterable[str]:
-        return [kind for kind, found in self._shapes.items() if found]
+        return [kind for kind, shapes in self._shapes.items() if shapes]
 
     def names(self, kind: str) -> Iterable[str]:
         return self._shapes[kind]
@@ -222,10 +222,10 @@ class InitialWeights:
         held = stored.numel if stored else 0
         if stored and stop <= held:
             return stored.flat(start, stop)
-        drawn = self._draw(name, self._shapes[kind][name])[max(start, held) : stop]
+        initial = self._draw(name, self._shapes[kind][name])[max(start, held) : stop]
         if stored and start < held:
-            return torch.cat([stored.flat(start, held).to(drawn), drawn])
-        return drawn
+            return torch.cat([stored.flat(start, held).to(initial), initial])
+        return initial
 
     @torch.no_grad()
     def _draw(self, name: str, shape: Sequence[int]) -> Tensor:
@@ -237,21 +237,21 @@ class InitialWeights:
         return self._made[1]
 
 
-def contradictions(given: Mapping[str, Any], stated: Mapping[str, Any], where: str = "model") -> list[str]:
+def contradictions(of_config: Mapping[str, Any], of_files: Mapping[str, Any], where: str = "model") -> list[str]:
     """A text for each key of the section ``where`` that has another value than the files of ``pretrained`` state.
 
     A larger vocabulary is none: it may grow.
     """
-    found: list[str] = []
-    for key, value in given.items():
-        own = stated.get(key)
+    texts: list[str] = []
+    for key, value in of_config.items():
+        own = of_files.get(key)
         if isinstance(value, Mapping) and isinstance(own, Mapping):
-            found += contradictions(value, own, f"{where}.{key}")
+            texts += contradictions(value, own, f"{where}.{key}")
         elif value is None or own is None or (key == "vocab_size" and value >= own):
             continue
         elif (list(value) if isinstance(value, tuple) else value) != own:
-            found.append(f"{where}.{key} is {value!r}, and the files have {own!r}")
-    return found
+            texts.append(f"{where}.{key} is {value!r}, and the files have {own!r}")
+    return texts
 
 
 def match(model: nn.Module, source: Pretrained, *, contradicted: Sequence[str] = ()) -> dict[str, Stored]:
@@ -265,16 +265,16 @@ def match(model: nn.Module, source: Pretrained, *, contradicted: Sequence[str] =
     """
     stored = by_first_name(source.tensors, tied_names(model))
     own = {name: tuple(tensor.shape) for name, tensor in _named_tensors(model).items()}
-    found = misfit({name: tensor.shape for name, tensor in stored.items()}, own)
+    differences = misfit({name: tensor.shape for name, tensor in stored.items()}, own)
     grown = [
         name
-        for name, (was, now) in found.reshaped.items()
+        for name, (was, now) in differences.reshaped.items()
         if re.search(source.may_grow, name) and was[1:] == now[1:] and was < now
     ]
     wrong = Misfit(
-        missing=[name for name in found.missing if not re.search(source.may_lack, name)],
-        unexpected=[name for name in found.unexpected if not re.search(source.may_leave, name)],
-        reshaped={name: shapes for name, shapes in found.reshaped.items() if name not in grown},
+        missing=[name for name in differences.missing if not re.search(source.may_lack, name)],
+        unexpected=[name for name in differences.unexpected if not re.search(source.may_leave, name)],
+        reshaped={name: shapes for name, shapes in differences.reshaped.items() if name not in grown},
     )
     if wrong and contradicted:
         raise ConfigError(
@@ -283,8 +283,8 @@ def match(model: nn.Module, source: Pretrained, *, contradicted: Sequence[str] =
         )
     refuse_misfit(source.where, wrong)
     for what, names in (
-        ("not used", found.unexpected),
-        ("initialised", found.missing),
+        ("not used", differences.unexpected),
+        ("initialised", differences.missing),
         ("more rows than stored", grown),
     ):
         if names:

@@ -320,12 +320,12 @@ def test_a_metric_that_fails_is_a_warning_and_the_run_goes_on(tmp_path: Path) ->
 
 
 def test_answers_that_cannot_be_generated_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unigen_ds.families.decoder_lm import inference
+    from unigen_ds.inference import answers
 
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(inference, "continue_prompts", fails)
+    monkeypatch.setattr(answers, "continue_prompts", fails)
     text_run(tmp_path, evaluating("ExactMatch", "Perplexity"), updates=2).train()
     (line,) = evaluations(tmp_path)
     assert "val/exact_match" not in line and line["val/perplexity"] > 1
@@ -393,7 +393,8 @@ def test_a_family_without_inference_is_refused_at_the_start(tmp_path: Path) -> N
     loader = {"split": 0.3, "batch_size": 2}
     hook = evaluating("ExactMatch")
     with pytest.raises(ConfigError, match=r"exact_match.*has no inference"):
-        Runner.from_cfg(regression_config(tmp_path / "run", custom_hooks=[hook], val_dataloader=loader)).train()
+        changes = {"model__type": "SilentNetwork", "custom_hooks": [hook], "val_dataloader": loader}
+        Runner.from_cfg(regression_config(tmp_path / "run", **changes)).train()
 
 
 # --- previews of validation records -----------------------------------------------------------------------------------

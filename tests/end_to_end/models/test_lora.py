@@ -25,7 +25,7 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.families.decoder_lm.model import DecoderLM
-from unigen_ds.families.decoder_lm.published import write_directory
+from unigen_ds.families.decoder_lm.published import as_transformers
 from unigen_ds.models.quantized import QuantizedLinear
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.publish import export_checkpoint
@@ -49,7 +49,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A published directory with random weights."""
     out = tmp_path_factory.mktemp("lora") / "base"
     torch.manual_seed(3)
-    write_directory(DecoderLM(llm=LLM), out, tokenizer=WordTokenizer(words=WORDS))
+    tokenizer = WordTokenizer(words=WORDS)
+    as_transformers(DecoderLM(llm=LLM), tokenizer=tokenizer, dtype=torch.float32).save_pretrained(out)
+    tokenizer.save_pretrained(str(out))
     return out
 
 

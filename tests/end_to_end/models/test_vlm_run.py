@@ -23,7 +23,7 @@ from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.images.transforms import ImageTransform
 from unigen_ds.data.records.turn import Turn
 from unigen_ds.evaluation.generation import own_prompt
-from unigen_ds.families.nanovlm.inference import answer
+from unigen_ds.families.nanovlm.family import ChatInferencer
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import vlm_arguments
 from unigen_ds.runner import Runner
@@ -91,9 +91,10 @@ def test_it_learns_to_name_pictures_and_goes_on_where_it_stopped(data, tmp_path)
     runner.train()
     straight = losses(tmp_path / "straight")
     assert straight[max(straight)] < 0.1 * straight[1]
-    shown = [[Turn("user", "image", str(data / f"{name}.png")), Turn("user", "text", "?")] for name in NAMES]
-    asked = [*shown, [Turn("user", "text", "hi")]]
-    assert answer(runner.backend.model, runner.processor, asked, max_new_tokens=8) == [*NAMES, "yo"]
+    inferencer = ChatInferencer(runner.backend.model, runner.processor)
+    for name in NAMES:
+        assert inferencer.unified_generate("?", images=data / f"{name}.png", max_length=8).text == name
+    assert inferencer.unified_generate("hi", max_length=8).text == "yo"
     Runner.from_cfg(config(data, tmp_path / "cut"), max_updates=11).train()
     Runner.from_cfg(config(data, tmp_path / "cut", resume=True), max_updates=24).train()
     assert losses(tmp_path / "cut") == {update: loss for update, loss in straight.items() if update <= 24}
@@ -125,18 +126,6 @@ def test_a_larger_vocabulary_begins_with_that_of_a_published_directory(data, tmp
     grown = runner.backend.model.language_model.lm_head.weight
     assert torch.equal(grown[:-3], old) and grown[-3:].equal(old.double().mean(0).float().expand(3, -1))
     assert grown is runner.backend.model.language_model.model.embed_tokens.weight
-
-
-@pytest.mark.parametrize("key", ["vit_transform", "text_dropout"])
-def test_settings_of_another_model_are_refused(data, tmp_path, key) -> None:
-    value = 0.1 if key == "text_dropout" else {"type": "ImageTransform", "max_size": 8, "min_size": 8, "stride": 4}
-    with pytest.raises(ConfigError, match=key):
-        Runner.from_cfg(config(data, tmp_path / "x", **{f"processor__{key}": value}))
-
-
-def test_a_vocabulary_that_is_too_small_is_refused(data, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="vocab_size"):
-        Runner.from_cfg(config(data, tmp_path / "x", model__llm__vocab_size=50))
 
 
 @TRANSFORMS.register_module(force=True)

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.end_to_end.own_parts.own_family import Regression, Regressor
+from tests.plugin.family import Rows, RowsNetwork
 from unigen_ds import FAMILIES, MODELS, Pretrained, PublishedFormat, new_directory, stored_tensors
 
-NAMES = {"body.0": "inner", "body.1": "norm", "heads": "outer"}
+NAMES = {"layers.0.0": "in", "layers.0.1": "norm1", "layers.1.0": "inner", "layers.1.1": "norm2", "head": "outer"}
 """Ours -> theirs."""
 WEIGHTS = "points.tensors"
 
@@ -47,18 +47,18 @@ class PointsDirectory(PublishedFormat):
         for name, tensor in model.state_dict().items():
             layer, _, kind = name.rpartition(".")
             tensors[f"{NAMES[layer]}.{kind}"] = (tensor.t() if tensor.ndim == 2 else tensor).contiguous()
-        sizes = {"num_features": model.body[0].in_features, "width": model.body[0].out_features}
+        config = {"type": "PublishedNetwork", **model.arguments()}
         with new_directory(out) as folder:
-            (folder / "points.json").write_text(json.dumps({"type": "PublishedRegressor", **sizes}), encoding="utf-8")
+            (folder / "points.json").write_text(json.dumps(config), encoding="utf-8")
             save_file(tensors, folder / WEIGHTS)
 
 
 @MODELS.register_module()
-class PublishedRegressor(Regressor):
+class PublishedNetwork(RowsNetwork):
     pass
 
 
 @FAMILIES.register_module()
-class PublishedRegression(Regression):
-    model = PublishedRegressor
+class PublishedRows(Rows):
+    model = PublishedNetwork
     published = (PointsDirectory(),)

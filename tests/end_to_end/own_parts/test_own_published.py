@@ -18,7 +18,8 @@ from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model
 from unigen_ds.system.files import DIGESTS
 
-OWN = {"custom_imports": {"imports": ["tests.end_to_end.own_parts.own_published"]}, "model__type": "PublishedRegressor"}
+MODULES = ["tests.plugin", "tests.end_to_end.own_parts.own_published"]
+OWN = {"custom_imports": {"imports": MODULES}, "model__type": "PublishedNetwork"}
 STILL = {"optim_wrapper__optimizer": {"type": "AdamW", "lr": 0.0}, "randomness__seed": 5}
 
 
@@ -44,9 +45,9 @@ def test_a_run_begins_with_its_weights(named: str, published: Path, tmp_path: Pa
     expected, found = state(published.parent / "run"), dict(run.backend.model.state_dict())
     assert expected.keys() == found.keys()
     weights = {name for name in expected if "running" not in name and "num_batches" not in name}
-    assert "heads.weight" in weights
+    assert "head.weight" in weights
     assert [name for name in sorted(weights) if not torch.equal(expected[name], found[name])] == []
-    assert found["body.1.num_batches_tracked"] == expected["body.1.num_batches_tracked"] + 2
+    assert found["layers.0.1.num_batches_tracked"] == expected["layers.0.1.num_batches_tracked"] + 2
     report = json.loads((tmp_path / "run" / "load_report.json").read_text())
     assert not any(report[kind] for kind in ("missing", "unexpected", "reshaped", "renamed"))
     log = (tmp_path / "run" / "train.log").read_text().splitlines()
@@ -62,6 +63,6 @@ def test_the_tools_read_it_too(published: Path, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused_before_the_log_claims_that_it_is_loaded(published: Path, tmp_path: Path) -> None:
     run = Runner.from_cfg(config(tmp_path / "run", load_from=str(published), model__width=4, **OWN), max_updates=1)
-    with pytest.raises(CheckpointError, match=r"of another shape: body\.0\.weight was \[8, 3\] and is \[4, 3\]"):
+    with pytest.raises(CheckpointError, match=r"of another shape: layers\.0\.0\.weight was \[16, 3\] and is \[4, 3\]"):
         run.train()
     assert "Loaded weights only" not in (tmp_path / "run" / "train.log").read_text()

@@ -27,7 +27,7 @@ from unigen_ds.data.samples.sample import Sample
 from unigen_ds.data.text.tokenizers import ModelTokenizer
 from unigen_ds.families.auto import attention
 from unigen_ds.families.auto.family import CausalDirectory, ImagesDirectory
-from unigen_ds.families.auto.model import CausalLM, Rows, text_batch
+from unigen_ds.families.auto.model import CausalLM, text_batch
 from unigen_ds.families.directories import published_format
 from unigen_ds.models.attention import SDPAPlan
 from unigen_ds.runner.settings.tree import ModelSettings
@@ -414,12 +414,6 @@ def test_which_format_a_folder_has(folder: Path, tmp_path: Path) -> None:
     assert {names[kind] for kind in IMAGES} == {"ImagesDirectory"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
     assert published_format(tmp_path) is None
-
-
-def test_rows_and_places() -> None:
-    rows = Rows.of((2, 3), torch.device("cpu"))
-    assert rows.filled(torch.tensor([5, 6, 7, 8, 9]), 0).tolist() == [[5, 6, 0], [7, 8, 9]]
-    assert rows.mask.tolist() == [[1, 1, 0], [1, 1, 1]] and rows.slots.tolist() == [0, 1, 3, 4, 5]
 
 
 def test_a_name_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,19 +162,6 @@ def test_losses_and_gradients(model, batch, golden, tolerance):
             assert abs(grad.norm().item() / norm - 1) < tolerance["grad_norm (relative, norms > 1e-3)"], name
 
 
-def test_packed_equals_alone(model, batch, golden, tolerance):
-    """A sample's hidden states do not change when the others of the pack are perturbed."""
-    t_L = flow.training_timesteps(batch.timesteps, model.timestep_shift)
-    noisy = flow.interpolate(_clean(model, batch, golden), batch.flow_noise, t_L)
-    base, index_of = model.hidden_states(batch, noisy, t_L)
-    first = batch.document_ids == 0
-    changed_ids = torch.where(batch.document_ids[batch.text_index] == 0, batch.text_ids, batch.text_ids.flip(0) % 7)
-    other, _ = model.hidden_states(dataclasses.replace(batch, text_ids=changed_ids), noisy, t_L)
-    atol = tolerance["out.last_hidden_state"]
-    _close(other[index_of][first], base[index_of][first], atol)
-    assert not torch.allclose(other[index_of][~first], base[index_of][~first], atol=50 * atol)
-
-
 def test_an_image_is_encoded_as_if_it_were_alone(batch, golden, tolerance):
     """The public code pads all images of a pack to the largest; here the padding does not reach the latents."""
     model, atol = UnifiedModel(pretrained=str(BAGEL), vae=BAGEL_VAE), tolerance["padded_latent"]

@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.golden_files import BAGEL, BAGEL_META, BAGEL_VAE, atol
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.families.bagel.exported import EXPORTED
 from unigen_ds.families.bagel.model import UnifiedModel
-from unigen_ds.families.bagel.published import FILES, write_published
+from unigen_ds.families.bagel.published import EXPORTED, FILES, write_published
 from unigen_ds.models.layers import sincos_2d
 from unigen_ds.models.weights import stored_tensors
 from unigen_ds.system.files import DIGESTS

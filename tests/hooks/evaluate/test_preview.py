@@ -250,5 +250,7 @@ def test_a_model_of_texts_is_shown_no_pictures(data: Path, tmp_path: Path) -> No
 
 def test_a_family_without_inference_is_refused_at_the_start(tmp_path: Path) -> None:
     hook = {"type": "PreviewHook", "prompts": ["a"]}
-    with pytest.raises(ConfigError, match="Regressor has no inference"):
-        Runner.from_cfg(regression_config(tmp_path / "run", custom_hooks=[hook]), max_updates=1).train()
+    with pytest.raises(ConfigError, match="SilentNetwork has no inference"):
+        Runner.from_cfg(
+            regression_config(tmp_path / "run", model__type="SilentNetwork", custom_hooks=[hook]), max_updates=1
+        ).train()

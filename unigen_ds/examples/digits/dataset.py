@@ -19,7 +19,7 @@ from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.images.image_files import open_image
 from unigen_ds.data.order.order import permute_many
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.examples.prepared import prepared, record
+from unigen_ds.examples.demo import prepared, record
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TRAIN_SIZE = 1500
@@ -60,10 +60,6 @@ class DigitsDataset(UnifiedGenerationDataset):
         weight: float | None = None,
         name: str | None = None,
     ) -> None:
-        if split not in ("train", "val"):
-            raise ConfigError(f"DigitsDataset.split is {split!r}", allowed="train, val")
-        if task not in _TASKS:
-            raise ConfigError(f"DigitsDataset.task is {task!r}", allowed=", ".join(_TASKS))
         self.root = folder = write_digits(Path(root))
         super().__init__(
             folder / f"{split}{_TASKS[task]}.jsonl", processor, weight=weight, name=name or f"digits_{split}"

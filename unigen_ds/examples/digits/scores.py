@@ -7,7 +7,6 @@ for word.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,14 @@ from PIL import Image
 from torch import Tensor
 
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.evaluation.sheet import Cell, contact_sheet
 from unigen_ds.examples.digits.dataset import TRAIN_SIZE, WORDS, caption, draw_prompt, read_split
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import draw, read
 
 DRAWN_PER_DIGIT = 20
-_SHOWN = 10
+_SHOWN, _SIDE = 10, 40
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ def evaluate(model: Any, processor: UnifiedProcessor, root: Path, *, flow: FlowS
         flow=flow,
         seed=seed,
     )
-    drawn = to_unit(torch.stack(pictures)[:, 0])
-    classified = classifier.predict(drawn.reshape(len(drawn), -1))
-    texts = read(model, processor, [Image.fromarray((image * 255).round().astype(np.uint8)) for image in held_images])
+    drawings = to_unit(torch.stack(pictures)[:, 0])
+    classified = classifier.predict(drawings.reshape(len(drawings), -1))
+    texts = read(model, processor, [_picture(image) for image in held_images])
     right = [text == caption(digit) for text, digit in zip(texts, held_labels.tolist(), strict=True)]
     results = {
         "prompt_accuracy": float((classified == requested).mean()),
@@ -73,9 +73,9 @@ def evaluate(model: Any, processor: UnifiedProcessor, root: Path, *, flow: FlowS
         "judge": f"sklearn SVC(gamma=0.256) on {TRAIN_SIZE} real images",
         "guidance": flow.text_scale,
         "flow_steps": flow.num_timesteps - 1,
-        "nearest_training_distance": _novelty(drawn, train_images),
+        "nearest_training_distance": _novelty(drawings, train_images),
     }
-    return Scores(results, drawn, requested, classified)
+    return Scores(results, drawings, requested, classified)
 
 
 def train_classifier(images: np.ndarray, labels: np.ndarray) -> Any:
@@ -89,12 +89,12 @@ def train_classifier(images: np.ndarray, labels: np.ndarray) -> Any:
     return SVC(gamma=0.001 * 16**2).fit(images.reshape(len(images), -1), labels)
 
 
-def _novelty(drawn: np.ndarray, real: np.ndarray) -> dict[str, float]:
+def _novelty(drawings: np.ndarray, real: np.ndarray) -> dict[str, float]:
     """Mean distance to the nearest training image, of the drawn and, for scale, of real ones to other real ones.
 
     About equal: new digits. Near zero for the drawn: copies.
     """
-    flat_drawn, flat_real = drawn.reshape(len(drawn), -1), real.reshape(len(real), -1)
+    flat_drawn, flat_real = drawings.reshape(len(drawings), -1), real.reshape(len(real), -1)
 
     def distances(a: np.ndarray) -> np.ndarray:
         squared = (a**2).sum(1)[:, None] + (flat_real**2).sum(1)[None] - 2 * a @ flat_real.T
@@ -105,34 +105,22 @@ def _novelty(drawn: np.ndarray, real: np.ndarray) -> dict[str, float]:
     return {"drawn": float(distances(flat_drawn).min(1).mean()), "real": float(among_real.min(1).mean())}
 
 
-def plot_samples(scores: Scores, root: Path, path: Path) -> None:
-    """A labelled grid: ten drawn digits of each kind beside ten real ones. Red frame: classified as another digit."""
-    from matplotlib.figure import Figure
-
+def sample_sheet(scores: Scores, root: Path) -> Image.Image:
+    """Ten drawings of each digit, each beside a real scan of it. Red frame: classified as another digit."""
     images, labels = read_split(root, "train")
-    figure = Figure(figsize=(13, 7))
-    axes = figure.subplots(10, 2 * _SHOWN + 1, gridspec_kw={"wspace": 0.1, "hspace": 0.1})
-    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.01, top=0.9)
-    for digit, row in enumerate(axes):
-        own = np.flatnonzero(scores.requested == digit)[:_SHOWN]
-        _fill(row[:_SHOWN], scores.drawn[own], wrong=scores.classified[own] != digit)
-        row[_SHOWN].axis("off")
-        row[_SHOWN].text(0.5, 0.5, WORDS[digit], ha="center", va="center", fontsize=11)
-        _fill(row[_SHOWN + 1 :], images[labels == digit][:_SHOWN], wrong=[False] * _SHOWN)
+    cells = []
+    for digit, word in enumerate(WORDS):
+        pairs = zip(np.flatnonzero(scores.requested == digit), images[labels == digit], strict=False)
+        for number, scan in [*pairs][:_SHOWN]:
+            wrong = bool(scores.classified[number] != digit)
+            cells.append(Cell([_picture(scores.drawn[number]), _picture(scan)], word, wrong))
     results = scores.results
-    figure.suptitle(
-        f"Left: drawn by the model for the digit (the classifier agrees on {results['prompt_accuracy']:.1%} of"
-        f" {results['drawn']}).   Right: real scans.\nReading {results['captioned']} held-out scans:"
-        f" {results['caption_accuracy']:.1%} right.   The classifier on real digits: {results['judge_accuracy']:.1%}.",
-        fontsize=11,
+    title = (
+        f"Drawn by the model (the classifier agrees on {results['prompt_accuracy']:.1%}), and a real scan. Of"
+        f" {results['captioned']} held-out scans {results['caption_accuracy']:.1%} are read correctly."
     )
-    figure.savefig(path, dpi=80)
+    return contact_sheet(cells, columns=_SHOWN, title=title, side=_SIDE)
 
 
-def _fill(cells: Sequence[Any], images: np.ndarray, *, wrong: Sequence[bool] | np.ndarray) -> None:
-    for cell, image, bad in zip(cells, images, wrong, strict=True):
-        cell.imshow(image, cmap="gray_r", vmin=0, vmax=1)
-        cell.set_xticks([])
-        cell.set_yticks([])
-        for spine in cell.spines.values():
-            spine.set_color("red" if bad else "lightgray")
+def _picture(image: np.ndarray) -> Image.Image:
+    return Image.fromarray((image * 255).round().astype(np.uint8))

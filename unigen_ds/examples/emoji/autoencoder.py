@@ -41,13 +41,13 @@ class CosineAutoencoder(nn.Module):
     @checked("model.vae")
     def __init__(self, *, luma: Diagonals = 7, chroma: Diagonals = 4) -> None:
         super().__init__()
-        kept = [(colour, *frequency) for colour, n in enumerate((luma, chroma, chroma)) for frequency in _lowest(n)]
-        self.latent_channels = len(kept)
+        lowest = [(colour, *frequency) for colour, n in enumerate((luma, chroma, chroma)) for frequency in _lowest(n)]
+        self.latent_channels = len(lowest)
         waves = _waves()
         colours = torch.tensor(_COLOURS, dtype=torch.float64)
-        parts = [(colours[colour], waves[row], waves[column]) for colour, row, column in kept]
+        parts = [(colours[colour], waves[row], waves[column]) for colour, row, column in lowest]
         basis = torch.stack([torch.einsum("c,h,w->chw", *each) for each in parts])
-        scale = torch.tensor([divisor(*frequency) for frequency in kept], dtype=torch.float64)[:, None, None, None]
+        scale = torch.tensor([divisor(*frequency) for frequency in lowest], dtype=torch.float64)[:, None, None, None]
         self.analysis: Tensor
         self.synthesis: Tensor
         self.register_buffer("analysis", (basis / scale).float(), persistent=False)

@@ -96,16 +96,16 @@ def edits(*, held_out: bool) -> Iterator[tuple[Variant, Variant]]:
     Held out: to the held-out look, from the plain one and from one other. Training: between all others.
     """
     for emoji in (*OBJECTS, *PEOPLE):
-        shown = [each for each in variants(held_out=False) if each.emoji == emoji]
+        trained = [each for each in variants(held_out=False) if each.emoji == emoji]
         if held_out:
             [after] = (each for each in variants(held_out=True) if each.emoji == emoji)
-            yield from ((before, after) for before in (shown[0], shown[-1]))
+            yield from ((before, after) for before in (trained[0], trained[-1]))
         else:
-            yield from ((a, b) for a in shown for b in shown if b not in (a, shown[0]))
+            yield from ((a, b) for a in trained for b in trained if b not in (a, trained[0]))
 
 
 def vocabulary() -> list[str]:
     """Every word of every prompt and answer, once, in a fixed order."""
-    asked = [text for each in variants() for text in (each.request(), each.caption())]
-    texts = [*asked, *(after.instruction() for _, after in edits(held_out=False))]
+    prompts = [text for each in variants() for text in (each.request(), each.caption())]
+    texts = [*prompts, *(after.instruction() for _, after in edits(held_out=False))]
     return list(dict.fromkeys(word for text in texts for word in text.split()))

@@ -85,9 +85,9 @@ class EmojiAccuracy(Metric):
         self._classifier = EmojiClassifier(root)
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        asked = [self._classifier.variant_of(reference) for reference in references]
-        found = [self._classifier.classify(image, one) for image, one in zip(predictions, asked, strict=True)]
-        return [[float(v.right), v.seen.emoji == v.asked.emoji, v.seen.look == v.asked.look, v.error] for v in found]
+        variants = [self._classifier.variant_of(reference) for reference in references]
+        findings = [self._classifier.classify(image, one) for image, one in zip(predictions, variants, strict=True)]
+        return [[float(v.right), v.seen.emoji == v.asked.emoji, v.seen.look == v.asked.look, v.error] for v in findings]
 
     def values(self, table: np.ndarray) -> dict[str, float]:
         names = ("right", "shape", "look", "error")

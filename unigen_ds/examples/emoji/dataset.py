@@ -16,8 +16,8 @@ from unigen_ds.config.registry import DATASETS
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.samples.processor import ConversationProcessor
+from unigen_ds.examples.demo import prepared, record
 from unigen_ds.examples.emoji.catalogue import HUES, TONES, Variant, edits, variants
-from unigen_ds.examples.prepared import prepared, record
 
 SIDE = 32
 _HUE_STEPS = 256 / 360  # Pillow's hue is a byte
@@ -60,11 +60,11 @@ def write_emoji(root: Path) -> Path:
 
 def picture(variant: Variant) -> Image.Image:
     """``[32, 32]`` in RGB, on white. Raises ``ConfigError`` where the package is not installed."""
-    drawn = _twemoji(variant)
+    image = _twemoji(variant)
     if variant.look in HUES:
-        drawn = coloured(drawn, HUES[variant.look])
-    paper = Image.new("RGBA", drawn.size, "white")
-    paper.alpha_composite(drawn)
+        image = coloured(image, HUES[variant.look])
+    paper = Image.new("RGBA", image.size, "white")
+    paper.alpha_composite(image)
     return paper.convert("RGB").resize((SIDE, SIDE), Image.Resampling.LANCZOS)
 
 

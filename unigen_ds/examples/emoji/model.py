@@ -1,4 +1,4 @@
-"""``UnifiedModel`` with another output: the clean picture instead of the velocity.
+"""The demo's own model, tokenizer and family: ``UnifiedModel`` that predicts the clean picture, not the velocity.
 
 Noise needs all numbers of a patch, a picture few of them. Li and He ("Back to Basics: Let Denoising Generative Models
 Denoise", 2025) therefore let the network predict the picture and compute the velocity from it.
@@ -10,7 +10,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from unigen_ds.config.registry import FAMILIES, MODELS
+from unigen_ds.config.registry import FAMILIES, MODELS, TOKENIZERS
+from unigen_ds.data.text.tokenizers import WordTokenizer
+from unigen_ds.examples.emoji.catalogue import vocabulary
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.base import PublishedFormat
@@ -37,3 +39,11 @@ class EmojiFamily(Bagel):
 
     model = EmojiModel
     published: ClassVar[tuple[PublishedFormat, ...]] = ()
+
+
+@TOKENIZERS.register_module()
+class EmojiTokenizer(WordTokenizer):
+    """A ``WordTokenizer`` with every word of the prompts and answers of ``EmojiDataset``."""
+
+    def __init__(self) -> None:
+        super().__init__(words=vocabulary())

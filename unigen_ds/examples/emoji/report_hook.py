@@ -1,8 +1,7 @@
-"""At the end of the emoji run: ``samples.png``, ``curves.png`` and ``results.json`` in the work dir."""
+"""At the end of the emoji run: a report about drawn, edited and read emoji."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,19 +12,15 @@ import numpy as np
 from PIL import Image
 
 from unigen_ds.config.registry import HOOKS, checked
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.generation import generate_all, trained_family
-from unigen_ds.evaluation.plots import plot_curves
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
+from unigen_ds.examples.demo import ReportHook
 from unigen_ds.examples.emoji.catalogue import Variant, edits, variants
 from unigen_ds.examples.emoji.classifier import LIMIT, EmojiClassifier, Finding
 from unigen_ds.examples.emoji.dataset import EmojiDataset, stored_picture, write_emoji
-from unigen_ds.hooks.base import Hook, Run
+from unigen_ds.hooks.base import Run
 from unigen_ds.hooks.evaluate.ema import ema_of
 from unigen_ds.system import dist
-from unigen_ds.system.files import write_atomic, write_text_atomic
-from unigen_ds.system.journals import METRICS_FILE
-from unigen_ds.system.log import logger
 
 _SIDE, _MAX_WORDS = 64, 12
 
@@ -56,7 +51,7 @@ def tasks() -> list[Task]:
 
 
 @HOOKS.register_module()
-class EmojiReportHook(Hook):
+class EmojiReportHook(ReportHook):
     """Runs once the training is complete, with the EMA weights where there are some.
 
     Args:
@@ -66,84 +61,59 @@ class EmojiReportHook(Hook):
     """
 
     name = "emoji_report"
+    dataset = EmojiDataset
+    write_files = write_emoji
 
     @checked()
     def __init__(self, *, flow: Mapping[str, Any] | None = None, seed: int = 0, root: str | None = None) -> None:
         self.given, self.flow, self.seed, self.root = dict(flow or {}), None, seed, root
 
     def before_run(self, run: Run) -> None:
-        self._root(run)  # refused now, not when the training is complete
+        super().before_run(run)
         family = trained_family(run.backend)[0]
         self.flow = family.drawing_settings(run.backend.model, self.given, where="EmojiReportHook.flow")
 
-    def _root(self, run: Run) -> Path:
-        if self.root is not None:
-            return write_emoji(Path(self.root))
-        roots = [dataset.root for dataset in run.datasets if isinstance(dataset, EmojiDataset)]
-        if not roots:
-            problem = "EmojiReportHook.root is not given, and the run has no EmojiDataset"
-            raise ConfigError(problem, remedy="root='work_dirs/data/emoji', or any folder that does not exist")
-        return roots[0]
-
-    def after_run(self, run: Run) -> None:
-        if not run.finished:
-            return
-        root, ema, asked = self._root(run), ema_of(run), tasks()
-        mine = generate_all(
+    def measure(self, run: Run, root: Path) -> tuple[dict[str, Any], Image.Image, str] | None:
+        ema, asked = ema_of(run), tasks()
+        own = generate_all(
             run.backend,
             run.processor,
             list(enumerate(asked)),
             lambda inferencer, request: self._answer(inferencer, root, *request),
             weights=lambda: ema.swapped(run) if ema else nullcontext(),
         )
-        gathered = dist.gather_to_main(mine)
+        gathered = dist.gather_to_main(own)
         if gathered is None:
-            return
+            return None
         answers = {number: answer for part in gathered for number, answer in part.items()}
-        self._write(run.work_dir, root, asked, [answers[number] for number in range(len(asked))])
+        classifier, drawings, texts = EmojiClassifier(root), list[Drawing](), list[tuple[Task, str]]()
+        for number, task in enumerate(asked):
+            answer = answers[number]
+            if isinstance(answer, str):
+                texts.append((task, answer))
+            else:
+                drawings.append(Drawing(task, answer, classifier.classify(answer, task.asked)))
+        results = {**scores(drawings, texts), "flow": vars(self.flow)}
+        summary = (
+            f"Right are {_share(results, 'draw')} emoji drawn by name, {_share(results, 'draw_new')} in a look that no"
+            f" training record has, {_share(results, 'edit_new')} edits to such a look; {_share(results, 'read_new')}"
+            " pictures of such a look are read correctly."
+        )
+        return results, samples(drawings, results, root), summary
 
     def _answer(self, inferencer: Any, root: Path, number: int, task: Task) -> str | Image.Image:
         if task.group.startswith("read"):
-            shown = [stored_picture(root, task.asked)]
-            text: str = inferencer.unified_generate("", images=shown, understand=True, max_length=_MAX_WORDS).text
-            return text
-        drawing: dict[str, Any] = {"flow": self.flow, "seed": self.seed + number}
-        if task.before is None:
-            made = inferencer.unified_generate(task.asked.request(), **drawing)
-        else:
-            shown = [stored_picture(root, task.before)]
-            made = inferencer.unified_generate(task.asked.instruction(), images=shown, **drawing)
-        image: Image.Image = made.images[0]
-        return image
-
-    def _write(self, work_dir: Path, root: Path, asked: Sequence[Task], answers: Sequence[str | Image.Image]) -> None:
-        """On rank 0."""
-        classifier = EmojiClassifier(root)
-        drawn = [
-            Drawn(task, answer, classifier.classify(answer, task.asked))
-            for task, answer in zip(asked, answers, strict=True)
-            if isinstance(answer, Image.Image)
-        ]
-        read = [(task, answer) for task, answer in zip(asked, answers, strict=True) if isinstance(answer, str)]
-        results = scores(drawn, read)
-        results["flow"] = vars(self.flow)
-        write_text_atomic(work_dir / "results.json", json.dumps(results, indent=1) + "\n")
-        sheet = samples(drawn, results, root)
-        write_atomic(work_dir / "samples.png", lambda path: sheet.save(path, format="PNG"))
-        plot_curves(work_dir / METRICS_FILE, work_dir / "curves.png")
-        logger().info(
-            "Right are %.0f %% of %d emoji drawn by name, %.0f %% of %d in a look that no training record has, %.0f %%"
-            " of %d edits to such a look; %.0f %% of %d pictures of such a look are read correctly."
-            " Pictures: %s, %s; numbers: %s.",
-            *(number for group in ("draw", "draw_new", "edit_new", "read_new") for number in _share(results, group)),
-            work_dir / "samples.png",
-            work_dir / "curves.png",
-            work_dir / "results.json",
-        )
+            image = stored_picture(root, task.asked)
+            return str(inferencer.unified_generate("", images=image, understand=True, max_length=_MAX_WORDS).text)
+        images = [] if task.before is None else [stored_picture(root, task.before)]
+        prompt = task.asked.instruction() if images else task.asked.request()
+        generated = inferencer.unified_generate(prompt, images=images, flow=self.flow, seed=self.seed + number)
+        drawing: Image.Image = generated.images[0]
+        return drawing
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Drawing:
     """A picture that the model made."""
 
     task: Task
@@ -151,54 +121,51 @@ class Drawn:
     finding: Finding
 
 
-def scores(drawn: Sequence[Drawn], read: Sequence[tuple[Task, str]]) -> dict[str, Any]:
+def scores(drawings: Sequence[Drawing], texts: Sequence[tuple[Task, str]]) -> dict[str, Any]:
     """``results.json``: for each group its accuracy and size, and of pictures what the classifier saw."""
     results: dict[str, Any] = {}
     for group in ("draw", "draw_new", "edit_new"):
-        found = [each.finding for each in drawn if each.task.group == group]
-        results[f"{group}_accuracy"] = float(np.mean([one.right for one in found]))
+        findings = [each.finding for each in drawings if each.task.group == group]
+        results[f"{group}_accuracy"] = float(np.mean([one.right for one in findings]))
         results[group] = {
-            "number": len(found),
-            "emoji": float(np.mean([one.seen.emoji == one.asked.emoji for one in found])),
-            "look": float(np.mean([one.seen.look == one.asked.look for one in found])),
-            "error": float(np.mean([one.error for one in found])),
+            "number": len(findings),
+            "emoji": float(np.mean([one.seen.emoji == one.asked.emoji for one in findings])),
+            "look": float(np.mean([one.seen.look == one.asked.look for one in findings])),
+            "error": float(np.mean([one.error for one in findings])),
         }
     for group in ("read", "read_new"):
-        right = [text == task.asked.caption() for task, text in read if task.group == group]
+        right = [text == task.asked.caption() for task, text in texts if task.group == group]
         results[f"{group}_accuracy"] = float(np.mean(right))
         results[group] = {"number": len(right)}
     results["classifier"] = f"the nearest of {len(variants())} true pictures, with an error of at most {LIMIT}"
     return results
 
 
-def _share(results: Mapping[str, Any], group: str) -> tuple[float, int]:
-    return 100 * results[f"{group}_accuracy"], results[group]["number"]
+def _share(results: Mapping[str, Any], group: str) -> str:
+    return f"{results[f'{group}_accuracy']:.0%} of {results[group]['number']}"
 
 
-def samples(drawn: Sequence[Drawn], results: Mapping[str, Any], root: Path) -> Image.Image:
+def samples(drawings: Sequence[Drawing], results: Mapping[str, Any], root: Path) -> Image.Image:
     """The sheet: what was asked, made and true; a red frame is where the classifier disagrees."""
-
-    def part(group: str, title: str, *, columns: int, every: int = 1) -> Image.Image:
-        chosen = [each for each in drawn if each.task.group == group][::every]
-        share, number = _share(results, group)
-        title = f"{title}. Right: {share:.0f} % of {number}."
-        return contact_sheet([_cell(each, root) for each in chosen], columns=columns, title=title, side=_SIDE)
-
-    parts = [
-        part("draw", "Drawn by name, beside the true picture", columns=9, every=2),
-        part("draw_new", "Drawn in a look that no training picture of this emoji has, beside the true one", columns=9),
-        part("edit_new", "Edited to such a look: before, the model's picture, the true one", columns=6, every=2),
-    ]
-    sheet = Image.new("RGB", (max(each.width for each in parts), sum(each.height for each in parts)), "white")
+    sheets = []
+    for group, title, columns, every in (
+        ("draw", "Drawn by name, beside the true picture", 9, 2),
+        ("draw_new", "Drawn in a look that no training picture of this emoji has, beside the true one", 9, 1),
+        ("edit_new", "Edited to such a look: before, the model's picture, the true one", 6, 2),
+    ):
+        cells = [_cell(each, root) for each in drawings if each.task.group == group][::every]
+        title = f"{title}. Right: {_share(results, group)}."
+        sheets.append(contact_sheet(cells, columns=columns, title=title, side=_SIDE))
+    whole = Image.new("RGB", (max(each.width for each in sheets), sum(each.height for each in sheets)), "white")
     top = 0
-    for each in parts:
-        sheet.paste(each, (0, top))
-        top += each.height
-    return sheet
+    for sheet in sheets:
+        whole.paste(sheet, (0, top))
+        top += sheet.height
+    return whole
 
 
-def _cell(made: Drawn, root: Path) -> Cell:
-    before, asked = made.task.before, made.task.asked
+def _cell(drawing: Drawing, root: Path) -> Cell:
+    before, asked = drawing.task.before, drawing.task.asked
     pictures = [] if before is None else [stored_picture(root, before)]
     text = asked.phrase if before is None else asked.instruction()
-    return Cell([*pictures, made.image, stored_picture(root, asked)], text, wrong=not made.finding.right)
+    return Cell([*pictures, drawing.image, stored_picture(root, asked)], text, wrong=not drawing.finding.right)

@@ -66,8 +66,8 @@ def has_sdpa(model: Any) -> bool:
 def _text_configs(model: Any) -> list[Any]:
     """Parts of a model may have copies of it."""
     kind = type(model.get_decoder().config)
-    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    texts = [config.get_text_config() for config in found if hasattr(config, "get_text_config")]
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    texts = [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
     return [*{id(config): config for config in texts if type(config) is kind}.values()]
 
 
@@ -101,8 +101,8 @@ def _mask(
             return Bucket(tuple(tokens.shape), is_causal=True)
         number = torch.arange(length, device=tokens.device)
         rows = number.split(max(1, _PAIRS // tokens.numel()))
-        seen = torch.cat([_seen(mask_function, tokens, some) for some in rows], 2)
-        return Bucket(tuple(tokens.shape), seen & valid[:, None, None])  # a row of padding sees the first token
+        visible = torch.cat([_seen(mask_function, tokens, some) for some in rows], 2)
+        return Bucket(tuple(tokens.shape), visible & valid[:, None, None])  # a row of padding sees the first token
 
     return plan_sdpa(lengths, torch.device(options["device"]), None, bucket)
 
@@ -110,8 +110,8 @@ def _mask(
 def _seen(rule: Rule, tokens: Tensor, rows: Tensor) -> Tensor:
     """What the rule lets some rows of each document see: ``[B, 1, rows, N]``."""
     first = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=tokens.device)
-    found = rule(first, first, tokens[:, None, rows, None], tokens[:, None, None])
-    return found.expand(len(tokens), 1, len(rows), tokens.shape[1])
+    visible = rule(first, first, tokens[:, None, rows, None], tokens[:, None, None])
+    return visible.expand(len(tokens), 1, len(rows), tokens.shape[1])
 
 
 def _attention(

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from unigen_ds.core.batch import PackedBatch, to_device
-from unigen_ds.data.images.image_files import ImageContent, UnreadableImage
 from unigen_ds.data.samples.packed import PackedBuilder
-from unigen_ds.data.samples.sample import Loaded, Split, Tally
-from unigen_ds.data.samples.splits import count_image, unreadable
+from unigen_ds.data.samples.sample import Loaded, Tally
+from unigen_ds.data.samples.splits import unreadable
+from unigen_ds.families.chat import ChatImage
 
 Inputs = Mapping[str, Tensor]
 """What an image processor makes of images, by the names of the model's arguments."""
@@ -63,40 +63,19 @@ class ModelBatch(PackedBatch):
 
 
 @dataclass(frozen=True)
-class PictureSplit(Split):
-    """An image, not yet decoded, with the tokens that the model's processor has for it."""
+class PictureSplit(ChatImage):
+    """An image with the tokens that the model's processor has for it."""
 
-    path: str
-    ids: tuple[int, ...]
     labels: tuple[int, ...]
     size: tuple[int, int]
     """(width, height) when planned."""
-    error: str = ""
-    """As of ``ImageSplit``."""
-    touched: bool = field(default=False, compare=False, repr=False)
-    content: ImageContent | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.ids)
-
-    @property
-    def num_encoded(self) -> int:
-        return 1
-
-    @property
-    def source(self) -> str:
-        return self.path
 
     def count(self, tally: Tally) -> None:
-        count_image(tally, self)
+        super().count(tally)
         tally.text_targets += sum(label >= 0 for label in self.labels)
 
     def load(self, processor: Any, key: tuple[object, ...] | None) -> LoadedPicture:
-        try:
-            image = processor.read_image(self.content or self.path)
-        except UnreadableImage as error:
-            raise unreadable(self.path, error.problem) from error
+        image = self.read(processor)
         if image.size != self.size:  # a file that was replaced between two readings
             raise unreadable(self.path, f"image {self.path} has {image.size} pixels, {self.size} when planned")
         return LoadedPicture(self.ids, self.labels, processor.pictures.inputs(image))
@@ -154,18 +133,18 @@ def joined(inputs: Sequence[Inputs], *, by_sample: bool) -> dict[str, Tensor]:
 
     ``by_sample``: ``[1, images, ...]``, one row for a sample; else ``[images, ...]``.
     """
-    found = {}
+    tensors = {}
     for name in inputs[0] if inputs else ():
         parts = [each[name] for each in inputs]
         along = 1 if by_sample and parts[0].ndim > 1 and len(parts[0]) == 1 else 0
         largest = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
-        filled = []
+        padded = []
         for part in parts:
-            wanted = [size if dim == along else largest[dim] for dim, size in enumerate(part.shape)]
-            missing = [right - size for size, right in zip(part.shape, wanted, strict=True)]
-            filled.append(F.pad(part, [n for size in reversed(missing) for n in (0, size)]) if any(missing) else part)
-        found[name] = torch.cat(filled, along)
-    return found
+            shape = [size if dim == along else largest[dim] for dim, size in enumerate(part.shape)]
+            missing = [right - size for size, right in zip(part.shape, shape, strict=True)]
+            padded.append(F.pad(part, [n for size in reversed(missing) for n in (0, size)]) if any(missing) else part)
+        tensors[name] = torch.cat(padded, along)
+    return tensors
 
 
 class Rows:

@@ -26,30 +26,30 @@ class Cost:
         head = model.get_output_embeddings()
         self._text = model.config.get_text_config()
         self._layers = [unit for unit in units if unit in decoder]
-        seen = {module: name for name, module in model.named_modules() if module not in decoder and module is not head}
-        self._patches = next((m for m in seen if hasattr(m, "kernel_size") and hasattr(m, "in_channels")), None)
-        pooling = {module for module, name in seen.items() if ".head" in name}
-        self._tower = [u for u in units if u in seen and u not in pooling and self._patches not in set(u.modules())]
+        rest = {module: name for name, module in model.named_modules() if module not in decoder and module is not head}
+        self._patches = next((m for m in rest if hasattr(m, "kernel_size") and hasattr(m, "in_channels")), None)
+        pooling = {module for module, name in rest.items() if ".head" in name}
+        self._tower = [u for u in units if u in rest and u not in pooling and self._patches not in set(u.modules())]
         inside = {module for unit in self._tower for module in unit.modules()} | pooling
-        self._between = [module for module in seen if module not in inside and _is_linear(module)]
+        self._between = [module for module in rest if module not in inside and _is_linear(module)]
         self._vision = getattr(model.config, "vision_config", None)
         self._head, self._embeddings = head, model.get_input_embeddings()
-        self._experts = [found for layer in self._layers for found in self._experts_of(layer)]
+        self._experts = [experts for layer in self._layers for experts in self._experts_of(layer)]
 
     def _experts_of(self, layer: nn.Module) -> Iterator[tuple[nn.Module, float]]:
         """Each module with experts, and the elements of those that a token is sent to."""
-        used = getattr(self._text, "num_experts_per_tok", None) or getattr(self._text, "top_k_experts", None)
+        number = getattr(self._text, "num_experts_per_tok", None) or getattr(self._text, "top_k_experts", None)
         for module in layer.modules():
             own = [p for p in module.parameters(recurse=False) if p.ndim == 3]
-            if used and own and not hasattr(module, "kernel_size"):
-                yield module, sum(p.numel() / p.shape[0] for p in own) * used
+            if number and own and not hasattr(module, "kernel_size"):
+                yield module, sum(p.numel() / p.shape[0] for p in own) * number
 
     def of(self, batch: ModelBatch) -> float:
         """Forward and backward on this micro-batch, without the image that no record has."""
         lengths = batch.document_lengths[: len(batch.document_lengths) - bool(batch.added_tokens)]
         before = trains(self._embeddings) or any(map(trains, (*self._tower, *self._between)))
         each = _in_order(self._layers, input_grad=before)
-        each += sum(2 * used * (2 + trains(module)) for module, used in self._experts)
+        each += sum(2 * numel * (2 + trains(module)) for module, numel in self._experts)
         total = each * batch.num_tokens + self._read(lengths, before=before)
         learns = before or any(map(trains, self._layers))
         total += linear_flops(self._head, input_grad=learns) * len(batch.text_target_index)
@@ -89,8 +89,8 @@ class Cost:
             side = vision.window_size // vision.patch_size
             windows = [side**2] * round(patches / side**2)
             total += attention_flops(windows, width, grad=learns) * (len(self._tower) - everywhere)
-        shown = int(batch.host["token_types"].sum())
-        return total + shown * _in_order(self._between, input_grad=learns)
+        image_tokens = int(batch.host["token_types"].sum())
+        return total + image_tokens * _in_order(self._between, input_grad=learns)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -99,8 +99,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _whole(config: Any, key: str) -> int:
     """A number of a config; 0 where it has none, or one for each layer."""
-    found = getattr(config, key, None)
-    return found if isinstance(found, int) else 0
+    number = getattr(config, key, None)
+    return number if isinstance(number, int) else 0
 
 
 def _in_order(modules: Sequence[nn.Module], *, input_grad: bool) -> float:

@@ -7,19 +7,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from unigen_ds.config.registry import FAMILIES
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.families.auto.inference import ModelInferencer
 from unigen_ds.families.auto.loading import build, read_config, read_weights
 from unigen_ds.families.auto.model import CausalLM, ImageTextToText, TransformersModel
 from unigen_ds.families.auto.processor import ModelProcessor
-from unigen_ds.families.base import ConversationFamily, Family, PublishedFormat, stated
+from unigen_ds.families.base import TRANSFORMERS_WEIGHTS, ConversationFamily, PublishedFormat, stated
 from unigen_ds.models.weights import Pretrained
 from unigen_ds.system.files import copy_files, new_directory
-
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
 
 class AutoDirectory(PublishedFormat):
@@ -52,8 +48,11 @@ class AutoDirectory(PublishedFormat):
             if source is None:
                 processor.tokenizer.save_pretrained(str(folder))
             else:
-                own = {"config.json", *(path.name for path in folder.iterdir() if path.name.endswith(_WEIGHTS))}
-                copy_files(source, folder, wanted=lambda name: name not in own and not name.endswith(_WEIGHTS))
+                copy_files(source, folder, wanted=_is_beside_the_model)
+
+
+def _is_beside_the_model(name: str) -> bool:
+    return name != "config.json" and not name.endswith(TRANSFORMERS_WEIGHTS)
 
 
 class CausalDirectory(AutoDirectory):
@@ -89,16 +88,6 @@ class _OfTransformers(ConversationFamily):
 
     processor_type = ModelProcessor
     terms: ClassVar[Mapping[str, str]] = {"text": "weight of the mean cross-entropy per text target"}
-
-    def build(self, spec: Mapping[str, Any], *, vocab_size: int | None) -> nn.Module:
-        model: Any = Family.build(self, spec, vocab_size=vocab_size)
-        if vocab_size is not None and model.vocab_size < vocab_size:
-            raise ConfigError(
-                f"the model has {model.vocab_size} rows in its vocabulary, and the tokenizer {vocab_size} tokens",
-                remedy=f"the model's own tokenizer, or model.config=dict(vocab_size={vocab_size}), with images"
-                f" model.config=dict(text_config=dict(vocab_size={vocab_size})), which draws new rows",
-            )
-        return model
 
     def inferencer(self, model: Any, processor: Any) -> ModelInferencer:
         return ModelInferencer(model, processor)

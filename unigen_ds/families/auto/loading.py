@@ -30,26 +30,26 @@ _NOT_THE_MODELS = ("transformers_version", "_name_or_path", "dtype", "torch_dtyp
 """Keys of a config that change no number, in the config and in its parts."""
 
 
-def read_config(folder: Path | None, given: Mapping[str, Any]) -> Any:
-    """transformers' config of a folder, with the keys ``given`` (also inside of its parts) over it.
+def read_config(folder: Path | None, changes: Mapping[str, Any]) -> Any:
+    """transformers' config of a folder, with ``changes`` of its keys (also inside of its parts).
 
     Raises ``ConfigError`` for a kind of model or a value that cannot work.
     """
     from transformers import CONFIG_MAPPING
 
-    stored = {"model_type": given.get("model_type")}
+    stored = {"model_type": changes.get("model_type")}
     if folder is not None:
         config = _stored_config(folder)
         stored = config.to_dict()
     kind = stored["model_type"]
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"model.config.model_type is {kind!r}", allowed="a kind of model that transformers has")
-    if given or folder is None:
-        _check_keys(given, CONFIG_MAPPING[kind], stored)
+    if changes or folder is None:
         try:
-            config = CONFIG_MAPPING[kind].from_dict(_over(stored, plain(given)))
+            config = CONFIG_MAPPING[kind].from_dict(_over(stored, plain(changes)))
         except Exception as error:  # strict dataclasses and the kind's own checks
             raise ConfigError(f"model.config: {_in_one_line(error)}") from error
+        _check_keys(changes, config, stored)
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"{folder or 'model.config'} holds quantised weights", remedy="the model's unquantised files")
     return config
@@ -85,48 +85,35 @@ _FORMER_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "dtype", "model_typ
 """That configs of transformers accept and keep under other names."""
 
 
-def _check_keys(given: Mapping[str, Any], kind: Any, stored: Mapping[str, Any], where: str = "model.config") -> None:
-    """Raise ``ConfigError`` for a key that a kind's config does not have: transformers would keep it and not use it."""
-    if set(given) >= _OF_EVERY_CONFIG:  # a whole one of ``plain_config``, perhaps of another version of transformers
+def _check_keys(
+    changes: Mapping[str, Any], config: Any, stored: Mapping[str, Any], where: str = "model.config"
+) -> None:
+    """Raise ``ConfigError`` for a key that a config's class does not have: transformers would keep it without a use."""
+    if set(changes) >= _OF_EVERY_CONFIG:  # a whole one of ``plain_config``, perhaps of another version of transformers
         return
-    known = {*_own_keys(kind), *stored, *_FORMER_KEYS}
-    inner = {name: _mapping(stored.get(name)) for name in kind.sub_configs}
-    parts = {
-        name: _kind_of(part, {**inner[name], **_mapping(given.get(name))}) for name, part in kind.sub_configs.items()
-    }
-    for key, value in given.items():
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    known = {*_own_keys(config), *stored, *_FORMER_KEYS}
+    for key, value in changes.items():
         if key not in known:
-            below = [name for name, part in parts.items() if key in {*_own_keys(part), *inner[name]}]
+            below = [name for name, part in parts.items() if key in _own_keys(part)]
             hint = (
                 f"it is a key of {' and of '.join(below)}: config=dict({below[0]}=dict({key}=...))" if below else None
             )
             raise UnknownKey(key, section=where, valid=known, hint=hint)
-        if key in parts:
-            _check_keys(_mapping(value), parts[key], inner[key], f"{where}.{key}")
+        if parts.get(key) is not None and isinstance(value, Mapping):
+            _check_keys(value, parts[key], stored.get(key) or {}, f"{where}.{key}")
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _own_keys(kind: Any) -> set[str]:
-    """Of a config's class; none of one that transformers chooses by ``model_type``."""
-    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    return {*(field.name for field in fields), *getattr(kind, "attribute_map", ())}
-
-
-def _kind_of(part: Any, values: Mapping[str, Any]) -> Any:
-    """The class of a part's config: its own, or that of its ``model_type``."""
-    from transformers import CONFIG_MAPPING
-
-    named = values.get("model_type")
-    return CONFIG_MAPPING[named] if named in CONFIG_MAPPING else part  # noqa: SIM401 - no plain mapping
+def _own_keys(config: Any) -> set[str]:
+    """Of a config's class."""
+    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    return {*(field.name for field in fields), *getattr(config, "attribute_map", ())}
 
 
 def plain_config(config: Any) -> dict[str, Any]:
     """What makes the same config by ``read_config(None, ...)``, as plain values."""
-    found: dict[str, Any] = _without(json.loads(config.to_json_string(use_diff=False)))
-    return {"model_type": config.model_type, **found}
+    values: dict[str, Any] = _without(json.loads(config.to_json_string(use_diff=False)))
+    return {"model_type": config.model_type, **values}
 
 
 def _without(value: Any) -> Any:
@@ -135,9 +122,9 @@ def _without(value: Any) -> Any:
     return value
 
 
-def _over(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _over(stored: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(stored)
-    for key, value in given.items():
+    for key, value in changes.items():
         below = stored.get(key)
         merged[key] = _over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
@@ -158,22 +145,19 @@ def build(auto: str, config: Any, *, attention: str | None, whole: bool) -> Any:
 
     cls: Any = getattr(transformers, auto)
     if type(config) not in cls._model_mapping:
-        raise ConfigError(f"{config.model_type!r} is no model of transformers' {auto}", remedy=_other(auto))
+        other = "ImageTextToText" if auto == "AutoModelForCausalLM" else "CausalLM"
+        problem = f"{config.model_type!r} is no model of transformers' {auto}"
+        raise ConfigError(problem, remedy=f"model.type={other!r}, if it is one of those")
     with torch.device("cpu"):
         try:
             if whole:
                 return cls.from_config(config, dtype=torch.float32, attn_implementation=attention)
             with _parameters_on_meta(), no_init_weights():
-                made = cls.from_config(config, dtype=torch.float32, attn_implementation=attention)
-            made.tie_weights()
-            return made
+                model = cls.from_config(config, dtype=torch.float32, attn_implementation=attention)
+            model.tie_weights()
+            return model
         except (ValueError, ImportError) as error:
             raise ConfigError(f"model: {str(error).strip().splitlines()[0]}") from error
-
-
-def _other(auto: str) -> str:
-    other = "ImageTextToText" if auto == "AutoModelForCausalLM" else "CausalLM"
-    return f"model.type={other!r}, if it is one of those"
 
 
 @contextmanager
@@ -238,19 +222,19 @@ def _renamed(tensors: Mapping[str, Stored], model: Any) -> dict[str, Stored] | N
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
-    own = {name: tensor for name, tensor in model.state_dict().items()}
+    own = model.state_dict()
     if set(tensors) <= set(own):
         return dict(tensors)
     rules = get_model_conversion_mapping(model)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
-    found: dict[str, Stored] = {}
+    renamed: dict[str, Stored] = {}
     for name, stored in tensors.items():
         ours, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         if converted is not None:
             return None
-        found[ours] = stored
-    return found
+        renamed[ours] = stored
+    return renamed
 
 
 @dataclass(frozen=True)

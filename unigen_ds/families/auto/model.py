@@ -37,16 +37,12 @@ from unigen_ds.models.losses import loss_terms, text_losses
 from unigen_ds.models.weights import PretrainedModel, check_here, contradictions, match
 from unigen_ds.system.log import logger
 
-_CHECKED_IDS = ((5, 3, 9, 4, 7), (8, 2, 6))
+_FIRST_IDS, _SECOND_IDS = (5, 3, 9, 4, 7), (8, 2, 6)
 """Two short documents, where no processor has others."""
 _OTHER_IDS = (4, 9, 2, 8, 3)
 """Instead of the first one: the second must not notice."""
-_SWAPPED = (_CHECKED_IDS[0], _OTHER_IDS)
-_TOLERANCE = {torch.float32: 1e-3}
-"""Of a hidden state's root mean square, packed against separate."""
-_LOW_TOLERANCE = 0.1
-_OF_INPUTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-"""Of a model that is given the images of another model's processor."""
+_TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.1
+"""Of a logit's root mean square, packed against separate: in fp32, and in lower precision."""
 _NO_MASK = (AttributeError, IndexError, TypeError, ValueError)
 """Of a model's own attention that is given something else than a mask."""
 
@@ -112,14 +108,13 @@ class TransformersModel(PretrainedModel):
         self.packing = packing
         self._may_change_attention = attention is None and not compile
         self._inside_documents = False
-        self._other_processor: str | None = None
         self._pair: Callable[[], tuple[ModelBatch, ModelBatch]] | None = None
         self._targets: Tensor | None = None
         causal.get_output_embeddings().register_forward_pre_hook(self._of_targets)
         self._stored = {}
         if folder is not None:
-            stated = {"config": read_config(folder, {}).to_dict()} if config else {}
-            contradicted = contradictions({"config": config or {}}, stated)
+            of_files = {"config": read_config(folder, {}).to_dict()} if config else {}
+            contradicted = contradictions({"config": config or {}}, of_files)
             self._stored = match(self, read_weights(folder, causal, auto=self.auto), contradicted=contradicted)
             if not meta:
                 self._fill()
@@ -140,16 +135,15 @@ class TransformersModel(PretrainedModel):
             kind = MASTER if name in parameters else BUFFER
             tensor.view(-1).copy_(reader.read(kind, name, 0, tensor.numel()))
 
-    @staticmethod
-    def processor_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-        """Of a data processor."""
-        return {}
-
     def use_processor(self, processor: Any) -> None:
         """Called once, with the processor of the data: packing is then checked with images, too."""
         self._pair = getattr(processor, "two_documents", None)
-        pictures = getattr(processor, "pictures", None)
-        self._other_processor = pictures.of_another(self.transformers_model.config.model_type) if pictures else None
+        pictures, kind = getattr(processor, "pictures", None), self.transformers_model.config.model_type
+        if pictures and (other := pictures.of_another(kind)):
+            logger().warning(
+                f"tokenizer.path has transformers' {other}, which is not the processor of a {kind!r}: where it fails or"
+                " learns nothing, tokenizer.path should name the directory of the same model as model.pretrained"
+            )
 
     @property
     def transformers_model(self) -> Any:
@@ -163,8 +157,8 @@ class TransformersModel(PretrainedModel):
     @property
     def max_document_tokens(self) -> int | None:
         """Tokens of a document at most: the model has no more positions. None: it does not say."""
-        found = getattr(self.transformers_model.config.get_text_config(), "max_position_embeddings", None)
-        return found if isinstance(found, int) and found > 0 else None
+        limit = getattr(self.transformers_model.config.get_text_config(), "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else None
 
     def arguments(self) -> dict[str, Any]:
         """The config as the argument of the constructor, which then needs no ``pretrained``."""
@@ -186,12 +180,12 @@ class TransformersModel(PretrainedModel):
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         names = set(self.transformers_model._no_split_modules or ())
-        found: dict[str, nn.Module] = {}
+        units: dict[str, nn.Module] = {}
         for name, module in self.named_modules():
-            inside = any(name.startswith(f"{outer}.") for outer in found)
+            inside = any(name.startswith(f"{outer}.") for outer in units)
             if not inside and (isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in names):
-                found[name] = module
-        return list(found.values())
+                units[name] = module
+        return list(units.values())
 
     def train(self, mode: bool = True) -> Self:
         self.transformers_model.training = mode
@@ -199,14 +193,14 @@ class TransformersModel(PretrainedModel):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Buffers that no file has (rotary frequencies) keep their precision where a model is cast."""
-        kept = [
+        exact = [
             (module, name, buffer)
             for module in self.modules()
             for name, buffer in module._buffers.items()
             if name in module._non_persistent_buffers_set and buffer is not None and buffer.is_floating_point()
         ]
         super()._apply(fn, recurse)
-        for module, name, buffer in kept:
+        for module, name, buffer in exact:
             now = module._buffers[name]
             if now is not None and now.dtype != buffer.dtype:
                 module._buffers[name] = buffer.to(now.device)
@@ -268,16 +262,8 @@ class TransformersModel(PretrainedModel):
 
     def _called(self, inputs: Mapping[str, Any], index: Tensor) -> Tensor:
         with self._head(index):
-            try:
-                return self.transformers_model(**inputs, use_cache=False).logits.flatten(0, 1)
-            except _OF_INPUTS as error:
-                if self._other_processor is None or isinstance(error, torch.OutOfMemoryError):
-                    raise
-                raise ConfigError(
-                    f"{type(self.transformers_model).__name__} cannot compute images of {self._other_processor}, which"
-                    f" is the processor in tokenizer.path ({str(error).strip().splitlines()[0]})",
-                    remedy="tokenizer.path names the directory of the same model as model.pretrained",
-                ) from error
+            logits: Tensor = self.transformers_model(**inputs, use_cache=False).logits
+        return logits.flatten(0, 1)
 
     @contextmanager
     def _head(self, index: Tensor) -> Iterator[None]:
@@ -288,10 +274,10 @@ class TransformersModel(PretrainedModel):
         finally:
             self._targets = None
 
-    def _of_targets(self, head: nn.Module, given: tuple[Any, ...]) -> Any:
+    def _of_targets(self, head: nn.Module, arguments: tuple[Any, ...]) -> Any:
         if self._targets is None:
             return None
-        return (given[0].flatten(0, -2)[self._targets][None], *given[1:])
+        return (arguments[0].flatten(0, -2)[self._targets][None], *arguments[1:])
 
     def _accepted(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Those that the model's own forward pass has."""
@@ -311,8 +297,8 @@ class TransformersModel(PretrainedModel):
     def _images(self, batch: ModelBatch) -> dict[str, Tensor]:
         """The model's inputs of images, in the precision of its weights."""
         dtype = self.transformers_model.get_input_embeddings().weight.dtype
-        found = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.image_inputs.items()}
-        return self._accepted(found)
+        inputs = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.image_inputs.items()}
+        return self._accepted(inputs)
 
     def _types(self, batch: ModelBatch, rows: Rows | None) -> dict[str, Tensor]:
         """Which tokens are an image's, for models that read it; ``rows``: of documents."""
@@ -342,13 +328,13 @@ class TransformersModel(PretrainedModel):
         # on the CPU, where the batch was made: the function reads numbers, and the device would be waited for
         rows = Rows.of(batch.document_lengths, torch.device("cpu"))
         accepted = inspect.signature(self._inner_positions).parameters
-        given = {
+        inputs = {
             **{name: tensor for name, tensor in batch.host.items() if name in accepted},
             "mm_token_type_ids": rows.filled(batch.host["token_types"], 0),
             "attention_mask": rows.mask,
         }
-        found, _ = self._inner_positions(rows.filled(ids, self._pad_id), **given)
-        inside = to_device(found.flatten(1)[:, rows.slots].contiguous(), flat.device)
+        positions, _ = self._inner_positions(rows.filled(ids, self._pad_id), **inputs)
+        inside = to_device(positions.flatten(1)[:, rows.slots].contiguous(), flat.device)
         return torch.cat([flat[None], inside])[:, None]
 
     def _can_pack(self, device: torch.device) -> bool:
@@ -356,29 +342,28 @@ class TransformersModel(PretrainedModel):
 
         Where its attention is SDPA, first with attention inside of each document (``attention.py``).
         """
-        model, training = self.transformers_model, self.training
-        kind, why = type(model).__name__, "its forward pass has no position_ids"
+        model, training, why = self.transformers_model, self.training, "its forward pass has no position_ids"
+        kind = type(model).__name__
         if "position_ids" in self._parameters_of_forward:
-            pair = self._pair() if self._pair else [text_batch((ids, _CHECKED_IDS[1])) for ids in _SWAPPED]
+            pair = self._pair() if self._pair else [text_batch((ids, _SECOND_IDS)) for ids in (_FIRST_IDS, _OTHER_IDS)]
             first, other = (batch.to(device) for batch in pair)
             self.eval()
             with torch.no_grad():
                 alone = self._rows(first, torch.arange(first.position_ids.numel(), device=device))
-                if self._may_change_attention and has_sdpa(model):
-                    self._attend_inside_documents(True)
+                for inside in (True, False) if self._may_change_attention and has_sdpa(model) else (False,):
+                    if inside != self._inside_documents:
+                        self._attend_inside_documents(inside)
                     if not (why := self._cannot_pack(first, other, alone)):
-                        self.train(training)
-                        logger().info(f"{kind}: documents share one row, with attention inside of each.")
-                        return True
-                    self._attend_inside_documents(False)
-                    logger().info(f"{kind}: attention inside of documents alone: {why}.")
-                why = self._cannot_pack(first, other, alone)
+                        break
+                    if inside:
+                        logger().info(f"{kind}: attention inside of documents alone: {why}.")
             self.train(training)
-        if not why:
-            logger().info(f"{kind}: documents share one row, with a mask of all pairs of its tokens.")
-            return True
-        logger().info(f"{kind}: every document is a row of its own, filled up to the longest: {why}.")
-        return False
+        if why:
+            logger().info(f"{kind}: every document is a row of its own, filled up to the longest: {why}.")
+        else:
+            how = "attention inside of each" if self._inside_documents else "a mask of all pairs of its tokens"
+            logger().info(f"{kind}: documents share one row, with {how}.")
+        return not why
 
     def _attend_inside_documents(self, on: bool) -> None:
         use_documents(self.transformers_model, on=on)
@@ -395,7 +380,7 @@ class TransformersModel(PretrainedModel):
         if not torch.equal(packed[second:], changed[second:]):
             return "a document changes the one after it"
         apart = float((packed - alone).float().abs().max() / alone.float().square().mean().sqrt())
-        if not apart <= _TOLERANCE.get(packed.dtype, _LOW_TOLERANCE):
+        if not apart <= (_TOLERANCE if packed.dtype == torch.float32 else _LOW_TOLERANCE):
             return f"packed documents differ from separate ones by {apart:.2g} of their size"
         return ""
 
@@ -428,20 +413,20 @@ def _freeze_by_name(model: nn.Module, patterns: Sequence[str]) -> None:
 
     Raises ``ConfigError`` for a pattern that cannot be read or matches nothing, and where nothing remains.
     """
-    named = [*model.named_parameters(remove_duplicate=False)]
+    parameters = [*model.named_parameters(remove_duplicate=False)]
     for number, pattern in enumerate(patterns):
         where = f"model.freeze[{number}]"
         try:
             compiled = re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"{where} {pattern!r} is no regular expression: {error}") from error
-        found = [parameter for name, parameter in named if compiled.search(name)]
-        if not found:
-            parts = dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in named)
+        matches = [parameter for name, parameter in parameters if compiled.search(name)]
+        if not matches:
+            parts = dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in parameters)
             raise ConfigError(f"{where} {pattern!r} matches no parameter", allowed=f"a part of {', '.join(parts)}")
-        for parameter in found:
+        for parameter in matches:
             parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for _, parameter in named):
+    if not any(parameter.requires_grad for _, parameter in parameters):
         raise ConfigError(f"model.freeze {[*patterns]} leaves nothing to train")
 
 
@@ -464,12 +449,12 @@ class Cached:
     def positions(self, model: TransformersModel, batch: ModelBatch) -> dict[str, Tensor]:
         """Of the tokens of ``batch``, which follow those that are cached."""
         if self._next is None:
-            found = model.positions(batch)
+            positions = model.positions(batch)
         else:
             more = torch.arange(batch.position_ids.numel(), device=batch.position_ids.device)
-            found = self._next[..., None] + more
-        self._next = found[..., -1] + 1 if found.ndim == 2 else _after(found)
-        return {"position_ids": found}
+            positions = self._next[..., None] + more
+        self._next = positions[..., -1] + 1 if positions.ndim == 2 else _after(positions)
+        return {"position_ids": positions}
 
 
 def _after(positions: Tensor) -> Tensor:

@@ -131,15 +131,15 @@ def _processor(tokenizer: ModelTokenizer) -> Any:
             notice(f"{name} is used without its {', '.join(others)}: texts and images need no more.")
         stored, _ = kind.get_processor_dict(folder)
         with _without_packages(kind):
-            made = _lenient(kind).from_args_and_dict([parts.get(part) for part in kind.get_attributes()], stored)
-    made.__class__ = kind
-    return made
+            processor = _lenient(kind).from_args_and_dict([parts.get(part) for part in kind.get_attributes()], stored)
+    processor.__class__ = kind
+    return processor
 
 
 def _class_name(files: Mapping[str, bytes]) -> str | None:
     for name in ("processor_config.json", "preprocessor_config.json"):
-        if found := json.loads(files.get(name, b"{}")).get("processor_class"):
-            return str(found)
+        if class_name := json.loads(files.get(name, b"{}")).get("processor_class"):
+            return str(class_name)
     return None
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from unigen_ds.config.registry import checked
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.image_files import ImageHeader
-from unigen_ds.data.records.turn import Turn, same_message
+from unigen_ds.data.records.turn import Turn
 from unigen_ds.data.samples.processor import is_document
 from unigen_ds.data.samples.sample import Split
 from unigen_ds.data.samples.splits import TokenSplit
@@ -88,37 +88,35 @@ class ModelProcessor(ChatProcessor):
         special = {*self.tokenizer.chat.all_special_ids, *(self.pictures.token_ids if self.pictures else ())}
         plain = [i for i in range(len(self.tokenizer)) if i not in special][:4] * 4
         image = [self.pictures.plain] if self.pictures else []
-        made = []
+        batches = []
         for words in (plain[:5], plain[1:6]):
             builder = self.builder()
             for text, at in ((words, 3), (plain[2:5], 1)):  # the images at different positions
                 begin, end = map(TokenSplit.unlearned, (text[:at], text[at:]))
                 builder.add_document([begin, *image, end])
-            made.append(builder.batch(2, (), ()))
-        return made[0], made[1]
+            batches.append(builder.batch(2, (), ()))
+        return batches[0], batches[1]
 
     def render(self, turns: Sequence[Turn], where: object, *, keep_images: bool, reply: bool) -> Chat:
-        texts, signs = [turn.value for turn in turns if turn.kind == "text"], dict[str, str]()
-        spelled = any(map(self.spells_special, texts))
-        if spelled:
-            texts, signs = self.tokenizer.special.shield(texts)
+        texts, signs, spelled = self.shielded([turn.value for turn in turns if turn.kind == "text"])
         if is_document(turns) and not reply:
-            rendered = self._document("\n".join(texts))
-            return Chat(turns, where, rendered, signs, (), spelled)
+            return Chat(turns, where, self._document("\n".join(texts)), signs, (), spelled)
         if not self.tokenizer.chat.chat_template:
             raise ConfigError(
                 f"tokenizer {self.tokenizer.name!r} has no chat template", remedy="give tokenizer.chat_template"
             )
-        self._check(turns, where)
         paths = [turn.value for turn in turns if turn.kind == "image"]
+        if paths and self.pictures is None:
+            raise DataError(f"{where}: it has an image, and the model reads texts alone", remedy="ImageTextToText")
+        messages = self.messages(turns, where)
         try:
             rendered = RenderedChat.of(
                 self.tokenizer.chat,
-                self._messages(turns, texts),
+                self._listed(messages, texts),
                 reply=reply,
                 marked=True,
                 last=self.tokenizer.learn == "last",
-                unlearned=_unlearned(turns),
+                unlearned=[number for number, message in enumerate(messages) if not message[0].learned],
             )
         except DataError as error:
             raise error.at(str(where)) from error
@@ -126,16 +124,6 @@ class ModelProcessor(ChatProcessor):
             raise DataError(f"{where}: the model's chat template refuses the conversation: {error}") from error
         rendered, images = self._with_images(rendered, paths, where, keep_images)
         return Chat(turns, where, rendered, signs, images, spelled)
-
-    def _check(self, turns: Sequence[Turn], where: object) -> None:
-        for turn in turns:
-            if turn.kind == "image" and self.pictures is None:
-                raise DataError(f"{where}: it has an image, and the model reads texts alone", remedy="ImageTextToText")
-            if turn.kind == "image" and turn.role == "assistant":
-                raise DataError(
-                    f"{where}: an image is to be generated, but this model only understands images",
-                    remedy="leave such records out, or train a UnifiedModel",
-                )
 
     def _document(self, text: str) -> RenderedChat:
         """What the tokenizer puts before a text, which predicts its first token, and the end token after it."""
@@ -145,19 +133,17 @@ class ModelProcessor(ChatProcessor):
         whole = begin * begins + text + chat.eos_token
         return RenderedChat(whole, (len(begin) * begins, len(whole)))
 
-    def _messages(self, turns: Sequence[Turn], texts: Sequence[str]) -> list[dict[str, Any]]:
-        """Neighbouring turns of a role are one message, whose parts keep their order."""
-        messages: list[dict[str, Any]] = []
-        rest, last = iter(texts), None
-        for turn in turns:
-            part = {"type": "text", "text": next(rest)} if turn.kind == "text" else {"type": "image"}
-            if last is None or not same_message(last, turn):
-                messages.append({"role": turn.role, "content": []})
-            last = turn
-            messages[-1]["content"].append(part)
-        if self.pictures is None:
-            return [{**m, "content": "\n".join(part["text"] for part in m["content"])} for m in messages]
-        return messages
+    def _listed(self, messages: Sequence[Sequence[Turn]], texts: Sequence[str]) -> list[dict[str, Any]]:
+        """Messages as chat templates read them: their parts in order, or of a model of texts one text."""
+        rest, listed = iter(texts), []
+        for message in messages:
+            content: Any = [
+                {"type": "text", "text": next(rest)} if turn.kind == "text" else {"type": "image"} for turn in message
+            ]
+            if self.pictures is None:
+                content = "\n".join(part["text"] for part in content)
+            listed.append({"role": message[0].role, "content": content})
+        return listed
 
     def _with_images(
         self, rendered: RenderedChat, paths: Sequence[str], where: object, keep: bool
@@ -190,22 +176,13 @@ class ModelProcessor(ChatProcessor):
             first = next((i for i in range(done, len(ids)) if starts[i] >= image.start), len(ids))
             done = last = next((i for i in range(first, len(ids)) if starts[i] >= image.stop), len(ids))
             header = image.header
-            yield (
-                first,
-                last,
-                PictureSplit(
-                    image.path,
-                    tuple(ids[first:last]),
-                    tuple(labels[first:last]),
-                    image.size,
-                    header.error,
-                    self.touches(header),
-                    content=header.content,
-                ),
+            split = PictureSplit(
+                image.path,
+                tuple(ids[first:last]),
+                tuple(labels[first:last]),
+                image.size,
+                error=header.error,
+                touched=self.touches(header),
+                content=header.content,
             )
-
-
-def _unlearned(turns: Sequence[Turn]) -> list[int]:
-    """Numbers of the messages of the assistant that are only read."""
-    firsts = [turn for i, turn in enumerate(turns) if not i or not same_message(turns[i - 1], turn)]
-    return [number for number, turn in enumerate(firsts) if not turn.learned]
+            yield first, last, split

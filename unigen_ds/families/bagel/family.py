@@ -11,12 +11,17 @@ from torch import Tensor
 
 from unigen_ds.config.registry import FAMILIES
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.families.bagel.exported import read_exported
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
 from unigen_ds.families.bagel.inference import InterleaveInferencer
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.processor import UnifiedProcessor
-from unigen_ds.families.bagel.published import is_published, read_pretrained, stated_configs, write_published
+from unigen_ds.families.bagel.published import (
+    is_published,
+    read_exported,
+    read_pretrained,
+    stated_configs,
+    write_published,
+)
 from unigen_ds.families.base import ConversationFamily, PublishedFormat
 from unigen_ds.models.flow import training_timesteps
 from unigen_ds.models.weights import Pretrained
@@ -52,7 +57,7 @@ class BagelDirectory(PublishedFormat):
             "model": model,
             "tokenizer": {"type": "PretrainedTokenizer", "path": str(folder)},
             "processor": {
-                name: exported.get(name) or {"type": "ImageTransform", **given} for name, given in transforms.items()
+                name: exported.get(name) or {"type": "ImageTransform", **own} for name, own in transforms.items()
             },
         }
 

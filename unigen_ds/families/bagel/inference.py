@@ -163,18 +163,18 @@ class InterleaveInferencer:
             problem = f"unified_generate got {', '.join(unused)} with understand, which draws nothing"
             raise ConfigError(problem, remedy="leave out one of the two")
         sampling = Sampling(temperature, top_p)
-        contexts, given = Contexts(), [*pictures(images), *in_order(parts)]
+        contexts, context_parts = Contexts(), [*pictures(images), *in_order(parts)]
         if think:
             self._show_prompt(contexts, THINK_THEN_ANSWER if understand else THINK_THEN_DRAW)
         of_last: Size = None
         num_shown = 0
-        for part in given:
+        for part in context_parts:
             if isinstance(part, str):
                 self._add_text(contexts, part)
                 continue
             image = self.processor.read_image(part)
-            shown = self._show_image(contexts, image, draw=not understand, noise_key=(seed, num_shown, "vae"))
-            of_last, num_shown = (shown.height, shown.width), num_shown + 1
+            resized = self._show_image(contexts, image, draw=not understand, noise_key=(seed, num_shown, "vae"))
+            of_last, num_shown = (resized.height, resized.width), num_shown + 1
         size = size or of_last
         if prompt or not (understand or parts):  # a picture alone may be read, as in training
             self._add_text(contexts, prompt)
@@ -190,15 +190,15 @@ class InterleaveInferencer:
             self.extend_text(contexts.full, self.processor.tokenizer.encode(text))
         return Generated(text, [self._drawn(contexts, options)])
 
-    def _flow(self, given: Any) -> FlowSettings:
+    def _flow(self, flow: Any) -> FlowSettings:
         """How a picture is drawn, from the argument ``flow``."""
         where = "unified_generate.flow"
-        if isinstance(given, FlowSettings):
-            check_arguments(FlowSettings, vars(given), where=where)
-            return given
-        if not isinstance(given, Mapping | None):
-            raise ConfigError(f"{where} is {given!r}", allowed="FlowSettings, a mapping with fields of it, or None")
-        return flow_for(self.model, given, where=where)
+        if isinstance(flow, FlowSettings):
+            check_arguments(FlowSettings, vars(flow), where=where)
+            return flow
+        if not isinstance(flow, Mapping | None):
+            raise ConfigError(f"{where} is {flow!r}", allowed="FlowSettings, a mapping with fields of it, or None")
+        return flow_for(self.model, flow, where=where)
 
     @torch.no_grad()
     def complete(
@@ -392,11 +392,11 @@ class InterleaveInferencer:
     ) -> Tensor:
         """Euler steps from noise to latent patches ``[L, C]``."""
         template = noise_image(self.processor, grid)
-        seen = (contexts.full, contexts.without_text, contexts.without_image)
-        batches = [self._pack(context, template) for context in seen]
+        own = (contexts.full, contexts.without_text, contexts.without_image)
+        batches = [self._pack(context, template) for context in own]
 
         def velocity(which: int, x_LC: Tensor, t: float) -> Tensor:
-            attend = seen[which].cache.attend(causal=False, keep=False)
+            attend = own[which].cache.attend(causal=False, keep=False)
             v_LC: Tensor = self.model.velocity(batches[which], x_LC, t, attend=attend)
             return v_LC
 

@@ -27,11 +27,11 @@ from unigen_ds.config.registry import AUTOENCODERS, MODELS, build, checked
 from unigen_ds.config.section import Of
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.families.bagel.exported import read_exported
 from unigen_ds.families.bagel.published import (
     VIT_SELECT_LAYER,
     UnifiedSizes,
     model_sizes,
+    read_exported,
     read_pretrained,
     with_copied_experts,
 )
@@ -216,15 +216,15 @@ class UnifiedModel(PretrainedModel):
         if copy_init_moe and not pretrained:
             raise ConfigError("model.copy_init_moe has no effect without model.pretrained")
         source = read_pretrained(pretrained, vit_select_layer=vit_select_layer) if pretrained else None
-        given: dict[str, Any] = {
+        of_config: dict[str, Any] = {
             "latent_patch_size": latent_patch_size,
             "max_latent_size": max_latent_size,
             "vit_max_patches_per_side": vit_max_patches_per_side,
         }
-        found = source.sizes if source is not None else {}
-        self.vit_select_layer: int = found.get("vit_select_layer", vit_select_layer or VIT_SELECT_LAYER)
-        given |= {"llm": llm, "vit": vit, "vae": vae}
-        self.sizes = sizes = model_sizes(source, given)
+        of_files = source.sizes if source is not None else {}
+        self.vit_select_layer: int = of_files.get("vit_select_layer", vit_select_layer or VIT_SELECT_LAYER)
+        of_config |= {"llm": llm, "vit": vit, "vae": vae}
+        self.sizes = sizes = model_sizes(source, of_config)
         config, vit = sizes["llm"], sizes["vit"]
         if config["vocab_size"] is None:
             raise ConfigError("model.llm.vocab_size is not given", remedy="the tokenizer's number of tokens, or more")
@@ -250,7 +250,7 @@ class UnifiedModel(PretrainedModel):
         self.latent_pos_embed = PositionTable(self.max_latent_size, width)
         if source is not None and copy_init_moe:
             source = with_copied_experts(source, self.state_dict(keep_vars=True))
-        self.start_from(source, contradicted=contradictions(given, found))
+        self.start_from(source, contradicted=contradictions(of_config, of_files))
         self.freeze((*freeze, "vae"))
         quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing
@@ -385,16 +385,16 @@ class UnifiedModel(PretrainedModel):
     def flops(self, batch: PackedBatch) -> float:
         """Floating point operations of forward and backward on this micro-batch (``flops.py``)."""
         cost, backbone, vit = self._row_flops, self.language_model.model, self.sizes["vit"]
-        seen = attention_flops(batch.vit_lengths, vit["hidden_size"], grad=trains(self.vit_model))
-        read = attention_flops(batch.document_lengths, self.sizes["llm"]["hidden_size"], grad=True)
+        image_attention = attention_flops(batch.vit_lengths, vit["hidden_size"], grad=trains(self.vit_model))
+        text_attention = attention_flops(batch.document_lengths, self.sizes["llm"]["hidden_size"], grad=True)
         return (
             cost["patch"] * batch.vit_index.numel()
             + cost["latent"] * batch.latent_index.numel()
             + cost["token"] * batch.num_tokens
             + cost["text_target"] * batch.text_target_index.numel()
             + cost["image_target"] * batch.image_target_index.numel()
-            + seen * vit["num_hidden_layers"]
-            + read * len(backbone.layers)
+            + image_attention * vit["num_hidden_layers"]
+            + text_attention * len(backbone.layers)
             + sum(self._encode_flops(channels=batch.vae_images.shape[1], grid=grid) for grid in batch.latent_shapes)
         )
 

@@ -25,7 +25,7 @@ from unigen_ds.config.values import Number
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.fitting import first_names
 from unigen_ds.core.json_values import stored_object
-from unigen_ds.families.bagel.exported import EXPORTED, read_exported, write_exported
+from unigen_ds.families.base import published_folder
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.settings import LanguageSizes, VisionSizes
 from unigen_ds.models.weights import (
@@ -37,13 +37,16 @@ from unigen_ds.models.weights import (
     stored_tensors,
     vision_tensors,
 )
-from unigen_ds.system.files import copy_files, new_directory
 from unigen_ds.system.log import logger
 from unigen_ds.system.outputs import save_safetensors
 
 LLM_CONFIG, VIT_CONFIG, WEIGHTS, VAE_WEIGHTS = FILES = (
     "llm_config.json", "vit_config.json", "ema.safetensors", "ae.safetensors"
 )  # fmt: skip
+EXPORTED = "unigen_ds.json"
+"""What the published format cannot hold: the autoencoder's arguments, the sizes of the image transforms, the
+``timestep_shift`` of the training, and another ``vit_select_layer`` than BAGEL's."""
+_TRANSFORM = ("max_size", "min_size", "stride", "mode")
 _PREFIX = {"llm": "language_model.", "vit": "vit_model.", "vae": "vae."}
 _LLM_KEYS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -77,6 +80,29 @@ class UnifiedSizes(LanguageSizes):
         return self
 
 
+def read_exported(folder: Path) -> dict[str, Any]:
+    """The values of ``EXPORTED``; nothing in a directory that was not exported here. Raises ``ConfigError``."""
+    path = folder / EXPORTED
+    if not path.is_file():
+        return {}
+    values = read_json(path)
+    if not isinstance(values.get("timestep_shift", 1.0), int | float) or not isinstance(values.get("vae", {}), dict):
+        raise ConfigError(f"{path} is damaged", allowed="an object with vae (an object) and timestep_shift (a number)")
+    return values
+
+
+def _exported(model: Any, processor: Any) -> dict[str, Any]:
+    """The values of ``EXPORTED`` for a ``UnifiedModel`` and its processor (None: its transforms are the family's)."""
+    values: dict[str, Any] = {"vae": dict(model.sizes["vae"]), "timestep_shift": model.timestep_shift}
+    if "vit_select_layer" in model.arguments():
+        values["vit_select_layer"] = model.vit_select_layer
+    for name in ("vit_transform", "vae_transform"):
+        transform = getattr(processor, name, None)
+        if type(transform).__name__ == "ImageTransform":
+            values[name] = {"type": "ImageTransform", **{key: getattr(transform, key) for key in _TRANSFORM}}
+    return values
+
+
 def is_published(directory: Path) -> bool:
     """Whether it has BAGEL's files; one exported here may lack those of an autoencoder without weights."""
     *others, vae = FILES
@@ -84,17 +110,17 @@ def is_published(directory: Path) -> bool:
     return all((directory / name).is_file() for name in others) and has_vae
 
 
-def read_pretrained(given: str | Mapping[str, str], *, vit_select_layer: int | None = None) -> Pretrained:
-    """``given``: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of some of the three.
+def read_pretrained(pretrained: str | Mapping[str, str], *, vit_select_layer: int | None = None) -> Pretrained:
+    """``pretrained``: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of some of the three.
 
     ``vit_select_layer``: the layer of the vision tower that is read, counted from its end; None: as exported, or
     BAGEL's. Weights of the layers after it are not read.
 
     Raises ``ConfigError`` or ``CheckpointError`` naming the file that is not as it must be.
     """
-    if isinstance(given, Mapping):
-        return _open_parts(given, vit_select_layer or VIT_SELECT_LAYER)
-    directory = Path(given)
+    if isinstance(pretrained, Mapping):
+        return _open_parts(pretrained, vit_select_layer or VIT_SELECT_LAYER)
+    directory = Path(pretrained)
     _check_bagel(directory)
     weights, exported = stored_tensors(directory / WEIGHTS), read_exported(directory)
     select = vit_select_layer or exported.get("vit_select_layer", VIT_SELECT_LAYER)
@@ -107,8 +133,8 @@ def read_pretrained(given: str | Mapping[str, str], *, vit_select_layer: int | N
         "vae": {**(_vae_sizes(vae, directory / VAE_WEIGHTS) if is_flux else {}), **exported.get("vae", {})},
     }
     if "vae2llm.weight" in weights:
-        stated = {**sizes["vae"].get("config", {}), **sizes["vae"]}
-        channels = stated.get("latent_channels") or stated.get("channels", 1)
+        vae_sizes = {**sizes["vae"].get("config", {}), **sizes["vae"]}
+        channels = vae_sizes.get("latent_channels") or vae_sizes.get("channels", 1)
         sizes["latent_patch_size"] = math.isqrt(weights["vae2llm.weight"].shape[1] // channels)
     if "latent_pos_embed.pos_embed" in weights:
         sizes["max_latent_size"] = math.isqrt(weights["latent_pos_embed.pos_embed"].shape[0])
@@ -139,32 +165,32 @@ def stated_configs(directory: Path) -> dict[str, dict[str, Any]]:
 def _unread_layers(weights: Iterable[str], number: int) -> str:
     """Pattern of the weights of the vision tower after its first ``number`` layers."""
     layers = r"vit_model\.vision_model\.encoder\.layers\."
-    stored = {int(found[1]) for name in weights if (found := re.match(rf"{layers}(\d+)\.", name))}
+    stored = {int(match[1]) for name in weights if (match := re.match(rf"{layers}(\d+)\.", name))}
     return rf"^{layers}({'|'.join(str(each) for each in sorted(stored) if each >= number) or '$^'})\."
 
 
-def _open_parts(given: Mapping[str, str], select: int) -> Pretrained:
-    if not given or set(given) - set(_PREFIX):
-        raise ConfigError(f"model.pretrained is {dict(given)}", allowed="a directory, or dict(llm=, vit=, vae=)")
+def _open_parts(paths: Mapping[str, str], select: int) -> Pretrained:
+    if not paths or set(paths) - set(_PREFIX):
+        raise ConfigError(f"model.pretrained is {dict(paths)}", allowed="a directory, or dict(llm=, vit=, vae=)")
     sizes: dict[str, Any] = {"vit_select_layer": select}
     tensors: dict[str, Stored] = {}
-    for part, path in given.items():
+    for part, path in paths.items():
         source = Path(path)
         if part == "vae":
             file = source / VAE_WEIGHTS if source.is_dir() else source
-            found = _below(_PREFIX[part], file)
-            sizes[part] = _vae_sizes(found, file)
+            of_part = _below(_PREFIX[part], file)
+            sizes[part] = _vae_sizes(of_part, file)
         else:
-            found = _below(_PREFIX[part], source, read=vision_tensors if part == "vit" else stored_tensors)
+            of_part = _below(_PREFIX[part], source, read=vision_tensors if part == "vit" else stored_tensors)
             sizes[part] = _sizes(part, source / "config.json", select)
-            embedding = found.get(_PREFIX["llm"] + "model.embed_tokens.weight")
+            embedding = of_part.get(_PREFIX["llm"] + "model.embed_tokens.weight")
             if part == "llm" and embedding is not None:  # a tied head is not stored
-                found.setdefault(_PREFIX["llm"] + "lm_head.weight", embedding)
-        tensors |= found
-    begun = "|".join(re.escape(_PREFIX[part]) for part in given)
+                of_part.setdefault(_PREFIX["llm"] + "lm_head.weight", embedding)
+        tensors |= of_part
+    begun = "|".join(re.escape(_PREFIX[part]) for part in paths)
     may_lack = rf"^(?!{begun})|_moe_gen|\.[qk]_norm\."
     return Pretrained(
-        str(dict(given)), sizes, tensors, may_lack, r"^vit_model\.(?!vision_model\.(embed|post))|inv_freq"
+        str(dict(paths)), sizes, tensors, may_lack, r"^vit_model\.(?!vision_model\.(embed|post))|inv_freq"
     )
 
 
@@ -200,14 +226,14 @@ def _vae_sizes(tensors: Mapping[str, Stored], path: Path) -> dict[str, Any]:
     }
 
 
-def model_sizes(source: Pretrained | None, given: Mapping[str, Any]) -> dict[str, Any]:
+def model_sizes(source: Pretrained | None, of_config: Mapping[str, Any]) -> dict[str, Any]:
     """``llm``, ``vit``, ``vae``, ``latent_patch_size``, ``max_latent_size`` and ``vit_max_patches_per_side``: as given,
     else as in the files, else the default.
     """
-    found = source.sizes if source else {}
+    of_files = source.sizes if source else {}
     sizes: dict[str, Any] = {}
     for part in _PREFIX:
-        own, read = given.get(part) or {}, found.get(part, {})
+        own, read = of_config.get(part) or {}, of_files.get(part, {})
         same_kind = own.get("type", read.get("type")) == read.get("type")
         sizes[part] = {**(read if same_kind else {}), **own}
         if not sizes[part]:
@@ -216,8 +242,8 @@ def model_sizes(source: Pretrained | None, given: Mapping[str, Any]) -> dict[str
     sizes["vit"] = VisionSizes.filled(sizes["vit"], where="model.vit")
     learned = sizes["vit"]["image_size"] // sizes["vit"]["patch_size"]
     for key, default in {**_DEFAULTS, "vit_max_patches_per_side": learned}.items():
-        own = given.get(key)
-        sizes[key] = found.get(key, default) if own is None else own
+        own = of_config.get(key)
+        sizes[key] = of_files.get(key, default) if own is None else own
     if sizes["vit_max_patches_per_side"] > learned:
         raise ConfigError(
             f"vit_max_patches_per_side is {sizes['vit_max_patches_per_side']}",
@@ -253,27 +279,26 @@ def write_published(
         state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
     vae = {name.removeprefix(_PREFIX["vae"]): t for name, t in state.items() if name.startswith(_PREFIX["vae"])}
     rest = {name: tensor for name, tensor in state.items() if not name.startswith(_PREFIX["vae"])}
+    texts = {EXPORTED: _exported(model, processor)}
     configs = _configs(model.sizes, model.vit_select_layer)
-    if source is not None:
+    if source is None:
+        texts |= configs
+    else:
         _check_source(source, configs)
-    with new_directory(out) as staging:
-        for name, config in configs.items():
-            (staging / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if source is not None:
-            copy_files(source, staging, wanted=lambda name: name not in (WEIGHTS, VAE_WEIGHTS, EXPORTED))
-        elif processor is not None:
-            processor.tokenizer.save_pretrained(str(staging))
+    tokenizer = getattr(processor, "tokenizer", None)
+    with published_folder(out, tokenizer, source, without=(WEIGHTS, VAE_WEIGHTS, EXPORTED)) as folder:
+        for name, values in texts.items():
+            (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         for file, tensors in ((WEIGHTS, rest), (VAE_WEIGHTS, vae)):
             if tensors:  # PixelAutoencoder has none
-                save_safetensors(staging / file, tensors, {"format": "pt"})
-        write_exported(staging, model, processor)
+                save_safetensors(folder / file, tensors, {"format": "pt"})
 
 
 def _check_source(source: Path, configs: Mapping[str, Mapping[str, Any]]) -> None:
     for file, config in configs.items():
-        stated = read_json(source / file)
+        stored = read_json(source / file)
         other = [
-            f"{key} {stated[key]}, not {value}" for key, value in config.items() if stated.get(key, value) != value
+            f"{key} {stored[key]}, not {value}" for key, value in config.items() if stored.get(key, value) != value
         ]
         if other:
             raise ConfigError(f"{source / file} is of another model: {', '.join(other)}")

@@ -108,22 +108,22 @@ def read(
 ) -> list[str]:
     """The model's greedy text for each image."""
     device = device_of(model)
-    seen = [vit_image(processor, image) for image in images]
-    written: list[list[int]] = [[] for _ in images]
+    pictures = [vit_image(processor, image) for image in images]
+    texts: list[list[int]] = [[] for _ in images]
     open_ones = list(range(len(images)))
     for _ in range(max_new_tokens):
         documents: list[list[Loaded]] = [
-            [seen[i], TokenSplit.unlearned([processor.tokenizer.bos_id, *written[i]])] for i in open_ones
+            [pictures[i], TokenSplit.unlearned([processor.tokenizer.bos_id, *texts[i]])] for i in open_ones
         ]
         batch = pack_documents(documents, processor).to(device)
         latents_LC = batch.flow_noise  # no latent in these documents: an empty tensor of the right width
         chosen = model.next_token_logits(batch, latents_LC).argmax(-1).tolist()
         for i, token in zip(open_ones, chosen, strict=True):
-            written[i].append(token)
-        open_ones = [i for i in open_ones if written[i][-1] != processor.tokenizer.eos_id]
+            texts[i].append(token)
+        open_ones = [i for i in open_ones if texts[i][-1] != processor.tokenizer.eos_id]
         if not open_ones:
             break
-    return [processor.tokenizer.decode(ids) for ids in written]
+    return [processor.tokenizer.decode(ids) for ids in texts]
 
 
 def vit_image(processor: UnifiedProcessor, image: Image.Image | Tensor) -> LoadedImage:

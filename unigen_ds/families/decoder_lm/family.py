@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,12 +11,12 @@ import torch
 from unigen_ds.config.registry import FAMILIES
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.data.samples.processor import Processor
+from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.families.bagel.processor import UnifiedProcessor
-from unigen_ds.families.base import ConversationFamily, PublishedFormat, stated
-from unigen_ds.families.decoder_lm.inference import TextInferencer
+from unigen_ds.families.base import TRANSFORMERS_WEIGHTS, ConversationFamily, PublishedFormat, published_folder, stated
 from unigen_ds.families.decoder_lm.model import DecoderLM
-from unigen_ds.families.decoder_lm.published import write_directory
-from unigen_ds.families.decoder_lm.settings import MODEL_TYPES
+from unigen_ds.families.decoder_lm.published import MODEL_TYPES, as_transformers
+from unigen_ds.inference.answers import PackedInferencer
 from unigen_ds.models.weights import read_json
 
 _OF_IMAGES = ("vit_transform", "vae_transform", "augment", "vit_augment", "vit_dropout", "vae_dropout")
@@ -55,9 +55,20 @@ class TransformersDirectory(PublishedFormat):
     def write(
         self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
     ) -> None:
-        write_directory(
-            model, out, tokenizer=processor.tokenizer, source=source, dtype=dtype, max_shard_size=max_shard_size
-        )
+        causal = as_transformers(model, tokenizer=processor.tokenizer, dtype=dtype)
+        with published_folder(out, processor.tokenizer, source, without=TRANSFORMERS_WEIGHTS) as folder:
+            causal.save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+class TextInferencer(PackedInferencer):
+    """A ``DecoderLM``: its answer is the continuation of the prompt."""
+
+    reads_images = False
+    limits = "this model continues a text, and does nothing else"
+
+    def prompt(self, text: str, images: Sequence[Path]) -> list[TokenSplit]:
+        tokenizer = self.processor.tokenizer
+        return [TokenSplit.unlearned([tokenizer.bos_id, *tokenizer.encode(text)])]
 
 
 @FAMILIES.register_module()

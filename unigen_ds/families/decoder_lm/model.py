@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from unigen_ds.config.registry import MODELS, checked
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import DataError
-from unigen_ds.families.decoder_lm.published import plain_config, read_pretrained, transformers_config
-from unigen_ds.families.decoder_lm.settings import DecoderSizes
+from unigen_ds.families.decoder_lm.published import DecoderSizes, plain_config, read_pretrained, transformers_config
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.losses import loss_terms, text_losses
@@ -82,11 +81,6 @@ class DecoderLM(PretrainedModel):
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
             if compile:
                 layer.compile()
-
-    @staticmethod
-    def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-        """Of a data processor: text has none."""
-        return {}
 
     def arguments(self) -> dict[str, Any]:
         """The sizes as arguments of the constructor, which then needs no ``pretrained``."""
@@ -202,12 +196,12 @@ def _dropout(module: nn.Module, inputs: Any, output: Tensor, *, p: float) -> Ten
     return F.dropout(output, p, module.training)
 
 
-def _rotary(made: Any) -> Any:
+def _rotary(module: Any) -> Any:
     """transformers' rotary module, whose frequencies are no buffers: those would be left empty on the meta device, and
     an engine that casts a model to bf16 would round them.
     """
     with torch.device("cpu"):
-        rotary = type(made)(made.config)
+        rotary = type(module)(module.config)
     for name, buffer in list(rotary.named_buffers()):
         delattr(rotary, name)
         setattr(rotary, name, buffer.clone())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,8 +12,7 @@ from unigen_ds.config.registry import FAMILIES
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.data.images.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, MAX_TILES_PER_SIDE, TILE_TOKENS, Tiling, tile_token
-from unigen_ds.families.base import ConversationFamily, PublishedFormat, stated
-from unigen_ds.families.nanovlm.inference import ChatInferencer
+from unigen_ds.families.base import ConversationFamily, PublishedFormat, published_folder, stated
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.families.nanovlm.published import (
@@ -25,8 +23,8 @@ from unigen_ds.families.nanovlm.published import (
     stored_weights,
     vlm_arguments,
 )
-from unigen_ds.models.weights import Pretrained
-from unigen_ds.system.files import copy_files, new_directory
+from unigen_ds.inference.answers import PackedInferencer
+from unigen_ds.models.weights import Pretrained, read_json
 
 _CHAT = ("lm_tokenizer", "lm_chat_template", "max_img_size")
 """Keys of nanoVLM since its models read tiles in a chat."""
@@ -72,20 +70,13 @@ class NanoVLMDirectory(PublishedFormat):
     def write(
         self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
     ) -> None:
-        model = model.to(dtype)
-        if source is None:
-            config = _config(model, processor)
-        else:
-            try:
-                config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"--source {source}: config.json cannot be read: {error}") from error
-        with new_directory(out) as folder:
-            if source is None:
-                processor.tokenizer.chat.save_pretrained(folder)
-            else:
-                copy_files(source, folder, wanted=lambda name: name != "model.safetensors")
-            save_nanovlm(model, folder, config=config)
+        config = _config(model, processor) if source is None else read_json(source / CONFIG)
+        with published_folder(out, processor.tokenizer.chat, source, without=(WEIGHTS,)) as folder:
+            save_nanovlm(model.to(dtype), folder, config=config)
+
+
+class ChatInferencer(PackedInferencer):
+    """A ``VLM``: its answer is the assistant's next message."""
 
 
 @FAMILIES.register_module()

@@ -22,6 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from unigen_ds.config.registry import MODELS, checked
+from unigen_ds.config.section import Section
 from unigen_ds.config.values import Number
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
@@ -39,16 +40,21 @@ _INIT_STD = 0.02
 SMOLLM2_VOCABULARY = 49152 + EXTRA_TOKENS
 
 
+def _default(section: type[Section], name: str, default: int) -> Any:
+    """The field of a section, which has a least value, with a default."""
+    field = section.model_fields[name]
+    [limit] = field.metadata
+    return Field(default=default, ge=limit.ge, description=field.description)
+
+
 class LlamaSizes(LanguageSizes):
     """Under Llama's names; what is left out is SmolLM2-360M's."""
 
-    hidden_size: int = Field(default=960, ge=1, description="width; a multiple of `num_attention_heads`")
-    intermediate_size: int = Field(default=2560, ge=1, description="inner width of the feed-forward part of a layer")
-    num_hidden_layers: int = Field(default=32, ge=0, description="number of layers")
-    num_attention_heads: int = Field(default=15, ge=1, description="attention heads of a layer")
-    num_key_value_heads: int = Field(
-        default=5, ge=1, description="heads of keys and values; a divisor of `num_attention_heads`"
-    )
+    hidden_size: int = _default(LanguageSizes, "hidden_size", 960)
+    intermediate_size: int = _default(LanguageSizes, "intermediate_size", 2560)
+    num_hidden_layers: int = _default(LanguageSizes, "num_hidden_layers", 32)
+    num_attention_heads: int = _default(LanguageSizes, "num_attention_heads", 15)
+    num_key_value_heads: int = _default(LanguageSizes, "num_key_value_heads", 5)
     vocab_size: int | None = Field(
         default=None,
         ge=1,
@@ -66,17 +72,17 @@ class LlamaSizes(LanguageSizes):
 class SiglipSizes(VisionSizes):
     """Under SigLIP's names; what is left out is SigLIP2-base-patch16-512's."""
 
-    hidden_size: int = Field(default=768, ge=1, description="width; a multiple of `num_attention_heads`")
-    intermediate_size: int = Field(default=3072, ge=1, description="inner width of the feed-forward part of a layer")
-    num_hidden_layers: int = Field(default=12, ge=0, description="number of layers")
-    num_attention_heads: int = Field(default=12, ge=1, description="attention heads of a layer")
+    hidden_size: int = _default(VisionSizes, "hidden_size", 768)
+    intermediate_size: int = _default(VisionSizes, "intermediate_size", 3072)
+    num_hidden_layers: int = _default(VisionSizes, "num_hidden_layers", 12)
+    num_attention_heads: int = _default(VisionSizes, "num_attention_heads", 12)
     image_size: int = Field(
         default=512,
         ge=1,
         description="side of a tile in pixels: an image is split into tiles; a multiple of"
         " `patch_size * pixel_shuffle_factor`",
     )
-    patch_size: int = Field(default=16, ge=1, description="side of a patch in pixels")
+    patch_size: int = _default(VisionSizes, "patch_size", 16)
 
 
 class PixelShuffleConnector(nn.Module):
@@ -130,8 +136,8 @@ class VLM(PretrainedModel):
     ) -> None:
         super().__init__()
         source = read_pretrained(pretrained) if pretrained else None
-        given = {"llm": llm, "vit": vit, "pixel_shuffle_factor": pixel_shuffle_factor}
-        self.llm_config, self.vit_config, pixel_shuffle_factor = _sizes(source, given)
+        of_config = {"llm": llm, "vit": vit, "pixel_shuffle_factor": pixel_shuffle_factor}
+        self.llm_config, self.vit_config, pixel_shuffle_factor = _sizes(source, of_config)
         side = _check(self.vit_config, pixel_shuffle_factor)
         self.vocab_size = self.llm_config["vocab_size"]
         self.patches_per_tile = side * side
@@ -140,7 +146,7 @@ class VLM(PretrainedModel):
             self.vit_config["hidden_size"], self.llm_config["hidden_size"], side=side, factor=pixel_shuffle_factor
         )
         self.language_model = LlamaLM(self.llm_config)
-        self.start_from(source, contradicted=contradictions(given, source.sizes) if source else ())
+        self.start_from(source, contradicted=contradictions(of_config, source.sizes) if source else ())
         self.freeze(freeze)
         quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing
@@ -173,6 +179,11 @@ class VLM(PretrainedModel):
     def parts(self) -> dict[str, nn.Module]:
         return {"vit": self.vision_model, "llm": self.language_model, "connector": self.connector}
 
+    @property
+    def squeezes_beyond(self) -> int:
+        """Tokens of a document beyond which all of its positions are scaled, by its length."""
+        return int(self.llm_config["max_position_embeddings"])
+
     def forward(self, batch: PackedBatch) -> LossTerms:
         """The sum of the cross-entropy over the text targets of one micro-batch."""
         logits = self.language_model.lm_head(self._hidden_states(batch)[batch.text_target_index])
@@ -200,8 +211,8 @@ class VLM(PretrainedModel):
                 f"images of {sorted(set(batch.vit_lengths))} patches", allowed=f"tiles of {self.patches_per_tile}"
             )
         text = self.language_model.model.embed_tokens(batch.text_ids)
-        seen = self.vision_model(batch.vit_patches.to(text.dtype), batch.vit_position_ids, batch.vit_lengths)
-        image = self.connector(seen)
+        patches = self.vision_model(batch.vit_patches.to(text.dtype), batch.vit_position_ids, batch.vit_lengths)
+        image = self.connector(patches)
         if len(image) != batch.vit_index.numel():
             raise DataError(
                 f"{batch.vit_index.numel()} image positions for {len(image)} image tokens",
@@ -217,15 +228,15 @@ class VLM(PretrainedModel):
     def flops(self, batch: PackedBatch) -> float:
         """Floating point operations of forward and backward on this micro-batch (``flops.py``)."""
         cost, llm, vit = self._row_flops, self.llm_config, self.vit_config
-        seen = attention_flops(batch.vit_lengths, vit["hidden_size"], grad=trains(self.vision_model))
-        read = attention_flops(batch.document_lengths, llm["hidden_size"], grad=True)
+        image_attention = attention_flops(batch.vit_lengths, vit["hidden_size"], grad=trains(self.vision_model))
+        text_attention = attention_flops(batch.document_lengths, llm["hidden_size"], grad=True)
         return (
             cost["patch"] * len(batch.vit_patches)
             + cost["image_token"] * batch.vit_index.numel()
             + cost["token"] * batch.num_tokens
             + cost["target"] * batch.text_target_index.numel()
-            + seen * vit["num_hidden_layers"]
-            + read * llm["num_hidden_layers"]
+            + image_attention * vit["num_hidden_layers"]
+            + text_attention * llm["num_hidden_layers"]
         )
 
     @cached_property
@@ -239,15 +250,15 @@ class VLM(PretrainedModel):
         }
 
 
-def _sizes(source: Pretrained | None, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
+def _sizes(source: Pretrained | None, of_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Sizes of the language model and of the vision tower, and the factor: as given, else as in the files."""
-    found = source.sizes if source else {}
-    llm = LlamaSizes.filled({**found.get("llm", {}), **(given.get("llm") or {})}, where="model.llm")
+    of_files = source.sizes if source else {}
+    llm = LlamaSizes.filled({**of_files.get("llm", {}), **(of_config.get("llm") or {})}, where="model.llm")
     if llm["vocab_size"] is None:
         llm["vocab_size"] = SMOLLM2_VOCABULARY
-    vit = SiglipSizes.filled({**found.get("vit", {}), **(given.get("vit") or {})}, where="model.vit")
-    factor = given.get("pixel_shuffle_factor")
-    return llm, vit, found.get("pixel_shuffle_factor", 4) if factor is None else factor
+    vit = SiglipSizes.filled({**of_files.get("vit", {}), **(of_config.get("vit") or {})}, where="model.vit")
+    factor = of_config.get("pixel_shuffle_factor")
+    return llm, vit, of_files.get("pixel_shuffle_factor", 4) if factor is None else factor
 
 
 def _check(vit: Mapping[str, Any], factor: int) -> int:

@@ -8,36 +8,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from unigen_ds.config.registry import checked
 from unigen_ds.core.batch import CAUSAL
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.augment import Augment
-from unigen_ds.data.images.image_files import ImageContent, ImageHeader, UnreadableImage
+from unigen_ds.data.images.image_files import ImageHeader, UnreadableImage
 from unigen_ds.data.images.tiles import Tiling, TransformTiling, image_string, num_tiles, split_tiles
 from unigen_ds.data.images.transforms import ImageTransform, patchify
-from unigen_ds.data.records.turn import Turn, same_message
+from unigen_ds.data.records.turn import Turn
 from unigen_ds.data.samples.packed import PackedBuilder
-from unigen_ds.data.samples.sample import Split, Tally
-from unigen_ds.data.samples.splits import ImageKind, ImageSplit, augmented, count_image, unreadable
+from unigen_ds.data.samples.sample import Split
+from unigen_ds.data.samples.splits import ImageKind, ImageSplit, augmented, unreadable
 from unigen_ds.data.text.chat import RenderedChat
 from unigen_ds.data.text.tokenizers import ChatTokenizer
-from unigen_ds.families.chat import Chat, ChatProcessor
-
-
-@dataclass
-class _Message:
-    role: str
-    texts: list[str] = field(default_factory=list)
-    images: list[str] = field(default_factory=list)
-    learned: bool = True
-
+from unigen_ds.families.chat import Chat, ChatImage, ChatProcessor
 
 _PlannedImage = tuple[str, int, ImageHeader]
 """Path, tiles and header."""
@@ -120,22 +109,21 @@ class VLMProcessor(ChatProcessor):
         )
 
     def render(self, turns: Sequence[Turn], where: object, *, keep_images: bool, reply: bool) -> Chat:
-        messages, images, found = [], list[_PlannedImage](), _messages(turns, where)
-        texts, signs = ["\n".join(message.texts) for message in found], dict[str, str]()
-        spelled = any(map(self.spells_special, texts))
-        if spelled:
-            texts, signs = self.tokenizer.special.shield(texts)
-        for message, text in zip(found, texts, strict=True):
+        messages = self.messages(turns, where)
+        joined = ["\n".join(turn.value for turn in turns if turn.kind == "text") for turns in messages]
+        texts, signs, spelled = self.shielded(joined)
+        rendered, images = [], list[_PlannedImage]()
+        for message, text in zip(messages, texts, strict=True):
             grids = []
-            for path in message.images:
+            for path in (turn.value for turn in message if turn.kind == "image"):
                 header = self.header(path, keep=keep_images)
                 grids.append(self.tiling.grid(*header.size) if header.size else (1, 1))
                 images.append((path, num_tiles(grids[-1]), header))
             content = image_string(grids, tokens_per_tile=self.tokens_per_tile) + text
-            messages.append({"role": message.role, "content": content})
-        unlearned = [number for number, message in enumerate(found) if not message.learned]
-        rendered = RenderedChat.of(self.tokenizer.chat, messages, reply=reply, unlearned=unlearned)
-        return Chat(turns, where, rendered, signs, images, spelled)
+            rendered.append({"role": message[0].role, "content": content})
+        unlearned = [number for number, message in enumerate(messages) if not message[0].learned]
+        chat = RenderedChat.of(self.tokenizer.chat, rendered, reply=reply, unlearned=unlearned)
+        return Chat(turns, where, chat, signs, images, spelled)
 
     def image_splits(
         self, chat: Chat, ids: Sequence[int], starts: Sequence[int], labels: Sequence[int]
@@ -145,81 +133,33 @@ class VLMProcessor(ChatProcessor):
         indices = [index for index, token in enumerate(ids) if token == image_id]
         if len(indices) != self.tokens_per_tile * sum(number for _, number, _ in chat.images):
             raise DataError(f"{chat.where}: the chat template drops or repeats text of a message")
-        used = 0
+        done = 0
         for path, number, header in chat.images:
-            first, last = indices[used] - 1, indices[used + number * self.tokens_per_tile - 1] + 1
-            used += number * self.tokens_per_tile
-            own, touched = tuple(ids[first:last]), self.touches(header)
-            yield first, last, TiledSplit(path, own, image_id, number, header.error, touched, content=header.content)
-
-
-def _messages(turns: Sequence[Turn], where: object) -> list[_Message]:
-    """Neighbouring turns of a role are one message."""
-    messages: list[_Message] = []
-    last: Turn | None = None
-    for turn in turns:
-        if turn.role == "assistant" and turn.kind == "image":
-            raise DataError(
-                f"{where}: an image is to be generated, but this model only understands images",
-                remedy="for records of an image and its text, captions='understand' of the data set: the text is then"
-                " learned from the image; leave other ones out, or train a UnifiedModel",
-            )
-        if last is None or not same_message(last, turn):
-            messages.append(_Message(turn.role, learned=turn.learned))
-        last = turn
-        (messages[-1].texts if turn.kind == "text" else messages[-1].images).append(turn.value)
-    return messages
+            first, last = indices[done] - 1, indices[done + number * self.tokens_per_tile - 1] + 1
+            done += number * self.tokens_per_tile
+            state = {"error": header.error, "touched": self.touches(header), "content": header.content}
+            yield first, last, TiledSplit(path, tuple(ids[first:last]), image_id, number, **state)
 
 
 # An image of a vision-language model, split into tiles, with a token before each. Causal, as text is.
 
 
-class TileProcessor(Protocol):
-    """What a tiled image needs of the processor that it is loaded for."""
-
-    tiling: Tiling | TransformTiling
-    augment: Sequence[Augment]
-    vit_augment: Sequence[Augment]
-    vit_patch_size: int
-
-    def read_image(self, image: str | ImageContent) -> Image.Image: ...
-
-
 @dataclass(frozen=True)
-class TiledSplit(Split):
-    """An image split into tiles (``tiles.Tiling``), not yet decoded, with all that is between the tiles."""
+class TiledSplit(ChatImage):
+    """An image split into tiles (``tiles.Tiling``), with all that is between the tiles."""
 
-    path: str
-    ids: tuple[int, ...]
-    """Token ids; ``image_id`` at each index of a tile's token, tile by tile."""
     image_id: int
+    """Is in ``ids`` at each index of a tile's token, tile by tile."""
     num_tiles: int
-    error: str = ""
-    """As of ``ImageSplit``."""
-    touched: bool = field(default=False, compare=False, repr=False)
-    """As of ``ImageSplit``."""
-    content: ImageContent | None = field(default=None, compare=False, repr=False)
-    """As of ``ImageSplit``."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.ids)
-
-    def count(self, tally: Tally) -> None:
-        count_image(tally, self)
 
     @property
     def num_encoded(self) -> int:
         return self.num_tiles
 
-    @property
-    def source(self) -> str:
-        return self.path
-
-    def load(self, processor: TileProcessor, key: tuple[object, ...] | None) -> LoadedTiles:
-        tile = processor.tiling.tile_size
+    def load(self, processor: VLMProcessor, key: tuple[object, ...] | None) -> LoadedTiles:
+        tiling, image = processor.tiling, self.read(processor)
+        tile = tiling.tile_size
         try:
-            image, tiling = processor.read_image(self.content or self.path), processor.tiling
             grid, pixels = tiling.grid(*image.size), tiling.pixels(image)
         except UnreadableImage as error:
             raise unreadable(self.path, error.problem) from error
@@ -230,7 +170,7 @@ class TiledSplit(Split):
                 f"image {self.path} has {pixels.shape[1]} x {pixels.shape[2]} pixels and {num_tiles(grid)} tiles,"
                 f" {self.num_tiles} when planned",
             )
-        pixels = augmented(pixels, processor.augment, processor.vit_augment, key, lowest=processor.tiling.lowest)
+        pixels = augmented(pixels, processor.augment, processor.vit_augment, key, lowest=tiling.lowest)
         tiles = split_tiles(pixels, tile)
         return LoadedTiles(self, torch.cat([patchify(each, processor.vit_patch_size) for each in tiles]))
 

@@ -99,31 +99,31 @@ def nanovlm_sizes(model: Any) -> dict[str, Any]:
     return {**sizes, **_FIXED, "mp_pixel_shuffle_factor": model.connector.factor}
 
 
-def read_pretrained(given: str | Mapping[str, str]) -> Pretrained:
-    """``given``: nanoVLM's directory, or ``dict(vit=..., llm=...)`` of a SigLIP and a Llama-type directory.
+def read_pretrained(pretrained: str | Mapping[str, str]) -> Pretrained:
+    """``pretrained``: nanoVLM's directory, or ``dict(vit=..., llm=...)`` of a SigLIP and a Llama-type directory.
 
     Raises ``ConfigError`` or ``CheckpointError`` naming the file that is not as it must be.
     """
-    if isinstance(given, Mapping):
-        return _open_parts(given)
-    directory = Path(given)
+    if isinstance(pretrained, Mapping):
+        return _open_parts(pretrained)
+    directory = Path(pretrained)
     sizes = vlm_arguments(read_json(directory / CONFIG))
     return Pretrained(str(directory), sizes, stored_nanovlm(directory / WEIGHTS))
 
 
 def stored_weights(directory: Path) -> Pretrained:
     """``read_pretrained`` of nanoVLM's directory; of tied embeddings the one stored serves both names."""
-    found = read_pretrained(str(directory))
+    weights = read_pretrained(str(directory))
     embedding, head = TIED
-    if embedding in found.tensors:
-        return found
-    tensors = {embedding if name == head else name: stored for name, stored in found.tensors.items()}
-    return replace(found, tensors=tensors, tied={head: embedding})
+    if embedding in weights.tensors:
+        return weights
+    tensors = {embedding if name == head else name: stored for name, stored in weights.tensors.items()}
+    return replace(weights, tensors=tensors, tied={head: embedding})
 
 
 def stored_nanovlm(path: Path) -> dict[str, Stored]:
     """The tensors of nanoVLM's ``model.safetensors`` by our names."""
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for theirs, stored in stored_tensors(path).items():
         if theirs == _FREQUENCIES:
             continue
@@ -132,28 +132,28 @@ def stored_nanovlm(path: Path) -> dict[str, Stored]:
             rows = shape[0] // 3
             for at, letter in enumerate("qkv"):
                 part = replace(stored, shape=(rows, *shape[1:]), first_row=at * rows)
-                found[name.replace("qkv_proj", f"{letter}_proj")] = part
+                tensors[name.replace("qkv_proj", f"{letter}_proj")] = part
         elif name.endswith("position_embedding.weight"):
-            found[name] = replace(stored, shape=shape[1:], changed=lambda table: table[0])
+            tensors[name] = replace(stored, shape=shape[1:], changed=lambda table: table[0])
         else:
-            found[name] = stored
-    return found
+            tensors[name] = stored
+    return tensors
 
 
-def _open_parts(given: Mapping[str, str]) -> Pretrained:
-    if not given or set(given) - set(_PART_PREFIX):
-        raise ConfigError(f"model.pretrained is {dict(given)}", allowed="a directory, or dict(vit=, llm=)")
+def _open_parts(paths: Mapping[str, str]) -> Pretrained:
+    if not paths or set(paths) - set(_PART_PREFIX):
+        raise ConfigError(f"model.pretrained is {dict(paths)}", allowed="a directory, or dict(vit=, llm=)")
     sizes: dict[str, Any] = {}
     tensors: dict[str, Stored] = {}
-    for part, path in given.items():
+    for part, path in paths.items():
         sizes[part] = stated_sizes(part, Path(path) / CONFIG, _VIT if part == "vit" else _LLM)
         read = vision_tensors if part == "vit" else stored_tensors
         tensors |= {_PART_PREFIX[part] + key: stored for key, stored in read(Path(path)).items()}
     if "vocab_size" in sizes.get("llm", {}):
         sizes["llm"]["vocab_size"] += EXTRA_TOKENS
-    begun = "|".join(re.escape(_PART_NAME[part]) for part in given)
+    begun = "|".join(re.escape(_PART_NAME[part]) for part in paths)
     return Pretrained(
-        str(dict(given)),
+        str(dict(paths)),
         sizes,
         tensors,
         may_lack=rf"^(?!{begun})",

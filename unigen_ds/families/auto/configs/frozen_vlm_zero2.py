@@ -8,30 +8,15 @@ in ``custom_imports``: docs/extending.md.
     deepspeed --num_gpus 2 tools/train.py frozen_vlm_zero2 --cfg-options train_dataloader.dataset.data_path=my.jsonl
 """
 
-batch_size, accumulative_counts, max_epochs, warmup_ratio = 64, 2, 8, 0.03
+_base_ = "llava_zero2.py"
+batch_size, accumulative_counts, seq_length, max_epochs, warmup_ratio = 64, 2, 1024, 8, 0.03
 save_steps, save_total_limit = 100, 1
-_pretrained = "llava-hf/llava-1.5-7b-hf"
 
-model = dict(
-    type="ImageTextToText",
-    pretrained=_pretrained,
-    freeze=["vision_tower", "language_model", "lm_head"],
-    activation_checkpointing=True,  # the projector's gradient comes through all frozen layers
-)
-tokenizer = dict(type="ModelTokenizer", path=_pretrained)
-train_dataloader = dict(
-    batch_size=batch_size,
-    num_workers=4,
-    seq_length=1024,
-    overflow="truncate",
-    dataset=dict(type="UnifiedGenerationDataset", data_path="train.jsonl", index_workers=4),
-)
+model = dict(freeze=["vision_tower", "language_model", "lm_head"])
+train_dataloader = dict(batch_size=batch_size, seq_length=seq_length)
 val_dataloader = dict(split=0.01)
 optim_wrapper = dict(
-    optimizer=dict(type="AdamW", lr=1e-4, betas=(0.9, 0.999), weight_decay=0.01),
-    accumulative_counts=accumulative_counts,
-    clip_grad=dict(max_norm=1.0),
-    precision="bf16",
+    optimizer=dict(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.01), accumulative_counts=accumulative_counts
 )
 param_scheduler = [
     dict(
@@ -52,9 +37,5 @@ param_scheduler = [
     ),
 ]
 train_cfg = dict(max_epochs=max_epochs)
-backend = dict(type="deepspeed", config="zero2")
-default_hooks = dict(
-    logger=dict(type="LoggerHook", interval=10),
-    checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=save_steps, max_keep_ckpts=save_total_limit),
-)
+default_hooks = dict(checkpoint=dict(interval=save_steps, max_keep_ckpts=save_total_limit))
 work_dir = "work_dirs/frozen_vlm_zero2"

@@ -1,0 +1,100 @@
+"""What the demos share: files in the format of a user's own data, and a report when a training is complete."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from PIL import Image
+
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.evaluation.plots import plot_curves
+from unigen_ds.hooks.base import Hook, Run
+from unigen_ds.system.files import new_directory, write_atomic, write_text_atomic
+from unigen_ds.system.journals import METRICS_FILE
+from unigen_ds.system.log import logger
+
+_MARKER = "complete"
+
+
+def prepared(root: Path, write: Callable[[Path], None], *, note: str, argument: str) -> Path:
+    """Call ``write`` with a folder that becomes ``root``, unless ``root`` is there; returns ``root``.
+
+    The folder appears complete or not at all, and where several processes start together the first one succeeds.
+    ``note``: the content of the file that marks a complete one. Raises ``ConfigError`` that names ``argument`` where
+    ``root`` holds something else, or files with another note.
+    """
+    marker = root / _MARKER
+    if not marker.exists():
+        try:
+            with new_directory(root) as folder:
+                write(folder)
+                (folder / _MARKER).write_text(f"{note}\n", encoding="utf-8")
+        except (ConfigError, CheckpointError) as error:
+            if not marker.exists():  # else another process was first
+                remedy = "name a folder that does not exist"
+                raise ConfigError(f"{argument} {root} cannot be written: {error}", remedy=remedy) from error
+    stored = marker.read_text(encoding="utf-8").strip()
+    if stored != note:
+        raise ConfigError(
+            f"{argument} {root} holds the files of another version ({stored}; this one has {note})",
+            remedy="delete the folder, or name one that does not exist",
+        )
+    return root
+
+
+def record(*turns: tuple[Literal["user", "assistant"], Literal["text", "image"], str]) -> str:
+    """A line of JSONL: a conversation of (role, kind, text or path of the image)."""
+    listed = [
+        {"role": role, "type": kind, ("content" if kind == "text" else "image_path"): value}
+        for role, kind, value in turns
+    ]
+    return json.dumps({"conversations": listed}) + "\n"
+
+
+class ReportHook(Hook):
+    """Measures the model once the training is complete (a run that was only stopped has nothing to report), and writes
+    ``samples.png``, ``curves.png`` and ``results.json`` into the work dir. A demo adds ``measure``.
+    """
+
+    dataset: ClassVar[Any]
+    """The class of the demo's data."""
+    write_files: ClassVar[Callable[[Path], Path]]
+    """Writes the demo's files into a folder, unless they are there, and returns it."""
+    root: str | None
+    """The argument of the hook: folder of the files; None: that of the run's data."""
+
+    def before_run(self, run: Run) -> None:
+        self.folder(run)  # refused now, not when the training is complete
+
+    def folder(self, run: Run) -> Path:
+        """The folder of the demo's files. Raises ``ConfigError`` where neither argument nor data name it."""
+        if self.root is not None:
+            return type(self).write_files(Path(self.root))
+        roots: list[Path] = [dataset.root for dataset in run.datasets if isinstance(dataset, self.dataset)]
+        if not roots:
+            problem = f"{type(self).__name__}.root is not given, and the run has no {self.dataset.__name__}"
+            raise ConfigError(problem, remedy="root='work_dirs/data/demo', or any folder that does not exist")
+        return roots[0]
+
+    def after_run(self, run: Run) -> None:
+        if not run.finished:
+            return
+        report = self.measure(run, self.folder(run))
+        if report is None:
+            return
+        results, sheet, summary = report
+        out = run.work_dir
+        write_text_atomic(out / "results.json", json.dumps(results, indent=1) + "\n")
+        write_atomic(out / "samples.png", lambda path: sheet.save(path, format="PNG"))
+        plot_curves(out / METRICS_FILE, out / "curves.png")
+        logger().info(f"{summary} Pictures: {out / 'samples.png'}, {out / 'curves.png'}; numbers: {out}/results.json.")
+
+    @abstractmethod
+    def measure(self, run: Run, root: Path) -> tuple[dict[str, Any], Image.Image, str] | None:
+        """Numbers, a sheet of samples and a summary of the trained model, with the EMA weights where there are some;
+        None on all ranks but 0. Collective.
+        """
