@@ -9,8 +9,10 @@ here. So any layout loads into any engine at any process count.
 from __future__ import annotations
 
 import abc
+import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -293,10 +295,12 @@ class Backend(abc.ABC):
             self.topology()["precision"],
             trainable / 1e6,
             frozen / 1e6,
-            bytes_of_ranks(held, whole=4 * trainable),
+            _bytes_of_ranks(held, whole=4 * trainable),
         )
         if units:
-            logger().info("Sharding units (%d): %s.", len(units), ", ".join(runs_of_names(units)))
+            kinds = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in units)
+            names = [name if number == 1 else f"{name} ({number})" for name, number in kinds.items()]
+            logger().info("Sharding units (%d): %s.", len(units), ", ".join(names))
 
     def close(self) -> None:  # noqa: B027 - an engine without resources has nothing to do
         """Release resources. Not collective: safe after an error."""
@@ -332,33 +336,11 @@ def _shapes(sizes: Mapping[str, int]) -> dict[str, Shape]:
     return {name: (numel,) for name, numel in sizes.items()}
 
 
-# Bytes and sharding units in an engine's log line: consecutive equal ranks and numbered names become one entry.
-
-
-def bytes_of_ranks(held: Sequence[float], *, whole: float) -> str:
-    """The bytes of every rank; consecutive ranks with the same number are named once: ``ranks 0-3: 1,024 (25.0 %)``."""
-    found: list[str] = []
-    for first in (i for i, value in enumerate(held) if i == 0 or held[i - 1] != value):
-        last = next((i - 1 for i in range(first, len(held)) if held[i] != held[first]), len(held) - 1)
-        ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
-        found.append(f"{ranks}: {held[first]:,.0f} ({100 * held[first] / max(whole, 1):.1f} %)")
-    return ", ".join(found)
-
-
-def runs_of_names(names: Iterable[str]) -> list[str]:
-    """Names that differ only in one number, as one: ``layers.0``, ``layers.1``, ``layers.2`` -> ``layers.0-2``."""
-    found: list[tuple[str, int | None, int | None, str]] = []
-    for name in names:
-        before, number, after = _LAST_NUMBER.fullmatch(name).groups()  # type: ignore[union-attr]
-        at = int(number) if number else None
-        if found and at is not None and found[-1][0] == before and found[-1][2] == at - 1 and found[-1][3] == after:
-            found[-1] = (before, found[-1][1], at, after)
-        else:
-            found.append((before, at, at, after))
-    return [
-        before + ("" if first is None else str(first) if first == last else f"{first}-{last}") + after
-        for before, first, last, after in found
-    ]
-
-
-_LAST_NUMBER = re.compile(r"(.*?)(?:(?<=\.)(\d+)(?=\.|$))?((?:\.\D[^.]*)*)")
+def _bytes_of_ranks(sizes: Sequence[float], *, whole: float) -> str:
+    """The bytes of every rank; consecutive ranks with the same number are one entry: ``ranks 0-3: 1,024 (25.0 %)``."""
+    entries = []
+    for size, group in itertools.groupby(range(len(sizes)), key=sizes.__getitem__):
+        ranks = [*group]
+        name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+        entries.append(f"{name}: {size:,.0f} ({100 * size / max(whole, 1):.1f} %)")
+    return ", ".join(entries)

@@ -69,7 +69,3 @@ def blocks_freed_at_once() -> Iterator[None]:
     finally:
         if mallopt:
             mallopt(_M_MMAP_THRESHOLD, 2**25)
-
-
-# Former names, for one release.
-place, blocks_given_back = move_real_tensors, blocks_freed_at_once

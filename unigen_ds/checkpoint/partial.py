@@ -18,55 +18,22 @@ import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from unigen_ds.checkpoint.settings import LoadSettings
-from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.checkpoint.settings import VOCABULARY, LoadSettings
+from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.fitting import Shape, misfit
 from unigen_ds.core.shards import BUFFER, MASTER, ShardReader
 
 DIFFERENCES = ("missing", "unexpected", "reshaped", "sizes")
-VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
-"""Ends of the names of tensors that have a row for each token."""
 REPORT_FILE = "load_report.json"
 _PIECE, _SHOWN = 1 << 22, 8
 
 Key = tuple[str, str]
 """(kind, name)."""
-
-
-@dataclass(frozen=True)
-class LoadConfig:
-    """``load_cfg``: what may differ between a checkpoint and the model that loads its weights. Default: nothing."""
-
-    revise_keys: tuple[tuple[re.Pattern[str], str], ...] = ()
-    allow: frozenset[str] = frozenset()
-    resize_vocab: bool | Literal["shrink"] = False
-
-    @classmethod
-    def from_settings(cls, given: LoadSettings | None) -> LoadConfig:
-        """``load_cfg`` of a config; None: nothing may differ."""
-        given = given or LoadSettings()
-        revise = tuple((re.compile(pattern), replacement) for pattern, replacement in given.revise_keys)
-        return cls(revise, frozenset(given.allow), given.resize_vocab)
-
-    def revised(self, name: str) -> str:
-        """The name after every replacement, in order."""
-        for pattern, replacement in self.revise_keys:
-            try:
-                name = pattern.sub(replacement, name)
-            except (re.error, IndexError) as error:
-                raise ConfigError(f"load_cfg.revise_keys: {replacement!r} for {pattern.pattern!r}: {error}") from error
-        return name
-
-    def resizes(self, names: Sequence[str], stored: Shape, wanted: Shape) -> bool:
-        """Whether a tensor of these names may be loaded with more rows, or with fewer."""
-        same_rows = len(stored) == len(wanted) > 1 and stored[1:] == wanted[1:]
-        asked = self.resize_vocab == "shrink" or (self.resize_vocab and stored[0] <= wanted[0])
-        return same_rows and bool(asked) and any(name.endswith(VOCABULARY) for name in names)
 
 
 @dataclass(frozen=True)
@@ -134,7 +101,7 @@ class Fit:
                 more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
                 yield kind, f"{len(names)} {what}: {'; '.join(names[:_SHOWN])}{more}"
 
-    def check(self, cfg: LoadConfig, *, first: Sequence[str] = ()) -> None:
+    def check(self, cfg: LoadSettings, *, first: Sequence[str] = ()) -> None:
         """Raises ``CheckpointError`` for what is not allowed, and where nothing at all would be loaded. ``first``: what
         explains the differences, in words.
         """
@@ -163,7 +130,7 @@ def fit(
     *,
     parameters: Sequence[Mapping[str, Any]],
     buffers: Mapping[str, int],
-    cfg: LoadConfig,
+    cfg: LoadSettings,
     sizes: Sequence[str] = (),
 ) -> Fit:
     """Compare a checkpoint with a model, by name and shape; the same on every rank.
@@ -234,7 +201,7 @@ def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
     return next(unlike, min(len(one), len(other)))
 
 
-def _by_revised_name(reader: ShardReader, stored: Sequence[Mapping[str, Any]], cfg: LoadConfig) -> dict[str, _Stored]:
+def _by_revised_name(reader: ShardReader, stored: Sequence[Mapping[str, Any]], cfg: LoadSettings) -> dict[str, _Stored]:
     tensors = [
         ((row["name"], *row.get("tied", ())), _Stored(MASTER, row["name"], tuple(row["shape"]))) for row in stored
     ]

@@ -72,7 +72,3 @@ class CapturedSave:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
-
-
-# Former names, for one release.
-HandOver = CapturedSave

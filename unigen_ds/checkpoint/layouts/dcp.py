@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader
-from unigen_ds.checkpoint.layouts.plain import WRAPPERS
+from unigen_ds.checkpoint.layouts.torch_file import WRAPPERS
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.shards import MASTER, STAMP
 
