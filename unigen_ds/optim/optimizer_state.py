@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import STEP
-from unigen_ds.optim.optimizer import OptimizerConfig, construct, element_wise, is_torchs, optimizer_class, step_tensor
+from unigen_ds.optim.optimizer import OptimizerConfig, construct, element_wise, is_torchs, optimizer_class
 
 _SHAPE, _UPDATES = (4, 6), 2
 
@@ -35,12 +35,17 @@ class OptimizerState:
     """An example of its step count; None: as torch's optimizers keep it."""
 
     def make_step(self, value: float, parameter: Tensor, options: Mapping[str, Any]) -> int | float | Tensor:
-        """A step count in the form in which the optimizer keeps it; ``options``: of the parameter's group."""
+        """A step count in the form in which the optimizer keeps it; ``options``: of the parameter's group.
+
+        torch keeps it on the parameter's device where the optimizer is fused or capturable, because its kernels read it
+        there, else on the CPU.
+        """
         if isinstance(self.step, Tensor):
             return torch.full_like(self.step, value)
         if self.step is not None:
             return type(self.step)(value)
-        return step_tensor(value, parameter, options)
+        on_device = options.get("fused") or options.get("capturable")
+        return torch.full((), value, dtype=torch.float32, device=parameter.device if on_device else "cpu")
 
 
 ADAMW = OptimizerState(frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", STEP}))
