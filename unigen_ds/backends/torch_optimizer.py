@@ -24,6 +24,11 @@ from unigen_ds.optim.optimizer import (
 from unigen_ds.optim.optimizer_state import ADAMW, OptimizerState, state_of
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This process's part of a DTensor; a plain tensor is whole."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 class TorchOptimizerBackend(Backend):
     """A subclass calls ``_own`` in ``prepare``; the masters may be plain tensors or DTensors."""
 
@@ -119,7 +124,7 @@ class TorchOptimizerBackend(Backend):
 
     def kept_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         for (kind, name), tensor in self._optimizer_tensors().items():
-            yield kind, name, getattr(tensor, "_local_tensor", tensor)
+            yield kind, name, local_part(tensor)
 
     def _optimizer_tensors(self) -> dict[tuple[str, str], Tensor]:
         """(kind, name) -> tensor of everything the optimizer and the loss scale keep."""

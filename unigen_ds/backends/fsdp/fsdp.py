@@ -27,7 +27,7 @@ from torch.nn.utils import get_total_norm
 
 from unigen_ds.backends.base import StepResult
 from unigen_ds.backends.memory import allocate
-from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
+from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend, local_part
 from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.errors import ConfigError, suggestion
 from unigen_ds.core.progress import Geometry
@@ -213,7 +213,7 @@ class FSDPBackend(TorchOptimizerBackend):
 
     def step(self) -> StepResult:
         grads = self._gradients()
-        local = [_local(grad) for grad in grads]
+        local = [local_part(grad) for grad in grads]
         if self._scale:
             torch._foreach_mul_(local, self.dp_size / self._scale.scale)
         norm = _whole(get_total_norm(grads))
@@ -332,11 +332,6 @@ def _settle(root: nn.Module) -> None:
             for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
                 for parameter in group.fsdp_params if group else ():
                     parameter.reset_sharded_param()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """A plain tensor is whole."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _whole(tensor: Tensor) -> Tensor:
