@@ -85,7 +85,7 @@ def test_tied_weights_fill_a_model_that_does_not_tie_them_and_the_opposite_case_
     reader = stored(tmp_path, {EMBEDDING: numbers(2, 3)})
     found = compare(reader, rows(EMBEDDING, tied={EMBEDDING: HEAD}), rows(EMBEDDING, HEAD))
     found.check(LoadSettings())
-    assert found.taken == {(MASTER, EMBEDDING): (MASTER, EMBEDDING), (MASTER, HEAD): (MASTER, EMBEDDING)}
+    assert found.sources == {(MASTER, EMBEDDING): (MASTER, EMBEDDING), (MASTER, HEAD): (MASTER, EMBEDDING)}
     apart = {EMBEDDING: numbers(2, 3), HEAD: numbers(2, 3, seed=1)}
     found = compare(stored(tmp_path, apart), rows(EMBEDDING, HEAD), rows(EMBEDDING, tied={EMBEDDING: HEAD}))
     with pytest.raises(CheckpointError, match=r"1 not in the model: lm_head\.weight.*allow=\['unexpected'\]"):

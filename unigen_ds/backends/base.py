@@ -207,8 +207,8 @@ class Backend(abc.ABC):
     @torch.no_grad()
     def write_master(self, shards: Sequence[Shard]) -> None:
         """Copy ``shards`` (as cut by ``master_shards``) into the masters; low-precision copies agree afterwards."""
-        for mine, given in zip(self.master_shards(), shards, strict=True):
-            mine.data.copy_(given.data)
+        for mine, other in zip(self.master_shards(), shards, strict=True):
+            mine.data.copy_(other.data)
         self.refresh_copies()
 
     @contextmanager
@@ -255,7 +255,7 @@ class Backend(abc.ABC):
         }
         if not weights_only and STEP in kinds:
             state[STEP] = state_misfit(reader, STEP, dict.fromkeys(counted, 1))
-        weights = [tensor_misfit(reader, kind, wanted) for kind, wanted in ((MASTER, sizes), (BUFFER, numels))]
+        weights = [tensor_misfit(reader, kind, of_model) for kind, of_model in ((MASTER, sizes), (BUFFER, numels))]
         refuse_misfit("the checkpoint", *weights, **state)
         for shard in shards:
             read_into(reader, MASTER, shard)

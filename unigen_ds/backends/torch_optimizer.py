@@ -82,9 +82,9 @@ class TorchOptimizerBackend(Backend):
         """The result of ``step``; the loss scale follows it."""
         if self._scale is None:
             return StepResult(grad_norm=norm, applied=applied)
-        used = self._scale.scale
+        scale = self._scale.scale
         self._scale.record(applied=applied)
-        return StepResult(norm, applied, loss_scale=used, scale_fell=self._scale.scale < used)
+        return StepResult(norm, applied, loss_scale=scale, scale_fell=self._scale.scale < scale)
 
     def _without_base(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in tensors.items() if name not in self.left_out}
@@ -115,8 +115,8 @@ class TorchOptimizerBackend(Backend):
     def set_steps(self, steps: Mapping[str, float]) -> None:
         for name, step in steps.items():
             master = self._masters[name]
-            made = self._kept[name].make_step(step, master, self._options[name])
-            self._optimizer.state[master][STEP] = made
+            count = self._kept[name].make_step(step, master, self._options[name])
+            self._optimizer.state[master][STEP] = count
 
     def load_loss_scale(self, scale: float, good_updates: int) -> None:
         if self._scale:

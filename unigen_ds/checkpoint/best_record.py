@@ -56,11 +56,11 @@ class Best:
         path = state["path"]
         if not isinstance(path, str | None):
             raise TypeError(f"path is {path!r}")
-        found = cls(str(state["metric"]), str(state["rule"]), float(state["value"]), int(state["updates"]), path,
+        best = cls(str(state["metric"]), str(state["rule"]), float(state["value"]), int(state["updates"]), path,
                     dict(state.get("provenance") or {}))  # fmt: skip
-        if found.rule not in ("less", "greater"):
-            raise ValueError(f"rule is {found.rule!r}")
-        return found
+        if best.rule not in ("less", "greater"):
+            raise ValueError(f"rule is {best.rule!r}")
+        return best
 
 
 def better(value: float, than: float, *, rule: str) -> bool:

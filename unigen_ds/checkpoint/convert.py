@@ -79,7 +79,7 @@ class Source:
             )
         average = self.average if ema else None
         averaged = set() if average is None else set(average.names(EMA))
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for (kind, name), shape in self.reader.shapes.items():
             if kind not in (MASTER, BUFFER) or (exclude_frozen and name in self.frozen):
                 continue
@@ -88,11 +88,11 @@ class Source:
                 reader, kind = average, EMA
             stored = stored_dtype(reader, kind, name, shape)
             target = dtype if stored.is_floating_point else stored
-            found[name] = Entry(name, shape, target, partial(reader.parts, kind, name), name)
+            entries[name] = Entry(name, shape, target, partial(reader.parts, kind, name), name)
         for alias, name in self.tied.items():
-            if name in found:
-                found[alias] = replace(found[name], name=alias)
-        return list(found.values())
+            if name in entries:
+                entries[alias] = replace(entries[name], name=alias)
+        return list(entries.values())
 
 
 def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
@@ -104,9 +104,9 @@ def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
     directory = locate(checkpoint, tag)
     if not (directory / FILE_NAME).is_file():
         check_digests(directory)
-        found = read_foreign(directory, tag="." if directory.is_dir() else None)
-        frozen = frozenset(row["name"] for row in found.parameters if not row["trainable"])
-        return Source(directory, found.reader, None, frozen, dict(found.reader.tied))
+        foreign = read_foreign(directory, tag="." if directory.is_dir() else None)
+        frozen = frozenset(row["name"] for row in foreign.parameters if not row["trainable"])
+        return Source(directory, foreign.reader, None, frozen, dict(foreign.reader.tied))
     manifest = store.verified(directory, wanted=_has_weights)
     reader = open_reader(directory, manifest)
     average = open_shards(directory, manifest, EMA) if own_files(manifest, EMA) else None
@@ -272,9 +272,9 @@ def _verify(staging: Path, shards: Mapping[str, list[Entry]]) -> None:
             shape, fetch = written[entry.name]
             at, same = 0, shape == entry.shape
             for piece in entry.pieces() if same else ():
-                found = fetch(at, at + piece.numel())
-                same = same and found.dtype == piece.dtype
-                same = same and torch.equal(found.view(torch.uint8), piece.view(torch.uint8))
+                values = fetch(at, at + piece.numel())
+                same = same and values.dtype == piece.dtype
+                same = same and torch.equal(values.view(torch.uint8), piece.view(torch.uint8))
                 at += piece.numel()
             if not same:
                 raise CheckpointError(f"{entry.name} in {file}, read back, differs from the checkpoint",

@@ -64,13 +64,13 @@ def current_versions() -> dict[str, str]:
     """Versions of the packages that a run's numbers depend on, and the digest of this one's source files, which are
     edited without a new version; absent packages are left out.
     """
-    found = {"python": platform.python_version(), "unigen_ds source": source_digest()}
+    versions = {"python": platform.python_version(), "unigen_ds source": source_digest()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _digest(state: dict[str, Any]) -> str:

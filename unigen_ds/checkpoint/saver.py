@@ -305,11 +305,11 @@ def _size(number: int) -> str:
     return f"{number / 2**20:,.1f} MiB ({number:,} bytes)"
 
 
-def _free_name(wanted: Path) -> Path:
-    stem, dot, ending = wanted.name.rpartition(".") if "." in wanted.name else (wanted.name, "", "")
-    candidate, number = wanted, 2
+def _free_name(path: Path) -> Path:
+    stem, dot, ending = path.name.rpartition(".") if "." in path.name else (path.name, "", "")
+    candidate, number = path, 2
     while candidate.exists():
-        candidate, number = wanted.with_name(f"{stem}_{number}{dot}{ending}"), number + 1
+        candidate, number = path.with_name(f"{stem}_{number}{dot}{ending}"), number + 1
     return candidate
 
 

@@ -62,8 +62,8 @@ def locate(path: Path, tag: str | None = None) -> Path:
     if tag is None and ((path / FILE_NAME).is_file() or not hints):
         return _fsdp_folder(path) or path
     if tag is None:  # mmengine and this project write whole paths, which may have been true before a move
-        named = Path(hints[0].read_text(encoding="utf-8").strip())
-        tag = named.name if (path / named.name).exists() else str(named)
+        newest = Path(hints[0].read_text(encoding="utf-8").strip())
+        tag = newest.name if (path / newest.name).exists() else str(newest)
     if not (path / tag).exists():
         folders = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
         raise CheckpointError(f"{path} has no tag {tag!r}", allowed=", ".join(folders) or "it has no folder at all")
@@ -143,8 +143,8 @@ def stated_model(folder: Path) -> dict[str, Any]:
     """Arguments of a model (``llm``, ``vit``) that configs in the folder of the weights state, if there are any."""
     from unigen_ds.families.directories import published_sizes  # imported only where it is needed
 
-    if found := published_sizes(folder):
-        return found
+    if sizes := published_sizes(folder):
+        return sizes
     config = stored_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     if "vision_config" in config or "siglip" in str(config.get("model_type")):
         return {"vit": flat_sizes(config.get("vision_config") or config)}

@@ -132,9 +132,9 @@ def _kept(cls: type, parameter: Tensor, state: Mapping[str, Any]) -> OptimizerSt
         one = number or (isinstance(value, Tensor) and value.numel() == 1)
         whole = isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype == torch.float32
         if value is not None and not (one if kind == STEP else whole):
-            shown = f"a {tuple(value.shape)} tensor of {value.dtype}" if isinstance(value, Tensor) else repr(value)
+            text = f"a {tuple(value.shape)} tensor of {value.dtype}" if isinstance(value, Tensor) else repr(value)
             raise ConfigError(
-                f"optimizer {cls.__name__} keeps {kind!r} for a parameter of shape {tuple(parameter.shape)}: {shown}",
+                f"optimizer {cls.__name__} keeps {kind!r} for a parameter of shape {tuple(parameter.shape)}: {text}",
                 allowed=f"fp32 tensors of the parameter's shape, and {STEP!r}, one number: nothing else is saved",
             )
         if value is not None:

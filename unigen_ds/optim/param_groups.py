@@ -54,12 +54,12 @@ def build_param_groups(
     if len(set(names)) < len(names):
         where, allowed = "optim_wrapper.paramwise_cfg.groups", f"names that differ, none {DEFAULT!r}"
         raise ConfigError(f"{where} has the names {names[1:]}", allowed=allowed)
-    named = list(named_parameters)
-    everything, trainable = _distinct(named)
+    parameters = list(named_parameters)
+    everything, trainable = _distinct(parameters)
     if not trainable:
         raise ConfigError("the model has no trainable parameter", remedy="remove something from model.freeze")
     members = _assign(trainable, everything, rules)
-    matrices = {*trainable} if adamw is None else _matrices(adamw, trainable, named)
+    matrices = {*trainable} if adamw is None else _matrices(adamw, trainable, parameters)
     groups: list[ParamGroup] = []
     for rule in rules:
         mults = {} if rule.custom else {"norm": paramwise.norm_decay_mult, "bias": paramwise.bias_decay_mult}
@@ -127,10 +127,12 @@ def _of_adamw(rule: _Rule, adamw: AdamWPart, *, lr: float) -> _Rule:
     return replace(rule, name=f"{rule.name}.{_ADAMW}", lr=own, weight_decay=decay if own else 0.0)
 
 
-def _matrices(adamw: AdamWPart, trainable: Mapping[str, Parameter], named: Sequence[tuple[str, Parameter]]) -> set[str]:
+def _matrices(
+    adamw: AdamWPart, trainable: Mapping[str, Parameter], named_parameters: Sequence[tuple[str, Parameter]]
+) -> set[str]:
     """Names of the matrices that are not AdamW's by any of their names. Raises ``ConfigError`` where there is none."""
     names: dict[int, list[str]] = {}
-    for name, parameter in named:
+    for name, parameter in named_parameters:
         names.setdefault(id(parameter), []).append(name)
     for pattern in adamw.patterns:
         if not any(_has(name, pattern) for parameter in trainable.values() for name in names[id(parameter)]):
@@ -155,16 +157,16 @@ def _matrices(adamw: AdamWPart, trainable: Mapping[str, Parameter], named: Seque
     return matrices
 
 
-def _distinct(named: Iterable[tuple[str, Parameter]]) -> tuple[list[str], dict[str, Parameter]]:
+def _distinct(named_parameters: Iterable[tuple[str, Parameter]]) -> tuple[list[str], dict[str, Parameter]]:
     """All names, and the trainable parameters, each tied one once."""
     everything: list[str] = []
     trainable: dict[str, Parameter] = {}
-    seen: set[int] = set()
-    for name, parameter in named:
+    ids: set[int] = set()
+    for name, parameter in named_parameters:
         everything.append(name)
-        if id(parameter) not in seen and parameter.requires_grad:
+        if id(parameter) not in ids and parameter.requires_grad:
             trainable[name] = parameter
-        seen.add(id(parameter))
+        ids.add(id(parameter))
     return everything, trainable
 
 

@@ -54,12 +54,12 @@ class CapturedSave:
 
         self.outputs.append(Output(PurePath(path).name, nested_bytes(state_dict), write))
 
-    def _kept(self, named: Any) -> Any:
+    def _kept(self, content: Any) -> Any:
         """What ``left_out`` does not name of a mapping or a list."""
-        if isinstance(named, Mapping):
-            kept = [(name, value) for name, value in named.items() if name not in self._left_out]
-            return type(named)(kept)  # type: ignore[call-arg]
-        return named and [name for name in named if name not in self._left_out]
+        if isinstance(content, Mapping):
+            rest = [(name, value) for name, value in content.items() if name not in self._left_out]
+            return type(content)(rest)  # type: ignore[call-arg]
+        return content and [name for name in content if name not in self._left_out]
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None: ...
     def create(self, info: Any) -> None: ...

@@ -299,25 +299,25 @@ class FSDPBackend(TorchOptimizerBackend):
 def check_num_shard(strategy: str, num_shard: int | None, *, world_size: int) -> int:
     """Processes that share one copy of the model. Raises ``ConfigError`` before any process group exists."""
     if strategy == "NO_SHARD":
-        wanted = 1
+        number = 1
     elif strategy == "HYBRID_SHARD":
-        wanted = num_shard or dist.env_processes_per_node() or 0
-        if not wanted:
+        number = num_shard or dist.env_processes_per_node() or 0
+        if not number:
             raise ConfigError(
                 "HYBRID_SHARD has no num_shard, and the launcher does not report one number of processes for all nodes",
                 remedy="num_shard=N: how many processes, one node's at best, share one copy of the model",
             )
     else:
-        wanted = world_size
-    if num_shard is not None and strategy != "HYBRID_SHARD" and num_shard != wanted:
+        number = world_size
+    if num_shard is not None and strategy != "HYBRID_SHARD" and num_shard != number:
         raise ConfigError(f"num_shard={num_shard} with {strategy}", remedy="num_shard belongs to HYBRID_SHARD")
-    if wanted < 1 or world_size % wanted:
+    if number < 1 or world_size % number:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ConfigError(
-            f"num_shard is {wanted} and there are {world_size} process(es)",
+            f"num_shard is {number} and there are {world_size} process(es)",
             allowed="a divisor of the process count: " + ", ".join(map(str, divisors)),
         )
-    return wanted
+    return number
 
 
 def _settle(root: nn.Module) -> None:

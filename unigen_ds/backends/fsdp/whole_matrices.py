@@ -62,13 +62,15 @@ class WholeMatrices:
         self._moments = sorted((kept.kinds or frozenset()) - {STEP})
         self._counts = int(STEP in (kept.kinds or ()))
         self._rank, self._size = (0, 1) if group is None else (td.get_rank(group), td.get_world_size(group))
-        found = [
+        matrices = [
             _Matrix(master, number)
             for number, options in enumerate(optimizer.param_groups)
             for master in options["params"]
         ]
-        found.sort(key=lambda matrix: -matrix.master.numel())  # similar ones in one round; the same order on all ranks
-        self._rounds = [found[i : i + self._size] for i in range(0, len(found), self._size)]
+        matrices.sort(
+            key=lambda matrix: -matrix.master.numel()
+        )  # similar ones in one round; the same order on all ranks
+        self._rounds = [matrices[i : i + self._size] for i in range(0, len(matrices), self._size)]
 
     @torch.no_grad()
     def step(self) -> None:

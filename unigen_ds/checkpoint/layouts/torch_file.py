@@ -112,15 +112,15 @@ class TorchReader(PieceReader):
     def __init__(self, paths: Iterable[Path]) -> None:
         super().__init__(unique=True)
         self.others: list[str] = []
-        found: dict[str, tuple[Tensor, Path]] = {}
+        tensors: dict[str, tuple[Tensor, Path]] = {}
         for path in paths:
             content = load_file(path)
             state = _state_dict(content, path)
             if state is not content:
                 self.others += [str(key) for key in content if content[key] is not state]
-            found |= {name: (tensor, path) for name, tensor in state.items() if isinstance(tensor, Tensor)}
+            tensors |= {name: (tensor, path) for name, tensor in state.items() if isinstance(tensor, Tensor)}
         first: dict[tuple[int, ...], str] = {}
-        for name, (tensor, path) in without_prefixes(found).items():
+        for name, (tensor, path) in without_prefixes(tensors).items():
             memory = (tensor.data_ptr(), tensor.numel(), *tensor.stride())
             if tensor.numel() and memory in first:
                 self.tied = {**self.tied, name: first[memory]}
@@ -144,9 +144,9 @@ def _state_dict(content: Any, path: Path) -> Mapping[str, Any]:
     return state
 
 
-def without_prefixes(found: Mapping[str, Any]) -> dict[str, Any]:
+def without_prefixes(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """``found`` without those of ``PREFIXES`` that every name has."""
-    names = {str(name): value for name, value in found.items()}
+    names = {str(name): value for name, value in tensors.items()}
     for prefix in PREFIXES:
         if names and all(name.startswith(prefix) for name in names):
             names = {name.removeprefix(prefix): value for name, value in names.items()}
