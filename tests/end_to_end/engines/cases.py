@@ -158,6 +158,9 @@ PREVIEWS["words"] = {
     "type": "PreviewHook", "interval": 2, "max_new_tokens": 9, "prompts": ["one two three", "five", "seven zero"],
 }  # fmt: skip
 
+PREVIEWING = ("zero2", "zero3", "FULL_SHARD")
+"""Engines that make previews in ``make test``, up to half a minute each: one without whole weights for each kind."""
+
 RESUME_UPDATES, KILL_AT, SAVED_AT = 10, 7, 5
 CURVE = [
     {"type": "LinearLR", "start_factor": 0.1, "by_epoch": True, "begin": 0, "end": 0.5, "convert_to_iter_based": True},
@@ -175,7 +178,7 @@ def resume(*, full: bool) -> list[Job]:
     for engine, world, precision in pairs:
         base = config(engine, world, model__llm__dropout=0.1, optim_wrapper__precision=precision)
         phase = Phase(world, base, RESUME_UPDATES)
-        previews = [PREVIEWS["digits"]] * ((engine, precision) != ("zero3", "bf16"))  # half a minute, as in fp32
+        previews = [PREVIEWS["digits"]] if precision == "fp32" and (full or engine in PREVIEWING) else []
         jobs += killed_and_straight(f"resume/{engine}@{world}-{precision}", phase, previews=previews)
     return jobs
 
