@@ -36,14 +36,14 @@ _NOT_MOMENTS = {MASTER, BUFFER, EMA, STEP, LOSS_SCALE}
 
 @dataclass(frozen=True)
 class StepResult:
-    """What ``Backend.step`` did; equal on all ranks."""
+    """The result of ``Backend.step``, equal on all ranks."""
 
     grad_norm: Tensor | float
     """Global L2 norm of the gradients before clipping."""
     applied: bool
     """False when a gradient was not finite: then no weight and no moment changed."""
     loss_scale: float | None = None
-    """Of fp16: what the loss of this update was multiplied by."""
+    """In fp16, the factor by which the loss of this update was multiplied."""
     scale_fell: bool = False
     """Whether the gradient overflowed in fp16 and the next loss scale is smaller."""
 
@@ -72,7 +72,7 @@ class Backend(abc.ABC):
     of adapters. Set before ``prepare``."""
 
     stamp = ""
-    """Of the present save: ``state_files`` puts it into every file. Set by the saver."""
+    """The name of the present save, which ``state_files`` puts into every file. The saver sets it."""
 
     def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:
         """Refuse settings that cannot work, before any process group is joined; ``topology`` is known afterwards.
@@ -91,7 +91,7 @@ class Backend(abc.ABC):
     @property
     @abc.abstractmethod
     def model(self) -> nn.Module:
-        """What the loop calls with a ``PackedBatch``."""
+        """The module that the loop calls with a ``PackedBatch``."""
 
     @property
     @abc.abstractmethod
@@ -202,7 +202,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def frozen_sizes(self) -> Mapping[str, int]:
-        """The same for parameters that are not trained."""
+        """Elements of every parameter that is not trained, by name; the same on all ranks."""
 
     @torch.no_grad()
     def write_master(self, shards: Sequence[Shard]) -> None:
@@ -322,12 +322,12 @@ def read_into(reader: ShardReader, kind: str, shard: Shard) -> None:
 
 
 def tensor_misfit(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> Misfit:
-    """What of the tensors of a kind differs from those of ``sizes``, by name and number of elements."""
+    """Compare the stored tensors of a kind with ``sizes``, by name and number of elements."""
     return misfit({name: (reader.numel(kind, name),) for name in sorted(reader.names(kind))}, _shapes(sizes))
 
 
 def state_misfit(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> Misfit:
-    """The same of the optimizer's state; that of parameters which are not trained is ignored."""
+    """Compare the stored optimizer state with ``sizes``; that of parameters which are not trained is ignored."""
     present = set(reader.names(kind)) & set(sizes)
     return misfit({name: (reader.numel(kind, name),) for name in present}, _shapes(sizes))
 

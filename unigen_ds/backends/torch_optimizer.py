@@ -1,4 +1,4 @@
-"""What ``single`` and ``fsdp`` share: a torch optimizer whose parameters are the masters themselves, one by one."""
+"""The common part of ``single`` and ``fsdp``: a torch optimizer whose parameters are the masters, one by one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TorchOptimizerBackend(Backend):
     _trainable: list[str]
     _optimizer: torch.optim.Optimizer
     _kept: dict[str, OptimizerState]
-    """What is kept for each trained parameter."""
+    """The optimizer's state of each trained parameter."""
     _options: dict[str, dict[str, Any]]
     """The parameter group of each trained parameter."""
     _scale: LossScale | None

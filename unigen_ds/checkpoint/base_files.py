@@ -23,14 +23,14 @@ from unigen_ds.system.files import file_digest, fsync_path, make_directory, new_
 from unigen_ds.system.log import logger
 
 FOLDER = "base"
-"""Of a work dir: the copy."""
+"""Folder of a work dir that has the copy of the base."""
 _CONFIGS = ("config.json", "llm_config.json", "vit_config.json", "unigen_ds.json")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _LARGE = 64 << 20
 """Bytes of a further file that is not copied: tokenizers are smaller."""
 
 Folders = str | Mapping[str, str]
-"""As ``model.pretrained``: a folder or file, or one for each part of the model."""
+"""A folder or file, or one for each part of the model, as ``model.pretrained`` has them."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Base:
 
     path: Folders
     revision: str | None
-    """Of a snapshot of the hub."""
+    """The revision of a snapshot of the hub; None for other folders."""
     files: tuple[FileEntry, ...]
     """Paths below the folder, ``PART/NAME`` where there is one for each part."""
 
@@ -75,7 +75,7 @@ def read_base(folders: Folders) -> Base:
 
 
 def find_base(base: Base, *, given: str | None, checkpoint: Path | None) -> Folders:
-    """Where the recorded files are: in ``given`` (``--base``), else beside the ``checkpoint``, else where they were.
+    """Find the recorded files: in ``given`` (``--base``), else beside the ``checkpoint``, else where they were.
 
     Raises ``CheckpointError`` naming the file that differs or is missing, for each of them.
     """
@@ -127,7 +127,7 @@ def _absolute(path: str) -> str:
 
 
 def _revision(folders: Folders) -> str | None:
-    """Of ``.../models--OWNER--NAME/snapshots/REVISION``."""
+    """Return the revision in ``.../models--OWNER--NAME/snapshots/REVISION``, or None."""
     revisions = {}
     for part, path in _parts(folders):
         parts = Path(path).parts

@@ -68,7 +68,7 @@ class Source:
     tied: Mapping[str, str]
     """Further name -> name of the tensor."""
     base: Base | None = None
-    """Of adapters: the record of the files that have all other weights."""
+    """For adapters, the record of the files that have all other weights."""
 
     def entries(self, *, dtype: torch.dtype, ema: bool = False, exclude_frozen: bool = False) -> list[Entry]:
         """Buffers, parameters, then tied names. Floating-point tensors become ``dtype``, others stay as they are."""
@@ -123,7 +123,7 @@ def _has_weights(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Merged:
-    """What ``merge`` wrote."""
+    """The result of ``merge``."""
 
     files: list[str]
     num_tensors: int

@@ -38,7 +38,7 @@ class Foreign:
     directory: Path
     """The folder of the files, below that of the tag; or the one file."""
     layout: str
-    """As in a manifest: ``deepspeed`` | ``dcp`` | ``safetensors``; or ``torch``; ``published``, by a family; or
+    """``deepspeed``, ``dcp`` or ``safetensors``, as in a manifest; or ``torch``; ``published``, by a family; or
     ``registered``, in ``FOREIGN_STATES``."""
     writer: str
     """The program that wrote it, as text."""
@@ -46,7 +46,7 @@ class Foreign:
     parameters: list[dict[str, Any]]
     """Name, shape, dtype, trainable, group, tied: as in a manifest."""
     unknown: tuple[str, ...]
-    """What cannot be known, one sentence each."""
+    """One sentence for each thing that cannot be known."""
     geometry: Geometry | None = None
     updates: int | None = None
     skipped_updates: int | None = None
@@ -160,7 +160,7 @@ def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
 
 
 def _of_users(folder: Path, assume: dict[str, int]) -> Foreign | None:
-    """What the first function of ``FOREIGN_STATES`` that knows the folder has read."""
+    """Read a folder with the first function of ``FOREIGN_STATES`` that knows it; None where none does."""
     state: ForeignState | None
     state = next((state for read in FOREIGN_STATES.module_dict.values() if (state := read(folder)) is not None), None)
     if state is None:

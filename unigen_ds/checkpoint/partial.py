@@ -56,11 +56,11 @@ class Fit:
     reshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     """Names of the model that keep their initial values -> (stored shape, the model's)."""
     resized: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
-    """The same of vocabularies, which are loaded."""
+    """Names of vocabularies, which are loaded -> (stored shape, the model's)."""
     sizes: list[str] = field(default_factory=list)
     """Sizes of the model that differ without changing a shape, in words."""
     option: str = ""
-    """Of a command line: the change of one prefix after which every name fits; empty where there is none."""
+    """An option of a command line that changes one prefix, after which every name fits; empty where there is none."""
 
     @property
     def kept(self) -> frozenset[str]:
@@ -226,7 +226,9 @@ def _equal(reader: ShardReader, one: _Stored, other: _Stored) -> bool:
 
 
 def _same_buffer(source: _Stored, kind: str, shape: Shape) -> bool:
-    """Of buffers only the number of elements is known; plain weight files do not distinguish them from parameters."""
+    """Whether a buffer has as many elements as the stored tensor: nothing else is known of buffers, and plain weight
+    files do not distinguish them from parameters.
+    """
     return BUFFER in (source.kind, kind) and math.prod(source.shape) == math.prod(shape)
 
 

@@ -55,7 +55,7 @@ from unigen_ds.system.seeding import rng_state, set_rng_state
 
 RNG_DIRECTORY, HOOKS_FILE, CONFIG_FILE, TOKENIZER = "rng", "hooks.json", "config.py", "tokenizer"
 Form = Literal["sharded", "full", "both"]
-"""What a save leaves: the engine's own files, the consolidated ones, or both."""
+"""The files that a save leaves: the engine's own ones, the consolidated ones, or both."""
 _CONSOLIDATED = "safetensors"
 """The layout of the consolidated files, which is that of ``single``."""
 _THREADS = 4
@@ -114,7 +114,7 @@ def save(
 
 
 class _Outcome(NamedTuple):
-    """What a phase returned on a rank, or why it failed there."""
+    """The result of a phase on a rank, or the reason why it failed there."""
 
     value: Any
     rank: int = 0
@@ -141,7 +141,7 @@ class Save:
         self.work_dir, self.manifest, self.form = work_dir, manifest, form
         self.final = work_dir / name
         self.staging: Path | None = None
-        """Where this rank writes; of rank 0, until it is renamed."""
+        """The folder that this rank writes to; on rank 0 None once it is renamed."""
         self._state = StateFiles("", [])
         self._needed: int | None = None
         self._not_finite: list[str] = []

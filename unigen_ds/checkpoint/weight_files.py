@@ -97,7 +97,9 @@ def _of_file(path: Path) -> Path:
 
 
 def _fsdp_folder(folder: Path) -> Path | None:
-    """Where accelerate's FSDP keeps the model. Raises ``CheckpointError`` where it keeps several."""
+    """Return the folder in which accelerate's FSDP keeps the model, or None. Raises ``CheckpointError`` where it keeps
+    several models.
+    """
     first, second = (folder / _FSDP.format(number) for number in (0, 1))
     if not (first / ".metadata").is_file():
         return None
@@ -152,7 +154,7 @@ def stated_model(folder: Path) -> dict[str, Any]:
 
 
 def trainer_state(folder: Path) -> str:
-    """What a Hugging Face Trainer's ``trainer_state.json`` states about a checkpoint, as text; ``''`` without one."""
+    """Describe a checkpoint by a Hugging Face Trainer's ``trainer_state.json``; ``''`` without one."""
     if not (folder / TRAINER_STATE).is_file():
         return ""
     state = stored_object(folder / TRAINER_STATE)

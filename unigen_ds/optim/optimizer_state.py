@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter, found by training two small matrices with it on the CPU.
+"""The state that an optimizer keeps for each parameter, found by training two small matrices with it on the CPU.
 
 A checkpoint stores an optimizer's state under the names of the parameters, so that every engine can continue it. This
 works where the state of a parameter is fp32 tensors of its shape and a count named ``step``, made in the first update
@@ -27,7 +27,7 @@ _SHAPE, _UPDATES = (4, 6), 2
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps for each parameter that it trains."""
+    """The state that an optimizer keeps for each parameter that it trains."""
 
     kinds: frozenset[str] | None
     """Names, ``step`` included; None: not known, any that a checkpoint has."""
@@ -49,11 +49,11 @@ class OptimizerState:
 
 
 ADAMW = OptimizerState(frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", STEP}))
-"""Of torch's AdamW; the third with ``amsgrad`` alone."""
+"""The state of torch's AdamW; the third with ``amsgrad`` alone."""
 
 
 def state_of(cfg: OptimizerConfig) -> OptimizerState:
-    """What the config's optimizer keeps. Raises ``ConfigError`` where it cannot be stored, or continued elsewhere."""
+    """Return the state of the config's optimizer. Raises ``ConfigError`` where it cannot be stored, or continued elsewhere."""
     cls = optimizer_class(cfg.type)
     if is_torchs(cls) and element_wise(cfg.type):
         return OptimizerState(None)

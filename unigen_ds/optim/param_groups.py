@@ -84,7 +84,7 @@ class _Rule:
     """The entry's own weight decay, where it has one."""
     decay_mult: float = 1.0
     custom: bool = False
-    """Of ``custom_keys``: a part of a name, to which the multipliers of norms and biases do not apply."""
+    """Whether it is one of ``custom_keys``: then the multipliers of norms and biases do not apply."""
 
     def matches(self, name: str) -> bool:
         """mmengine writes the module's name before a parameter's."""

@@ -34,7 +34,7 @@ MMENGINE_INF = 10**9
 
 @dataclass(frozen=True)
 class Point:
-    """Where a curve is evaluated. Data counts are in the curve's own axis."""
+    """A position at which a curve is evaluated. Data counts are in the curve's own axis."""
 
     given: float
     """Value returned by the earlier curves."""

@@ -68,7 +68,7 @@ def _no_index(results: Sequence[Sequence[Any]]) -> Sequence[Output]:
 
 @dataclass(frozen=True)
 class StateFiles:
-    """What a rank writes of an engine's state."""
+    """The files of an engine's state that a rank writes."""
 
     layout: str
     """Which reader opens it (``checkpoint/layouts``)."""
@@ -142,7 +142,7 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """Of the file."""
+    """The dtype in the file; elements are cast to it."""
     parts: Callable[[int, int], Iterable[Tensor]]
     """(start, stop) -> those elements as they are stored, 1-D, in one tensor or several."""
     source: str = ""
@@ -197,7 +197,7 @@ def safetensors_output(path: str, entries: Iterable[Entry], metadata: Mapping[st
 
 
 def _name_of(entry: Entry, names: Mapping[torch.dtype, T]) -> T:
-    """What a format calls the dtype of ``entry``."""
+    """Return the name of the dtype of ``entry`` in a format."""
     if entry.dtype not in names:
         raise CheckpointError(f"{entry.name} has dtype {entry.dtype}", allowed=", ".join(map(str, names)))
     return names[entry.dtype]

@@ -26,7 +26,7 @@ from unigen_ds.system.log import logger
 AUTO = "auto"
 TESTED_VERSION = "0.19.8"
 ALLOWED_VERSIONS = ">=0.19.8,<0.20"
-"""Of DeepSpeed: its private attributes are used, and they change between releases. ``setup.py`` reads this line."""
+"""Versions of DeepSpeed: its private attributes change between releases. ``setup.py`` reads the line above."""
 STAGES = (1, 2, 3)
 _READ_LATER = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
 """Keys that DeepSpeed's engine reads, not its config."""

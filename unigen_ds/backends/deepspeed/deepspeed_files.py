@@ -55,7 +55,7 @@ class CapturedSave:
         self.outputs.append(Output(PurePath(path).name, nested_bytes(state_dict), write))
 
     def _kept(self, content: Any) -> Any:
-        """What ``left_out`` does not name of a mapping or a list."""
+        """Return a mapping or a list without the names of ``left_out``."""
         if isinstance(content, Mapping):
             rest = [(name, value) for name, value in content.items() if name not in self._left_out]
             return type(content)(rest)  # type: ignore[call-arg]

@@ -26,7 +26,7 @@ from unigen_ds.system import dist
 from unigen_ds.system.outputs import HashedFile, Output, StateFiles, bytes_output
 
 Written = tuple[SavePlan, list[_StorageInfo]]
-"""What a rank wrote: the items of its plan, and where each is."""
+"""The items of a rank's plan, and where it wrote each."""
 
 
 def dcp_files(state: Mapping[str, Tensor], *, replica: int, replicas: int, stamp: str = "") -> StateFiles:

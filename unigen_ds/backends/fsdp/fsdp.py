@@ -339,7 +339,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _flat_start(tensor: DTensor) -> int:
-    """Where the local part begins in the flattened tensor. ``Shard(0)``: whole rows, so one flat range."""
+    """Return the index in the flattened tensor at which the local part begins: ``Shard(0)`` splits into whole rows."""
     from torch.distributed.tensor import Shard as ShardPlacement
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -174,7 +174,7 @@ def _fetch(path: Path, offset: int, length: int, numel: int, dtype: torch.dtype)
 
     @cache
     def begin() -> int | None:
-        """Where the tensor's bytes are in the file; None where the archive is not simply one whole tensor."""
+        """Find the tensor's bytes in the file; None where the archive is not simply one whole tensor."""
         if length <= _SMALL:
             return None
         with path.open("rb") as stream, zipfile.ZipFile(_Window(stream, offset, length)) as archive:

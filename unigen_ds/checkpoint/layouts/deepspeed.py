@@ -134,7 +134,7 @@ class DeepSpeedReader(PieceReader):
     def _add_pieces(
         self, name: str, start: int, numel: int, offset: int, flat: Tensor, moments: Mapping[str, Tensor]
     ) -> None:
-        """The same range of the master and of each moment; a moment that is one number is the step."""
+        """Add a range of the master and of each moment; a moment that is one number is the step."""
         self.add(MASTER, name, start, numel, slices_of(flat, offset))
         for kind, value in moments.items():
             if value.numel() == 1 and kind == STEP:

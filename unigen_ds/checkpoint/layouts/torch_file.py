@@ -23,7 +23,7 @@ from unigen_ds.core.shards import MASTER
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which trainers keep the model's state dict, next to the optimizer's."""
 PREFIXES = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before every name."""
+"""Prefixes that DistributedDataParallel and torch.compile put before every name."""
 
 _TRAINERS = ("deepspeed", "mmengine", "mmengine_lite", "xtuner", "numpy", "addict", "pathlib", "datetime")
 _FUNCTIONS = {
@@ -54,7 +54,7 @@ class Inert:
 
 
 class _NotCalled(Inert):
-    """As ``Inert``; but a file that calls it, instead of filling it, is refused."""
+    """An inert class that may only be filled: a file that calls it is refused."""
 
     path = ""
 
@@ -76,7 +76,7 @@ def _inert_class(path: str) -> tuple[type, str]:
 
 
 def load_file(path: Path) -> Any:
-    """What a ``torch.save`` file holds. Raises ``CheckpointError`` when it is damaged, or wants to run something."""
+    """Read a ``torch.save`` file. Raises ``CheckpointError`` when it is damaged, or wants to run something."""
     try:
         if not zipfile.is_zipfile(path):  # the format before torch 1.6: it cannot be mapped
             return torch.load(path, weights_only=True, map_location="cpu")
