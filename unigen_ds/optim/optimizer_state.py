@@ -53,7 +53,7 @@ ADAMW = OptimizerState(frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", STE
 
 
 def state_of(cfg: OptimizerConfig) -> OptimizerState:
-    """Return the state of the config's optimizer. Raises ``ConfigError`` where it cannot be stored, or continued elsewhere."""
+    """Return the state of the config's optimizer. Raises ``ConfigError`` where it cannot be stored or continued."""
     cls = optimizer_class(cfg.type)
     if is_torchs(cls) and element_wise(cfg.type):
         return OptimizerState(None)
