@@ -371,7 +371,6 @@ BANNED = {
 """Regular expression -> what to write instead."""
 MESSAGES = {
     "tests/schedule/test_schedule.py": ("which has no place",),
-    "unigen_ds/backends/memory.py": ("place, blocks_given_back",),
     "unigen_ds/config/registry.py": ('("place", "evaluate")',),
     "unigen_ds/evaluation/metrics/text.py": ('"floor"',),
     "unigen_ds/examples/digits/scores.py": ('"judge": f"sklearn',),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint import partial
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
-from unigen_ds.checkpoint.partial import Fit, FittedReader, LoadConfig, fit
+from unigen_ds.checkpoint.partial import Fit, FittedReader, fit
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.progress import Geometry
@@ -48,9 +48,9 @@ def rows(*names: str, tied: dict[str, str] | None = None, **shapes: tuple[int, .
             for name, shape in given.items()]  # fmt: skip
 
 
-def allowing(**cfg: Any) -> LoadConfig:
+def allowing(**cfg: Any) -> LoadSettings:
     """``load_cfg`` of a config."""
-    return LoadConfig.from_settings(LoadSettings.parse(cfg, where="load_cfg"))
+    return LoadSettings.parse(cfg, where="load_cfg")
 
 
 def compare(reader: SafetensorsReader, table: list[dict[str, Any]], wanted: list[dict[str, Any]], **cfg: Any) -> Fit:
@@ -65,7 +65,7 @@ def test_names_are_revised_in_order_and_only_what_is_asked_is_read(tmp_path):
     reader = stored(tmp_path, {"module.backbone.a": weight, "module.b": numbers(2, 3, seed=1)})
     keys = [(r"^module\.", ""), (r"^backbone\.(\w)", r"encoder.\1"), (r"^b$", "encoder.b")]
     found = compare(reader, rows("module.backbone.a", "module.b"), rows("encoder.a", "encoder.b"), revise_keys=keys)
-    found.check(LoadConfig())
+    found.check(LoadSettings())
     assert found.renamed == {"encoder.a": "module.backbone.a", "encoder.b": "module.b"}
     fitted = FittedReader(reader, found)
     assert fitted.names(MASTER) == ["encoder.a", "encoder.b"] and fitted.numel(MASTER, "encoder.a") == 6
@@ -84,18 +84,18 @@ def test_two_names_that_become_one_are_refused(tmp_path):
 def test_tied_weights_fill_a_model_that_does_not_tie_them_and_the_opposite_case_is_reported(tmp_path):
     reader = stored(tmp_path, {EMBEDDING: numbers(2, 3)})
     found = compare(reader, rows(EMBEDDING, tied={EMBEDDING: HEAD}), rows(EMBEDDING, HEAD))
-    found.check(LoadConfig())
-    assert found.taken == {(MASTER, EMBEDDING): (MASTER, EMBEDDING), (MASTER, HEAD): (MASTER, EMBEDDING)}
+    found.check(LoadSettings())
+    assert found.sources == {(MASTER, EMBEDDING): (MASTER, EMBEDDING), (MASTER, HEAD): (MASTER, EMBEDDING)}
     apart = {EMBEDDING: numbers(2, 3), HEAD: numbers(2, 3, seed=1)}
     found = compare(stored(tmp_path, apart), rows(EMBEDDING, HEAD), rows(EMBEDDING, tied={EMBEDDING: HEAD}))
     with pytest.raises(CheckpointError, match=r"1 not in the model: lm_head\.weight.*allow=\['unexpected'\]"):
-        found.check(LoadConfig())
+        found.check(LoadSettings())
 
 
 def test_a_buffer_is_found_among_plain_weights(tmp_path):
     reader = stored(tmp_path, {"w": numbers(2, 3), "gain": numbers(3)})
-    found = fit(reader, rows("w", gain=(3,)), parameters=rows("w"), buffers={"gain": 3}, cfg=LoadConfig())
-    found.check(LoadConfig())
+    found = fit(reader, rows("w", gain=(3,)), parameters=rows("w"), buffers={"gain": 3}, cfg=LoadSettings())
+    found.check(LoadSettings())
     fitted = FittedReader(reader, found)
     assert fitted.kinds() == [BUFFER, MASTER] and torch.equal(fitted.read(BUFFER, "gain", 0, 3), numbers(3))
 
@@ -106,7 +106,7 @@ def test_tied_weights_that_are_stored_twice_are_taken_where_they_are_equal(tmp_p
     weight = numbers(2, 3)
     reader = stored(tmp_path, {EMBEDDING: weight, HEAD: weight.clone()})
     tables = rows(EMBEDDING, HEAD), rows(EMBEDDING, tied={EMBEDDING: HEAD})
-    compare(reader, *tables).check(LoadConfig())
+    compare(reader, *tables).check(LoadSettings())
     assert {asked[1:] for asked in reader.asked} == {(0, 4), (4, 6)}
     other = weight.clone()
     other[1, 2] += 1
@@ -146,7 +146,7 @@ def test_rows_are_removed_only_if_requested(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"1 of another shape: lm_head.weight was \[5, 3\] and is \[4, 3\].*shrink"
     ):
-        compare(reader, *tables, resize_vocab=True).check(LoadConfig())
+        compare(reader, *tables, resize_vocab=True).check(LoadSettings())
     found = compare(reader, *tables, resize_vocab="shrink")
     assert torch.equal(FittedReader(reader, found).read(MASTER, HEAD, 0, 12), old[:4].flatten())
 
@@ -170,7 +170,7 @@ def test_each_difference_is_refused_by_name_until_it_is_allowed(tmp_path):
     for left_out, message in (("missing", "new"), ("unexpected", "old"), ("reshaped", r"was \[2, 3\] and is \[3, 2\]")):
         allowed = {"missing", "unexpected", "reshaped"} - {left_out}
         with pytest.raises(CheckpointError, match=rf"{message}.*load_cfg\.allow=\['{left_out}'\]"):
-            found.check(LoadConfig(allow=frozenset(allowed)))
+            found.check(LoadSettings(allow=tuple(allowed)))
     everything = allowing(allow=["missing", "unexpected", "reshaped"])
     found.check(everything)
     nothing = compare(reader, rows("same"), rows("other"))
@@ -197,7 +197,7 @@ def test_what_is_kept_stays_and_the_rest_is_loaded(tmp_path):
     reader = stored(tmp_path, given, parameters=["0.weight"])
     buffers = {name: buffer.numel() for name, buffer in backend.buffers().items()}
     wanted = [{"name": name, "shape": [*p.shape]} for name, p in model.named_parameters()]
-    found = fit(reader, rows("0.weight"), parameters=wanted, buffers=buffers, cfg=LoadConfig())
+    found = fit(reader, rows("0.weight"), parameters=wanted, buffers=buffers, cfg=LoadSettings())
     assert found.missing == ["0.bias", "1.weight", "1.bias", "1.running_mean"]
     backend.load_tensors(FittedReader(reader, found), weights_only=True, keep=found.kept)
     for name, tensor in backend.model.state_dict().items():

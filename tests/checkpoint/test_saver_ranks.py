@@ -25,7 +25,7 @@ from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.system import dist
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.system.outputs import Output, StateFiles, safetensors_output
+from unigen_ds.system.outputs import Entry, Output, StateFiles, safetensors_output
 from unigen_ds.core.shards import MASTER, Shard, shard_key
 from unigen_ds.resume.plan import plan_resume
 
@@ -49,8 +49,8 @@ class Halves:
         def write(stream):
             if self.broken and rank == 1:
                 raise OSError(28, "No space left on device")
-            tensors = {shard_key(MASTER, s.name, s.flat_start): s.data for s in self.master_shards()}
-            safetensors_output("", tensors).write(stream)
+            entries = [Entry.of(shard_key(MASTER, s.name, s.flat_start), s.data) for s in self.master_shards()]
+            safetensors_output("", entries, {"format": "pt"}).write(stream)
 
         return StateFiles("safetensors", [Output(f"model{rank}.safetensors", 100, write)])
 

@@ -9,8 +9,10 @@ here. So any layout loads into any engine at any process count.
 from __future__ import annotations
 
 import abc
+import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,14 +36,14 @@ _NOT_MOMENTS = {MASTER, BUFFER, EMA, STEP, LOSS_SCALE}
 
 @dataclass(frozen=True)
 class StepResult:
-    """What ``Backend.step`` did; equal on all ranks."""
+    """The result of ``Backend.step``, equal on all ranks."""
 
     grad_norm: Tensor | float
     """Global L2 norm of the gradients before clipping."""
     applied: bool
     """False when a gradient was not finite: then no weight and no moment changed."""
     loss_scale: float | None = None
-    """Of fp16: what the loss of this update was multiplied by."""
+    """In fp16, the factor by which the loss of this update was multiplied."""
     scale_fell: bool = False
     """Whether the gradient overflowed in fp16 and the next loss scale is smaller."""
 
@@ -70,7 +72,7 @@ class Backend(abc.ABC):
     of adapters. Set before ``prepare``."""
 
     stamp = ""
-    """Of the present save: ``state_files`` puts it into every file. Set by the saver."""
+    """The name of the present save, which ``state_files`` puts into every file. The saver sets it."""
 
     def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:
         """Refuse settings that cannot work, before any process group is joined; ``topology`` is known afterwards.
@@ -89,7 +91,7 @@ class Backend(abc.ABC):
     @property
     @abc.abstractmethod
     def model(self) -> nn.Module:
-        """What the loop calls with a ``PackedBatch``."""
+        """The module that the loop calls with a ``PackedBatch``."""
 
     @property
     @abc.abstractmethod
@@ -200,13 +202,13 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def frozen_sizes(self) -> Mapping[str, int]:
-        """The same for parameters that are not trained."""
+        """Elements of every parameter that is not trained, by name; the same on all ranks."""
 
     @torch.no_grad()
     def write_master(self, shards: Sequence[Shard]) -> None:
         """Copy ``shards`` (as cut by ``master_shards``) into the masters; low-precision copies agree afterwards."""
-        for mine, given in zip(self.master_shards(), shards, strict=True):
-            mine.data.copy_(given.data)
+        for mine, other in zip(self.master_shards(), shards, strict=True):
+            mine.data.copy_(other.data)
         self.refresh_copies()
 
     @contextmanager
@@ -253,7 +255,7 @@ class Backend(abc.ABC):
         }
         if not weights_only and STEP in kinds:
             state[STEP] = state_misfit(reader, STEP, dict.fromkeys(counted, 1))
-        weights = [tensor_misfit(reader, kind, wanted) for kind, wanted in ((MASTER, sizes), (BUFFER, numels))]
+        weights = [tensor_misfit(reader, kind, of_model) for kind, of_model in ((MASTER, sizes), (BUFFER, numels))]
         refuse_misfit("the checkpoint", *weights, **state)
         for shard in shards:
             read_into(reader, MASTER, shard)
@@ -293,10 +295,12 @@ class Backend(abc.ABC):
             self.topology()["precision"],
             trainable / 1e6,
             frozen / 1e6,
-            bytes_of_ranks(held, whole=4 * trainable),
+            _bytes_of_ranks(held, whole=4 * trainable),
         )
         if units:
-            logger().info("Sharding units (%d): %s.", len(units), ", ".join(runs_of_names(units)))
+            kinds = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in units)
+            names = [name if number == 1 else f"{name} ({number})" for name, number in kinds.items()]
+            logger().info("Sharding units (%d): %s.", len(units), ", ".join(names))
 
     def close(self) -> None:  # noqa: B027 - an engine without resources has nothing to do
         """Release resources. Not collective: safe after an error."""
@@ -318,12 +322,12 @@ def read_into(reader: ShardReader, kind: str, shard: Shard) -> None:
 
 
 def tensor_misfit(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> Misfit:
-    """What of the tensors of a kind differs from those of ``sizes``, by name and number of elements."""
+    """Compare the stored tensors of a kind with ``sizes``, by name and number of elements."""
     return misfit({name: (reader.numel(kind, name),) for name in sorted(reader.names(kind))}, _shapes(sizes))
 
 
 def state_misfit(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> Misfit:
-    """The same of the optimizer's state; that of parameters which are not trained is ignored."""
+    """Compare the stored optimizer state with ``sizes``; that of parameters which are not trained is ignored."""
     present = set(reader.names(kind)) & set(sizes)
     return misfit({name: (reader.numel(kind, name),) for name in present}, _shapes(sizes))
 
@@ -332,33 +336,11 @@ def _shapes(sizes: Mapping[str, int]) -> dict[str, Shape]:
     return {name: (numel,) for name, numel in sizes.items()}
 
 
-# Bytes and sharding units in an engine's log line: consecutive equal ranks and numbered names become one entry.
-
-
-def bytes_of_ranks(held: Sequence[float], *, whole: float) -> str:
-    """The bytes of every rank; consecutive ranks with the same number are named once: ``ranks 0-3: 1,024 (25.0 %)``."""
-    found: list[str] = []
-    for first in (i for i, value in enumerate(held) if i == 0 or held[i - 1] != value):
-        last = next((i - 1 for i in range(first, len(held)) if held[i] != held[first]), len(held) - 1)
-        ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
-        found.append(f"{ranks}: {held[first]:,.0f} ({100 * held[first] / max(whole, 1):.1f} %)")
-    return ", ".join(found)
-
-
-def runs_of_names(names: Iterable[str]) -> list[str]:
-    """Names that differ only in one number, as one: ``layers.0``, ``layers.1``, ``layers.2`` -> ``layers.0-2``."""
-    found: list[tuple[str, int | None, int | None, str]] = []
-    for name in names:
-        before, number, after = _LAST_NUMBER.fullmatch(name).groups()  # type: ignore[union-attr]
-        at = int(number) if number else None
-        if found and at is not None and found[-1][0] == before and found[-1][2] == at - 1 and found[-1][3] == after:
-            found[-1] = (before, found[-1][1], at, after)
-        else:
-            found.append((before, at, at, after))
-    return [
-        before + ("" if first is None else str(first) if first == last else f"{first}-{last}") + after
-        for before, first, last, after in found
-    ]
-
-
-_LAST_NUMBER = re.compile(r"(.*?)(?:(?<=\.)(\d+)(?=\.|$))?((?:\.\D[^.]*)*)")
+def _bytes_of_ranks(sizes: Sequence[float], *, whole: float) -> str:
+    """The bytes of every rank; consecutive ranks with the same number are one entry: ``ranks 0-3: 1,024 (25.0 %)``."""
+    entries = []
+    for size, group in itertools.groupby(range(len(sizes)), key=sizes.__getitem__):
+        ranks = [*group]
+        name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+        entries.append(f"{name}: {size:,.0f} ({100 * size / max(whole, 1):.1f} %)")
+    return ", ".join(entries)

@@ -39,16 +39,16 @@ def allocate(
     ``make_buffer`` replaces ``make`` for buffers, which may have another device than the parameters. ``finish`` gets
     every new parameter before the next is made.
     """
-    made: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                if id(parameter) not in made:
+                if id(parameter) not in replacements:
                     new = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
                     if finish:
                         finish(new)
-                    made[id(parameter)] = new
-                module._parameters[name] = made[id(parameter)]
+                    replacements[id(parameter)] = new
+                module._parameters[name] = replacements[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = (make_buffer or make)(buffer)
@@ -69,7 +69,3 @@ def blocks_freed_at_once() -> Iterator[None]:
     finally:
         if mallopt:
             mallopt(_M_MMAP_THRESHOLD, 2**25)
-
-
-# Former names, for one release.
-place, blocks_given_back = move_real_tensors, blocks_freed_at_once

@@ -20,7 +20,7 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import OPTIMIZER_FILE, STAMP, Shard, shard_key
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup
 from unigen_ds.system.dist import env_world_size
-from unigen_ds.system.outputs import StateFiles, safetensors_output
+from unigen_ds.system.outputs import Entry, StateFiles, safetensors_output
 
 
 @BACKENDS.register_module(name="single")
@@ -126,14 +126,17 @@ class SingleBackend(TorchOptimizerBackend):
 
     def state_files(self) -> StateFiles:
         """``model.safetensors`` under the model's own names (any tool reads it) and ``optimizer.safetensors``."""
-        state = {
-            shard_key(kind, name, 0): value.reshape(-1) for (kind, name), value in self._optimizer_tensors().items()
-        }
-        form = {"format": "pt", STAMP: self.stamp}
-        return StateFiles("safetensors", [
-            safetensors_output("model.safetensors", self._without_base({**self._masters, **self.buffers()}), form),
-            safetensors_output(OPTIMIZER_FILE, state, form),
-        ])  # fmt: skip
+        weights = self._without_base({**self._masters, **self.buffers()})
+        state = [
+            Entry.of(shard_key(kind, name, 0), value.reshape(-1))
+            for (kind, name), value in self._optimizer_tensors().items()
+        ]
+        metadata = {"format": "pt", STAMP: self.stamp}
+        files = [
+            safetensors_output("model.safetensors", [Entry.of(*item) for item in weights.items()], metadata),
+            safetensors_output(OPTIMIZER_FILE, state, metadata),
+        ]
+        return StateFiles("safetensors", files)
 
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         first = tied_names(self._model)

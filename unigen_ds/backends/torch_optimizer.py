@@ -1,4 +1,4 @@
-"""What ``single`` and ``fsdp`` share: a torch optimizer whose parameters are the masters themselves, one by one."""
+"""The common part of ``single`` and ``fsdp``: a torch optimizer whose parameters are the masters, one by one."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ from unigen_ds.optim.optimizer import (
 from unigen_ds.optim.optimizer_state import ADAMW, OptimizerState, state_of
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This process's part of a DTensor; a plain tensor is whole."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 class TorchOptimizerBackend(Backend):
     """A subclass calls ``_own`` in ``prepare``; the masters may be plain tensors or DTensors."""
 
@@ -32,7 +37,7 @@ class TorchOptimizerBackend(Backend):
     _trainable: list[str]
     _optimizer: torch.optim.Optimizer
     _kept: dict[str, OptimizerState]
-    """What is kept for each trained parameter."""
+    """The optimizer's state of each trained parameter."""
     _options: dict[str, dict[str, Any]]
     """The parameter group of each trained parameter."""
     _scale: LossScale | None
@@ -77,9 +82,9 @@ class TorchOptimizerBackend(Backend):
         """The result of ``step``; the loss scale follows it."""
         if self._scale is None:
             return StepResult(grad_norm=norm, applied=applied)
-        used = self._scale.scale
+        scale = self._scale.scale
         self._scale.record(applied=applied)
-        return StepResult(norm, applied, loss_scale=used, scale_fell=self._scale.scale < used)
+        return StepResult(norm, applied, loss_scale=scale, scale_fell=self._scale.scale < scale)
 
     def _without_base(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in tensors.items() if name not in self.left_out}
@@ -110,8 +115,8 @@ class TorchOptimizerBackend(Backend):
     def set_steps(self, steps: Mapping[str, float]) -> None:
         for name, step in steps.items():
             master = self._masters[name]
-            made = self._kept[name].make_step(step, master, self._options[name])
-            self._optimizer.state[master][STEP] = made
+            count = self._kept[name].make_step(step, master, self._options[name])
+            self._optimizer.state[master][STEP] = count
 
     def load_loss_scale(self, scale: float, good_updates: int) -> None:
         if self._scale:
@@ -119,7 +124,7 @@ class TorchOptimizerBackend(Backend):
 
     def kept_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         for (kind, name), tensor in self._optimizer_tensors().items():
-            yield kind, name, getattr(tensor, "_local_tensor", tensor)
+            yield kind, name, local_part(tensor)
 
     def _optimizer_tensors(self) -> dict[tuple[str, str], Tensor]:
         """(kind, name) -> tensor of everything the optimizer and the loss scale keep."""

@@ -23,14 +23,14 @@ from unigen_ds.system.files import file_digest, fsync_path, make_directory, new_
 from unigen_ds.system.log import logger
 
 FOLDER = "base"
-"""Of a work dir: the copy."""
+"""Folder of a work dir that has the copy of the base."""
 _CONFIGS = ("config.json", "llm_config.json", "vit_config.json", "unigen_ds.json")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _LARGE = 64 << 20
 """Bytes of a further file that is not copied: tokenizers are smaller."""
 
 Folders = str | Mapping[str, str]
-"""As ``model.pretrained``: a folder or file, or one for each part of the model."""
+"""A folder or file, or one for each part of the model, as ``model.pretrained`` has them."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Base:
 
     path: Folders
     revision: str | None
-    """Of a snapshot of the hub."""
+    """The revision of a snapshot of the hub; None for other folders."""
     files: tuple[FileEntry, ...]
     """Paths below the folder, ``PART/NAME`` where there is one for each part."""
 
@@ -65,17 +65,17 @@ class Base:
 def read_base(folders: Folders) -> Base:
     """The record of the files that are there now. Reads and hashes all of them. Raises ``ConfigError``."""
     where: Folders = _absolute(folders) if isinstance(folders, str) else {k: _absolute(v) for k, v in folders.items()}
-    found = {name: path for name, path in _files(where).items() if _decides(path)}
-    if not any(path.suffix in _WEIGHTS for path in found.values()):
-        gone = [path for path in ([where] if isinstance(where, str) else where.values()) if not Path(path).exists()]
-        what = f", and {gone[0]} does not exist" if gone else " has no files of weights"
+    paths = {name: path for name, path in _files(where).items() if _decides(path)}
+    if not any(path.suffix in _WEIGHTS for path in paths.values()):
+        missing = [path for path in ([where] if isinstance(where, str) else where.values()) if not Path(path).exists()]
+        what = f", and {missing[0]} does not exist" if missing else " has no files of weights"
         raise ConfigError(f"model.pretrained is {folders!r}{what}: adapters need a base")
-    entries = [FileEntry(name, path.stat().st_size, file_digest(path)) for name, path in sorted(found.items())]
+    entries = [FileEntry(name, path.stat().st_size, file_digest(path)) for name, path in sorted(paths.items())]
     return Base(where, _revision(where), tuple(entries))
 
 
 def find_base(base: Base, *, given: str | None, checkpoint: Path | None) -> Folders:
-    """Where the recorded files are: in ``given`` (``--base``), else beside the ``checkpoint``, else where they were.
+    """Find the recorded files: in ``given`` (``--base``), else beside the ``checkpoint``, else where they were.
 
     Raises ``CheckpointError`` naming the file that differs or is missing, for each of them.
     """
@@ -127,13 +127,13 @@ def _absolute(path: str) -> str:
 
 
 def _revision(folders: Folders) -> str | None:
-    """Of ``.../models--OWNER--NAME/snapshots/REVISION``."""
-    found = {}
+    """Return the revision in ``.../models--OWNER--NAME/snapshots/REVISION``, or None."""
+    revisions = {}
     for part, path in _parts(folders):
         parts = Path(path).parts
         if "snapshots" in parts[:-1]:
-            found[part] = parts[parts.index("snapshots") + 1]
-    return ", ".join(f"{part}={revision}" if part else revision for part, revision in found.items()) or None
+            revisions[part] = parts[parts.index("snapshots") + 1]
+    return ", ".join(f"{part}={revision}" if part else revision for part, revision in revisions.items()) or None
 
 
 def _parts(folders: Folders) -> Iterator[tuple[str, Path]]:
@@ -142,12 +142,12 @@ def _parts(folders: Folders) -> Iterator[tuple[str, Path]]:
 
 def _files(folders: Folders) -> dict[str, Path]:
     """Every file directly in the folders, by its path in a record."""
-    found = {}
+    files = {}
     for part, path in _parts(folders):
         for each in sorted(path.iterdir()) if path.is_dir() else [path]:
             if each.is_file():
-                found[f"{part}/{each.name}" if part else each.name] = each
-    return found
+                files[f"{part}/{each.name}" if part else each.name] = each
+    return files
 
 
 def _decides(path: Path) -> bool:
@@ -168,14 +168,14 @@ def _inside(base: Base, folder: Path) -> Folders:
 
 def _problem(base: Base, folders: Folders) -> str | None:
     """The first file that is not as recorded."""
-    found = _files(folders)
+    files = _files(folders)
     for entry in base.files:
-        path, where = found.get(entry.path), folders if isinstance(folders, str) else dict(folders)
+        path, where = files.get(entry.path), folders if isinstance(folders, str) else dict(folders)
         if path is None:
             return f"{where} has no {entry.path}"
         if path.stat().st_size != entry.size:
             return f"{path} has {path.stat().st_size:,} bytes, and the base's had {entry.size:,}"
     for entry in base.files:
-        if (digest := file_digest(found[entry.path])) != entry.digest:
-            return f"{found[entry.path]} has another content ({digest}) than the base's ({entry.digest})"
+        if (digest := file_digest(files[entry.path])) != entry.digest:
+            return f"{files[entry.path]} has another content ({digest}) than the base's ({entry.digest})"
     return None

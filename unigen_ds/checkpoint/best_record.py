@@ -38,10 +38,10 @@ class Best:
     path: str | None = None
     """Relative to the folder of the checkpoint that stores this, or absolute. None: that checkpoint itself."""
     provenance: Mapping[str, str] = field(default_factory=dict)
-    """Of the value: data, settings and version of the metric."""
+    """Data, settings and version of the metric that the value is of."""
 
     def where(self, checkpoint: Path) -> Path:
-        """Its folder, as stored in ``checkpoint``; weights alone come first."""
+        """Return the folder of the best weights, as ``checkpoint`` records it; weights alone come first."""
         if self.path is not None:
             return checkpoint.parent / self.path
         alone = weights_folder(checkpoint.parent, self.updates)
@@ -56,11 +56,11 @@ class Best:
         path = state["path"]
         if not isinstance(path, str | None):
             raise TypeError(f"path is {path!r}")
-        found = cls(str(state["metric"]), str(state["rule"]), float(state["value"]), int(state["updates"]), path,
+        best = cls(str(state["metric"]), str(state["rule"]), float(state["value"]), int(state["updates"]), path,
                     dict(state.get("provenance") or {}))  # fmt: skip
-        if found.rule not in ("less", "greater"):
-            raise ValueError(f"rule is {found.rule!r}")
-        return found
+        if best.rule not in ("less", "greater"):
+            raise ValueError(f"rule is {best.rule!r}")
+        return best
 
 
 def better(value: float, than: float, *, rule: str) -> bool:
@@ -69,7 +69,7 @@ def better(value: float, than: float, *, rule: str) -> bool:
 
 
 def weights_folder(work_dir: Path, updates: int) -> Path:
-    """Where the weights of an update alone are, if they are the best."""
+    """Return the folder of the weights alone of an update, which exists if they are the best."""
     return work_dir / WEIGHTS / f"update_{updates}"
 
 

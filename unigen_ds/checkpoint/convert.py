@@ -2,7 +2,7 @@
 
 In: a checkpoint of any layout, with or without a manifest. Out: a folder with the files that DeepSpeed's
 ``zero_to_fp32`` would write (one file, or shards of at most ``max_shard_size`` and an index), which
-``model.load_state_dict(torch.load(file))`` accepts. Tensors are streamed in bounded pieces (``writers.py``).
+``model.load_state_dict(torch.load(file))`` accepts. Tensors are streamed in bounded pieces (``system/outputs.py``).
 
 ``digests.json`` beside them has their digests. The files are written in the folder of ``out`` under a temporary name,
 flushed, compared with the source if asked, and then renamed: ``out`` appears complete or not at all. If ``out`` is an
@@ -16,13 +16,14 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
+from torch import Tensor
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.base_files import Base
@@ -33,7 +34,6 @@ from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.checkpoint.saver import TOKENIZER
 from unigen_ds.checkpoint.weight_files import locate
-from unigen_ds.checkpoint.writers import Entry, Write, write_safetensors, write_torch
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.shards import BUFFER, EMA, MASTER, OPTIMIZER_FILE
@@ -47,6 +47,7 @@ from unigen_ds.system.files import (
     temporary_beside,
     write_digests,
 )
+from unigen_ds.system.outputs import Entry, Output, safetensors_output, torch_output, write_output
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 
@@ -67,7 +68,7 @@ class Source:
     tied: Mapping[str, str]
     """Further name -> name of the tensor."""
     base: Base | None = None
-    """Of adapters: the record of the files that have all other weights."""
+    """For adapters, the record of the files that have all other weights."""
 
     def entries(self, *, dtype: torch.dtype, ema: bool = False, exclude_frozen: bool = False) -> list[Entry]:
         """Buffers, parameters, then tied names. Floating-point tensors become ``dtype``, others stay as they are."""
@@ -78,7 +79,7 @@ class Source:
             )
         average = self.average if ema else None
         averaged = set() if average is None else set(average.names(EMA))
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for (kind, name), shape in self.reader.shapes.items():
             if kind not in (MASTER, BUFFER) or (exclude_frozen and name in self.frozen):
                 continue
@@ -87,11 +88,11 @@ class Source:
                 reader, kind = average, EMA
             stored = stored_dtype(reader, kind, name, shape)
             target = dtype if stored.is_floating_point else stored
-            found[name] = Entry(name, shape, target, name, partial(reader.parts, kind, name))
+            entries[name] = Entry(name, shape, target, partial(reader.parts, kind, name), name)
         for alias, name in self.tied.items():
-            if name in found:
-                found[alias] = Entry(alias, found[name].shape, found[name].dtype, name, found[name].parts)
-        return list(found.values())
+            if name in entries:
+                entries[alias] = replace(entries[name], name=alias)
+        return list(entries.values())
 
 
 def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
@@ -103,9 +104,9 @@ def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
     directory = locate(checkpoint, tag)
     if not (directory / FILE_NAME).is_file():
         check_digests(directory)
-        found = read_foreign(directory, tag="." if directory.is_dir() else None)
-        frozen = frozenset(row["name"] for row in found.parameters if not row["trainable"])
-        return Source(directory, found.reader, None, frozen, dict(found.reader.tied))
+        foreign = read_foreign(directory, tag="." if directory.is_dir() else None)
+        frozen = frozenset(row["name"] for row in foreign.parameters if not row["trainable"])
+        return Source(directory, foreign.reader, None, frozen, dict(foreign.reader.tied))
     manifest = store.verified(directory, wanted=_has_weights)
     reader = open_reader(directory, manifest)
     average = open_shards(directory, manifest, EMA) if own_files(manifest, EMA) else None
@@ -122,7 +123,7 @@ def _has_weights(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Merged:
-    """What ``merge`` wrote."""
+    """The result of ``merge``."""
 
     files: list[str]
     num_tensors: int
@@ -141,7 +142,6 @@ def merge(
     safe_serialization: bool = False,
     exclude_frozen: bool = False,
     verify: bool = False,
-    durable: bool = True,
     progress: OnProgress | None = None,
 ) -> Merged:
     """Write the weights of ``checkpoint`` into the folder ``out``.
@@ -152,7 +152,6 @@ def merge(
         max_shard_size: of a file, in bytes or as ``'5GB'``; a larger tensor gets a file of its own.
         safe_serialization: safetensors instead of ``torch.save``.
         verify: read the files back and compare every bit with the checkpoint before they replace anything.
-        durable: flush the files to disk. False is for measurements alone.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, the disk is full, or the files read back differ.
@@ -178,15 +177,17 @@ def merge(
     shards = {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
     try:
         with _staged(out) as staging:
-            _write(staging, shards, form, durable=durable, progress=progress)
+            written = _counted(shards, "writing", sum(map(form.size, shards.values())), progress)
+            for file, of_file in written.items():
+                write_output(staging, form.output(file, of_file))
             if split.is_sharded:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
                 text = json.dumps(index, indent=2, sort_keys=True) + "\n"
                 (staging / form.index).write_text(text, encoding="utf-8")
             if verify:
-                _verify(staging, shards, progress=progress)
+                _verify(staging, _counted(shards, "verifying", sum(e.nbytes for e in entries), progress))
             write_digests(staging, keep={k: v for k, v in stored_digests(out).items() if not form.is_own(k)})
-            _publish(staging, out, form, durable=durable)
+            _publish(staging, out, form)
     except OSError as error:
         raise CheckpointError(
             f"could not write {out}: {error}",
@@ -203,7 +204,7 @@ class _Format:
 
     file: str
     index: str
-    write: Write
+    output: Callable[[str, Sequence[Entry]], Output]
     shares: bool
     """Whether tied names share their bytes."""
 
@@ -218,8 +219,13 @@ class _Format:
         return re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?", name) is not None
 
 
-_TORCH = _Format("pytorch_model.bin", "pytorch_model.bin.index.json", write_torch, shares=True)
-_SAFETENSORS = _Format("model.safetensors", "model.safetensors.index.json", write_safetensors, shares=False)
+_TORCH = _Format("pytorch_model.bin", "pytorch_model.bin.index.json", torch_output, shares=True)
+_SAFETENSORS = _Format(
+    "model.safetensors",
+    "model.safetensors.index.json",
+    partial(safetensors_output, metadata={"format": "pt"}),
+    shares=False,
+)
 
 
 def _split(entries: Sequence[Entry], form: _Format, max_shard_size: str | int) -> Any:
@@ -238,26 +244,26 @@ def _split(entries: Sequence[Entry], form: _Format, max_shard_size: str | int) -
         ) from error
 
 
-def _write(
-    staging: Path, shards: Mapping[str, list[Entry]], form: _Format, *, durable: bool, progress: OnProgress | None
-) -> None:
-    done, total = 0, sum(map(form.size, shards.values()))
+def _counted(
+    shards: Mapping[str, list[Entry]], what: str, total: int, progress: OnProgress | None
+) -> Mapping[str, list[Entry]]:
+    """The same entries, which report to ``progress`` the bytes that are read from them."""
+    if progress is None:
+        return shards
+    done = 0
 
-    def advance(nbytes: int) -> None:
+    def parts(entry: Entry, start: int, stop: int) -> Iterator[Tensor]:
         nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress("writing", done, total)
+        for part in entry.parts(start, stop):
+            yield part
+            done += part.numel() * entry.dtype.itemsize
+            progress(what, done, total)
 
-    for file, entries in shards.items():
-        form.write(staging / file, entries, advance)
-        if durable:
-            fsync_path(staging / file)
+    return {file: [replace(e, parts=partial(parts, e)) for e in entries] for file, entries in shards.items()}
 
 
-def _verify(staging: Path, shards: Mapping[str, list[Entry]], *, progress: OnProgress | None) -> None:
+def _verify(staging: Path, shards: Mapping[str, list[Entry]]) -> None:
     """Compare every bit of the files with the source. Raises ``CheckpointError`` naming the tensor that differs."""
-    done, total = 0, sum(entry.nbytes for entries in shards.values() for entry in entries)
     for file, entries in shards.items():
         written = _read_back(staging / file)
         if set(written) != {entry.name for entry in entries}:
@@ -266,13 +272,10 @@ def _verify(staging: Path, shards: Mapping[str, list[Entry]], *, progress: OnPro
             shape, fetch = written[entry.name]
             at, same = 0, shape == entry.shape
             for piece in entry.pieces() if same else ():
-                found = fetch(at, at + piece.numel())
-                same = same and found.dtype == piece.dtype
-                same = same and torch.equal(found.view(torch.uint8), piece.view(torch.uint8))
+                values = fetch(at, at + piece.numel())
+                same = same and values.dtype == piece.dtype
+                same = same and torch.equal(values.view(torch.uint8), piece.view(torch.uint8))
                 at += piece.numel()
-                done += piece.nbytes
-                if progress is not None:
-                    progress("verifying", done, total)
             if not same:
                 raise CheckpointError(f"{entry.name} in {file}, read back, differs from the checkpoint",
                                       remedy="merge again; if it happens again, the disk is faulty")  # fmt: skip
@@ -301,22 +304,20 @@ def _staged(out: Path) -> Iterator[Path]:
             delete_inside(staging, home)
 
 
-def _publish(staging: Path, out: Path, form: _Format, *, durable: bool) -> None:
+def _publish(staging: Path, out: Path, form: _Format) -> None:
     """Rename. Into a folder that exists: without its old index first, and the digests last, so that a mixture never
     looks complete.
     """
     files = sorted(path.name for path in staging.iterdir())
-    if durable:
-        for folder in (staging / form.index, staging / DIGESTS, staging):
-            if folder.exists():
-                fsync_path(folder)
+    for path in (staging / form.index, staging / DIGESTS, staging):
+        if path.exists():
+            fsync_path(path)
     if not out.is_dir():
-        rename_into_place(staging, out, durable=durable)
-    else:
-        (out / form.index).unlink(missing_ok=True)
-        for name in sorted(files, key=lambda name: (name == DIGESTS, name == form.index)):
-            rename_into_place(staging / name, out / name, durable=False)  # all of them together, below
-        for path in [path for path in out.iterdir() if form.is_own(path.name) and path.name not in files]:
-            path.unlink()
-        if durable:
-            fsync_path(out)
+        rename_into_place(staging, out)
+        return
+    (out / form.index).unlink(missing_ok=True)
+    for name in sorted(files, key=lambda name: (name == DIGESTS, name == form.index)):
+        rename_into_place(staging / name, out / name, durable=False)  # all of them together, below
+    for path in [path for path in out.iterdir() if form.is_own(path.name) and path.name not in files]:
+        path.unlink()
+    fsync_path(out)

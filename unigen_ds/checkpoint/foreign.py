@@ -8,7 +8,7 @@ far the run was, and one sentence for each thing that cannot be known. Nothing i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ import torch
 from unigen_ds.checkpoint.layouts.base import PieceReader
 from unigen_ds.checkpoint.layouts.dcp import DCPReader
 from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader, is_deepspeed
-from unigen_ds.checkpoint.layouts.plain import TorchReader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
+from unigen_ds.checkpoint.layouts.torch_file import TorchReader
 from unigen_ds.checkpoint.weight_files import is_weight_file, locate, stated_model, trainer_state, weight_files
 from unigen_ds.config.registry import FOREIGN_STATES
 from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
@@ -38,20 +38,20 @@ class Foreign:
     directory: Path
     """The folder of the files, below that of the tag; or the one file."""
     layout: str
-    """As in a manifest: ``deepspeed`` | ``dcp`` | ``safetensors``; or ``torch``; ``published``, by a family; or
+    """``deepspeed``, ``dcp`` or ``safetensors``, as in a manifest; or ``torch``; ``published``, by a family; or
     ``registered``, in ``FOREIGN_STATES``."""
     writer: str
     """The program that wrote it, as text."""
     reader: PieceReader
     parameters: list[dict[str, Any]]
     """Name, shape, dtype, trainable, group, tied: as in a manifest."""
-    geometry: Geometry | None
-    updates: int | None
-    skipped_updates: int | None
-    iteration: int | None
-    epoch: int | None
     unknown: tuple[str, ...]
-    """What cannot be known, one sentence each."""
+    """One sentence for each thing that cannot be known."""
+    geometry: Geometry | None = None
+    updates: int | None = None
+    skipped_updates: int | None = None
+    iteration: int | None = None
+    epoch: int | None = None
     sizes: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the model that configs beside the weights state."""
     precision: str | None = None
@@ -86,15 +86,15 @@ class ForeignState:
 
 def parse_assume(text: str) -> dict[str, int]:
     """``'batch_size=4,dp_size=2'`` -> values. Raises ``ConfigError`` naming what is wrong."""
-    found: dict[str, int] = {}
+    values: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
         if name not in ASSUMABLE:
             raise ConfigError(f"--assume names {name!r}", remedy=nearest(name, ASSUMABLE))
         if not value.isdigit() or int(value) < 1:
             raise ConfigError(f"--assume {part!r}", allowed=f"{name}=N with an integer N of at least 1")
-        found[name] = int(value)
-    return found
+        values[name] = int(value)
+    return values
 
 
 def is_known(path: Path) -> bool:
@@ -138,8 +138,8 @@ def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
         return _deepspeed(folder, dict(assume or {}))
     if (folder / ".metadata").is_file():
         return _bare(folder, "dcp", DCPReader(folder))
-    if (found := _published(folder)) and (weights := found.weights(folder)):
-        return _bare(folder, "published", StoredReader(weights), writer=found.name)
+    if (family := _published(folder)) and (weights := family.weights(folder)):
+        return _bare(folder, "published", StoredReader(weights), writer=family.name)
     files = weight_files(folder)
     if (folder / "adapter_config.json").is_file() and all(file.name.startswith("adapter_model.") for file in files):
         raise CheckpointError(
@@ -160,28 +160,24 @@ def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
 
 
 def _of_users(folder: Path, assume: dict[str, int]) -> Foreign | None:
-    """What the first function of ``FOREIGN_STATES`` that knows the folder has read."""
-    found: ForeignState | None
-    found = next((state for read in FOREIGN_STATES.module_dict.values() if (state := read(folder)) is not None), None)
-    if found is None:
+    """Read a folder with the first function of ``FOREIGN_STATES`` that knows it; None where none does."""
+    state: ForeignState | None
+    state = next((state for read in FOREIGN_STATES.module_dict.values() if (state := read(folder)) is not None), None)
+    if state is None:
         return None
-    config = {
-        "train_micro_batch_size_per_gpu": found.batch_size,
-        "gradient_accumulation_steps": found.accumulative_counts,
-    }
-    geometry, unknown = _geometry({"ds_config": config, "dp_world_size": found.dp_size}, assume)
+    sizes = {"batch_size": state.batch_size, "accumulative_counts": state.accumulative_counts, "dp_size": state.dp_size}
+    geometry, unknown = _geometry(sizes, assume)
     return Foreign(
         directory=folder,
         layout="registered",
-        writer=found.writer,
-        reader=found.reader,
-        parameters=_table(found.reader, frozen=set(found.frozen), groups={}),
+        writer=state.writer,
+        reader=state.reader,
+        parameters=_table(state.reader, frozen=state.frozen),
+        unknown=(*unknown, *_unknown_everywhere(state.reader)),
         geometry=geometry,
-        updates=found.updates,
-        skipped_updates=None,
-        iteration=None if geometry is None or not found.updates else found.updates * geometry.accumulative_counts,
-        epoch=found.epoch,
-        unknown=(*unknown, *_unknown_everywhere(found.reader)),
+        updates=state.updates,
+        iteration=None if geometry is None or not state.updates else state.updates * geometry.accumulative_counts,
+        epoch=state.epoch,
     )
 
 
@@ -191,7 +187,7 @@ def _deepspeed(folder: Path, assume: dict[str, int]) -> Foreign:
     meta = header.get("meta")
     meta = meta if isinstance(meta, dict) else {}
     by_mmengine = "mmengine" in meta or "message_hub" in header
-    geometry, unknown = _geometry(header, assume)
+    geometry, unknown = _geometry(_stored_sizes(header), assume)
     updates, epoch = _count(header.get("global_steps")), _count(meta.get("epoch"))
     iteration = _count(meta.get("iter"))
     if iteration is None and geometry is not None and updates is not None:
@@ -229,9 +225,9 @@ def _precision(header: Mapping[str, Any]) -> str | None:
     if not isinstance(config, dict):
         return None
     for name, sections in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
-        found = [config[section].get("enabled") for section in sections if isinstance(config.get(section), dict)]
-        if any(found):
-            return name if all(value in (True, False) for value in found) else None  # "auto" is no answer
+        values = [config[section].get("enabled") for section in sections if isinstance(config.get(section), dict)]
+        if any(values):
+            return name if all(value in (True, False) for value in values) else None  # "auto" is no answer
     return "fp32"
 
 
@@ -246,25 +242,24 @@ def _bare(folder: Path, layout: str, reader: PieceReader, *, writer: str = "") -
     parent = folder if folder.is_dir() else folder.parent
     if not reader.tied:
         reader.tied = _tied_head(reader, stated_model(parent))
-    parameters = _table(reader, frozen=set(), groups={})
     unknown += _unknown_everywhere(reader)
     writer = writer or trainer_state(parent) or trainer_state(parent.parent) or f"unknown, {layout} files"
-    return Foreign(folder, layout, writer, reader, parameters, None, None, None, None, None, tuple(unknown),
-                   stated_model(parent))  # fmt: skip
+    parameters, sizes = _table(reader), stated_model(parent)
+    return Foreign(folder, layout, writer, reader, parameters, tuple(unknown), sizes=sizes)
 
 
 def _tied_head(reader: PieceReader, stated: Mapping[str, Any]) -> dict[str, str]:
     """Tied embeddings of a Hugging Face directory: stated by its config, and one of the two is stored."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     tied = (stated.get("llm") or {}).get("tie_word_embeddings") is True
-    return (
-        {head: embedding}
-        if tied and (MASTER, embedding) in reader.shapes and (MASTER, head) not in reader.shapes
-        else {}
-    )
+    one_is_stored = (MASTER, embedding) in reader.shapes and (MASTER, head) not in reader.shapes
+    return {head: embedding} if tied and one_is_stored else {}
 
 
-def _table(reader: PieceReader, *, frozen: set[str], groups: Mapping[str, int]) -> list[dict[str, Any]]:
+def _table(
+    reader: PieceReader, *, frozen: Collection[str] = (), groups: Mapping[str, int] | None = None
+) -> list[dict[str, Any]]:
+    """The parameter table, as a manifest has it."""
     aliases: dict[str, list[str]] = {}
     for alias, name in reader.tied.items():
         aliases.setdefault(name, []).append(alias)
@@ -274,7 +269,7 @@ def _table(reader: PieceReader, *, frozen: set[str], groups: Mapping[str, int]) 
             "shape": list(shape),
             "dtype": str(stored_dtype(reader, kind, name, shape)).removeprefix("torch."),
             "trainable": name not in frozen,
-            "group": str(groups[name]) if name in groups else None,
+            "group": str(groups[name]) if groups and name in groups else None,
             "tied": aliases.get(name, []),
         }
         for (kind, name), shape in reader.shapes.items()
@@ -287,32 +282,37 @@ def stored_dtype(reader: PieceReader, kind: str, name: str, shape: tuple[int, ..
     return reader.read(kind, name, 0, 1).dtype if math.prod(shape) else torch.float32
 
 
-def _geometry(header: Mapping[str, Any], assume: dict[str, int]) -> tuple[Geometry | None, list[str]]:
-    """From the stored ``ds_config``, then from what is assumed; a sentence for each part that neither has."""
+def _stored_sizes(header: Mapping[str, Any]) -> dict[str, int | None]:
+    """Those of ``ASSUMABLE`` that the stored ``ds_config`` states, or DeepSpeed derives."""
     config = header.get("ds_config")
     config = config if isinstance(config, dict) else {}
-    found = {
+    sizes = {
         "batch_size": _count(config.get("train_micro_batch_size_per_gpu"), least=1),
         "accumulative_counts": _count(config.get("gradient_accumulation_steps"), least=1),
         "dp_size": _count(header.get("dp_world_size"), least=1),
     }
     total = _count(config.get("train_batch_size"), least=1)
-    missing = [name for name in ASSUMABLE if found[name] is None]
-    if total is not None and len(missing) == 1:  # DeepSpeed derives it in the same way
-        found[missing[0]] = total // math.prod(value for value in found.values() if value is not None)
+    missing = [name for name, size in sizes.items() if size is None]
+    if total is not None and len(missing) == 1:
+        sizes[missing[0]] = total // math.prod(size for size in sizes.values() if size is not None)
     elif total is None and config and "gradient_accumulation_steps" not in config:
-        found["accumulative_counts"] = 1  # DeepSpeed's default
+        sizes["accumulative_counts"] = 1  # DeepSpeed's default
+    return sizes
+
+
+def _geometry(stored: Mapping[str, int | None], assume: dict[str, int]) -> tuple[Geometry | None, list[str]]:
+    """From what is stored, and then from what is assumed; a sentence for each part that neither has."""
     for name, value in assume.items():
-        stored = found.get(name)
-        if stored is not None and stored != value:
-            raise ConfigError(f"--assume {name}={value}, but the checkpoint was written with {name}={stored}",
-                              remedy=f"leave {name} out; the new run may still use another")  # fmt: skip
-        found[name] = value
+        if stored[name] not in (None, value):
+            raise ConfigError(
+                f"--assume {name}={value}, but the checkpoint was written with {name}={stored[name]}",
+                remedy=f"leave {name} out; the new run may still use another",
+            )
+    sizes = {name: size for name, size in {**stored, **assume}.items() if size is not None}
     unknown = [
-        f"{name} is not stored; set it with --assume {name}=N." for name in ASSUMABLE if found[name] is None
+        f"{name} is not stored; set it with --assume {name}=N." for name in ASSUMABLE if name not in sizes
     ]  # fmt: skip
-    known = {name: value for name, value in found.items() if value is not None}
-    return (Geometry(**known) if not unknown else None), unknown
+    return (None if unknown else Geometry(**sizes)), unknown
 
 
 def _count(value: Any, *, least: int = 0) -> int | None:
@@ -338,8 +338,8 @@ class StoredReader(PieceReader):
     Rows are read when they are requested.
     """
 
-    def __init__(self, found: Pretrained) -> None:
+    def __init__(self, weights: Pretrained) -> None:
         super().__init__(unique=True)
-        self.tied = dict(found.tied)
-        for name, stored in found.tensors.items():
-            self.add(MASTER, name, 0, stored.numel, stored.flat, source=found.where, shape=stored.shape)
+        self.tied = dict(weights.tied)
+        for name, stored in weights.tensors.items():
+            self.add(MASTER, name, 0, stored.numel, stored.flat, source=weights.where, shape=stored.shape)

@@ -64,13 +64,13 @@ def current_versions() -> dict[str, str]:
     """Versions of the packages that a run's numbers depend on, and the digest of this one's source files, which are
     edited without a new version; absent packages are left out.
     """
-    found = {"python": platform.python_version(), "unigen_ds source": source_digest()}
+    versions = {"python": platform.python_version(), "unigen_ds source": source_digest()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _digest(state: dict[str, Any]) -> str:
@@ -110,7 +110,7 @@ class Manifest:
     run: str = ""
     format_version: int = FORMAT_VERSION
     base: dict[str, Any] | None = None
-    """Of adapters: the record of the base's files."""
+    """The record of the base's files, for adapters."""
 
     def __post_init__(self) -> None:
         if self.base is not None:
@@ -122,7 +122,7 @@ class Manifest:
 
     @property
     def stamp(self) -> str:
-        """What each file of this save has, so that none of another save passes for one of it."""
+        """The text that each file of this save has, so that none of another save passes for one of it."""
         return f"update {self.progress.updates}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class Manifest:
 
 
 def contradictions(manifest: Manifest, iteration: int | None) -> list[str]:
-    """What two parts of a manifest state differently. ``iteration``: as it is stored."""
+    """List what two parts of a manifest state differently. ``iteration``: as it is stored."""
     progress, cursor = manifest.progress, manifest.loader.get("cursor", {}).get("sequences")
     problems = []
     if cursor is not None and cursor != progress.sequences:

@@ -18,55 +18,22 @@ import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from unigen_ds.checkpoint.settings import LoadSettings
-from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.checkpoint.settings import VOCABULARY, LoadSettings
+from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.fitting import Shape, misfit
 from unigen_ds.core.shards import BUFFER, MASTER, ShardReader
 
 DIFFERENCES = ("missing", "unexpected", "reshaped", "sizes")
-VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
-"""Ends of the names of tensors that have a row for each token."""
 REPORT_FILE = "load_report.json"
 _PIECE, _SHOWN = 1 << 22, 8
 
 Key = tuple[str, str]
 """(kind, name)."""
-
-
-@dataclass(frozen=True)
-class LoadConfig:
-    """``load_cfg``: what may differ between a checkpoint and the model that loads its weights. Default: nothing."""
-
-    revise_keys: tuple[tuple[re.Pattern[str], str], ...] = ()
-    allow: frozenset[str] = frozenset()
-    resize_vocab: bool | Literal["shrink"] = False
-
-    @classmethod
-    def from_settings(cls, given: LoadSettings | None) -> LoadConfig:
-        """``load_cfg`` of a config; None: nothing may differ."""
-        given = given or LoadSettings()
-        revise = tuple((re.compile(pattern), replacement) for pattern, replacement in given.revise_keys)
-        return cls(revise, frozenset(given.allow), given.resize_vocab)
-
-    def revised(self, name: str) -> str:
-        """The name after every replacement, in order."""
-        for pattern, replacement in self.revise_keys:
-            try:
-                name = pattern.sub(replacement, name)
-            except (re.error, IndexError) as error:
-                raise ConfigError(f"load_cfg.revise_keys: {replacement!r} for {pattern.pattern!r}: {error}") from error
-        return name
-
-    def resizes(self, names: Sequence[str], stored: Shape, wanted: Shape) -> bool:
-        """Whether a tensor of these names may be loaded with more rows, or with fewer."""
-        same_rows = len(stored) == len(wanted) > 1 and stored[1:] == wanted[1:]
-        asked = self.resize_vocab == "shrink" or (self.resize_vocab and stored[0] <= wanted[0])
-        return same_rows and bool(asked) and any(name.endswith(VOCABULARY) for name in names)
 
 
 @dataclass(frozen=True)
@@ -80,7 +47,7 @@ class _Stored:
 class Fit:
     """Which tensor of a checkpoint is loaded into which tensor of a model."""
 
-    taken: dict[Key, Key] = field(default_factory=dict)
+    sources: dict[Key, Key] = field(default_factory=dict)
     """(kind, name) in the model -> in the checkpoint."""
     missing: list[str] = field(default_factory=list)
     """Names of the model that keep their initial values."""
@@ -89,11 +56,11 @@ class Fit:
     reshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     """Names of the model that keep their initial values -> (stored shape, the model's)."""
     resized: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
-    """The same of vocabularies, which are loaded."""
+    """Names of vocabularies, which are loaded -> (stored shape, the model's)."""
     sizes: list[str] = field(default_factory=list)
     """Sizes of the model that differ without changing a shape, in words."""
     option: str = ""
-    """Of a command line: the change of one prefix after which every name fits; empty where there is none."""
+    """An option of a command line that changes one prefix, after which every name fits; empty where there is none."""
 
     @property
     def kept(self) -> frozenset[str]:
@@ -103,12 +70,12 @@ class Fit:
     @property
     def renamed(self) -> dict[str, str]:
         """The model's name -> the stored one."""
-        return {name: stored for (_, name), (_, stored) in self.taken.items() if stored != name}
+        return {name: stored for (_, name), (_, stored) in self.sources.items() if stored != name}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, every name: ``load_report.json``."""
         return {
-            "taken": len(self.taken),
+            "taken": len(self.sources),
             "renamed": self.renamed,
             "resized": self.resized,
             "missing": self.missing,
@@ -134,7 +101,7 @@ class Fit:
                 more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
                 yield kind, f"{len(names)} {what}: {'; '.join(names[:_SHOWN])}{more}"
 
-    def check(self, cfg: LoadConfig, *, first: Sequence[str] = ()) -> None:
+    def check(self, cfg: LoadSettings, *, first: Sequence[str] = ()) -> None:
         """Raises ``CheckpointError`` for what is not allowed, and where nothing at all would be loaded. ``first``: what
         explains the differences, in words.
         """
@@ -152,7 +119,7 @@ class Fit:
             raise CheckpointError(
                 f"the checkpoint does not fit the model: {'; '.join([*first, *refused.values()])}", remedy=remedy
             )
-        if not self.taken:
+        if not self.sources:
             raise CheckpointError("nothing in the checkpoint has the name and shape of a tensor of the model",
                                   remedy="map its names with load_cfg.revise_keys")  # fmt: skip
 
@@ -163,7 +130,7 @@ def fit(
     *,
     parameters: Sequence[Mapping[str, Any]],
     buffers: Mapping[str, int],
-    cfg: LoadConfig,
+    cfg: LoadSettings,
     sizes: Sequence[str] = (),
 ) -> Fit:
     """Compare a checkpoint with a model, by name and shape; the same on every rank.
@@ -179,18 +146,18 @@ def fit(
     A tensor is found by any of its names, so tied embeddings fill a model that does not tie them. Raises
     ``CheckpointError`` where two stored names become one.
     """
-    found, result = _by_revised_name(reader, stored, cfg), Fit(sizes=list(sizes))
-    wanted = [(MASTER, (row["name"], *row.get("tied", ())), tuple(row["shape"])) for row in parameters]
-    wanted += [(BUFFER, (name,), (numel,)) for name, numel in buffers.items()]
-    used, chosen = set(), {}
-    for _, names, _ in wanted:
-        sources = list(dict.fromkeys(found[name] for name in names if name in found))
+    by_name, result = _by_revised_name(reader, stored, cfg), Fit(sizes=list(sizes))
+    targets = [(MASTER, (row["name"], *row.get("tied", ())), tuple(row["shape"])) for row in parameters]
+    targets += [(BUFFER, (name,), (numel,)) for name, numel in buffers.items()]
+    loaded, chosen = set(), {}
+    for _, names, _ in targets:
+        sources = list(dict.fromkeys(by_name[name] for name in names if name in by_name))
         if sources:
             chosen[names[0]] = source = sources[0]
-            used |= {(each.kind, each.name) for each in sources if each is source or _equal(reader, each, source)}
-    differing = misfit({n: source.shape for n, source in chosen.items()}, {names[0]: s for _, names, s in wanted})
+            loaded |= {(each.kind, each.name) for each in sources if each is source or _equal(reader, each, source)}
+    differing = misfit({n: source.shape for n, source in chosen.items()}, {names[0]: s for _, names, s in targets})
     result.missing = differing.missing
-    for kind, (name, *others), shape in wanted:
+    for kind, (name, *others), shape in targets:
         if name not in chosen:
             continue
         source = chosen[name]
@@ -199,11 +166,11 @@ def fit(
         elif name in differing.reshaped and not _same_buffer(source, kind, shape):
             result.reshaped[name] = differing.reshaped[name]
             continue
-        result.taken[kind, name] = source.kind, source.name
-    given = dict.fromkeys((source.kind, source.name) for source in found.values())
-    result.unexpected = [name for kind, name in given if (kind, name) not in used]
+        result.sources[kind, name] = source.kind, source.name
+    tensors = dict.fromkeys((source.kind, source.name) for source in by_name.values())
+    result.unexpected = [name for kind, name in tensors if (kind, name) not in loaded]
     if result.missing and not cfg.revise_keys:
-        result.option = _renaming(found, [names for kind, names, _ in wanted if kind == MASTER], {*buffers})
+        result.option = _renaming(by_name, [names for kind, names, _ in targets if kind == MASTER], {*buffers})
     return result
 
 
@@ -234,21 +201,19 @@ def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
     return next(unlike, min(len(one), len(other)))
 
 
-def _by_revised_name(reader: ShardReader, stored: Sequence[Mapping[str, Any]], cfg: LoadConfig) -> dict[str, _Stored]:
-    tensors = [
-        ((row["name"], *row.get("tied", ())), _Stored(MASTER, row["name"], tuple(row["shape"]))) for row in stored
-    ]
-    tensors += [((name,), _Stored(BUFFER, name, (reader.numel(BUFFER, name),))) for name in reader.names(BUFFER)]
-    found: dict[str, _Stored] = {}
-    for names, tensor in tensors:
+def _by_revised_name(reader: ShardReader, stored: Sequence[Mapping[str, Any]], cfg: LoadSettings) -> dict[str, _Stored]:
+    pairs = [((row["name"], *row.get("tied", ())), _Stored(MASTER, row["name"], tuple(row["shape"]))) for row in stored]
+    pairs += [((name,), _Stored(BUFFER, name, (reader.numel(BUFFER, name),))) for name in reader.names(BUFFER)]
+    by_name: dict[str, _Stored] = {}
+    for names, tensor in pairs:
         for name in names:
-            other = found.setdefault(cfg.revised(name), tensor)
+            other = by_name.setdefault(cfg.revised(name), tensor)
             if other is not tensor:
                 raise CheckpointError(
                     f"{other.name} and {tensor.name} of the checkpoint both become {cfg.revised(name)}",
                     remedy="make the patterns of load_cfg.revise_keys narrower",
                 )
-    return found
+    return by_name
 
 
 def _equal(reader: ShardReader, one: _Stored, other: _Stored) -> bool:
@@ -261,7 +226,9 @@ def _equal(reader: ShardReader, one: _Stored, other: _Stored) -> bool:
 
 
 def _same_buffer(source: _Stored, kind: str, shape: Shape) -> bool:
-    """Of buffers only the number of elements is known; plain weight files do not distinguish them from parameters."""
+    """Whether a buffer has as many elements as the stored tensor: nothing else is known of buffers, and plain weight
+    files do not distinguish them from parameters.
+    """
     return BUFFER in (source.kind, kind) and math.prod(source.shape) == math.prod(shape)
 
 
@@ -269,14 +236,14 @@ class FittedReader:
     """A ``ShardReader`` under the model's names of the tensors that a ``Fit`` loads."""
 
     def __init__(self, reader: ShardReader, fit: Fit) -> None:
-        self._reader, self._taken, self._resized = reader, fit.taken, fit.resized
+        self._reader, self._sources, self._resized = reader, fit.sources, fit.resized
         self._means: dict[str, Tensor] = {}
 
     def kinds(self) -> list[str]:
-        return sorted({kind for kind, _ in self._taken})
+        return sorted({kind for kind, _ in self._sources})
 
     def names(self, kind: str) -> list[str]:
-        return sorted(name for k, name in self._taken if k == kind)
+        return sorted(name for k, name in self._sources if k == kind)
 
     def numel(self, kind: str, name: str) -> int:
         source = self._source(kind, name)
@@ -293,9 +260,9 @@ class FittedReader:
         return new if start >= have else torch.cat([self._reader.read(*source, start, have), new])
 
     def _source(self, kind: str, name: str) -> Key:
-        if (kind, name) not in self._taken:
+        if (kind, name) not in self._sources:
             raise CheckpointError(f"the checkpoint has no {kind} of {name}")
-        return self._taken[kind, name]
+        return self._sources[kind, name]
 
     def _mean(self, name: str, source: Key) -> Tensor:
         """The mean of the stored rows, read in pieces and summed in fp64: the same on every rank."""

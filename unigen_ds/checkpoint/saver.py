@@ -5,46 +5,62 @@
     announce   every rank: the engine lists the files of this rank (collectives, no disk)
                rank 0:     journals flushed to disk, free space checked, iter_100.pth.tmp-<commit>/ made
     write      every rank: writes its files with their hashes, flushes each to disk (disk, no collectives)
-    commit     rank 0:     index files, the consolidated files (consolidated.py) if asked for, manifest.json last,
+    commit     rank 0:     index files, the consolidated files if asked for, manifest.json last,
                            rename: from here on it exists; last_checkpoint, a hint
            What is not finite gets a name that no resume loads, and ends the run.
 
-Each phase ends with one gather of every rank's outcome to rank 0 and one short answer to all (``_phase``), so no rank
-can wait in another collective than the others. A failure on any rank (a full disk, say) in any phase makes every rank
-raise the same ``SaveError``, removes the staging directory, and leaves every older checkpoint as it was. Deleting older
-ones is the caller's task, after the commit.
+``announce`` and ``commit`` end with one gather of every rank's outcome to rank 0 and one short answer to all, so no
+rank can wait in another collective than the others. A failure on any rank (a full disk, say) makes every rank raise the
+same ``SaveError``, removes the staging directory, and leaves every older checkpoint as it was. Deleting older ones is
+the caller's task, after the commit.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.checkpoint import consolidated, store
-from unigen_ds.checkpoint.manifest import FILE_NAME, FileEntry, Manifest, check_stamp
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.foreign import stored_dtype
+from unigen_ds.checkpoint.layouts import open_reader, open_shards, shard_folders
+from unigen_ds.checkpoint.layouts.base import PieceReader
+from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest, check_stamp
 from unigen_ds.core.errors import ConfigError, SaveError, TrainingError, UnigenError
-from unigen_ds.core.shards import STAMP, Shard, shard_key
+from unigen_ds.core.shards import BUFFER, MASTER, OPTIMIZER_FILE, STAMP, Shard, shard_key
 from unigen_ds.system import dist
 from unigen_ds.system.files import delete_inside, fsync_path, make_directory, rename_into_place
 from unigen_ds.system.log import logger
-from unigen_ds.system.outputs import Output, StateFiles, all_finite, bytes_output, safetensors_output, write_output
+from unigen_ds.system.outputs import (
+    Entry,
+    Output,
+    StateFiles,
+    all_finite,
+    bytes_output,
+    safetensors_output,
+    write_output,
+)
 from unigen_ds.system.seeding import rng_state, set_rng_state
 
 RNG_DIRECTORY, HOOKS_FILE, CONFIG_FILE, TOKENIZER = "rng", "hooks.json", "config.py", "tokenizer"
+Form = Literal["sharded", "full", "both"]
+"""The files that a save leaves: the engine's own ones, the consolidated ones, or both."""
+_CONSOLIDATED = "safetensors"
+"""The layout of the consolidated files, which is that of ``single``."""
 _THREADS = 4
 """Files that a rank writes at a time: one is hashed while the system flushes another."""
-_NAMED = 3
+_SHOWN = 3
 """Ranks whose errors are in a message, and tensors."""
 
 
@@ -57,7 +73,7 @@ def save(
     hook_states: Mapping[str, Any],
     hook_shards: Mapping[str, Sequence[Shard]],
     config_text: str,
-    form: consolidated.Form = "sharded",
+    form: Form = "sharded",
     before: Callable[[], None] = lambda: None,
     write_tokenizer: Callable[[str], None] | None = None,
 ) -> Path:
@@ -69,139 +85,152 @@ def save(
     files, so that the checkpoint can be used without the folder that its config names. ``form``: as of
     ``CheckpointHook``.
     """
-    attempt = _Attempt(work_dir, name, manifest, form)
-    listed: list[StateFiles] = []
 
-    def announce() -> tuple[int, set[str]]:
+    def files() -> StateFiles:
         stamp = {STAMP: manifest.stamp}
         backend.stamp = manifest.stamp
         state = backend.state_files()
-        files = [*state.files, _random_state(stamp), *_hook_files(hook_shards, stamp)]
+        outputs = [*state.files, _random_state(stamp), *_hook_files(hook_shards, stamp)]
         if dist.is_main():
-            files.append(bytes_output(HOOKS_FILE, states_text({**hook_states, **stamp}).encode()))
-            files.append(bytes_output(CONFIG_FILE, config_text.encode()))
-            files += [] if write_tokenizer is None else _tokenizer_files(write_tokenizer)
-        listed.append(StateFiles(state.layout, files, state.index))
-        attempt.layout = state.layout
-        return sum(file.nbytes for file in files), {os.path.dirname(file.path) for file in files}
-
-    def write() -> tuple[list[FileEntry], list[Any], list[str]]:
-        return _write(staging, listed[0].files, beside=not_finite)
+            outputs.append(bytes_output(HOOKS_FILE, states_text({**hook_states, **stamp}).encode()))
+            outputs.append(bytes_output(CONFIG_FILE, config_text.encode()))
+            outputs += [] if write_tokenizer is None else _tokenizer_files(write_tokenizer)
+        return dataclasses.replace(state, files=outputs)
 
     def not_finite() -> list[str]:
         of_hooks = ((folder, shard) for folder, shards in hook_shards.items() for shard in shards)
-        bad = [f"{folder} of {shard.name}" for folder, shard in of_hooks if not all_finite(shard.data)]
-        return backend.not_finite() + bad
+        return backend.not_finite() + [
+            f"{folder} of {shard.name}" for folder, shard in of_hooks if not all_finite(shard.data)
+        ]
 
-    final, staging = _phase(attempt, announce, then=lambda announced: attempt.prepare(announced, before))
-    error = _phase(attempt, write, then=lambda parts: attempt.commit(listed[0], parts))
-    if error is not None:
-        raise error
-    return final
-
-
-def _tokenizer_files(write: Callable[[str], None]) -> list[Output]:
-    with tempfile.TemporaryDirectory() as folder:
-        write(folder)
-        return [bytes_output(f"{TOKENIZER}/{path.name}", path.read_bytes()) for path in sorted(Path(folder).iterdir())]
-
-
-def _phase(attempt: _Attempt, action: Callable[[], Any], *, then: Callable[[list[Any]], Any]) -> Any:
-    """``action`` on every rank, then ``then`` on rank 0 with what each returned. Collective; returns rank 0's value.
-
-    Where one of them fails, all ranks raise the same error. What the ranks return goes to rank 0 alone.
-    """
+    attempt = Save(work_dir, name, manifest, form)
     try:
-        value, problem = _outcome(action)
-        gathered = dist.gather_to_main((value, problem))
-        answer: tuple[Any, SaveError | None] = (None, None)
-        if gathered is not None:
-            problems = [problem for _, problem in gathered if problem is not None]
-            if not problems:
-                result, problem = _outcome(lambda: then([value for value, _ in gathered]))
-                answer, problems = (result, None), [] if problem is None else [problem]
-            if problems:
-                answer = None, attempt.failure(problems)
-        result, failure = dist.broadcast_object(answer)
-    except BaseException:  # the process is about to end
+        attempt.announce(files, not_finite, before)
+        attempt.write()
+        return attempt.commit()
+    except BaseException:
         attempt.remove()
         raise
-    if failure is not None:
-        raise failure
-    return result
 
 
-def _outcome(action: Callable[[], Any]) -> tuple[Any, _Problem | None]:
+class _Outcome(NamedTuple):
+    """The result of a phase on a rank, or the reason why it failed there."""
+
+    value: Any
+    rank: int = 0
+    problem: str | None = None
+    remedy: str | None = None
+
+
+def _outcome(action: Callable[[], Any]) -> _Outcome:
     try:
-        return action(), None
+        return _Outcome(action())
     except UnigenError as error:
-        return None, _Problem(dist.rank(), error.problem, error.remedy)
+        return _Outcome(None, dist.rank(), error.problem, error.remedy)
     except Exception as error:
-        return None, _Problem(dist.rank(), f"{type(error).__name__}: {error}", None)
+        return _Outcome(None, dist.rank(), f"{type(error).__name__}: {error}")
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """Why a phase failed on a rank."""
+class Save:
+    """One checkpoint on its way to the disk: ``announce``, ``write``, ``commit``.
 
-    rank: int
-    text: str
-    remedy: str | None
+    ``write`` uses no collective, and needs of the engine's memory only what the outputs read.
+    """
 
-
-class _Attempt:
-    """The state of one save on rank 0. No method communicates."""
-
-    def __init__(self, work_dir: Path, name: str, manifest: Manifest, form: consolidated.Form) -> None:
+    def __init__(self, work_dir: Path, name: str, manifest: Manifest, form: Form) -> None:
         self.work_dir, self.manifest, self.form = work_dir, manifest, form
-        self.layout = ""
         self.final = work_dir / name
         self.staging: Path | None = None
-        self.needed: int | None = None
+        """The folder that this rank writes to; on rank 0 None once it is renamed."""
+        self._state = StateFiles("", [])
+        self._needed: int | None = None
+        self._not_finite: list[str] = []
+        self._written = _Outcome(None)
 
-    def prepare(self, announced: Sequence[tuple[int, set[str]]], before: Callable[[], None]) -> tuple[Path, Path]:
+    def announce(
+        self, files: Callable[[], StateFiles], not_finite: Callable[[], list[str]], before: Callable[[], None]
+    ) -> None:
+        """Collect the files of every rank, and make the staging directory. Collective; raises ``SaveError``."""
+
+        def collect() -> tuple[int, set[str], list[str]]:
+            self._state = files()
+            folders = {os.path.dirname(file.path) for file in self._state.files}
+            return sum(file.nbytes for file in self._state.files), folders, not_finite()
+
+        self.staging = self._agree(_outcome(collect), lambda announced: self._prepare(announced, before))
+
+    def write(self) -> None:
+        """Write the files of this rank. Not collective; an error is raised by ``commit``, on every rank."""
+        staging = self.staging
+        assert staging is not None
+        self._written = _outcome(lambda: _write(staging, self._state.files))
+
+    def commit(self) -> Path:
+        """Make the checkpoint exist, once every rank has written. Collective. Raises ``SaveError``; and
+        ``TrainingError`` for one that is not finite, which is kept apart.
+        """
+        final, error = self._agree(self._written, self._publish)
+        if error is not None:
+            raise error
+        return final
+
+    def _agree(self, outcome: _Outcome, then: Callable[[list[Any]], Any]) -> Any:
+        """``then`` on rank 0 with what each rank's phase returned. Collective; returns rank 0's value.
+
+        Where one of them fails, all ranks raise the same error. What the ranks return goes to rank 0 alone.
+        """
+        gathered = dist.gather_to_main(outcome)
+        answer: tuple[Any, SaveError | None] = (None, None)
+        if gathered is not None:
+            failed = [one for one in gathered if one.problem is not None]
+            if not failed:
+                result = _outcome(lambda: then([one.value for one in gathered]))
+                answer, failed = (result.value, None), [] if result.problem is None else [result]
+            if failed:
+                answer = None, self._failure(failed)
+        result, failure = dist.broadcast_object(answer)
+        if failure is not None:
+            raise failure
+        return result
+
+    def _prepare(self, announced: Sequence[tuple[int, set[str], list[str]]], before: Callable[[], None]) -> Path:
         """Make the staging directory, if there is space. A quota is found only when it is reached; then the save fails.
 
-        ``announced``: by rank, the bytes and the folders of its files.
+        ``announced``: by rank, the bytes and the folders of its files, and what is not finite there.
         """
-        self.needed = sum(size for size, _ in announced) * (2 if self.consolidates else 1)
+        self._needed = sum(size for size, *_ in announced) * (2 if self._consolidates else 1)
+        self._not_finite = list(dict.fromkeys(name for *_, names in announced for name in names))
         before()
         make_directory(self.work_dir)
         self.manifest.commit = store.next_commit(self.work_dir)
         self.final = _free_name(self.final)
-        if _lacks_space(self.work_dir, self.needed):
+        if _lacks_space(self.work_dir, self._needed):
             raise UnigenError("the disk has too little free space")
         staging = self.final.with_name(f"{self.final.name}{store.STAGING}{self.manifest.commit}")
         delete_inside(staging, self.work_dir)
         self.staging = staging
-        for folder in sorted(set().union({""}, *(folders for _, folders in announced))):
+        for folder in sorted(set().union({""}, *(folders for _, folders, _ in announced))):
             (staging / folder).mkdir()
-        return self.final, staging
+        return staging
 
     @property
-    def consolidates(self) -> bool:
+    def _consolidates(self) -> bool:
         """Whether consolidated files are written beside those of the ranks."""
-        return self.form != "sharded" and self.layout != consolidated.LAYOUT
+        return self.form != "sharded" and self._state.layout != _CONSOLIDATED
 
-    def commit(
-        self, state: StateFiles, parts: Sequence[tuple[list[FileEntry], list[Any], list[str]]]
-    ) -> TrainingError | None:
-        """``parts``: of each rank the entries of its files, what their ``write`` returned, and what is not finite.
-        Returns the error that ends the run where something is not.
+    def _publish(self, parts: Sequence[tuple[list[FileEntry], list[Any]]]) -> tuple[Path, TrainingError | None]:
+        """``parts``: of each rank the entries of its files, and what their ``write`` returned. Returns the checkpoint,
+        and the error that ends the run where it is not finite.
         """
         staging = self.staging
         assert staging is not None
-        bad = list(dict.fromkeys(name for *_, names in parts for name in names))
-        if bad:
+        if self._not_finite:
             self.final = _free_name(self.work_dir / f"{store.NOT_FINITE}{self.final.name}")
-        index, *_ = _write(staging, state.index([results for _, results, _ in parts]))
-        entries = [entry for of_rank, *_ in parts for entry in of_rank] + index
-        self.manifest.layout, self.manifest.files = state.layout, sorted(entries, key=lambda entry: entry.path)
-        if self.consolidates and not bad:
-            plain = (HOOKS_FILE, CONFIG_FILE)
-            consolidated.consolidate(staging, self.manifest, form=self.form, rng=RNG_DIRECTORY, plain=plain)
-            for folder in (path for path in (staging, *staging.rglob("*")) if path.is_dir()):
-                fsync_path(folder)
+        index, _ = _write(staging, self._state.index([results for _, results in parts]))
+        entries = [entry for of_rank, _ in parts for entry in of_rank] + index
+        self.manifest.layout, self.manifest.files = self._state.layout, _sorted(entries)
+        if self._consolidates and not self._not_finite:
+            _consolidate(staging, self.manifest, form=self.form)
         _write(staging, [bytes_output(FILE_NAME, self.manifest.to_json().encode())])
         try:
             rename_into_place(staging, self.final)
@@ -209,49 +238,57 @@ class _Attempt:
             if not staging.exists():  # renamed, but not durable: remove it, because the save is reported as failed
                 self.staging = self.final
             raise
-        if bad:
-            return self._not_finite(bad)
+        self.staging = None
+        if self._not_finite:
+            return self.final, self._keep_apart(self._not_finite)
         try:
             store.write_hint(self.work_dir, self.final)
         except OSError as error:  # it is committed; the hint is only for people and other tools
             logger().warning("%s could not be updated: %s", store.HINT, error)
-        return None
+        return self.final, None
 
-    def _not_finite(self, bad: Sequence[str]) -> TrainingError:
-        """``self.final`` is kept apart; one that was before is deleted."""
+    def _keep_apart(self, names: Sequence[str]) -> TrainingError:
+        """``self.final`` is kept, and one that was kept before is deleted. Returns the error that ends the run."""
         for former in self.work_dir.glob(f"{store.NOT_FINITE}*"):
             if former != self.final and former.is_dir():
                 store.delete(former)
                 logger().info("Deleted %s: %s is the newest that is not finite.", former, self.final.name)
-        names = ", ".join(bad[:_NAMED]) + (f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else "")
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         error = TrainingError(
-            f"after update {self.manifest.progress.updates} the state is not finite (NaN or infinite): {names}; it is"
-            f" kept apart in {self.final}, which no resume loads",
+            f"after update {self.manifest.progress.updates} the state is not finite (NaN or infinite):"
+            f" {', '.join(names[:_SHOWN])}{more}; it is kept apart in {self.final}, which no resume loads",
             remedy="--resume continues from the newest checkpoint that is finite: lower the learning rate, or look at"
             " the data since then (tools/inspect_data.py)",
         )
         error.everywhere = True
         return error
 
-    def failure(self, problems: Sequence[_Problem]) -> SaveError:
+    def _failure(self, failed: Sequence[_Outcome]) -> SaveError:
         """Remove what was written. Returns the error, with its cause and the free space."""
         self.remove()
-        parts = [f"rank {problem.rank}: {problem.text}" for problem in problems[:_NAMED]]
-        if len(problems) > _NAMED:
-            parts.append(f"and {len(problems) - _NAMED} more ranks")
+        parts = [f"rank {one.rank}: {one.problem}" for one in failed[:_SHOWN]]
+        if len(failed) > _SHOWN:
+            parts.append(f"and {len(failed) - _SHOWN} more ranks")
         text = f"could not write checkpoint {self.final}: {'; '.join(parts)}"
-        if self.needed is not None and self.work_dir.is_dir():
-            text += f"; it needs {_size(self.needed)} and {_size(shutil.disk_usage(self.work_dir).free)} are free there"
-        remedy = next((problem.remedy for problem in problems if problem.remedy), None)
-        return SaveError(text, remedy=remedy or _REMEDY)
+        if self._needed is not None and self.work_dir.is_dir():
+            text += (
+                f"; it needs {_size(self._needed)} and {_size(shutil.disk_usage(self.work_dir).free)} are free there"
+            )
+        return SaveError(text, remedy=next((one.remedy for one in failed if one.remedy), None) or _REMEDY)
 
     def remove(self) -> None:
         """Remove the staging directory, if this is rank 0 and it was made."""
-        if self.staging is not None:
+        if self.staging is not None and dist.is_main():
             try:
                 delete_inside(self.staging, self.work_dir)
             except OSError as error:
                 logger().warning("%s could not be removed (%s): the next start tries again.", self.staging, error)
+
+
+def _tokenizer_files(write: Callable[[str], None]) -> list[Output]:
+    with tempfile.TemporaryDirectory() as folder:
+        write(folder)
+        return [bytes_output(f"{TOKENIZER}/{path.name}", path.read_bytes()) for path in sorted(Path(folder).iterdir())]
 
 
 _REMEDY = (
@@ -268,26 +305,26 @@ def _size(number: int) -> str:
     return f"{number / 2**20:,.1f} MiB ({number:,} bytes)"
 
 
-def _free_name(wanted: Path) -> Path:
-    stem, dot, ending = wanted.name.rpartition(".") if "." in wanted.name else (wanted.name, "", "")
-    candidate, number = wanted, 2
+def _free_name(path: Path) -> Path:
+    stem, dot, ending = path.name.rpartition(".") if "." in path.name else (path.name, "", "")
+    candidate, number = path, 2
     while candidate.exists():
-        candidate, number = wanted.with_name(f"{stem}_{number}{dot}{ending}"), number + 1
+        candidate, number = path.with_name(f"{stem}_{number}{dot}{ending}"), number + 1
     return candidate
 
 
 def _random_state(stamp: Mapping[str, str]) -> Output:
     state = rng_state()
-    scalars = json.dumps(state.pop("scalars"))
-    return safetensors_output(f"{RNG_DIRECTORY}/{_rank_file()}", state, {"scalars": scalars, **stamp})
+    metadata = {"scalars": json.dumps(state.pop("scalars")), **stamp}
+    return safetensors_output(f"{RNG_DIRECTORY}/{_rank_file()}", [Entry.of(*item) for item in state.items()], metadata)
 
 
 def _hook_files(hook_shards: Mapping[str, Sequence[Shard]], stamp: Mapping[str, str]) -> list[Output]:
     """This rank's part of every hook's shards."""
     files = []
     for directory, shards in hook_shards.items():
-        tensors = {shard_key(directory, s.name, s.flat_start): s.data for s in shards if s.primary}
-        files.append(safetensors_output(f"{directory}/{_rank_file()}", tensors, {"format": "pt", **stamp}))
+        entries = [Entry.of(shard_key(directory, s.name, s.flat_start), s.data) for s in shards if s.primary]
+        files.append(safetensors_output(f"{directory}/{_rank_file()}", entries, {"format": "pt", **stamp}))
     return files
 
 
@@ -295,25 +332,19 @@ def _rank_file() -> str:
     return f"rank{dist.rank():05d}.safetensors"
 
 
-def _write(
-    staging: Path, files: Sequence[Output], *, beside: Callable[[], list[str]] = list
-) -> tuple[list[FileEntry], list[Any], list[str]]:
-    """Write files and flush them and their folders to disk: their entries, what their ``write`` returned, and the
-    result of ``beside``, which is called meanwhile.
-    """
+def _write(staging: Path, files: Sequence[Output]) -> tuple[list[FileEntry], list[Any]]:
+    """Write files and flush them and their folders to disk: their entries, and what their ``write`` returned."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        writing = pool.map(lambda file: write_output(staging, file), files)
-        result = beside()
-        written = list(writing)
+        written = list(pool.map(lambda file: write_output(staging, file), files))
     for folder in sorted({(staging / file.path).parent for file in files} | {staging}):
         fsync_path(folder)
     entries = [FileEntry(file.path, size, digest) for file, (size, digest, _) in zip(files, written, strict=True)]
-    return entries, [returned for *_, returned in written if returned is not None], result
+    return entries, [result for *_, result in written if result is not None]
 
 
 def restore_rng(directory: Path, manifest: Manifest) -> bool:
     """Restore this rank's generators. False, on all ranks alike, where the checkpoint has another process count's."""
-    path = directory / RNG_DIRECTORY / f"rank{dist.rank():05d}.safetensors"
+    path = directory / RNG_DIRECTORY / _rank_file()
     if len(list(path.parent.glob("rank*.safetensors"))) != dist.world_size():
         return False
     from safetensors import safe_open
@@ -347,3 +378,74 @@ def read_hook_states(directory: Path, manifest: Manifest) -> dict[str, Any]:
     states = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     check_stamp(path, states.pop(STAMP, None), manifest)
     return states
+
+
+# The consolidated files: the layout of ``single``, which every engine reads at any number of processes. Rank 0 makes
+# them from those of the ranks, a piece of 16 MiB at a time: no process ever has the whole model, no collective can
+# leave a rank waiting, and it works for every engine whose layout can be read. The price is time: everything is read
+# and written once more, by one process, while the others wait for the commit.
+
+
+def _consolidate(staging: Path, manifest: Manifest, *, form: Form) -> None:
+    """Add the consolidated files to a staging folder, or replace the engine's by them, and list them in
+    ``manifest``, which lists the engine's. The generators' states stay a file of each rank.
+
+    With ``'both'``, ``full/`` is a checkpoint of its own, with its own manifest.
+    """
+    folders = [name for name in shard_folders(manifest) if name != RNG_DIRECTORY]
+    engines = [entry for folder in ("", *folders) for entry in manifest.files if os.path.dirname(entry.path) == folder]
+    engines = [entry for entry in engines if entry.path not in (HOOKS_FILE, CONFIG_FILE)]
+    kept = [entry for entry in manifest.files if entry not in engines]
+    full = staging / FULL
+    full.mkdir()
+    entries, _ = _write(full, _consolidated(staging, manifest, folders))
+    whole = dataclasses.replace(manifest, layout=_CONSOLIDATED, files=_sorted([*kept, *entries]))
+    if form == "both":
+        others = [bytes_output(entry.path, (staging / entry.path).read_bytes()) for entry in kept]
+        others.append(bytes_output(FILE_NAME, whole.to_json().encode()))
+        entries += _write(full, others)[0]
+        inside = [dataclasses.replace(entry, path=f"{FULL}/{entry.path}") for entry in entries]
+        manifest.files = _sorted([*manifest.files, *inside])
+        return
+    for entry in engines:
+        (staging / entry.path).unlink()
+    for entry in entries:
+        os.replace(full / entry.path, staging / entry.path)
+    for folder in folders:
+        fsync_path(staging / folder)
+    delete_inside(full, staging)
+    manifest.layout, manifest.files = whole.layout, whole.files
+
+
+def _consolidated(staging: Path, manifest: Manifest, folders: Iterable[str]) -> list[Output]:
+    reader, metadata = open_reader(staging, manifest), {"format": "pt", STAMP: manifest.stamp}
+    weights = [
+        Entry(name, shape, stored_dtype(reader, kind, name, shape), partial(reader.parts, kind, name))
+        for (kind, name), shape in reader.shapes.items()
+        if kind in (MASTER, BUFFER)
+    ]
+    state = _flat(reader, (kind for kind in reader.kinds() if kind not in (MASTER, BUFFER)))
+    outputs = [
+        safetensors_output("model.safetensors", weights, metadata),
+        safetensors_output(OPTIMIZER_FILE, state, metadata),
+    ]
+    for folder in folders:
+        shards = open_shards(staging, manifest, folder)
+        entries = _flat(shards, shards.kinds())
+        outputs.append(safetensors_output(f"{folder}/rank00000.safetensors", entries, metadata))
+    return outputs
+
+
+def _flat(reader: PieceReader, kinds: Iterable[str]) -> list[Entry]:
+    """Every tensor of some kinds, in one piece from its first element on."""
+    entries = []
+    for kind in kinds:
+        for name in reader.names(kind):
+            shape = (reader.numel(kind, name),)
+            dtype = stored_dtype(reader, kind, name, shape)
+            entries.append(Entry(shard_key(kind, name, 0), shape, dtype, partial(reader.parts, kind, name)))
+    return entries
+
+
+def _sorted(entries: Iterable[FileEntry]) -> list[FileEntry]:
+    return sorted(entries, key=lambda entry: entry.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -10,7 +11,10 @@ from pydantic import BeforeValidator, Field, field_validator
 from unigen_ds.config.section import LISTED, Section
 from unigen_ds.config.values import Allowed, as_tuple
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.fitting import Shape
 
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+"""Ends of the names of tensors that have a row for each token."""
 Pair = Annotated[tuple[str, str], BeforeValidator(as_tuple)]
 Difference = Literal["missing", "unexpected", "reshaped", "sizes"]
 
@@ -47,3 +51,18 @@ class LoadSettings(Section):
                 allowed = r"[(regex, replacement), ...], as in [(r'^module\.', '')]"
                 raise ConfigError(f"load_cfg.revise_keys: {error}", allowed=allowed) from error
         return pairs
+
+    def revised(self, name: str) -> str:
+        """The name after every replacement, in order."""
+        for pattern, replacement in self.revise_keys:
+            try:
+                name = re.sub(pattern, replacement, name)
+            except (re.error, IndexError) as error:
+                raise ConfigError(f"load_cfg.revise_keys: {replacement!r} for {pattern!r}: {error}") from error
+        return name
+
+    def resizes(self, names: Sequence[str], stored: Shape, shape: Shape) -> bool:
+        """Whether a tensor of these names may be loaded with more rows, or with fewer."""
+        same_rows = len(stored) == len(shape) > 1 and stored[1:] == shape[1:]
+        allowed = self.resize_vocab == "shrink" or (self.resize_vocab and stored[0] <= shape[0])
+        return same_rows and bool(allowed) and any(name.endswith(VOCABULARY) for name in names)

@@ -62,8 +62,8 @@ def locate(path: Path, tag: str | None = None) -> Path:
     if tag is None and ((path / FILE_NAME).is_file() or not hints):
         return _fsdp_folder(path) or path
     if tag is None:  # mmengine and this project write whole paths, which may have been true before a move
-        named = Path(hints[0].read_text(encoding="utf-8").strip())
-        tag = named.name if (path / named.name).exists() else str(named)
+        newest = Path(hints[0].read_text(encoding="utf-8").strip())
+        tag = newest.name if (path / newest.name).exists() else str(newest)
     if not (path / tag).exists():
         folders = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
         raise CheckpointError(f"{path} has no tag {tag!r}", allowed=", ".join(folders) or "it has no folder at all")
@@ -97,7 +97,9 @@ def _of_file(path: Path) -> Path:
 
 
 def _fsdp_folder(folder: Path) -> Path | None:
-    """Where accelerate's FSDP keeps the model. Raises ``CheckpointError`` where it keeps several."""
+    """Return the folder in which accelerate's FSDP keeps the model, or None. Raises ``CheckpointError`` where it keeps
+    several models.
+    """
     first, second = (folder / _FSDP.format(number) for number in (0, 1))
     if not (first / ".metadata").is_file():
         return None
@@ -143,8 +145,8 @@ def stated_model(folder: Path) -> dict[str, Any]:
     """Arguments of a model (``llm``, ``vit``) that configs in the folder of the weights state, if there are any."""
     from unigen_ds.families.directories import published_sizes  # imported only where it is needed
 
-    if found := published_sizes(folder):
-        return found
+    if sizes := published_sizes(folder):
+        return sizes
     config = stored_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     if "vision_config" in config or "siglip" in str(config.get("model_type")):
         return {"vit": flat_sizes(config.get("vision_config") or config)}
@@ -152,7 +154,7 @@ def stated_model(folder: Path) -> dict[str, Any]:
 
 
 def trainer_state(folder: Path) -> str:
-    """What a Hugging Face Trainer's ``trainer_state.json`` states about a checkpoint, as text; ``''`` without one."""
+    """Describe a checkpoint by a Hugging Face Trainer's ``trainer_state.json``; ``''`` without one."""
     if not (folder / TRAINER_STATE).is_file():
         return ""
     state = stored_object(folder / TRAINER_STATE)

@@ -29,8 +29,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.checkpoint.consolidated import Form
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.checkpoint.saver import Form
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import Shard, ShardReader

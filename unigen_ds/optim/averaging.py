@@ -58,8 +58,8 @@ class ShardEMA:
 
     def load(self, reader: ShardReader) -> None:
         """Read the average by name from any layout. Raises ``CheckpointError`` naming what is missing or misfits."""
-        wanted = {shard.name: (shard.numel,) for shard in self.shards}  # of this rank: the others have more
-        stored = {name: (reader.numel(EMA, name),) for name in set(reader.names(EMA)) & set(wanted)}
-        refuse_misfit("the checkpoint's EMA", misfit(stored, wanted))
+        sizes = {shard.name: (shard.numel,) for shard in self.shards}  # of this rank: the others have more
+        stored = {name: (reader.numel(EMA, name),) for name in set(reader.names(EMA)) & set(sizes)}
+        refuse_misfit("the checkpoint's EMA", misfit(stored, sizes))
         for shard in self.shards:
             shard.data.copy_(reader.read(EMA, shard.name, shard.flat_start, shard.flat_stop))

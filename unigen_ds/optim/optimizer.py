@@ -144,14 +144,6 @@ def adamw_settings(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
     return given
 
 
-def step_tensor(step: float, parameter: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-    """The step count of a parameter as torch keeps it: on the parameter's device where the optimizer is fused or
-    capturable (``options``: of its group), because its kernels read it there, else on the CPU.
-    """
-    on_device = options.get("fused") or options.get("capturable")
-    return torch.full((), step, dtype=torch.float32, device=parameter.device if on_device else "cpu")
-
-
 def default_weight_decay(kind: OptimizerKind) -> float:
     """The class's own default, where the config has none: 0.01 for AdamW, 0.1 for Muon, 0 for Adam and SGD."""
     parameter = inspect.signature(optimizer_class(kind)).parameters.get("weight_decay")

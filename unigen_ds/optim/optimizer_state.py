@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter, found by training two small matrices with it on the CPU.
+"""The state that an optimizer keeps for each parameter, found by training two small matrices with it on the CPU.
 
 A checkpoint stores an optimizer's state under the names of the parameters, so that every engine can continue it. This
 works where the state of a parameter is fp32 tensors of its shape and a count named ``step``, made in the first update
@@ -20,14 +20,14 @@ from torch.nn import Parameter
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import STEP
-from unigen_ds.optim.optimizer import OptimizerConfig, construct, element_wise, is_torchs, optimizer_class, step_tensor
+from unigen_ds.optim.optimizer import OptimizerConfig, construct, element_wise, is_torchs, optimizer_class
 
 _SHAPE, _UPDATES = (4, 6), 2
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps for each parameter that it trains."""
+    """The state that an optimizer keeps for each parameter that it trains."""
 
     kinds: frozenset[str] | None
     """Names, ``step`` included; None: not known, any that a checkpoint has."""
@@ -35,20 +35,25 @@ class OptimizerState:
     """An example of its step count; None: as torch's optimizers keep it."""
 
     def make_step(self, value: float, parameter: Tensor, options: Mapping[str, Any]) -> int | float | Tensor:
-        """A step count in the form in which the optimizer keeps it; ``options``: of the parameter's group."""
+        """A step count in the form in which the optimizer keeps it; ``options``: of the parameter's group.
+
+        torch keeps it on the parameter's device where the optimizer is fused or capturable, because its kernels read it
+        there, else on the CPU.
+        """
         if isinstance(self.step, Tensor):
             return torch.full_like(self.step, value)
         if self.step is not None:
             return type(self.step)(value)
-        return step_tensor(value, parameter, options)
+        on_device = options.get("fused") or options.get("capturable")
+        return torch.full((), value, dtype=torch.float32, device=parameter.device if on_device else "cpu")
 
 
 ADAMW = OptimizerState(frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", STEP}))
-"""Of torch's AdamW; the third with ``amsgrad`` alone."""
+"""The state of torch's AdamW; the third with ``amsgrad`` alone."""
 
 
 def state_of(cfg: OptimizerConfig) -> OptimizerState:
-    """What the config's optimizer keeps. Raises ``ConfigError`` where it cannot be stored, or continued elsewhere."""
+    """Return the state of the config's optimizer. Raises ``ConfigError`` where it cannot be stored or continued."""
     cls = optimizer_class(cfg.type)
     if is_torchs(cls) and element_wise(cfg.type):
         return OptimizerState(None)
@@ -127,9 +132,9 @@ def _kept(cls: type, parameter: Tensor, state: Mapping[str, Any]) -> OptimizerSt
         one = number or (isinstance(value, Tensor) and value.numel() == 1)
         whole = isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype == torch.float32
         if value is not None and not (one if kind == STEP else whole):
-            shown = f"a {tuple(value.shape)} tensor of {value.dtype}" if isinstance(value, Tensor) else repr(value)
+            text = f"a {tuple(value.shape)} tensor of {value.dtype}" if isinstance(value, Tensor) else repr(value)
             raise ConfigError(
-                f"optimizer {cls.__name__} keeps {kind!r} for a parameter of shape {tuple(parameter.shape)}: {shown}",
+                f"optimizer {cls.__name__} keeps {kind!r} for a parameter of shape {tuple(parameter.shape)}: {text}",
                 allowed=f"fp32 tensors of the parameter's shape, and {STEP!r}, one number: nothing else is saved",
             )
         if value is not None:

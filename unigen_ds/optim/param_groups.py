@@ -18,8 +18,8 @@ better with AdamW: https://kellerjordan.github.io/posts/muon/.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch.nn import Parameter
 
@@ -47,184 +47,151 @@ def build_param_groups(
     of whole matrices into ``<group>`` and ``<group>.adamw``. Tied parameters are counted once, under their first name.
     Raises ``ConfigError`` for a pattern that no parameter is left for.
     """
-    lr, decay, paramwise = optimizer.lr, optimizer.decay, paramwise or Paramwise()
-    adamw = _AdamW(optimizer.adamw) if optimizer.adamw is not None else None
-    where = "optim_wrapper.paramwise_cfg"
-    mults = {"norm": paramwise.norm_decay_mult, "bias": paramwise.bias_decay_mult}
-    rules = [_rule(group, lr=lr, weight_decay=decay) for group in paramwise.groups]
-    rules += custom_rules(paramwise.custom_keys, lr=lr, weight_decay=decay)
-    names = [DEFAULT, *(rule.name for rule in rules)]
+    paramwise, adamw = paramwise or Paramwise(), optimizer.adamw
+    rules = [_rule(Group(pattern=DEFAULT), optimizer), *(_rule(group, optimizer) for group in paramwise.groups)]
+    rules += _custom_rules(paramwise.custom_keys, optimizer)
+    names = [rule.name for rule in rules]
     if len(set(names)) < len(names):
-        raise ConfigError(f"{where}.groups has the names {names[1:]}", allowed=f"names that differ, none {DEFAULT!r}")
-
-    named = list(named_parameters)
-    everything, trainable = _distinct(named)
+        where, allowed = "optim_wrapper.paramwise_cfg.groups", f"names that differ, none {DEFAULT!r}"
+        raise ConfigError(f"{where} has the names {names[1:]}", allowed=allowed)
+    parameters = list(named_parameters)
+    everything, trainable = _distinct(parameters)
     if not trainable:
         raise ConfigError("the model has no trainable parameter", remedy="remove something from model.freeze")
     members = _assign(trainable, everything, rules)
-    settings = {DEFAULT: (lr, decay if lr else 0.0), **{rule.name: (rule.lr, rule.weight_decay) for rule in rules}}
-    by_name = dict.fromkeys(names, mults) | {rule.name: {} for rule in rules if rule.custom}
-    if adamw is None:
-        return [
-            group
-            for name in names
-            for group in _split(name, *settings[name], members[name], trainable, by_name[name])
-            if group.parameters
-        ]
-    matrices = adamw.others(trainable, named)
-    own: dict[str, _Rule | None] = {DEFAULT: None, **{rule.name: rule for rule in rules}}
-    found: list[ParamGroup] = []
-    for name in names:
-        rest = [each for each in members[name] if each not in matrices]
-        found += _split(name, *settings[name], [n for n in members[name] if n in matrices], trainable, by_name[name])
-        found += [
-            replace(group, by_adamw=True)
-            for group in _split(f"{name}.{_ADAMW}", *adamw.settings(own[name], lr=lr), rest, trainable, by_name[name])
-        ]
-    return [group for group in found if group.parameters]
+    matrices = {*trainable} if adamw is None else _matrices(adamw, trainable, parameters)
+    groups: list[ParamGroup] = []
+    for rule in rules:
+        mults = {} if rule.custom else {"norm": paramwise.norm_decay_mult, "bias": paramwise.bias_decay_mult}
+        own = [name for name in members[rule.name] if name in matrices]
+        groups += _split(rule, own, trainable, mults)
+        if adamw is not None:
+            others = [name for name in members[rule.name] if name not in matrices]
+            parts = _split(_of_adamw(rule, adamw, lr=optimizer.lr), others, trainable, mults)
+            groups += [replace(group, by_adamw=True) for group in parts]
+    return [group for group in groups if group.parameters]
 
 
-class _AdamW:
-    """``optim_wrapper.optimizer.adamw``: what AdamW trains beside an optimizer of whole matrices, and how."""
-
-    def __init__(self, settings: AdamWPart) -> None:
-        self._lr, self._weight_decay = settings.lr, settings.decay
-        self._searches = {pattern: _search(pattern) for pattern in settings.patterns}
-
-    def others(self, trainable: Mapping[str, Parameter], named: Sequence[tuple[str, Parameter]]) -> set[str]:
-        """Names of the matrices that are not AdamW's by any of their names. Raises ``ConfigError`` for none."""
-        names: dict[int, list[str]] = {}
-        for name, parameter in named:
-            names.setdefault(id(parameter), []).append(name)
-        for pattern, search in self._searches.items():
-            if not any(search(name) for parameter in trainable.values() for name in names[id(parameter)]):
-                raise ConfigError(
-                    f"{WHERE}.adamw.patterns: {pattern!r} matches no trained parameter",
-                    remedy=f"names are {_some(list(trainable))}",
-                )
-        found = {
-            name
-            for name, parameter in trainable.items()
-            if _dimensions(parameter) == 2 and not any(map(self._is_adamws, names[id(parameter)]))
-        }
-        if not found:
-            raise ConfigError(
-                f"no trained parameter is a matrix that {WHERE} trains: all are 1-D, embeddings, heads or in"
-                " adamw.patterns",
-                remedy="type='AdamW'",
-            )
-        return found
-
-    def _is_adamws(self, name: str) -> bool:
-        parts = any(_INPUT_OR_OUTPUT.search(part) for part in name.split("."))
-        return parts or any(search(name) for search in self._searches.values())
-
-    def settings(self, rule: _Rule | None, *, lr: float) -> tuple[float, float]:
-        """Learning rate and weight decay of a group's part: a rule changes the rate by the same factor as ``lr``."""
-        if rule is None:
-            return self._lr, self._weight_decay if self._lr else 0.0
-        own = self._lr * (rule.lr / lr if lr else 1.0)
-        decay = self._weight_decay * rule.decay_mult if rule.given_decay is None else rule.given_decay
-        return own, decay if own else 0.0
-
-
+@dataclass(frozen=True)
 class _Rule:
-    """One entry of ``paramwise_cfg``, with its numbers worked out."""
+    """One entry of ``paramwise_cfg``, or ``default``, with its numbers worked out."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        pattern: str,
-        lr: float,
-        weight_decay: float,
-        given_decay: float | None = None,
-        decay_mult: float = 1.0,
-        custom: bool = False,
-    ) -> None:
-        self.name, self.pattern, self.lr, self.weight_decay = name, pattern, lr, weight_decay
-        self.given_decay = given_decay
-        """The rule's own weight decay, where it has one."""
-        self.decay_mult = decay_mult
-        self.custom = custom
-        """Of ``custom_keys``: a part of a name, to which the multipliers of norms and biases do not apply."""
-        self.matches = _part_of(pattern) if custom else _search(pattern)
+    name: str
+    lr: float
+    weight_decay: float
+    pattern: str = ""
+    own_decay: float | None = None
+    """The entry's own weight decay, where it has one."""
+    decay_mult: float = 1.0
+    custom: bool = False
+    """Whether it is one of ``custom_keys``: then the multipliers of norms and biases do not apply."""
+
+    def matches(self, name: str) -> bool:
+        """mmengine writes the module's name before a parameter's."""
+        return self.pattern in (name if "." in name else f".{name}") if self.custom else _has(name, self.pattern)
 
 
-def _search(pattern: str) -> Callable[[str], bool]:
+def _has(name: str, pattern: str) -> bool:
     """Whether a name has a pattern: as a part of it, or as a regular expression."""
     try:
-        search = re.compile(pattern).search
+        return pattern in name or re.search(pattern, name) is not None
     except re.error:  # not a regular expression: then it is a part of a name
-        search = re.compile(re.escape(pattern)).search
-    return lambda name: pattern in name or search(name) is not None
+        return False
 
 
-def _part_of(key: str) -> Callable[[str], bool]:
-    """Whether a name has a key of ``custom_keys``. mmengine writes the module's name before a parameter's."""
-    return lambda name: key in (name if "." in name else f".{name}")
-
-
-def _rule(group: Group, *, lr: float, weight_decay: float) -> _Rule:
-    own = (lr if group.lr is None else group.lr) * (1.0 if group.lr_mult is None else group.lr_mult)
-    decay = weight_decay if group.weight_decay is None else group.weight_decay
+def _rule(group: Group, optimizer: Optimizer) -> _Rule:
+    lr = (optimizer.lr if group.lr is None else group.lr) * (1.0 if group.lr_mult is None else group.lr_mult)
+    decay = optimizer.decay if group.weight_decay is None else group.weight_decay
     name = group.pattern if group.name is None else group.name
-    return _Rule(
-        name=name, pattern=group.pattern, lr=own, weight_decay=decay if own else 0.0, given_decay=group.weight_decay
-    )
+    return _Rule(name, lr, decay if lr else 0.0, group.pattern, own_decay=group.weight_decay)
 
 
-def custom_rules(custom_keys: Mapping[str, CustomKey], *, lr: float, weight_decay: float) -> list[_Rule]:
+def _custom_rules(custom_keys: Mapping[str, CustomKey], optimizer: Optimizer) -> list[_Rule]:
     """mmengine's ``custom_keys`` in the order in which its ``DefaultOptimWrapperConstructor`` looks for a match: the
     longest first, of equally long ones in the order of the alphabet.
     """
-    return [
-        _Rule(
-            name=key,
-            pattern=key,
-            lr=lr * mult.lr_mult,
-            weight_decay=weight_decay * mult.decay_mult if lr * mult.lr_mult else 0.0,
-            decay_mult=mult.decay_mult,
-            custom=True,
+    rules = []
+    for key, mult in sorted(sorted(custom_keys.items()), key=lambda pair: len(pair[0]), reverse=True):
+        lr = optimizer.lr * mult.lr_mult
+        decay = optimizer.decay * mult.decay_mult if lr else 0.0
+        rules.append(_Rule(key, lr, decay, key, decay_mult=mult.decay_mult, custom=True))
+    return rules
+
+
+def _of_adamw(rule: _Rule, adamw: AdamWPart, *, lr: float) -> _Rule:
+    """The part of a group that AdamW trains beside an optimizer of whole matrices, whose rate is ``lr``: a rule changes
+    both rates by the same factor.
+    """
+    own = adamw.lr * (rule.lr / lr if lr else 1.0)
+    decay = adamw.decay * rule.decay_mult if rule.own_decay is None else rule.own_decay
+    return replace(rule, name=f"{rule.name}.{_ADAMW}", lr=own, weight_decay=decay if own else 0.0)
+
+
+def _matrices(
+    adamw: AdamWPart, trainable: Mapping[str, Parameter], named_parameters: Sequence[tuple[str, Parameter]]
+) -> set[str]:
+    """Names of the matrices that are not AdamW's by any of their names. Raises ``ConfigError`` where there is none."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in named_parameters:
+        names.setdefault(id(parameter), []).append(name)
+    for pattern in adamw.patterns:
+        if not any(_has(name, pattern) for parameter in trainable.values() for name in names[id(parameter)]):
+            problem = f"{WHERE}.adamw.patterns: {pattern!r} matches no trained parameter"
+            raise ConfigError(problem, remedy=f"names are {_some(list(trainable))}")
+
+    def is_adamws(name: str) -> bool:
+        part = any(_INPUT_OR_OUTPUT.search(part) for part in name.split("."))
+        return part or any(_has(name, pattern) for pattern in adamw.patterns)
+
+    matrices = {
+        name
+        for name, parameter in trainable.items()
+        if _dimensions(parameter) == 2 and not any(map(is_adamws, names[id(parameter)]))
+    }
+    if not matrices:
+        raise ConfigError(
+            f"no trained parameter is a matrix that {WHERE} trains: all are 1-D, embeddings, heads or in"
+            " adamw.patterns",
+            remedy="type='AdamW'",
         )
-        for key, mult in sorted(sorted(custom_keys.items()), key=lambda pair: len(pair[0]), reverse=True)
-    ]
+    return matrices
 
 
-def _distinct(named: Iterable[tuple[str, Parameter]]) -> tuple[list[str], dict[str, Parameter]]:
+def _distinct(named_parameters: Iterable[tuple[str, Parameter]]) -> tuple[list[str], dict[str, Parameter]]:
     """All names, and the trainable parameters, each tied one once."""
     everything: list[str] = []
     trainable: dict[str, Parameter] = {}
-    seen: set[int] = set()
-    for name, parameter in named:
+    ids: set[int] = set()
+    for name, parameter in named_parameters:
         everything.append(name)
-        if id(parameter) not in seen and parameter.requires_grad:
+        if id(parameter) not in ids and parameter.requires_grad:
             trainable[name] = parameter
-        seen.add(id(parameter))
+        ids.add(id(parameter))
     return everything, trainable
 
 
 def _assign(
     trainable: Mapping[str, Parameter], everything: Sequence[str], rules: Sequence[_Rule]
 ) -> dict[str, list[str]]:
-    members: dict[str, list[str]] = {DEFAULT: [], **{rule.name: [] for rule in rules}}
+    """Group -> its parameters: those of the first rule that matches, else of ``default``, the first of ``rules``."""
+    members: dict[str, list[str]] = {rule.name: [] for rule in rules}
     for name in trainable:
-        first = next((rule.name for rule in rules if rule.matches(name)), DEFAULT)
+        first = next((rule.name for rule in rules[1:] if rule.matches(name)), DEFAULT)
         members[first].append(name)
-    for rule in rules:
+    for rule in rules[1:]:
         if not members[rule.name]:
             _explain_empty(rule, trainable, everything)
     return members
 
 
 def _explain_empty(rule: _Rule, trainable: Mapping[str, Parameter], everything: Sequence[str]) -> None:
-    taken = [name for name in trainable if rule.matches(name)]
-    if taken and rule.custom:
+    matches = [name for name in trainable if rule.matches(name)]
+    if matches and rule.custom:
         logger().warning("custom_keys: %r has no effect: longer keys match all that it matches", rule.pattern)
         return
-    if taken:
+    if matches:
         raise ConfigError(
-            f"pattern {rule.pattern!r} matches only what an earlier pattern matched ({_some(taken)})",
+            f"pattern {rule.pattern!r} matches only what an earlier pattern matched ({_some(matches)})",
             remedy="put the more specific pattern first",
         )
     frozen = [name for name in everything if rule.matches(name)]
@@ -238,27 +205,23 @@ def _explain_empty(rule: _Rule, trainable: Mapping[str, Parameter], everything: 
 def _some(names: Sequence[str]) -> str:
     """A few names, spread over the model."""
     stride = max(1, len(names) // _SHOWN)
-    shown = list(names[::stride])[:_SHOWN]
-    return ", ".join(shown) + (f", ... ({len(names)} in all)" if len(names) > len(shown) else "")
+    some = list(names[::stride])[:_SHOWN]
+    return ", ".join(some) + (f", ... ({len(names)} in all)" if len(names) > len(some) else "")
 
 
 def _split(
-    group: str,
-    lr: float,
-    weight_decay: float,
-    names: Sequence[str],
-    trainable: Mapping[str, Parameter],
-    mults: Mapping[str, float],
+    rule: _Rule, names: Sequence[str], trainable: Mapping[str, Parameter], mults: Mapping[str, float]
 ) -> list[ParamGroup]:
+    """The group of a rule, without its norms and biases where they have a multiplier, and these."""
     parts: dict[str, list[str]] = {"": [], "norm": [], "bias": []}
     for name in names:
         part = _part(name, trainable[name])
         parts["" if not part or mults.get(part, 1.0) == 1.0 else part].append(name)
     return [
         ParamGroup(
-            name=f"{group}.{part}" if part else group,
-            lr=lr,
-            weight_decay=weight_decay * mults.get(part, 1.0),
+            name=f"{rule.name}.{part}" if part else rule.name,
+            lr=rule.lr,
+            weight_decay=rule.weight_decay * mults.get(part, 1.0),
             parameters=tuple(members),
         )
         for part, members in parts.items()

@@ -27,7 +27,6 @@ from unigen_ds.checkpoint import foreign, store
 from unigen_ds.checkpoint.base_files import Base
 from unigen_ds.checkpoint.home import home_of, run_of
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
-from unigen_ds.checkpoint.partial import LoadConfig
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.config.hub import folder_of
@@ -51,7 +50,7 @@ class ResumePlan:
     manifest: Manifest | None = None
     """None with a checkpoint: it is of another trainer (``checkpoint/foreign.py``)."""
     messages: Sequence[str] = ()
-    load_cfg: LoadConfig = field(default_factory=LoadConfig)
+    load_cfg: LoadSettings = field(default_factory=LoadSettings)
     """What may differ where weights alone are loaded."""
     seed: int = 0
     """Of the run: the config's; where that is None the checkpoint's on a resume, else one that was drawn."""
@@ -94,7 +93,7 @@ def plan_resume(
             allowed="load_cfg with load_from and without resume",
             remedy="--cfg-options load_cfg=null load_from=null",
         )
-    partial = LoadConfig.from_settings(load_cfg)
+    allowed = load_cfg or LoadSettings()
     existing = store.list_checkpoints(work_dir)
     if existing and not resume:
         names = ", ".join(found.path.name for found in existing[-3:])
@@ -120,9 +119,9 @@ def plan_resume(
         if hashes:
             check_digests(path)
         message = f"{path} has no manifest: it is read as another trainer's checkpoint."
-        return ResumePlan("resume" if resume else "weights", path, messages=(*begun, message), load_cfg=partial)
+        return ResumePlan("resume" if resume else "weights", path, messages=(*begun, message), load_cfg=allowed)
     if not resume:
-        return ResumePlan("weights", path, manifest, begun, partial)
+        return ResumePlan("weights", path, manifest, begun, allowed)
     messages = [*begun, f"Resumed from the checkpoint {path}."]
     first = manifest.commit if store.is_inside(work_dir, path) else 0
     later = [f.path.name for f in existing if f.manifest and f.manifest.commit > first]

@@ -34,7 +34,7 @@ MMENGINE_INF = 10**9
 
 @dataclass(frozen=True)
 class Point:
-    """Where a curve is evaluated. Data counts are in the curve's own axis."""
+    """A position at which a curve is evaluated. Data counts are in the curve's own axis."""
 
     given: float
     """Value returned by the earlier curves."""
@@ -122,8 +122,8 @@ class Curve:
     default_unit: ClassVar[str] = "epoch"
 
     def __post_init__(self) -> None:
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        check_arguments(type(self), given, where=type(self).__name__)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        check_arguments(type(self), values, where=type(self).__name__)
         if self.end is not None and self.end <= self.begin:
             raise ConfigError(f"begin is {self.begin} and end is {self.end}", allowed="an end after the begin")
         if self.convert_to_iter_based and self.counted_in != "epoch":

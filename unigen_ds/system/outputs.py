@@ -3,26 +3,34 @@
 An engine returns what a rank has to write as ``StateFiles`` (no disk access, collectives allowed); the saver then
 writes it (disk access, no collectives). So an error of the disk can leave no rank in a collective. ``HashedFile``
 computes the hash while it writes (xxh3_128, about 6 GB/s), so that no byte is read back; files are made with ``open``'s
-mode 0666, so the umask decides who may read them.
+mode 0666, so the umask decides who may read them. Files of tensors, safetensors or ``torch.save`` archives, are written
+from ``Entry``s in pieces of at most 16 MiB.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
+import pickle
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, TypeVar
 
 import torch
 import xxhash
 from torch import Tensor
 
+from unigen_ds.core.errors import CheckpointError
 from unigen_ds.system.files import ALGORITHM
 
+T = TypeVar("T")
 _BUFFER = 1 << 20
 _PIECE = 16 << 20
 
@@ -33,6 +41,13 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 """dtype -> its name in a safetensors file."""
+_STORAGES = {
+    torch.float64: torch.DoubleStorage, torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage, torch.int64: torch.LongStorage, torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage, torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}  # fmt: skip
+"""dtype -> the class that a ``torch.save`` archive names."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,7 @@ def _no_index(results: Sequence[Sequence[Any]]) -> Sequence[Output]:
 
 @dataclass(frozen=True)
 class StateFiles:
-    """What a rank writes of an engine's state."""
+    """The files of an engine's state that a rank writes."""
 
     layout: str
     """Which reader opens it (``checkpoint/layouts``)."""
@@ -120,33 +135,137 @@ class HashedFile:
             os.close(self._descriptor)
 
 
-def safetensors_header(
-    entries: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None
-) -> bytes:
-    """Length and header of a file whose tensors (name, dtype name, shape, bytes) follow in this order."""
-    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
-    for name, dtype, shape, nbytes in entries:
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
-        at += nbytes
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file, which is written a piece at a time: the memory needed does not grow with the tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """The dtype in the file; elements are cast to it."""
+    parts: Callable[[int, int], Iterable[Tensor]]
+    """(start, stop) -> those elements as they are stored, 1-D, in one tensor or several."""
+    source: str = ""
+    """Equal for tied names."""
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Entry:
+        """A tensor on any device: each piece is copied to the host when it is written."""
+        flat = tensor.detach().reshape(-1)
+        return cls(name, tuple(tensor.shape), tensor.dtype, lambda start, stop: [flat[start:stop]], name)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def pieces(self) -> Iterator[Tensor]:
+        """All elements in order, on the host, in the file's dtype, a bounded number of them at a time."""
+        step = _PIECE // max(self.dtype.itemsize, 4)
+        for start in range(0, self.numel, step):
+            for part in self.parts(start, min(start + step, self.numel)):
+                yield part.to("cpu", self.dtype).contiguous()
+
+    def write(self, stream: Any) -> None:
+        """Write the elements as bytes, without a copy where they are on the host in the file's dtype."""
+        for piece in self.pieces():
+            stream.write(piece.view(torch.uint8).numpy().data)
+
+
+def safetensors_output(path: str, entries: Iterable[Entry], metadata: Mapping[str, str]) -> Output:
+    """A safetensors file. The format has no sharing: tied names are written twice."""
+    # as the safetensors package orders them: each tensor is aligned
+    ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    size = 0
+    for entry in ordered:
+        offsets = [size, size + entry.nbytes]
+        table[entry.name] = {"dtype": _name_of(entry, DTYPE_NAMES), "shape": list(entry.shape), "data_offsets": offsets}
+        size += entry.nbytes
     header = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
-    return struct.pack("<Q", len(header)) + header
-
-
-def safetensors_output(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Output:
-    """A safetensors file. Tensors may be on any device: each is copied to the host when it is written."""
-    # as the safetensors package orders them: each tensor is aligned
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    sizes = [(name, DTYPE_NAMES[t.dtype], t.shape, t.numel() * t.dtype.itemsize) for name, t in ordered]
-    header = safetensors_header(sizes, metadata)
 
     def write(stream: HashedFile) -> None:
-        stream.write(header)
-        for _, tensor in ordered:
-            stream.write(tensor_bytes(tensor))
+        stream.write(struct.pack("<Q", len(header)) + header)
+        for entry in ordered:
+            entry.write(stream)
 
-    return Output(path, len(header) + sum(size for *_, size in sizes), write)
+    return Output(path, 8 + len(header) + size, write)
+
+
+def _name_of(entry: Entry, names: Mapping[torch.dtype, T]) -> T:
+    """Return the name of the dtype of ``entry`` in a format."""
+    if entry.dtype not in names:
+        raise CheckpointError(f"{entry.name} has dtype {entry.dtype}", allowed=", ".join(map(str, names)))
+    return names[entry.dtype]
+
+
+def torch_output(path: str, entries: Sequence[Entry]) -> Output:
+    """A ``torch.save`` archive of a dict of tensors, as torch itself writes it: tied names share one storage."""
+    storages = {entry.source: entry for entry in entries}
+    keys = {source: str(number) for number, source in enumerate(storages)}
+    stem = path.rpartition(".")[0]
+
+    def write(stream: HashedFile) -> None:
+        file: Any = stream  # it need not seek
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+            archive.writestr(zipfile.ZipInfo(f"{stem}/data.pkl"), _pickled(entries, keys))
+            archive.writestr(zipfile.ZipInfo(f"{stem}/byteorder"), b"little")
+            for source, entry in storages.items():
+                info = _aligned(f"{stem}/data/{keys[source]}", entry.nbytes, stream.tell())
+                with archive.open(info, "w") as record:
+                    entry.write(record)
+            archive.writestr(zipfile.ZipInfo(f"{stem}/version"), b"3\n")
+
+    return Output(path, sum(entry.nbytes for entry in storages.values()), write)
+
+
+def _aligned(name: str, size: int, position: int) -> zipfile.ZipInfo:
+    """A record whose content begins at a multiple of 64 bytes: ``torch.load(mmap=True)`` maps it in place."""
+    info = zipfile.ZipInfo(name)
+    info.CRC, info.compress_size = 0, 0
+    info.file_size = size  # decides whether its header has the 64-bit form
+    padding = -(position + len(info.FileHeader(size * 1.05 > zipfile.ZIP64_LIMIT)) + 4) % 64
+    info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    return info
+
+
+class _Storage:
+    """The pickle's reference to the bytes of a tensor."""
+
+    def __init__(self, key: str, entry: Entry) -> None:
+        self.key, self.entry = key, entry
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles entries as torch pickles tensors: a rebuild of a view of a storage in another record."""
+
+    def __init__(self, stream: IO[bytes], keys: Mapping[str, str]) -> None:
+        super().__init__(stream, protocol=2)
+        self._keys = keys
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _Storage):
+            return "storage", _name_of(obj.entry, _STORAGES), obj.key, "cpu", obj.entry.numel
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Entry):
+            strides = [math.prod(obj.shape[i + 1 :]) for i in range(len(obj.shape))]
+            storage = _Storage(self._keys[obj.source], obj)
+            no_hooks: OrderedDict[str, Any] = OrderedDict()
+            return torch._utils._rebuild_tensor_v2, (storage, 0, obj.shape, tuple(strides), False, no_hooks)
+        return NotImplemented
+
+
+def _pickled(entries: Sequence[Entry], keys: Mapping[str, str]) -> bytes:
+    stream = io.BytesIO()
+    first: dict[str, Entry] = {}
+    _Pickler(stream, keys).dump({entry.name: first.setdefault(entry.source, entry) for entry in entries})
+    return stream.getvalue()
 
 
 def bytes_output(path: str, content: bytes) -> Output:
@@ -156,12 +275,6 @@ def bytes_output(path: str, content: bytes) -> Output:
         stream.write(content)
 
     return Output(path, len(content), write)
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The elements of a tensor, row-major, as bytes on the host; no copy where they are so already."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -186,9 +299,10 @@ def write_output(directory: Path, output: Output) -> tuple[int, str, Any]:
     return stream.tell(), stream.digest, result
 
 
-def save_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def save_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """``safetensors.torch.save_file``, but durable, and readable by whom the umask allows."""
-    write_output(path.parent, safetensors_output(path.name, tensors, metadata))
+    entries = [Entry.of(name, tensor) for name, tensor in tensors.items()]
+    write_output(path.parent, safetensors_output(path.name, entries, metadata))
 
 
 def nested_bytes(state: Any) -> int:

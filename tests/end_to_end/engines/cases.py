@@ -39,6 +39,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 ALL = {**ENGINES, **OTHERS}
 
+FEW = ("zero1", "zero3", "FULL_SHARD")
+"""One for each kind of sharding."""
+
 GEOMETRY = {1: (4, 2), 2: (2, 2), 4: (1, 2), 8: (1, 1)}
 """World size -> (batch_size, accumulative_counts): 8 sequences an update, up to 4 processes in two iterations."""
 
@@ -96,11 +99,13 @@ def plain(engine: str, world: int, updates: int, **overrides: Any) -> Job:
 
 
 def equivalence(*, full: bool) -> list[Job]:
-    """Everybody against ``single@1``; ``single_8x1`` is the same update cut once."""
+    """Everybody against ``single@1``; ``single_8x1`` is the same update cut once. Of one process ``make test`` has one
+    engine for each kind of sharding.
+    """
     num = MATRIX_UPDATES if full else UPDATES
     jobs = [plain("single", 1, num), Job("single_8x1", [Phase(1, config("single", 1, geometry=(8, 1)), num)])]
     jobs += [plain(engine, 2, num) for engine in (*ENGINES, "zero3_preset", "FULL_SHARD_once", "FULL_SHARD_offload")]
-    jobs += [plain(engine, 1, num) for engine in ENGINES]
+    jobs += [plain(engine, 1, num) for engine in (ENGINES if full else FEW)]
     jobs.append(plain("HYBRID_SHARD", 4, num))
     if full:
         jobs.append(plain("zero3_offload", 2, num))
@@ -153,6 +158,9 @@ PREVIEWS["words"] = {
     "type": "PreviewHook", "interval": 2, "max_new_tokens": 9, "prompts": ["one two three", "five", "seven zero"],
 }  # fmt: skip
 
+PREVIEWING = ("zero2", "zero3", "FULL_SHARD")
+"""Engines that make previews in ``make test``, up to half a minute each: one without whole weights for each kind."""
+
 RESUME_UPDATES, KILL_AT, SAVED_AT = 10, 7, 5
 CURVE = [
     {"type": "LinearLR", "start_factor": 0.1, "by_epoch": True, "begin": 0, "end": 0.5, "convert_to_iter_based": True},
@@ -170,7 +178,7 @@ def resume(*, full: bool) -> list[Job]:
     for engine, world, precision in pairs:
         base = config(engine, world, model__llm__dropout=0.1, optim_wrapper__precision=precision)
         phase = Phase(world, base, RESUME_UPDATES)
-        previews = [PREVIEWS["digits"]] * ((engine, precision) != ("zero3", "bf16"))  # half a minute, as in fp32
+        previews = [PREVIEWS["digits"]] if precision == "fp32" and (full or engine in PREVIEWING) else []
         jobs += killed_and_straight(f"resume/{engine}@{world}-{precision}", phase, previews=previews)
     return jobs
 
@@ -286,19 +294,17 @@ def _elastic(precision: str, name: str, cut: dict[int, tuple[int, int]], updates
     return Phase(int(world), overrides, updates)
 
 
-FULL_DISK_SAVERS = (("single", 1), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2))
-FULL_DISK_UPDATES, FAULTS_AT, FULL_FROM, FULL_TO = 8, 2, 3, 5
+FAULTS_AT, FULL_FROM, FULL_TO = 2, 3, 5
 
 
 def full_disk(*, full: bool) -> list[Job]:
-    """A user's own model, undisturbed; and on a small disk of its own. There, after update 2, before any save, a
-    checkpoint is saved again and again, while the N-th write of each rank in turn fails; the periodic save of update 4
-    meets a disk that is really full; that of update 6 succeeds.
+    """The runs of ``odd``, on a small disk of their own. After update 2, before any save, a checkpoint is saved again
+    and again, while the N-th write of each rank in turn fails; the periodic save of update 4 meets a disk that is
+    really full; that of update 6 succeeds.
     """
     jobs = []
-    for engine, world in FULL_DISK_SAVERS:
-        overrides = config(engine, world, model={"type": "OddModel"})
-        jobs.append(Job(f"full_disk/straight/{engine}@{world}", [Phase(world, overrides, FULL_DISK_UPDATES)]))
+    for engine in ODD_ENGINES:
+        world, overrides = _odd(engine)
         hook = {"type": "FullDiskHook", "at_update": FAULTS_AT, "full": [FULL_FROM, FULL_TO]}
         overrides = {
             **overrides,
@@ -306,7 +312,7 @@ def full_disk(*, full: bool) -> list[Job]:
             "default_hooks__checkpoint__max_keep_ckpts": -1,
             "custom_hooks": [*overrides["custom_hooks"], hook],
         }
-        jobs.append(Job(f"full_disk/{engine}@{world}", [Phase(world, overrides, FULL_DISK_UPDATES, disk_mib=4)]))
+        jobs.append(Job(f"full_disk/{engine}@{world}", [Phase(world, overrides, ODD_UPDATES, disk_mib=4)]))
     return jobs
 
 
@@ -316,7 +322,8 @@ BAD_UPDATE, BAD_UPDATES = 5, 8
 def faulty(*, full: bool) -> list[Job]:
     """Rank 1's gradient is not finite in update 5; a checkpoint after every update."""
     jobs = []
-    runs = [("single", 1, "fp32")] + [(e, 2, "fp32") for e in ENGINES]
+    same = () if full else ("SHARD_GRAD_OP", "NO_SHARD")  # the step of FULL_SHARD
+    runs = [("single", 1, "fp32")] + [(e, 2, "fp32") for e in ENGINES if e not in same]
     runs += [("zero1", 2, "bf16"), ("zero2_offload", 2, "bf16")]
     runs += [(e, 2, "bf16") for e in ENGINES if e not in ("zero1", "zero2_offload")] if full else []
     for engine, world, precision in runs:
@@ -364,21 +371,25 @@ def packed(*, full: bool) -> list[Job]:
     return [Job("packed/engines", phases), Job("packed/single", [single])]
 
 
+ODD_ENGINES = ("single", "zero1", "zero2", "zero3", "FULL_SHARD")
+ODD_UPDATES = 10
+
+
+def _odd(engine: str) -> tuple[int, dict[str, Any]]:
+    world = 1 if engine == "single" else 2
+    groups = [{"pattern": "connector", "lr": 5e-3, "weight_decay": 0.1}]
+    return world, config(engine, world, model={"type": "OddModel"}, optim_wrapper__paramwise_cfg={"groups": groups})
+
+
 def odd(*, full: bool) -> list[Job]:
     """A user's own model: odd sizes, tied weights, a frozen tower, a buffer, two groups; saved and resumed half way."""
     jobs = []
-    for engine in ("single", *ENGINES):
-        world = 1 if engine == "single" else 2
-        overrides = config(
-            engine,
-            world,
-            model={"type": "OddModel"},
-            optim_wrapper__paramwise_cfg={"groups": [{"pattern": "connector", "lr": 5e-3, "weight_decay": 0.1}]},
-        )
-        jobs.append(Job(f"odd/{engine}@{world}", [Phase(world, overrides, 10)]))
+    for engine in ("single", *ENGINES) if full else ODD_ENGINES:
+        world, overrides = _odd(engine)
+        jobs.append(Job(f"odd/{engine}@{world}", [Phase(world, overrides, ODD_UPDATES)]))
         half = {**overrides, "default_hooks__checkpoint__form": "full"}  # resumed from the consolidated files
-        phases = [Phase(world, half, 5), Phase(world, {**overrides, "resume": True}, 10)]
-        if full or engine in ("zero1", "zero2", "zero3", "FULL_SHARD"):
+        phases = [Phase(world, half, 5), Phase(world, {**overrides, "resume": True}, ODD_UPDATES)]
+        if full or world > 1:
             jobs.append(Job(f"odd/{engine}@{world}-resumed", phases))
     return jobs
 

@@ -175,10 +175,8 @@ def _optimizer(name: str, engine: str, world: int, updates: int, *, equal: bool 
 
 
 EVALUATED_UPDATES = 2
-EVALUATED_ENGINES = (
-    ("zero1", 2), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 2),
-)  # fmt: skip
-EVALUATED_BY_FOUR = (("zero2", 4), ("zero3", 4), ("FULL_SHARD", 4), ("HYBRID_SHARD", 4))
+EVALUATED_ENGINES = (("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2))
+EVALUATED_BY_FOUR = (("zero3", 4), ("HYBRID_SHARD", 4))
 _HELD = [
     {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/held.jsonl"},
     {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/few.jsonl"},
@@ -204,7 +202,8 @@ def evaluated(*, full: bool) -> list[Job]:
     """
     start = Job("evaluated/start", [Phase(1, config("single", 1), 4)])
     jobs = [start]
-    for engine, world in (("single", 1), *EVALUATED_ENGINES, *EVALUATED_BY_FOUR):
+    more = (("zero1", 2), ("NO_SHARD", 2), ("zero2", 4), ("FULL_SHARD", 4)) if full else ()
+    for engine, world in (("single", 1), *EVALUATED_ENGINES, *EVALUATED_BY_FOUR, *more):
         base = config(engine, world, model__llm__dropout=0.1, load_cfg={})
         ema = {"type": "EMAHook", "momentum": 0.1}
         hook = {**EVALUATION, "use_ema": world == 2, "metric_interval": metric_interval(engine)}

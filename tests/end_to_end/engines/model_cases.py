@@ -94,14 +94,15 @@ def phase(model: str, engine: str, world: int, updates: int = MODEL_UPDATES, **o
 
 
 def models(*, full: bool) -> list[Job]:
-    """All models under every engine. ``make test`` does without some for two: ``equivalence`` has them for ``flux``."""
-    few = [("single", 1), *((engine, 2) for engine in FEW)]
-    runs = [("single", 1), *((engine, 2) for engine in ENGINES), ("HYBRID_SHARD", 4)]
+    """All models under every engine. ``make test`` has few: ``equivalence`` has every engine, with another model."""
+    runs = [("single", 1), *((engine, 2) for engine in (ENGINES if full else FEW))]
     if full:
-        few = runs
-        runs += [("zero3_offload", 2), ("FULL_SHARD_offload", 2), ("zero2", 4), ("zero3", 4), ("FULL_SHARD", 4)]
-    pairs = [("vlm", run) for run in runs] + [(m, run) for m in ("flux", *OTHERS) for run in few]
-    return [Job(f"{m}/{engine}@{world}", [_answering(phase(m, engine, world))]) for m, (engine, world) in pairs]
+        runs += [("HYBRID_SHARD", 4), ("zero2", 4), ("zero3", 4), ("FULL_SHARD", 4)]
+        runs += [("zero3_offload", 2), ("FULL_SHARD_offload", 2)]
+    jobs = []
+    for m in (*MODELS, *OTHERS):
+        jobs += [Job(f"{m}/{engine}@{world}", [_answering(phase(m, engine, world))]) for engine, world in runs]
+    return jobs
 
 
 def _answering(made: Phase) -> Phase:

@@ -36,15 +36,10 @@ def test_losses_norms_and_weights_are_those_of_one_process(single, name):
 
 
 @pytest.mark.parametrize("name", EVERYBODY)
-def test_the_first_weights_depend_on_no_engine(single, name):
-    initial = runs().outcome(name).initial
-    assert initial.keys() == single.initial.keys()
-    assert [key for key, weight in single.initial.items() if not initial[key].equal(weight)] == []
-
-
-@pytest.mark.parametrize("name", EVERYBODY)
-def test_the_data_and_the_learning_rate_are_the_same(single, name):
+def test_the_first_weights_the_data_and_the_learning_rate_are_the_same(single, name):
     run = runs().outcome(name)
+    assert run.initial.keys() == single.initial.keys()
+    assert [key for key, weight in single.initial.items() if not run.initial[key].equal(weight)] == []
     for key in ("sequences", "samples", "tokens", "lr", "epoch"):
         assert [line[key] for line in run.lines] == [line[key] for line in single.lines]
 

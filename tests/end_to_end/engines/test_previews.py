@@ -22,7 +22,7 @@ from unigen_ds.runner.open.trained import open_inferencer
 runs = want("resume", "models", "decoder")
 pytestmark = pytest.mark.timeout(3600)
 
-NAMES = [job.name for job in cases.resume(full=False) if job.name.endswith("-fp32/straight")]
+NAMES = [f"resume/{engine}@2-fp32/straight" for engine in cases.PREVIEWING]
 VLM = [
     job.name
     for job in model_cases.resume(full=False)

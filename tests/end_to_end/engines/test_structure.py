@@ -47,8 +47,9 @@ def test_the_summary_lists_the_units_and_the_bytes_of_every_rank(name):
     (units,) = re.findall(r"Sharding units \((.*)\.$", log, re.MULTILINE)
     number, _, names = units.partition("): ")
     assert int(number) == len(JOBS[name]) + 1
-    both = "language_model.model.layers.0-1" if JOBS[name] is UNIFIED else "model.layers.0-1"
-    assert names.split(", ") == ["the root", both, *JOBS[name][2:]]
+    decoder = ["the root", "model.layers.* (2)"]
+    unified = ["the root", "language_model.model.layers.* (2)", "vit_model.vision_model.encoder.layers.*"]
+    assert names.split(", ") == (unified if JOBS[name] is UNIFIED else decoder)
 
 
 def test_full_shard_cuts_over_all_processes():

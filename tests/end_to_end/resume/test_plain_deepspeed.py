@@ -23,16 +23,27 @@ from unigen_ds.system.journals import read_lines
 CUT = {"train_dataloader__batch_size": 4, "optim_wrapper__accumulative_counts": 3, "train_dataloader__packing": None}
 
 
+def cfg_options(folder: Path) -> list[str]:
+    values = {**TINY, **{k.replace("__", "."): v for k, v in CUT.items()}, "param_scheduler": []}
+    values["train_dataloader.dataset.root"] = str(folder / "digits")
+    return ["--cfg-options", *(f"{k}={v!r}" for k, v in values.items())]
+
+
+def findings(folder: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+    """What ``tools/resume.py`` reports of a checkpoint."""
+    arguments = ["unified_digits", "--work-dir", str(folder / "asked"), "--checkpoint", str(checkpoint), "--json"]
+    assert tool.main([*arguments, *cfg_options(folder)]) == 0
+    return {finding["id"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """``plain``: what DeepSpeed's own save_checkpoint writes after four updates, and nothing else."""
     folder = tmp_path_factory.mktemp("foreign")
     train(folder, "straight", 8)
-    values = {**TINY, **{k.replace("__", "."): v for k, v in CUT.items()}, "param_scheduler": []}
-    values["train_dataloader.dataset.root"] = str(folder / "digits")
     work_dir = str(folder / "ds")
     command = [sys.executable, "tools/train.py", "unified_digits", "--work-dir", work_dir, "--max-updates", "4"]
-    command += ["--backend", "deepspeed:zero2", "--cfg-options", *(f"{k}={v!r}" for k, v in values.items())]
+    command += ["--backend", "deepspeed:zero2", *cfg_options(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = run(command, cwd=ROOT, env=environment, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -81,11 +92,7 @@ def test_an_effective_batch_that_differs_is_refused(folder):
 
 
 def test_the_tool_reads_it_too(folder, capsys):
-    values = {**TINY, **{k.replace("__", "."): v for k, v in CUT.items()}, "param_scheduler": []}
-    values["train_dataloader.dataset.root"] = str(folder / "digits")
-    arguments = ["unified_digits", "--work-dir", str(folder / "asked"), "--checkpoint", str(folder / "plain"), "--json"]
-    assert tool.main([*arguments, "--cfg-options", *(f"{k}={v!r}" for k, v in values.items())]) == 0
-    found = {f["id"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+    found = findings(folder, folder / "plain", capsys)
     assert found["checkpoint.foreign"]["status"] == "warn" and found["model.structure"]["status"] == "ok"
     assert found["progress.position"]["was"].startswith("iteration 12 of")
     unknown = {name: f["now"] for name, f in found.items() if f["was"] == "not known" and f["status"] == "warn"}
@@ -104,24 +111,9 @@ def test_the_precision_is_the_stored_one(folder, tmp_path, capsys, section):
     state = torch.load(header, weights_only=False)
     state["ds_config"]["bf16"] = section
     torch.save(state, header)
-    values = {**TINY, **{k.replace("__", "."): v for k, v in CUT.items()}, "param_scheduler": []}
-    values["train_dataloader.dataset.root"] = str(folder / "digits")
-    arguments = [
-        "unified_digits",
-        "--work-dir",
-        str(folder / "asked"),
-        "--checkpoint",
-        str(tmp_path / "plain"),
-        "--json",
-    ]
-    assert tool.main([*arguments, "--cfg-options", *(f"{k}={v!r}" for k, v in values.items())]) == 0
-    found = {f["id"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+    precision = findings(folder, tmp_path / "plain", capsys)["precision"]
     stored = "bf16" if section["enabled"] is True else "not known"
-    assert (found["precision"]["status"], found["precision"]["was"], found["precision"]["now"]) == (
-        "warn",
-        stored,
-        "fp32",
-    )
+    assert [precision[key] for key in ("status", "was", "now")] == ["warn", stored, "fp32"]
 
 
 def test_bare_weights_cannot_be_resumed(folder):

@@ -346,7 +346,8 @@ class DeepSpeedBackend(Backend):
     def _fragments(self) -> list[_Fragment]:
         """The offsets of the local piece of every trainable parameter."""
         find = self._fragment_zero3 if self.stage == 3 else self._fragment_zero12
-        return [found for name in self._trainable if (found := find(name, self._parameters[name])) is not None]
+        fragments = (find(name, self._parameters[name]) for name in self._trainable)
+        return [fragment for fragment in fragments if fragment is not None]
 
     def _fragment_zero12(self, name: str, parameter: Any) -> _Fragment | None:
         mapping = parameter._hp_mapping
@@ -357,18 +358,18 @@ class DeepSpeedBackend(Backend):
 
     def _fragment_zero3(self, name: str, parameter: Any) -> _Fragment | None:
         flat, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
-        start = dist.rank() * parameter.partition_numel()
-        numel = min(parameter.partition_numel(), parameter.ds_numel - start)
+        start, numel = _zero3_part(parameter)
         return _Fragment(name, self._names[name], flat, int(offset), numel, start) if numel > 0 else None
 
-    def _cut(self, flats: Sequence[Tensor]) -> list[Shard]:
+    def _shards(self, flats: Sequence[Tensor]) -> list[Shard]:
+        """The pieces of the parameters in flat buffers, which are split as those of the masters."""
         return [
             Shard(f.name, f.shape, f.start, flats[f.flat].detach().narrow(0, f.offset, f.numel))
             for f in self._fragments()
         ]
 
     def master_shards(self) -> list[Shard]:
-        return self._cut(self._flats())
+        return self._shards(self._flats())
 
     def frozen_shards(self) -> list[Shard]:
         shards = []
@@ -378,8 +379,7 @@ class DeepSpeedBackend(Backend):
             if self.stage != 3:
                 data, start = parameter.detach().view(-1), 0
             else:
-                start = dist.rank() * parameter.partition_numel()
-                numel = min(parameter.partition_numel(), parameter.ds_numel - start)
+                start, numel = _zero3_part(parameter)
                 if numel <= 0:
                     continue
                 data = parameter.ds_tensor.detach().view(-1)[:numel]
@@ -402,13 +402,13 @@ class DeepSpeedBackend(Backend):
         flats = self._flats()
         for flat in flats:
             self._state(flat).setdefault(kind, torch.zeros_like(flat))
-        return self._cut([self._state(flat)[kind] for flat in flats])
+        return self._shards([self._state(flat)[kind] for flat in flats])
 
     def kept_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         states = [(flat, self._state(flat)) for flat in self._flats()]
         kinds = {kind for flat, state in states for kind, value in state.items() if _is_like(value, flat)}
         for kind in sorted(kinds):
-            for shard in self._cut([state.get(kind, flat) for flat, state in states]):
+            for shard in self._shards([state.get(kind, flat) for flat, state in states]):
                 yield kind, shard.name, shard.data
 
     def set_steps(self, steps: Mapping[str, float]) -> None:
@@ -418,13 +418,13 @@ class DeepSpeedBackend(Backend):
         for fragment in self._fragments():
             by_flat.setdefault(fragment.flat, set()).add(steps[fragment.name])
         for number, flat in enumerate(flats):
-            found = by_flat.get(number) or set(steps.values())
-            if len(found) > 1:
+            counts = by_flat.get(number) or set(steps.values())
+            if len(counts) > 1:
                 raise CheckpointError(
-                    f"parameters of one optimizer group have different Adam steps: {sorted(found)}",
+                    f"parameters of one optimizer group have different Adam steps: {sorted(counts)}",
                     remedy="ZeRO keeps one step per group; resume with FSDP or single, or put them into own groups",
                 )
-            self._state(flat)["step"] = kept.make_step(found.pop(), flat, self._zero.optimizer.defaults)
+            self._state(flat)["step"] = kept.make_step(counts.pop(), flat, self._zero.optimizer.defaults)
         if self.stage != 3:
             self._zero._lazy_init_hp_params_optimizer_state()
 
@@ -484,6 +484,12 @@ class DeepSpeedBackend(Backend):
 
         if torch.nn.functional.linear is patches.zero3_linear_wrap:  # ZeRO-3 replaces it for the whole process
             torch.nn.functional.linear = patches.InsertPostInitMethodToModuleSubClasses.linear_bk
+
+
+def _zero3_part(parameter: Any) -> tuple[int, int]:
+    """The first element of this rank's part of a parameter, and how many there are without the padding."""
+    start = dist.rank() * parameter.partition_numel()
+    return start, min(parameter.partition_numel(), parameter.ds_numel - start)
 
 
 def _is_like(value: Any, flat: Tensor) -> bool:

@@ -26,7 +26,7 @@ from unigen_ds.system.log import logger
 AUTO = "auto"
 TESTED_VERSION = "0.19.8"
 ALLOWED_VERSIONS = ">=0.19.8,<0.20"
-"""Of DeepSpeed: its private attributes are used, and they change between releases. ``setup.py`` reads this line."""
+"""Versions of DeepSpeed: its private attributes change between releases. ``setup.py`` reads the line above."""
 STAGES = (1, 2, 3)
 _READ_LATER = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
 """Keys that DeepSpeed's engine reads, not its config."""
@@ -124,9 +124,9 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
     stage_of(config)
     for section, owner in OWNED.items():
         if not _only_auto(config.get(section)):
-            given = config[section].get("type") if isinstance(config[section], Mapping) else config[section]
+            value = config[section].get("type") if isinstance(config[section], Mapping) else config[section]
             raise ConfigError(
-                f"the DeepSpeed config has a {section} ({given}), and so has ours ({owner})",
+                f"the DeepSpeed config has a {section} ({value}), and so has ours ({owner})",
                 remedy=f"delete {section!r} from the JSON: {owner} is used, under every engine",
             )
     buffers = (config.get("data_types") or {}).get("buffer_dtype", AUTO)
@@ -162,9 +162,9 @@ def fill(config: Mapping[str, Any], *, geometry: Geometry, optimizer: OptimizerC
         filled[key] = _agreed(filled.get(key, AUTO), value, key, where)
     for precision in ("bf16", "fp16"):
         section = dict(filled.get(precision) or {})
-        wanted = optimizer.precision == precision
+        chosen = optimizer.precision == precision
         section["enabled"] = _agreed(
-            section.get("enabled", AUTO), wanted, f"{precision}.enabled", "optim_wrapper.precision"
+            section.get("enabled", AUTO), chosen, f"{precision}.enabled", "optim_wrapper.precision"
         )
         filled[precision] = {k: v for k, v in section.items() if v != AUTO}
     if optimizer.precision == "fp16":  # halve the loss scale at the first overflow, as every engine does; theirs is 2
@@ -191,18 +191,18 @@ class _Watched(dict[str, Any]):
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
-        self.seen: set[Any] = set()
+        self.reads: set[Any] = set()
 
     def __contains__(self, key: object) -> bool:
-        self.seen.add(key)
+        self.reads.add(key)
         return super().__contains__(key)
 
     def __getitem__(self, key: str) -> Any:
-        self.seen.add(key)
+        self.reads.add(key)
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.seen.add(key)
+        self.reads.add(key)
         return super().get(key, default)
 
 
@@ -221,15 +221,15 @@ def check_by_deepspeed(filled: Mapping[str, Any]) -> None:
         raise ConfigError(f"DeepSpeed refuses its config, {error.title}: " + "; ".join(problems)) from error
     except (DeepSpeedConfigError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"DeepSpeed refuses its config: {error}") from error
-    unread = filled.keys() - watched.seen - {"train_batch_size", *_READ_LATER}
-    for key in sorted(unread) if env_rank() == 0 else ():
-        logger().warning("DeepSpeed does not use %r of its config: %s", key, nearest(key, map(str, watched.seen)))
+    ignored = filled.keys() - watched.reads - {"train_batch_size", *_READ_LATER}
+    for key in sorted(ignored) if env_rank() == 0 else ():
+        logger().warning("DeepSpeed does not use %r of its config: %s", key, nearest(key, map(str, watched.reads)))
 
 
-def _agreed(given: Any, ours: Any, key: str, where: str) -> Any:
-    if given not in (AUTO, None) and given != ours:
+def _agreed(value: Any, ours: Any, key: str, where: str) -> Any:
+    if value not in (AUTO, None) and value != ours:
         raise ConfigError(
-            f"the DeepSpeed config has {key} = {given!r}, ours has {where} = {ours!r}",
+            f"the DeepSpeed config has {key} = {value!r}, ours has {where} = {ours!r}",
             remedy=f'make them equal, or write {key!r}: "auto"',
         )
     return ours

@@ -54,12 +54,12 @@ class CapturedSave:
 
         self.outputs.append(Output(PurePath(path).name, nested_bytes(state_dict), write))
 
-    def _kept(self, named: Any) -> Any:
-        """What ``left_out`` does not name of a mapping or a list."""
-        if isinstance(named, Mapping):
-            kept = [(name, value) for name, value in named.items() if name not in self._left_out]
-            return type(named)(kept)  # type: ignore[call-arg]
-        return named and [name for name in named if name not in self._left_out]
+    def _kept(self, content: Any) -> Any:
+        """Return a mapping or a list without the names of ``left_out``."""
+        if isinstance(content, Mapping):
+            rest = [(name, value) for name, value in content.items() if name not in self._left_out]
+            return type(content)(rest)  # type: ignore[call-arg]
+        return content and [name for name in content if name not in self._left_out]
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None: ...
     def create(self, info: Any) -> None: ...
@@ -72,7 +72,3 @@ class CapturedSave:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
-
-
-# Former names, for one release.
-HandOver = CapturedSave

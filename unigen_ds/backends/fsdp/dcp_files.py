@@ -20,12 +20,13 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
+from unigen_ds.backends.torch_optimizer import local_part
 from unigen_ds.core.shards import STAMP
 from unigen_ds.system import dist
 from unigen_ds.system.outputs import HashedFile, Output, StateFiles, bytes_output
 
 Written = tuple[SavePlan, list[_StorageInfo]]
-"""What a rank wrote: the items of its plan, and where each is."""
+"""The items of a rank's plan, and where it wrote each."""
 
 
 def dcp_files(state: Mapping[str, Tensor], *, replica: int, replicas: int, stamp: str = "") -> StateFiles:
@@ -42,13 +43,13 @@ def dcp_files(state: Mapping[str, Tensor], *, replica: int, replicas: int, stamp
         own.add(mark)
     plan = create_default_local_save_plan({key: value for key, value in state.items() if key in own}, True)
     name = f"__{dist.rank()}_0.distcp"
-    size = sum(_local(state[item.index.fqn]).nbytes for item in plan.items)
+    size = sum(local_part(state[item.index.fqn]).nbytes for item in plan.items)
 
     def write(stream: HashedFile) -> Written:
         infos = []
         for item in plan.items:
             begin = stream.tell()
-            torch.save(_alone(_local(state[item.index.fqn])), stream)  # type: ignore[arg-type]
+            torch.save(_alone(local_part(state[item.index.fqn])), stream)  # type: ignore[arg-type]
             infos.append(_StorageInfo(name, begin, stream.tell() - begin))
         return plan, infos
 
@@ -65,10 +66,6 @@ def _own(tensors: Mapping[str, Tensor], replica: int, replicas: int) -> set[str]
         if chosen == replica:
             own.add(key)
     return own
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch.nn.utils import get_total_norm
 
 from unigen_ds.backends.base import StepResult
 from unigen_ds.backends.memory import allocate
-from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
+from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend, local_part
 from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.errors import ConfigError, suggestion
 from unigen_ds.core.progress import Geometry
@@ -213,7 +213,7 @@ class FSDPBackend(TorchOptimizerBackend):
 
     def step(self) -> StepResult:
         grads = self._gradients()
-        local = [_local(grad) for grad in grads]
+        local = [local_part(grad) for grad in grads]
         if self._scale:
             torch._foreach_mul_(local, self.dp_size / self._scale.scale)
         norm = _whole(get_total_norm(grads))
@@ -299,25 +299,25 @@ class FSDPBackend(TorchOptimizerBackend):
 def check_num_shard(strategy: str, num_shard: int | None, *, world_size: int) -> int:
     """Processes that share one copy of the model. Raises ``ConfigError`` before any process group exists."""
     if strategy == "NO_SHARD":
-        wanted = 1
+        number = 1
     elif strategy == "HYBRID_SHARD":
-        wanted = num_shard or dist.env_processes_per_node() or 0
-        if not wanted:
+        number = num_shard or dist.env_processes_per_node() or 0
+        if not number:
             raise ConfigError(
                 "HYBRID_SHARD has no num_shard, and the launcher does not report one number of processes for all nodes",
                 remedy="num_shard=N: how many processes, one node's at best, share one copy of the model",
             )
     else:
-        wanted = world_size
-    if num_shard is not None and strategy != "HYBRID_SHARD" and num_shard != wanted:
+        number = world_size
+    if num_shard is not None and strategy != "HYBRID_SHARD" and num_shard != number:
         raise ConfigError(f"num_shard={num_shard} with {strategy}", remedy="num_shard belongs to HYBRID_SHARD")
-    if wanted < 1 or world_size % wanted:
+    if number < 1 or world_size % number:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ConfigError(
-            f"num_shard is {wanted} and there are {world_size} process(es)",
+            f"num_shard is {number} and there are {world_size} process(es)",
             allowed="a divisor of the process count: " + ", ".join(map(str, divisors)),
         )
-    return wanted
+    return number
 
 
 def _settle(root: nn.Module) -> None:
@@ -334,17 +334,12 @@ def _settle(root: nn.Module) -> None:
                     parameter.reset_sharded_param()
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """A plain tensor is whole."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _flat_start(tensor: DTensor) -> int:
-    """Where the local part begins in the flattened tensor. ``Shard(0)``: whole rows, so one flat range."""
+    """Return the index in the flattened tensor at which the local part begins: ``Shard(0)`` splits into whole rows."""
     from torch.distributed.tensor import Shard as ShardPlacement
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as td
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from unigen_ds.backends.torch_optimizer import local_part
 from unigen_ds.core.shards import STEP
 from unigen_ds.optim.optimizer_state import OptimizerState
 
@@ -62,13 +62,15 @@ class WholeMatrices:
         self._moments = sorted((kept.kinds or frozenset()) - {STEP})
         self._counts = int(STEP in (kept.kinds or ()))
         self._rank, self._size = (0, 1) if group is None else (td.get_rank(group), td.get_world_size(group))
-        found = [
+        matrices = [
             _Matrix(master, number)
             for number, options in enumerate(optimizer.param_groups)
             for master in options["params"]
         ]
-        found.sort(key=lambda matrix: -matrix.master.numel())  # similar ones in one round; the same order on all ranks
-        self._rounds = [found[i : i + self._size] for i in range(0, len(found), self._size)]
+        matrices.sort(
+            key=lambda matrix: -matrix.master.numel()
+        )  # similar ones in one round; the same order on all ranks
+        self._rounds = [matrices[i : i + self._size] for i in range(0, len(matrices), self._size)]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -109,7 +111,7 @@ class WholeMatrices:
         """This process's rows of a matrix, of its gradient and of its moments as one tensor, and the step count."""
         state = self._state(matrix)
         tensors = [matrix.master, matrix.master.grad, *(state[kind] for kind in self._present(matrix))]
-        pieces = [_local(tensor).reshape(-1).to(self._device) for tensor in tensors]
+        pieces = [local_part(tensor).reshape(-1).to(self._device) for tensor in tensors]
         assert pieces[0].numel() == matrix.numel(self._rank, self._size), "rows are not split as FSDP2 splits them"
         return torch.cat([*pieces, *self._count(state.get(STEP, 0.0))])
 
@@ -173,11 +175,7 @@ class WholeMatrices:
             targets.append(state[kind])
         new = result[: result.numel() - self._counts].view(len(targets), matrix.numel(self._rank, self._size))
         for target, rows in zip(targets, new, strict=True):
-            local = _local(target)
+            local = local_part(target)
             local.copy_(rows.view(local.shape))
         if self._counts:
             state[STEP] = self._step_count(matrix, float(result[-1]))
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -60,5 +60,5 @@ def own_files(manifest: Manifest, folder: str) -> list[str]:
 def shard_folders(manifest: Manifest) -> list[str]:
     """Folders of hooks' shards (``ema``): those that hold safetensors files which the save wrote."""
     paths = (entry.path.rpartition("/") for entry in manifest.files)
-    found = {parent for parent, _, name in paths if parent and name.endswith(".safetensors")}
-    return sorted(parent for parent in found if parent.partition("/")[0] != FULL)
+    folders = {parent for parent, _, name in paths if parent and name.endswith(".safetensors")}
+    return sorted(parent for parent in folders if parent.partition("/")[0] != FULL)

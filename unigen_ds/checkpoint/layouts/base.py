@@ -87,7 +87,7 @@ class PieceReader:
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
     def parts(self, kind: str, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        """What ``read`` returns, in the pieces that are on disk: they are not copied into one tensor."""
+        """Yield the elements that ``read`` returns in the pieces that are on disk, without a copy into one tensor."""
         at = start
         for piece in self._found(kind, name):  # by their start
             if at >= stop or piece.start > at:

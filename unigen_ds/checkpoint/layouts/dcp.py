@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader
-from unigen_ds.checkpoint.layouts.plain import WRAPPERS
+from unigen_ds.checkpoint.layouts.torch_file import WRAPPERS
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.shards import MASTER, STAMP
 
@@ -130,13 +130,13 @@ def _names(metadata: Any) -> dict[str, tuple[str, str]]:
     Other trainers save nested dictionaries (accelerate: ``{"model": {...}}``), whose paths the planner stores. Of those
     the model's tensors are taken, without the keys around them; where no path has such a key, all but an optimizer's.
     """
-    found: dict[str, tuple[str, str]] = {}
+    names: dict[str, tuple[str, str]] = {}
     paths: dict[str, tuple[str, ...]] = {}
     planned = getattr(metadata, "planner_data", None)
     for fqn in metadata.state_dict_metadata:
         kind, bar, name = fqn.partition("|")
         if bar:
-            found[fqn] = kind, name
+            names[fqn] = kind, name
             continue
         path = planned.get(fqn) if isinstance(planned, dict) else None
         paths[fqn] = tuple(map(str, path)) if isinstance(path, (tuple, list)) and path else (fqn,)
@@ -144,8 +144,8 @@ def _names(metadata: Any) -> dict[str, tuple[str, str]]:
     for fqn, path in paths.items():
         at = next((i for i, key in enumerate(path[:-1]) if key in WRAPPERS), None)
         left_out = at is None if wrapped else path[0].startswith("optim")
-        found[fqn] = (_LEFT_OUT, fqn) if left_out else (MASTER, ".".join(path if at is None else path[at + 1 :]))
-    return found
+        names[fqn] = (_LEFT_OUT, fqn) if left_out else (MASTER, ".".join(path if at is None else path[at + 1 :]))
+    return names
 
 
 def _check_files(directory: Path, entries: Iterable[Any]) -> None:
@@ -163,9 +163,9 @@ def _check_files(directory: Path, entries: Iterable[Any]) -> None:
 
 def _chunk(tensor: Any, index: Any, by_offset: Mapping[tuple[int, ...], Any]) -> Any:
     offset = tuple(index.offset or ())
-    found = by_offset.get(offset) if offset else next(iter(tensor.chunks), None)
-    if found is not None:
-        return found
+    chunk = by_offset.get(offset) if offset else next(iter(tensor.chunks), None)
+    if chunk is not None:
+        return chunk
     raise CheckpointError(f"the checkpoint's .metadata has no chunk of {index.fqn} at {offset}")
 
 
@@ -174,7 +174,7 @@ def _fetch(path: Path, offset: int, length: int, numel: int, dtype: torch.dtype)
 
     @cache
     def begin() -> int | None:
-        """Where the tensor's bytes are in the file; None where the archive is not simply one whole tensor."""
+        """Find the tensor's bytes in the file; None where the archive is not simply one whole tensor."""
         if length <= _SMALL:
             return None
         with path.open("rb") as stream, zipfile.ZipFile(_Window(stream, offset, length)) as archive:

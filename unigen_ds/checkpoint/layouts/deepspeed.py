@@ -134,7 +134,7 @@ class DeepSpeedReader(PieceReader):
     def _add_pieces(
         self, name: str, start: int, numel: int, offset: int, flat: Tensor, moments: Mapping[str, Tensor]
     ) -> None:
-        """The same range of the master and of each moment; a moment that is one number is the step."""
+        """Add a range of the master and of each moment; a moment that is one number is the step."""
         self.add(MASTER, name, start, numel, slices_of(flat, offset))
         for kind, value in moments.items():
             if value.numel() == 1 and kind == STEP:
@@ -179,13 +179,13 @@ def _stage(state: Mapping[str, Any]) -> int:
 
 def _moments(optimizer: Mapping[str, Any], group: int) -> dict[str, Tensor]:
     """Moments of one group as flat tensors. Some optimizers keep the step as a number, or with the group's settings."""
-    found = {kind: v for kind, v in optimizer["state"].get(group, {}).items() if isinstance(v, (Tensor, int, float))}
+    state = {kind: v for kind, v in optimizer["state"].get(group, {}).items() if isinstance(v, (Tensor, int, float))}
     settings = optimizer.get("param_groups") or []
-    if found and STEP not in found and group < len(settings) and STEP in settings[group]:
-        found[STEP] = settings[group][STEP]
+    if state and STEP not in state and group < len(settings) and STEP in settings[group]:
+        state[STEP] = settings[group][STEP]
     return {
         kind: value if isinstance(value, Tensor) else torch.tensor([float(value)])
-        for kind, value in found.items()
+        for kind, value in state.items()
         if isinstance(value, Tensor) or kind == STEP
     }
 
@@ -203,23 +203,23 @@ def _check_parallel(directory: Path, names: Sequence[str]) -> None:
 
 def _by_rank(directory: Path, pattern: re.Pattern[str], names: Iterable[str]) -> list[Path]:
     """Files in rank order. Raises ``CheckpointError`` where one of them is missing."""
-    found = {int(m.group(1) or 0): directory / name for name in names if (m := pattern.match(name))}
-    missing = sorted(set(range(len(found))) - set(found))
+    files = {int(m.group(1) or 0): directory / name for name in names if (m := pattern.match(name))}
+    missing = sorted(set(range(len(files))) - set(files))
     if missing:
         raise CheckpointError(
-            f"{directory} lacks the files of rank {missing[0]} (it has {sorted(found)})",
+            f"{directory} lacks the files of rank {missing[0]} (it has {sorted(files)})",
             remedy="copy the whole folder: each rank's file holds a part of the weights",
         )
-    return [found[rank] for rank in sorted(found)]
+    return [files[rank] for rank in sorted(files)]
 
 
 def _check_ranks(directory: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
     """Raises ``CheckpointError`` where files at the end are missing: every file has the number of ranks that wrote."""
     count = ranks[0]["partition_count"]  # ZeRO-1/2: one number for each group
-    wanted = max(count) if isinstance(count, (list, tuple)) else int(count)
-    if len(ranks) != wanted:
+    number = max(count) if isinstance(count, (list, tuple)) else int(count)
+    if len(ranks) != number:
         raise CheckpointError(
-            f"{directory} lacks the optimizer file of rank {len(ranks)}: {wanted} ranks wrote it, {len(ranks)} are here"
+            f"{directory} lacks the optimizer file of rank {len(ranks)}: {number} ranks wrote it, {len(ranks)} are here"
         )
 
 

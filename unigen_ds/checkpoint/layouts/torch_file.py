@@ -9,12 +9,21 @@ is how a file would run code, so that is refused, except for the few names below
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader, slices_of
 from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.shards import MASTER
+
+WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
+"""Keys under which trainers keep the model's state dict, next to the optimizer's."""
+PREFIXES = ("module.", "_orig_mod.")
+"""Prefixes that DistributedDataParallel and torch.compile put before every name."""
 
 _TRAINERS = ("deepspeed", "mmengine", "mmengine_lite", "xtuner", "numpy", "addict", "pathlib", "datetime")
 _FUNCTIONS = {
@@ -45,7 +54,7 @@ class Inert:
 
 
 class _NotCalled(Inert):
-    """As ``Inert``; but a file that calls it, instead of filling it, is refused."""
+    """An inert class that may only be filled: a file that calls it is refused."""
 
     path = ""
 
@@ -67,7 +76,7 @@ def _inert_class(path: str) -> tuple[type, str]:
 
 
 def load_file(path: Path) -> Any:
-    """What a ``torch.save`` file holds. Raises ``CheckpointError`` when it is damaged, or wants to run something."""
+    """Read a ``torch.save`` file. Raises ``CheckpointError`` when it is damaged, or wants to run something."""
     try:
         if not zipfile.is_zipfile(path):  # the format before torch 1.6: it cannot be mapped
             return torch.load(path, weights_only=True, map_location="cpu")
@@ -87,3 +96,64 @@ def load_file(path: Path) -> Any:
 
 def _dict_of(*values: Any) -> dict[Any, Any]:
     return next((dict(value) for value in values if isinstance(value, dict)), {})
+
+
+# Weights in plain form: by torch itself, mmengine, accelerate, transformers, or a merge. A state dict at the top of a
+# file, or under one of ``WRAPPERS``; its tensors get the model's names, without the prefixes that wrappers leave.
+
+
+class TorchReader(PieceReader):
+    """A ``ShardReader`` over plain torch files. Names that share a tensor are tied.
+
+    Attributes:
+        others: keys at the top of the files that are not read (the optimizer's state, an average).
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        super().__init__(unique=True)
+        self.others: list[str] = []
+        tensors: dict[str, tuple[Tensor, Path]] = {}
+        for path in paths:
+            content = load_file(path)
+            state = _state_dict(content, path)
+            if state is not content:
+                self.others += [str(key) for key in content if content[key] is not state]
+            tensors |= {name: (tensor, path) for name, tensor in state.items() if isinstance(tensor, Tensor)}
+        first: dict[tuple[int, ...], str] = {}
+        for name, (tensor, path) in without_prefixes(tensors).items():
+            memory = (tensor.data_ptr(), tensor.numel(), *tensor.stride())
+            if tensor.numel() and memory in first:
+                self.tied = {**self.tied, name: first[memory]}
+                continue
+            first[memory] = name
+            self.add(MASTER, name, 0, tensor.numel(), _fetch(tensor, name), source=str(path), shape=tensor.shape)
+
+
+def _state_dict(content: Any, path: Path) -> Mapping[str, Any]:
+    """The mapping of names to tensors. Raises ``CheckpointError`` where there is none."""
+    state = content
+    while isinstance(state, Mapping) and not any(isinstance(value, Tensor) for value in state.values()):
+        state = next((state[key] for key in WRAPPERS if isinstance(state.get(key), Mapping)), None)
+    if not isinstance(state, Mapping):
+        held = ", ".join(map(str, content)) if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        raise CheckpointError(
+            f"{path} contains no weights ({held[:200] or 'nothing'})",
+            allowed=f"a state dict, or one under {', '.join(WRAPPERS)}",
+            remedy="save model.state_dict(); a whole model is a pickle of classes, which is not executed",
+        )
+    return state
+
+
+def without_prefixes(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """``found`` without those of ``PREFIXES`` that every name has."""
+    names = {str(name): value for name, value in tensors.items()}
+    for prefix in PREFIXES:
+        if names and all(name.startswith(prefix) for name in names):
+            names = {name.removeprefix(prefix): value for name, value in names.items()}
+    return names
+
+
+def _fetch(tensor: Tensor, name: str) -> Fetch:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"{name} is a {tensor.layout} tensor", allowed="dense tensors")
+    return slices_of(tensor) if tensor.is_contiguous() else lambda start, stop: tensor.reshape(-1)[start:stop]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 from unigen_ds.checkpoint import store
-from unigen_ds.checkpoint.consolidated import Form
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.checkpoint.saver import Form
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.config.values import Allowed, Rule
 from unigen_ds.core.errors import ConfigError, SaveError, UnigenError

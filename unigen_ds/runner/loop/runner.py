@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.base_files import save_base
-from unigen_ds.checkpoint.consolidated import Form
 from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.checkpoint.home import WorkDirLock, claim, run_id, same
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.checkpoint.saver import Form
 from unigen_ds.config.section import Component
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Progress

@@ -15,7 +15,6 @@ from unigen_ds.checkpoint.convert import Source, read_source
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.saver import TOKENIZER
 from unigen_ds.checkpoint.weight_files import locate
-from unigen_ds.checkpoint.writers import Entry
 from unigen_ds.config.hub import folder_of
 from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError, ConfigError
@@ -30,6 +29,7 @@ from unigen_ds.runner.settings.tree import ModelSettings
 from unigen_ds.runner.start.build import build_model, build_processor
 from unigen_ds.system.files import check_digests
 from unigen_ds.system.log import logger
+from unigen_ds.system.outputs import Entry
 
 
 def open_model(

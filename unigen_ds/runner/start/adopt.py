@@ -15,7 +15,8 @@ import torch
 from unigen_ds.checkpoint.foreign import Foreign, read_foreign
 from unigen_ds.checkpoint.layouts import open_reader
 from unigen_ds.checkpoint.manifest import FileEntry, Manifest
-from unigen_ds.checkpoint.partial import LoadConfig, fit
+from unigen_ds.checkpoint.partial import fit
+from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core.errors import ResumeBlocked, UnigenError
 from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.progress import Geometry, Progress, Ruler
@@ -59,7 +60,9 @@ def _renaming(foreign: Foreign, settings: Settings) -> str:
             model = build_model(settings, build_processor(settings, seed=0), seed=0)
         parameters = parameter_table(named_parameters(model), ())
         buffers = {name: buffer.numel() for name, buffer in persistent_buffers(model).items()}
-        return fit(foreign.reader, foreign.parameters, parameters=parameters, buffers=buffers, cfg=LoadConfig()).option
+        return fit(
+            foreign.reader, foreign.parameters, parameters=parameters, buffers=buffers, cfg=LoadSettings()
+        ).option
     except UnigenError:  # it is reported when it is loaded
         return ""
 

@@ -79,7 +79,7 @@ def fit_weights(
     if dist.is_main():
         for kind, line in found.lines():
             logger().log(WARNING if kind in DIFFERENCES else INFO, "Weights: %s.", line)
-        numbers = len(found.taken), len(found.kept)
+        numbers = len(found.sources), len(found.kept)
         logger().info("Weights: %d tensors are the checkpoint's, %d stay as initialised. What differs: %s.",
                       *numbers, report_file)  # fmt: skip
     parts.backend.load_tensors(FittedReader(reader, found), weights_only=True, keep={*found.kept, *base})
