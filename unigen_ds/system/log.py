@@ -32,6 +32,14 @@ class _LogFile(logging.FileHandler):
                 print(f"{self.baseFilename} cannot be written ({sys.exc_info()[1]}): see the console.", file=sys.stderr)
 
 
+class _Console(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what ``sys.stderr`` is at that moment: a progress bar replaces it, to print above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def logger() -> logging.Logger:
     """The project's logger. Usable before ``setup``."""
     return logging.getLogger(NAME)
@@ -134,7 +142,7 @@ def setup(
     log.propagate = False
     prefix = "" if rank == 0 else f"[rank {rank}] "
     form = logging.Formatter(f"%(asctime)s %(levelname)s {prefix}%(message)s", datefmt="%H:%M:%S")
-    console = logging.StreamHandler(sys.stderr)
+    console = _Console()
     console.setFormatter(form)
     console.setLevel(level if rank == 0 else logging.WARNING)
     log.addHandler(console)

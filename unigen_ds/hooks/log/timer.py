@@ -219,10 +219,6 @@ def find_timer(run: Run) -> IterTimerHook | None:
     return next((hook for hook in run.hooks if isinstance(hook, IterTimerHook)), None)
 
 
-# Former names, for one release.
-BANDS = BOUNDS
-
-
 # The peak of a device: dense bf16 operations a second, from the maker's data sheet. MFU is a share of it.
 
 PEAK_TFLOPS = {
