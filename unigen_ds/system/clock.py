@@ -68,9 +68,23 @@ class Clock:
             self._add(COMMUNICATION, now - since)
             self._add(self._current, since - now)
 
-    def __call__(self, section: str) -> _Timed:
+    @contextmanager
+    def __call__(self, section: str) -> Iterator[None]:
         """Time what is inside of ``with``."""
-        return _Timed(self, section)
+        of_device = section in DEVICE_SECTIONS
+        outer, self._thread = self._current, threading.get_ident()
+        self._current = section if of_device else None
+        begin = self.mark() if of_device else time.perf_counter()
+        try:
+            yield
+        finally:
+            self._current = outer
+            if isinstance(begin, float):
+                self._add(section, time.perf_counter() - begin)
+            else:
+                end = self.mark()
+                assert not isinstance(end, float)
+                self._events.append((section, begin, end))
 
     def _add(self, section: str, seconds: float) -> None:
         self._sections[section] = self._sections.get(section, 0.0) + seconds
@@ -91,32 +105,6 @@ class Clock:
         return wall, sections
 
 
-class _Timed:
-    """One section, while it is timed: a class, since generators cost more than what they time here."""
-
-    __slots__ = ("_begin", "_clock", "_outer", "_section")
-
-    def __init__(self, clock: Clock, section: str) -> None:
-        self._clock, self._section = clock, section
-
-    def __enter__(self) -> None:
-        clock, section = self._clock, self._section
-        of_device = section in DEVICE_SECTIONS
-        self._outer, clock._thread = clock._current, threading.get_ident()
-        clock._current = section if of_device else None
-        self._begin = clock.mark() if of_device else time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        clock, begin = self._clock, self._begin
-        clock._current = self._outer
-        if isinstance(begin, float):
-            clock._add(self._section, time.perf_counter() - begin)
-        else:
-            end = clock.mark()
-            assert not isinstance(end, float)
-            clock._events.append((self._section, begin, end))
-
-
 # How long a start needs: from the process, or from the building of a run, to its first update.
 
 _since: float | None = None
@@ -134,9 +122,9 @@ def begin(*, whole_process: bool = False) -> None:
 def seconds() -> float | None:
     """Since the start began; None where none did. The next ``begin`` counts anew."""
     global _since, _whole_process
-    found = None if _since is None else time.perf_counter() - _since
+    duration = None if _since is None else time.perf_counter() - _since
     _since, _whole_process = None, False
-    return found
+    return duration
 
 
 def process_age() -> float | None:
