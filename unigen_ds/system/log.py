@@ -60,10 +60,10 @@ def notice(text: str) -> None:
 
 def unwritten() -> list[str]:
     """Texts of ``notice`` that no log has: of a tool, which makes none. Each once."""
-    found = [text for text, level in _waiting.items() if level == logging.INFO]
-    for text in found:
+    texts = [text for text, level in _waiting.items() if level == logging.INFO]
+    for text in texts:
         del _waiting[text]
-    return found
+    return texts
 
 
 def warn_at_setup(text: str) -> None:
@@ -90,12 +90,11 @@ def hide_known() -> None:
     for category, message, module in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message, category, module)
     for name in _KNOWN_RECORDS:
-        logging.getLogger(name).addFilter(_is_shown)  # the same function is added once
+        logging.getLogger(name).addFilter(_is_unknown)  # the same function is added once
 
 
-def _is_shown(record: logging.LogRecord) -> bool:
-    begins = _KNOWN_RECORDS.get(record.name)
-    return begins is None or record.levelno > logging.WARNING or not record.getMessage().startswith(begins)
+def _is_unknown(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.WARNING or not record.getMessage().startswith(_KNOWN_RECORDS[record.name])
 
 
 hide_known()
