@@ -154,6 +154,7 @@ def applied(mutation: Mutation, folder: Path) -> Iterator[None]:
     """Apply the edit to the copy inside the block."""
     path = folder / mutation.file
     source = path.read_text(encoding="utf-8")
+    assert mutation.find in source, f"{mutation.file} has changed since the copy was made"
     path.write_text(source.replace(mutation.find, mutation.replace), encoding="utf-8")
     try:
         yield
@@ -313,7 +314,7 @@ class Campaign:
             print(f"{module} is left out: its tests without an edit: {outcome_of(status)}", flush=True)
             return
         lines = set(json.loads(folder.with_suffix(".lines").read_text()))
-        edits = [edit for edit in random_edits(module, tests) if edit.line in lines]
+        edits = [edit for edit in random_edits(folder, module, tests) if edit.line in lines]
         yield from self._edits(random.Random(f"{seed} {module}").sample(edits, min(number, len(edits))), folder)
 
     def _edits(self, group: Sequence[Mutation], folder: Path) -> Steps:
@@ -397,9 +398,9 @@ def _without_effect(node: ast.AST) -> list[ast.AST | None]:
     return []
 
 
-def random_edits(module: str, tests: str) -> list[RandomEdit]:
-    """All edits of a module by operator."""
-    source = (ROOT / module).read_text(encoding="utf-8")
+def random_edits(folder: Path, module: str, tests: str) -> list[RandomEdit]:
+    """All edits of a module by operator, in the copy of the tree in ``folder``."""
+    source = (folder / module).read_text(encoding="utf-8")
     lines, tree = source.encode().splitlines(keepends=True), ast.parse(source)
     begins = [0, *itertools.accumulate(map(len, lines))]
     left_out = {id(inner) for node in ast.walk(tree) for part in _without_effect(node) if part is not None

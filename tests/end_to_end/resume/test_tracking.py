@@ -71,7 +71,9 @@ class Run:
         pass
 
 
-def init(project, name=None, **given):
+def init(project, name=None, *, config, resume, group, **given):
+    parent = {key: value for key, value in config.items() if key.startswith("parent_")}
+    note(run=name, init=[project, group, resume, parent])
     return Run(name)
 '''
 KINDS = {"evaluation": "val/loss", "statistics": "training_stats/avg_fw_bw_time", "preview": "preview"}
@@ -99,6 +101,10 @@ class Case:
 
     @property
     def trackio(self) -> list[dict[str, Any]]:
+        return [line for line in self.trackio_calls if "init" not in line]
+
+    @property
+    def trackio_calls(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "trackio.jsonl").read_text().splitlines()]
 
     @property
@@ -186,8 +192,12 @@ def test_wandb_has_every_row_before_a_checkpoint_that_counts(bench: Bench, kille
 
 def test_one_trackio_run_and_no_line_twice_after_a_kill(resumed: dict[str, Case]) -> None:
     lines = resumed["same"].trackio
-    assert len({line["run"] for line in lines}) == 1 and not [line for line in lines if "alert" in line]
+    (name,) = {line["run"] for line in lines}
+    assert name.startswith("UnifiedModel-1x-") and not [line for line in lines if "alert" in line]
     once(lines)
+    starts = [line["init"] for line in resumed["same"].trackio_calls if "init" in line]
+    assert [start[2:] for start in starts] == [["never", {}], ["allow", {}]]
+    assert {start[0] for start in starts} == {"unigen"} and len({start[1] for start in starts}) == 1
 
 
 def test_changed_values_begin_a_run_of_their_own(resumed: dict[str, Case]) -> None:
@@ -200,8 +210,10 @@ def test_changed_values_begin_a_run_of_their_own(resumed: dict[str, Case]) -> No
     (alert,) = [line for line in resumed["changed"].trackio if "alert" in line]
     assert alert["alert"] == f"abandoned after update {SAVE_EVERY_UPDATES}"
     own = [line for line in resumed["changed"].trackio if line["run"] != alert["run"]]
-    assert len({line["run"] for line in own}) == 1
+    assert len({line["run"] for line in own}) == 1 and " from update 4 " in own[0]["run"]
     once(own, first=SAVE_EVERY_UPDATES + 1)
+    *_, (_, _, resume, parent) = (line["init"] for line in resumed["changed"].trackio_calls if "init" in line)
+    assert resume == "never" and parent == {"parent_run": alert["run"], "parent_update": SAVE_EVERY_UPDATES}
 
 
 @pytest.mark.parametrize("name", ["same", "changed"])

@@ -157,18 +157,6 @@ def test_a_gradient_norm_outside_its_usual_range_is_one_warning() -> None:
     assert "update 101" in message and "vanishing" in message
 
 
-def test_the_alarm_is_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger(NAME), "propagate", True)
-    hook = LoggerHook(interval=1)
-    hook.load_state_dict({**hook.state_dict(), "grad_norms": [0.1] * FEWEST})
-    run = TinyRun(tmp_path, [hook])
-    run.start()
-    run.update()  # its norm is 1.5
-    assert [r.levelname for r in caplog.records if "the gradient norm is 1.5" in r.getMessage()] == ["WARNING"]
-
-
 def test_the_total_time_is_estimated_after_20_updates(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
