@@ -4,8 +4,8 @@
 as the runner: ``runner.iter``, ``runner.message_hub``, ``runner.train_loop`` and the like. A view computes everything
 from the run when it is read, so nothing in it can disagree with the run; ``runner.iter`` counts micro-batches, as
 mmengine does. What cannot exist here (``runner.load_checkpoint``) is an error that names it and what there is instead.
-mmengine's ``RuntimeInfoHook`` runs beside the first one (``completed``), so ``runner.message_hub`` has what it has
-there. Validation is one step here: ``before_val_iter`` and ``after_val_iter`` are not called.
+mmengine's ``RuntimeInfoHook`` runs beside the first one (``with_runtime_info``), so ``runner.message_hub`` has what it
+has there. Validation is one step here: ``before_val_iter`` and ``after_val_iter`` are not called.
 
 mmengine's hooks and Runner are imported where a config names a hook of mmengine: they import DeepSpeed, which needs
 seconds and prints.
@@ -62,7 +62,7 @@ _UNUSED_POINTS = ("before_val_iter", "after_val_iter", "before_test", "after_tes
                   "after_test_epoch", "before_test_iter", "after_test_iter")  # fmt: skip
 
 
-def adapted(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+def adapt_hook(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an entry of ``custom_hooks`` as one of ``MMEngineHook`` if it names a hook of mmengine or a subclass of
     its ``Hook``, and as it is otherwise. A bare name is ours where we have it.
     """
@@ -103,7 +103,7 @@ def stops_early(hook: Component) -> bool:
     return _is_kind(cls or hook.cls, "EarlyStoppingHook")
 
 
-def completed(hooks: Sequence[Hook]) -> list[Hook]:
+def with_runtime_info(hooks: Sequence[Hook]) -> list[Hook]:
     """Add mmengine's ``RuntimeInfoHook`` where other hooks of mmengine need it, and give each a name of its own."""
     adapters = [hook for hook in hooks if isinstance(hook, MMEngineHook)]
     if adapters and not any(_is_kind(hook.cls, "RuntimeInfoHook") for hook in adapters):

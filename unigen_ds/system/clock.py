@@ -153,7 +153,7 @@ _originals: list[tuple[Any, str, Any]] = []
 
 
 @contextmanager
-def timed(clock: Clock) -> Iterator[None]:
+def count_communication(clock: Clock) -> Iterator[None]:
     """Inside, collectives of the sections of an update count in ``clock`` as ``communication``."""
     if not td.is_available():
         yield
@@ -190,14 +190,14 @@ def _updating() -> Clock | None:
 
 def _issuing(function: Callable[..., Any], pending: dict[int, Mark]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def issue(*arguments: Any, **named: Any) -> Any:
+    def issue(*arguments: Any, **options: Any) -> Any:
         clock = _updating()
         if clock is None:
-            work = function(*arguments, **named)
+            work = function(*arguments, **options)
             pending.pop(id(work), None)
             return work
         begin = clock.mark()
-        work = function(*arguments, **named)
+        work = function(*arguments, **options)
         if work is None or not clock.on_cuda:  # without a work the present stream has the result
             clock.communicated(begin)
         else:
@@ -209,13 +209,13 @@ def _issuing(function: Callable[..., Any], pending: dict[int, Mark]) -> Callable
 
 def _waiting(function: Callable[..., Any], pending: dict[int, Mark]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def wait(work: Any, *arguments: Any, **named: Any) -> Any:
+    def wait(work: Any, *arguments: Any, **options: Any) -> Any:
         begin, clock = pending.pop(id(work), None), _updating()
         if clock is not None and not clock.on_cuda:
             begin = clock.mark()
-        done = function(work, *arguments, **named)
+        result = function(work, *arguments, **options)
         if clock is not None and begin is not None:
             clock.communicated(begin)
-        return done
+        return result
 
     return wait

@@ -135,13 +135,13 @@ def parse_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def in_effect(lines: Iterable[dict[str, Any]], *, key: str = "update") -> list[dict[str, Any]]:
     """The lines that no later resume event voids, without the events."""
-    kept: list[dict[str, Any]] = []
+    valid: list[dict[str, Any]] = []
     for line in lines:
         if line.get("event") == "resume":
-            kept = [k for k in kept if key not in k or k.get("at", k[key]) <= line["updates"]]
+            valid = [k for k in valid if key not in k or k.get("at", k[key]) <= line["updates"]]
         else:
-            kept.append(line)
-    return kept
+            valid.append(line)
+    return valid
 
 
 def sample_digest(sample_ids: Iterable[str]) -> str:

@@ -118,7 +118,7 @@ def quiet_libraries(rank: int) -> None:
 _dated: dict[Path, Path] = {}
 
 
-def dated(log_file: Path, *, new: bool) -> Path:
+def dated_log(log_file: Path, *, new: bool) -> Path:
     """``logs/<stem>_<date>_<time>.log`` beside ``log_file``: of this start, or of a new one."""
     if new or log_file not in _dated:
         _dated[log_file] = log_file.parent / "logs" / f"{log_file.stem}_{datetime.now():%Y%m%d_%H%M%S}{log_file.suffix}"
@@ -129,7 +129,7 @@ def setup(
     *, rank: int, log_file: Path | None = None, level: int | str = logging.INFO, new_start: bool = False
 ) -> logging.Logger:
     """Attach handlers once per process. Rank 0 writes to the console, appends to ``log_file`` (for ``tail -f``), and
-    writes a file for each start (``dated``), which ``new_start`` begins.
+    writes a file for each start (``dated_log``), which ``new_start`` begins.
 
     Other ranks print warnings and errors only, prefixed with their rank.
     """
@@ -146,7 +146,7 @@ def setup(
     console.setLevel(level if rank == 0 else logging.WARNING)
     log.addHandler(console)
     if rank == 0 and log_file is not None:
-        of_start = dated(log_file, new=new_start)
+        of_start = dated_log(log_file, new=new_start)
         try:
             make_directory(of_start.parent)
             files = [_LogFile(path, mode="a", encoding="utf-8") for path in (log_file, of_start)]

@@ -29,8 +29,8 @@ def _has_key(server: str) -> bool:
     """Whether this process has a key for a server of W&B, as W&B looks for it. Without a network."""
     from requests.utils import get_netrc_auth
 
-    named = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
-    return named or get_netrc_auth(server) is not None
+    has_variable = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+    return has_variable or get_netrc_auth(server) is not None
 
 
 @WRITERS.register_module()
@@ -66,8 +66,10 @@ class WandbVisBackend(Writer):
         define_metric_cfg: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._save_dir = save_dir
-        given = {"project": project, "entity": entity, "name": name, "group": group}
-        self._init_kwargs = {key: value for key, value in given.items() if value is not None} | dict(init_kwargs or {})
+        arguments = {"project": project, "entity": entity, "name": name, "group": group}
+        self._init_kwargs = {key: value for key, value in arguments.items() if value is not None} | dict(
+            init_kwargs or {}
+        )
         self._define_metric_cfg = [dict(entry) for entry in define_metric_cfg]
         self._run: Any = None
         self._next_step: int | None = None

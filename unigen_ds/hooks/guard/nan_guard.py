@@ -64,12 +64,12 @@ class NanGuardHook(Hook):
         (first_update, first_result), (last_update, last_result) = self._skipped[0], self._skipped[-1]
         first, stop = first_result.sequences[0], last_result.sequences[1]
         ids = [name for _, result in self._skipped for name in result.sample_ids]
-        shown, more = ", ".join(ids[:SHOWN_IDS]), len(ids) - SHOWN_IDS
+        names, more = ", ".join(ids[:SHOWN_IDS]), len(ids) - SHOWN_IDS
         return TrainingError(
             f"{len(self._skipped)} updates in a row had a loss or gradients that are not finite: updates"
             f" {first_update} to {last_update}, sequences {first}:{stop}",
             remedy="lower the learning rate, resume from an earlier checkpoint, or look at the data: `python"
-            f" tools/inspect_data.py CONFIG --sequences {first}:{stop}` shows all of these samples: {shown}"
+            f" tools/inspect_data.py CONFIG --sequences {first}:{stop}` shows all of these samples: {names}"
             + (f" and {more} more" if more > 0 else ""),
         )
 

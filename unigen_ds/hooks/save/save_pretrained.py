@@ -88,11 +88,11 @@ def _folder_of(checkpoint: Path) -> Path:
 def _delete_without_checkpoint(run: Run) -> None:
     """Exports whose checkpoint is not there any more; a folder with another name is a user's."""
     folder = run.checkpoint_dir / FOLDER
-    kept = {_folder_of(path) for path in run.checkpoint_dir.iterdir() if path.is_dir()}
+    exports = {_folder_of(path) for path in run.checkpoint_dir.iterdir() if path.is_dir()}
     names = [_folder_of(Path(hook.filename_tmpl)).name for hook in run.hooks if isinstance(hook, CheckpointHook)]
     own = re.compile("|".join(re.escape(name).replace(r"\{\}", r"\d+(_\d+)?") for name in names))
     for old in folder.iterdir() if folder.is_dir() else ():
-        if old not in kept and own.fullmatch(old.name):
+        if old not in exports and own.fullmatch(old.name):
             with suppress(OSError):
                 delete_inside(old, run.checkpoint_dir)
                 logger().info("Deleted %s, whose checkpoint was deleted.", old)
