@@ -8,7 +8,8 @@
 # make mixtures  of the matrix the data alone: each engine, killed and resumed with other numbers of processes and workers
 # make robustness  10,000 damaged data sets of every format, and 2,000 streamed ones: read, skipped and counted, or named (CASES=N STREAMED=N SEED=S, or ONLY=K)
 # make kills   a data worker is killed 200 times at random moments, of runs too (make test: fewer)
-# make mutations  small edits of the source, each with the test that must then fail; PART=K/N: a part, MINUTES=M: a limit
+# make mutations  small edits of the source, each with the test that must then fail; PART=K/N: a part, MINUTES=M: a limit;
+#                SAMPLE=N SEED=S: random edits instead, and the share that the modules' own tests detect
 # make bench   the benchmarks; results go to benchmarks/results/
 #
 # Everything is installed into .venv at the versions of constraints.txt; the stamp files keep that from being repeated.
@@ -87,7 +88,8 @@ kills: $(VENV)/.stamp-test
 
 PART ?= 1/1
 mutations: $(VENV)/.stamp-test
-	$(BIN)/python -m tests.mutate --part $(PART) $(if $(MINUTES),--minutes $(MINUTES)) $(MUTATE)
+	$(BIN)/python -m tests.mutate --part $(PART) $(if $(MINUTES),--minutes $(MINUTES)) \
+		$(if $(SAMPLE),--sample $(SAMPLE) --seed $(SEED)) $(MUTATE)
 
 # The tables of docs/configs.md, from the settings and the docstrings of components.
 docs: $(VENV)/.stamp-test

@@ -73,35 +73,54 @@ class Refused(Exception):
         self.status, self.code, self.body = status, code, body
 
 
-class Handler(BaseHTTPRequestHandler):
-    hub: Hub
+class Answering(BaseHTTPRequestHandler):
+    """A handler without a log that sends whole answers."""
+
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *arguments: Any) -> None: ...
 
+    def read_body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def send(self, status: int, content: bytes = b"", **headers: str) -> None:
+        """Underscores in the names of headers become hyphens."""
+        self.send_response(status)
+        for name, value in {**headers, "Content_Length": str(len(content))}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@contextmanager
+def serving_by(kind: type[Answering], **attributes: Any) -> Iterator[str]:
+    """The address of a server on a free port of this machine, while the context lasts."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (kind,), attributes))
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class Handler(Answering):
+    hub: Hub
+
     def do_GET(self) -> None:
-        self._answer()
-
-    do_POST = do_PUT = do_GET
-
-    def _answer(self) -> None:
         path = urlsplit(self.path).path
         self.hub.requests.append(f"{self.command} {path}")
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        status, code, content = 200, "", b""
+        body = self.read_body()
         try:
             if self.hub.status is not None:
                 raise Refused(self.hub.status)
-            content = json.dumps(self._route(path, body)).encode()
+            self.send(200, json.dumps(self._route(path, body)).encode(), Content_Type="application/json")
         except Refused as refused:
-            status, code, content = refused.status, refused.code, json.dumps(refused.body or {}).encode()
-        self.send_response(status)
-        if code:
-            self.send_header("X-Error-Code", code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+            code = {"X_Error_Code": refused.code} if refused.code else {}
+            self.send(refused.status, json.dumps(refused.body or {}).encode(), Content_Type="application/json", **code)
+
+    do_POST = do_PUT = do_GET
 
     def _route(self, path: str, body: bytes) -> Any:
         parts = [unquote(part) for part in path.strip("/").split("/")]
@@ -176,12 +195,5 @@ class Handler(BaseHTTPRequestHandler):
 def hub_server(**settings: Any) -> Iterator[Hub]:
     """A server on a free port of this machine, while the context lasts."""
     hub = Hub(**settings)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("HubHandler", (Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
+    with serving_by(Handler, hub=hub) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -3,11 +3,16 @@
 ::
 
     python -m tests.mutate [--part K/N] [--minutes M] [--only ID ...] [--again] [--tests-passed]
+    python -m tests.mutate --sample N [--seed S]
 
 An edit survives if its test passes: then the test, or the claim, is wrong. Results are appended to ``--results`` as
 they arrive; an edit is run again only if the edit, the edited file, the test's file or the helpers in its folder have
 changed since, so a stopped run continues. Exit status: 0 every edit was detected, 1 one survived or has no result, 2
 wrong usage. Edits for which ``--minutes`` leaves no time are listed, and are not a failure.
+
+With ``--sample`` the edits are random ones instead, of lines that a module's own tests
+(``tests/<package>/test_<module>*.py``) run: a comparison, a constant, a sign, a number that is off by one, a deleted
+statement. The share that those tests detect is printed and written to ``benchmarks/results``; nothing fails.
 
 This process imports torch and the other large packages once and forks for each run of a test, which saves their import.
 Edits with the same test run one after the other, after one run of the test without an edit: a test that fails then
@@ -19,20 +24,26 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib
+import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutations.toml"
@@ -49,7 +60,8 @@ SHARED_IMPORTS = (
     "PIL.Image",
     "tokenizers",
 )
-Steps = Generator[str, "int | None", None]
+Steps = Generator["tuple[str, str | None]", "int | None", None]
+"""Tests to run, and the module whose lines are traced; receives pytest's exit status."""
 _PYTEST = {0: "survived", 1: "detected", 2: "no result: interrupted or not importable", 5: "no result: no such test"}
 
 
@@ -64,7 +76,7 @@ class Mutation:
     find: str
     replace: str
     test: str
-    """pytest's id: file, or ``file::function``."""
+    """pytest's id: file, or ``file::function``; of a random edit several files, separated by spaces."""
     text: str = field(default="", compare=False)
 
     def problem(self) -> str | None:
@@ -142,6 +154,7 @@ def applied(mutation: Mutation, folder: Path) -> Iterator[None]:
     """Apply the edit to the copy inside the block."""
     path = folder / mutation.file
     source = path.read_text(encoding="utf-8")
+    assert mutation.find in source, f"{mutation.file} has changed since the copy was made"
     path.write_text(source.replace(mutation.find, mutation.replace), encoding="utf-8")
     try:
         yield
@@ -159,10 +172,10 @@ class Child:
     until: float
 
     @classmethod
-    def start(cls, folder: Path, test: str, *, timeout_s: float = TIMEOUT_S) -> Child:
+    def start(cls, folder: Path, test: str, traced: str | None, *, timeout_s: float = TIMEOUT_S) -> Child:
         process = os.fork()
         if process == 0:
-            _child(folder, test)
+            _child(folder, test, traced)
         return cls(process, time.monotonic() + timeout_s)
 
     def poll(self) -> tuple[bool, int | None]:
@@ -178,9 +191,11 @@ class Child:
         return True, None
 
 
-def _child(folder: Path, test: str) -> None:
-    """Never returns. The copy is first on the path, also for processes that the test starts."""
+def _child(folder: Path, test: str, traced: str | None) -> None:
+    """Never returns. The copy is first on the path, also for processes that the test starts. The lines of the module
+    ``traced`` that the tests run are written beside the copy."""
     status = 3
+    lines: set[int] = set()
     try:
         os.setsid()
         os.chdir(folder)
@@ -196,11 +211,31 @@ def _child(folder: Path, test: str) -> None:
             del sys.modules[name]
         import pytest
 
-        status = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--tb=short", test]))
+        if traced is not None:
+            _trace(str(folder / traced), lines)
+        status = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--tb=short", *test.split()]))
+        if traced is not None:
+            sys.settrace(None)
+            folder.with_suffix(".lines").write_text(json.dumps(sorted(lines)))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _trace(file: str, lines: set[int]) -> None:
+    """Collect the lines of one file that this process runs from now on."""
+
+    def line_of(frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line":
+            lines.add(frame.f_lineno)
+        return line_of
+
+    def call(frame: FrameType, event: str, argument: object) -> Any:
+        return line_of if frame.f_code.co_filename == file else None
+
+    threading.settrace(call)
+    sys.settrace(call)
 
 
 def _log(folder: Path) -> Path:
@@ -238,22 +273,25 @@ class Campaign:
         for mutation in mutations:
             if mutation.id not in self.outcomes:
                 groups.setdefault(mutation.test, []).append(mutation)
-        waiting = list(groups.values())
+        self.run_all([functools.partial(self._steps, group) for group in groups.values()])
+
+    def run_all(self, waiting: list[Callable[[Path], Steps]]) -> None:
+        """Run the steps of each, in a copy of the tree that no other uses meanwhile."""
         with tempfile.TemporaryDirectory(prefix="mutate-") as scratch:
             free = [tree_copy(Path(scratch) / f"tree{number}") for number in range(self.jobs)]
             running: dict[Path, tuple[Child, Steps]] = {}
             while waiting or running:
                 while waiting and free:
                     folder = free.pop()
-                    steps = self._steps(waiting.pop(0), folder)
-                    running[folder] = Child.start(folder, next(steps)), steps  # type: ignore[assignment]
+                    steps = waiting.pop(0)(folder)
+                    running[folder] = Child.start(folder, *next(steps)), steps
                 time.sleep(0.05)
                 for folder, (child, steps) in list(running.items()):
                     ended, status = child.poll()
                     if ended:
                         del running[folder]
                         try:
-                            running[folder] = Child.start(folder, steps.send(status)), steps
+                            running[folder] = Child.start(folder, *steps.send(status)), steps
                         except StopIteration:
                             free.append(folder)
                 if time.monotonic() > self.until:
@@ -261,17 +299,31 @@ class Campaign:
 
     def _steps(self, group: Sequence[Mutation], folder: Path) -> Steps:
         """Yields a test to run and receives its exit status, until all edits of the test have an outcome."""
-        status = (yield group[0].node) if self.check_tests else 0
+        status = (yield group[0].node, None) if self.check_tests else 0
         if status != 0:
             for mutation in group:
                 self._record(mutation, f"no result: the test without the edit: {outcome_of(status)}", folder, 0.0)
             return
+        yield from self._edits(group, folder)
+
+    def sample_steps(self, module: str, number: int, seed: int, folder: Path) -> Steps:
+        """``number`` random edits of the lines of a module that its own tests run."""
+        tests = " ".join(own_tests(module))
+        status = yield tests, module
+        if status != 0:
+            print(f"{module} is left out: its tests without an edit: {outcome_of(status)}", flush=True)
+            return
+        lines = set(json.loads(folder.with_suffix(".lines").read_text()))
+        edits = [edit for edit in random_edits(folder, module, tests) if edit.line in lines]
+        yield from self._edits(random.Random(f"{seed} {module}").sample(edits, min(number, len(edits))), folder)
+
+    def _edits(self, group: Sequence[Mutation], folder: Path) -> Steps:
         for mutation in group:
             if time.monotonic() > self.until:
                 return
             started = time.monotonic()
             with applied(mutation, folder):
-                status = yield mutation.node
+                status = yield mutation.node, None
             self._record(mutation, outcome_of(status), folder, time.monotonic() - started)
 
     def _record(self, mutation: Mutation, outcome: str, folder: Path, seconds: float) -> None:
@@ -285,6 +337,107 @@ class Campaign:
             print("  " + "\n  ".join(_log(folder).read_text(errors="replace").splitlines()[-15:]), flush=True)
 
 
+_PAIRS = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn), (ast.Is, ast.IsNot))
+_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {a: b for x, y in _PAIRS for a, b in ((x, y), (y, x))}
+
+
+@dataclass(frozen=True)
+class RandomEdit(Mutation):
+    """The whole text of a module with one change of ``operator`` in ``line``."""
+
+    operator: str = ""
+    line: int = 0
+
+    @property
+    def node(self) -> str:
+        return self.test
+
+
+def own_tests(module: str) -> list[str]:
+    """The files of tests of one module."""
+    path = Path(module)
+    folder = Path("tests", *path.parent.parts[1:])
+    names = (f"test_{path.stem}.py", f"test_{path.stem}_*.py")
+    return sorted(str(found.relative_to(ROOT)) for name in names for found in (ROOT / folder).glob(name))
+
+
+def _edited(node: ast.AST) -> tuple[str, str] | None:
+    """The operator that fits a node, and the text of the changed node."""
+    match node:
+        case ast.Compare(left=left, ops=[operator], comparators=others) if type(operator) in _COMPARISONS:
+            changed = ast.Compare(left, [_COMPARISONS[type(operator)]()], others)
+            return "comparison", f"({ast.unparse(changed)})"
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as operator, right=right):
+            if not isinstance(left, ast.List) and not isinstance(right, ast.List):  # else an error of types
+                changed_sum = ast.BinOp(left, ast.Sub() if isinstance(operator, ast.Add) else ast.Add(), right)
+                return "sign", f"({ast.unparse(changed_sum)})"
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return "sign", f"({ast.unparse(operand)})"
+        case ast.Constant(value=bool(value)):
+            return "constant", str(not value)
+        case ast.Constant(value=int(value)):
+            return "off by one", str(value + 1)
+        case ast.Constant(value=float(value)):
+            return "constant", repr(2 * value + 1)
+        case ast.AugAssign() | ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) | ast.Expr(value=ast.Call()):
+            return "deleted statement", "pass"
+    return None
+
+
+def _without_effect(node: ast.AST) -> list[ast.AST | None]:
+    """Parts of a node that are not edited: annotations, texts, and what is logged."""
+    match node:
+        case ast.arg(annotation=part) | ast.FunctionDef(returns=part) | ast.AnnAssign(annotation=part):
+            return [part]
+        case ast.JoinedStr() | ast.BinOp(left=ast.Constant(value=str())) | ast.BinOp(right=ast.Constant(value=str())):
+            return [node]
+        case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="logger")))):
+            return [node]
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="logger"))))):
+            return [node]
+    return []
+
+
+def random_edits(folder: Path, module: str, tests: str) -> list[RandomEdit]:
+    """All edits of a module by operator, in the copy of the tree in ``folder``."""
+    source = (folder / module).read_text(encoding="utf-8")
+    lines, tree = source.encode().splitlines(keepends=True), ast.parse(source)
+    begins = [0, *itertools.accumulate(map(len, lines))]
+    left_out = {id(inner) for node in ast.walk(tree) for part in _without_effect(node) if part is not None
+                for inner in ast.walk(part)}  # fmt: skip
+    edits = []
+    for node in ast.walk(tree):
+        change = None if id(node) in left_out else _edited(node)
+        if change is None or not isinstance(node, (ast.expr, ast.stmt)):
+            continue
+        begin = begins[node.lineno - 1] + node.col_offset
+        end = begins[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+        before, text = source.encode()[begin:end].decode(), source.encode()
+        name = f"{module}:{node.lineno}:{node.col_offset} {before} -> {change[1]}"
+        edited = (text[:begin] + change[1].encode() + text[end:]).decode()
+        edits.append(RandomEdit(name, (), module, source, edited, tests, operator=change[0], line=node.lineno))
+    return edits
+
+
+def sample(campaign: Campaign, number: int, seed: int) -> int:
+    """Test random edits of modules that have tests of their own, and write the share that these detect."""
+    listed = subprocess.run(["git", "ls-files", "unigen_ds"], cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = [name for name in listed.stdout.split() if name.endswith(".py") and own_tests(name)]
+    sizes = [len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in modules]
+    counts = Counter(random.Random(seed).choices(modules, weights=sizes, k=number))
+    campaign.run_all([functools.partial(campaign.sample_steps, name, n, seed) for name, n in counts.items()])
+    outcomes = {name: outcome.partition(":")[0] for name, outcome in campaign.outcomes.items()}
+    counted = Counter(outcomes.values())
+    share = {kind: counted[kind] for kind in ("detected", "survived", "no result")}
+    survivors = sorted(name for name, outcome in outcomes.items() if outcome == "survived")
+    print("\nNot detected:\n  " + "\n  ".join(survivors) if survivors else "")
+    tested = share["detected"] + share["survived"]
+    print(f"\n{share['detected']} of {tested} random edits detected ({share['detected'] / max(tested, 1):.0%})")
+    record = importlib.import_module("benchmarks.shared.record")  # after the last fork: it imports the package
+    print(record.write_result("mutations_sample", {"sample": number, "seed": seed, **share, "survivors": survivors}))
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutate", description="See tests/mutate.py.")
     parser.add_argument("--part", default="1/1", help="K/N: only this part of the edits")
@@ -295,6 +448,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="edits at a time; default %(default)s")
     parser.add_argument("--again", action="store_true", help="also run edits that were detected before")
     parser.add_argument("--tests-passed", action="store_true", help="the tests are known to pass without an edit")
+    parser.add_argument("--sample", type=int, metavar="N", help="N random edits instead of those of the list")
+    parser.add_argument("--seed", type=int, default=0, help="of the random edits; default %(default)s")
     given = parser.parse_args(arguments)
     listed = load(given.list)
     chosen = part_of(listed, given.part)
@@ -307,6 +462,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in SHARED_IMPORTS:
         importlib.import_module(name)
     campaign = Campaign(given.results, jobs=given.jobs, minutes=given.minutes, check_tests=not given.tests_passed)
+    if given.sample is not None:
+        return sample(campaign, given.sample, given.seed)
     wrong = [f"{m.id}: {problem}" for m in chosen if (problem := m.problem()) is not None]
     if wrong:
         parser.error("edits that cannot be applied:\n  " + "\n  ".join(wrong))

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.hub_server import Answering, serving_by
 
 COMMIT = "1" * 40
 NAME = "org/name"
@@ -49,11 +49,8 @@ class Served:
         return sum(found == name for found, _ in self.transfers)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Answering):
     served: Served
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments: Any) -> None: ...
 
     def do_HEAD(self) -> None:
         self._answer(body=False)
@@ -74,12 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
             folder = self._folder_of(revision) or folder
         path = folder / name
         if not path.is_file():
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
+            return self.send(404, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
         content, begin, end = path.read_bytes(), 0, path.stat().st_size
         etag = hashlib.md5(content).hexdigest()
         asked = self.headers.get("Range", "")
@@ -122,31 +114,23 @@ class _Handler(BaseHTTPRequestHandler):
         """As the hub: without the token a private data set is not there."""
         served, code, more = self.served, 0, {}
         if served.token is not None and self.headers.get("Authorization") != f"Bearer {served.token}":
-            code, more = 401, {"X-Error-Code": "RepoNotFound"}
+            code, more = 401, {"X_Error_Code": "RepoNotFound"}
         elif served.limited:
             served.limited -= 1
-            code, more = 429, {"Retry-After": str(RESET_S)}
+            code, more = 429, {"Retry_After": str(RESET_S)}
         if not code:
             return False
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.send_response(code)
-        for key, value in more.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        self.read_body()
+        self.send(code, **more)
         return True
 
     def _answer_of_hub(self, asked: str) -> None:
         """What a repository has, and the facts of its files."""
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.read_body()
         revision = [*asked.split("/"), "main"][1] if "/" in asked else "main"
         folder = self._folder_of(revision)
         if folder is None:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RevisionNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
+            return self.send(404, X_Error_Code="RevisionNotFound")
         commit = next((one for k in "123456789" if self._folder_of(one := k * 40) == folder), COMMIT)
         paths = sorted(path for path in folder.iterdir() if path.is_file())
         listed = [
@@ -160,25 +144,12 @@ class _Handler(BaseHTTPRequestHandler):
         }  # fmt: skip
         if asked.startswith(("tree/", "paths-info/")):
             found = listed
-        content = json.dumps(found).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        self.send(200, json.dumps(found).encode(), Content_Type="application/json")
 
 
 @contextmanager
 def serving(folder: Path) -> Iterator[Served]:
     """A server of the files in ``folder``, until the context ends."""
     served = Served(folder)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"served": served}))
-    server.daemon_threads = True
-    served.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving_by(_Handler, served=served) as served.url:
         yield served
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -77,3 +77,13 @@ def test_a_detected_edit_a_survivor_and_one_without_a_result(tmp_path: Path) -> 
     again = subprocess.run([*command, "--only", "caught", "--minutes", "0"], cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 0 and "1 detected" in again.stdout, "an edit with a result is not run again"
     assert len(results.read_text().splitlines()) == 3
+
+
+def test_random_edits_are_one_change_each_of_valid_python() -> None:
+    edits = mutate.random_edits(ROOT, "unigen_ds/core/progress.py", "tests/core/test_progress.py")
+    assert mutate.own_tests("unigen_ds/core/progress.py") == ["tests/core/test_progress.py"]
+    assert {edit.operator for edit in edits} >= {"comparison", "constant", "sign", "off by one"}
+    for edit in edits:
+        compile(edit.replace, edit.file, "exec")
+        before, after = edit.find.splitlines(), edit.replace.splitlines()
+        assert before[: edit.line - 1] == after[: edit.line - 1] and before[edit.line - 1] != after[edit.line - 1]

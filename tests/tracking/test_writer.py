@@ -5,7 +5,6 @@ import json
 import struct
 import sys
 import time
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,6 @@ from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.log.logger import logger_of
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
-from unigen_ds.tracking.trackio import TrackioVisBackend
 from unigen_ds.tracking.wandb import WandbVisBackend
 from unigen_ds.tracking.writer import SafeWriter
 
@@ -256,70 +254,6 @@ class ShowsHook(Hook):
             log.log(run, {"lmms_eval/mme": 3.0}, update=1, axis="<lmms-eval-step>", event="lmms_eval")
             log.after_val(run, {"val/loss": 0.25})
             log.image(run, "previews", Image.new("RGB", (5, 3), "red"), update=2)
-
-
-def test_trackio_shows_each_update_once_and_a_branch_in_a_run_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a stand-in: releases of trackio need an older pillow than the tests."""
-    calls = trackio_stand_in(monkeypatch)
-
-    def start(at: int, of: str | None, *, lr: float) -> SafeWriter:
-        writer = SafeWriter(TrackioVisBackend(project="unigen", group="ours"))
-        writer.run_id = of
-        writer.open(work_dir=tmp_path, config={"model": {"type": "VLM"}}, updates=at, name="name", identity={"lr": lr})
-        return writer
-
-    first = start(0, None, lr=1.0)
-    for update in (1, 2, 3):
-        first.write({"loss": float(update)}, update=update)
-    second = start(2, first.run_id, lr=1.0)
-    for update in (3, 4):
-        second.write({"loss": float(update), "memory": 5.0}, update=update)
-    second.close()
-    third = start(2, first.run_id, lr=2.0)
-    third.write({"loss": 9.0}, update=3)
-    third.image("previews", Image.new("L", (1, 1)), update=3, at=3)
-    third.close()
-    one, other = calls["logged"]
-    assert first.run_id == second.run_id == one and third.run_id == other != one
-    assert one.startswith("name ") and other.startswith("name from update 2 ")
-    assert [step for step, _ in calls["logged"][one]] == [1, 2, 3, 4]
-    assert calls["logged"][one][-1][1] == {"loss": 4.0, "batch_loss": 4.0, "memory": 5.0, "mem_allocated": 5.0}
-    assert [step for step, _ in calls["logged"][other]] == [3, 3] and "previews" in calls["logged"][other][1][1]
-    assert calls["alerts"] == [(one, "abandoned after update 2")]
-    assert [(given["project"], given["group"], given["resume"]) for given in calls["init"]] == [
-        ("unigen", "ours", how) for how in ("never", "allow", "allow", "never")
-    ]
-    assert calls["init"][-1]["config"] == {"model": {"type": "VLM"}, "parent_run": one, "parent_update": 2}
-
-
-def trackio_stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A module with the part of trackio's interface that is used (0.43), which records its calls."""
-    calls: dict[str, Any] = {"init": [], "logged": {}, "alerts": []}
-
-    class StandInRun:
-        def __init__(self, name: str) -> None:
-            self.name = name
-            calls["logged"].setdefault(name, [])
-
-        def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
-            calls["logged"][self.name].append((step, metrics))
-
-        def alert(self, title: str, text: str | None = None) -> None:
-            calls["alerts"].append((self.name, title))
-
-        def finish(self) -> None: ...
-
-    def init(project: str, name: str | None = None, **given: Any) -> StandInRun:
-        calls["init"].append({"project": project, **given})
-        assert name is not None and (given["resume"] == "allow") == (name in calls["logged"])
-        return StandInRun(name)
-
-    module = types.ModuleType("trackio")
-    module.__dict__.update(init=init, Image=lambda picture: ("image", picture.size))
-    monkeypatch.setitem(sys.modules, "trackio", module)
-    return calls
 
 
 def test_the_interface_of_trackio_that_is_used_exists() -> None:

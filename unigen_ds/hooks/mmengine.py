@@ -4,8 +4,8 @@
 as the runner: ``runner.iter``, ``runner.message_hub``, ``runner.train_loop`` and the like. A view computes everything
 from the run when it is read, so nothing in it can disagree with the run; ``runner.iter`` counts micro-batches, as
 mmengine does. What cannot exist here (``runner.load_checkpoint``) is an error that names it and what there is instead.
-mmengine's ``RuntimeInfoHook`` runs beside the first one (``completed``), so ``runner.message_hub`` has what it has
-there. Validation is one step here: ``before_val_iter`` and ``after_val_iter`` are not called.
+mmengine's ``RuntimeInfoHook`` runs beside the first one (``with_runtime_info``), so ``runner.message_hub`` has what it
+has there. Validation is one step here: ``before_val_iter`` and ``after_val_iter`` are not called.
 
 mmengine's hooks and Runner are imported where a config names a hook of mmengine: they import DeepSpeed, which needs
 seconds and prints.
@@ -24,11 +24,10 @@ from logging import Logger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from mmengine.config import Config
 from mmengine.logging import MessageHub
 from mmengine.registry import HOOKS as MMENGINE_HOOKS
-from PIL import Image
+from mmengine.utils import get_object_from_string
 from torch import Tensor, nn
 
 from unigen_ds.config.registry import HOOKS, check_arguments
@@ -40,16 +39,17 @@ from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.evaluate.evaluate import EvaluateHook, check_result
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.system import dist
-from unigen_ds.system.journals import JsonLines
 from unigen_ds.system.log import logger, notice
-from unigen_ds.tracking.writer import numbers
 
 if TYPE_CHECKING:
     import mmengine.hooks
+    import mmengine.visualization
 
 OURS = ("CheckpointHook", "EMAHook")
 """Hooks of mmengine that save or own the training's state: ours of the same name are used instead."""
-NOT_NEEDED = {
+REFUSED = {
+    "CheckpointHook": "default_hooks.checkpoint saves",
+    "EMAHook": "custom_hooks=[dict(type='EMAHook', momentum=...)] averages the engine's shards",
     "ParamSchedulerHook": "param_scheduler acts by itself",
     "DistSamplerSeedHook": "the order of the data is a function of seed and epoch",
     "SyncBuffersHook": "a checkpoint stores rank 0's buffers",
@@ -57,60 +57,62 @@ NOT_NEEDED = {
     "NaiveVisualizationHook": "it draws boxes into pictures of a test loop; PreviewHook shows what the model answers",
     "NPUProfilerHook": "no backend computes on an NPU; mmengine.ProfilerHook is the one of CPU and CUDA",
 }
-"""Hooks of mmengine whose work is done elsewhere, and where."""
-_REPLACED = {
-    **NOT_NEEDED,
-    "CheckpointHook": "default_hooks.checkpoint saves",
-    "EMAHook": "custom_hooks=[dict(type='EMAHook', momentum=...)] averages the engine's shards",
-}
+"""Hooks of mmengine, and what does their work here; also for subclasses."""
 _UNUSED_POINTS = ("before_val_iter", "after_val_iter", "before_test", "after_test", "before_test_epoch",
                   "after_test_epoch", "before_test_iter", "after_test_iter")  # fmt: skip
 
 
-def adapted(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An entry of ``custom_hooks`` that names a hook of mmengine, or a subclass of its ``Hook``, as one of
-    ``MMEngineHook``; any other as it is. A bare name is ours where we have it.
+def adapt_hook(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an entry of ``custom_hooks`` as one of ``MMEngineHook`` if it names a hook of mmengine or a subclass of
+    its ``Hook``, and as it is otherwise. A bare name is ours where we have it.
     """
-    kind = spec.get("type")
-    cls = _mmengine_class(kind)
+    cls = _mmengine_class(spec.get("type"))
     if cls is None or (cls.__name__ in OURS and _is_own(cls)):
         return spec
-    rest = {key: value for key, value in spec.items() if key != "type"}
     path = f"{cls.__module__}.{cls.__qualname__}"
-    return {"type": "MMEngineHook", "hook": path if _imported(path) is cls else cls, **rest}
+    hook = path if get_object_from_string(path) is cls else cls
+    return {**spec, "type": "MMEngineHook", "hook": hook}
 
 
 def _mmengine_class(kind: Any) -> type | None:
-    """The class that ``type`` names, if it is derived from mmengine's ``Hook``."""
+    """Return the class that ``type`` names if it is derived from mmengine's ``Hook``, else None."""
     if isinstance(kind, str) and kind not in HOOKS.module_dict:
-        first, _, last = kind.rpartition(".")
-        if first in ("", "mmengine", "mmengine.hooks"):
-            own = getattr(importlib.import_module("mmengine.hooks"), last, None)
-            kind = MMENGINE_HOOKS.module_dict.get(last, own) if first == "" else own
+        module, _, name = kind.rpartition(".")
+        if module in ("", "mmengine", "mmengine.hooks"):
+            own = getattr(importlib.import_module("mmengine.hooks"), name, None)
+            kind = own if module else MMENGINE_HOOKS.module_dict.get(name, own)
         else:
-            kind = _imported(kind)
+            kind = get_object_from_string(kind)
     bases = kind.__mro__ if isinstance(kind, type) else ()
     return kind if any(_is_own(base) and base.__name__ == "Hook" for base in bases) else None
-
-
-def stops_early(hook: Component) -> bool:
-    """Whether a hook is our or mmengine's ``EarlyStoppingHook``, which needs evaluations."""
-    adapts = _mmengine_class(hook.get("hook")) if issubclass(hook.cls, MMEngineHook) else None
-    return _is_kind(adapts or hook.cls, "EarlyStoppingHook")
-
-
-def _imported(path: str) -> Any:
-    """What ``'module.Class'`` names; None where it cannot be imported, or is a bare name."""
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name, None) if module else None
-    except ImportError:
-        return None
 
 
 def _is_own(cls: type) -> bool:
     """Whether a class is one of mmengine's own."""
     return cls.__module__.split(".")[0] == "mmengine"
+
+
+def _is_kind(cls: type, name: str) -> bool:
+    """Whether a class, or one of its bases, has that name."""
+    return any(base.__name__ == name for base in cls.__mro__)
+
+
+def stops_early(hook: Component) -> bool:
+    """Whether a hook is our or mmengine's ``EarlyStoppingHook``, which needs evaluations."""
+    cls = _mmengine_class(hook.get("hook")) if issubclass(hook.cls, MMEngineHook) else None
+    return _is_kind(cls or hook.cls, "EarlyStoppingHook")
+
+
+def with_runtime_info(hooks: Sequence[Hook]) -> list[Hook]:
+    """Add mmengine's ``RuntimeInfoHook`` where other hooks of mmengine need it, and give each a name of its own."""
+    adapters = [hook for hook in hooks if isinstance(hook, MMEngineHook)]
+    if adapters and not any(_is_kind(hook.cls, "RuntimeInfoHook") for hook in adapters):
+        adapters.insert(0, MMEngineHook("mmengine.hooks.RuntimeInfoHook"))
+        hooks = [*hooks, adapters[0]]
+    for number, hook in enumerate(adapters, 1):
+        if any(other.name == hook.name for other in adapters[: number - 1]):
+            hook.name = f"{hook.name}#{number}"
+    return list(hooks)
 
 
 @HOOKS.register_module()
@@ -132,9 +134,9 @@ class MMEngineHook(Hook):
                 allowed="a class derived from mmengine.hooks.Hook, or 'module.Class'",
                 remedy="hooks of mmengine: " + ", ".join(sorted(MMENGINE_HOOKS.module_dict)),
             )
-        replaced = next((base.__name__ for base in cls.__mro__ if _is_own(base) and base.__name__ in _REPLACED), None)
-        if replaced is not None:
-            raise ConfigError(f"{cls.__name__} cannot run here: {_REPLACED[replaced]}", remedy="delete it")
+        for base in cls.__mro__:
+            if _is_own(base) and base.__name__ in REFUSED:
+                raise ConfigError(f"{cls.__name__} cannot run here: {REFUSED[base.__name__]}", remedy="delete it")
         check_arguments(cls, arguments, where=cls.__name__)
         from mmengine.runner.priority import get_priority
 
@@ -156,51 +158,48 @@ class MMEngineHook(Hook):
     def hook(self) -> mmengine.hooks.Hook:
         """The hook itself."""
         try:
-            made: mmengine.hooks.Hook = self.cls(**self.arguments)
+            hook: mmengine.hooks.Hook = self.cls(**self.arguments)
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigError(f"{self.cls.__name__} cannot be built: {error}") from error
-        return made
+        return hook
 
     @property
     def priority(self) -> int:
         return self._priority
 
-    # ---- the life cycle ----------------------------------------------------------------------------------------------
-
     def before_run(self, run: Run) -> None:
-        others = [hook for hook in run.hooks if isinstance(hook, MMEngineHook)]
-        self.view = others[0].view or RunnerView(run)
-        others[0].view = self.view
-        self._first, self._last = others[0] is self, others[-1] is self
-        self._users = [hook for hook in others if not _is_own(hook.cls)]
-        stopping = [hook for hook in others if hook in self._users or _is_kind(hook.cls, "EarlyStoppingHook")]
+        adapters = [hook for hook in run.hooks if isinstance(hook, MMEngineHook)]
+        self.view = adapters[0].view or RunnerView(run)
+        adapters[0].view = self.view
+        self._first, self._last = adapters[0] is self, adapters[-1] is self
+        self._users = [hook for hook in adapters if not _is_own(hook.cls)]
+        stopping = [hook for hook in adapters if hook in self._users or _is_kind(hook.cls, "EarlyStoppingHook")]
         self._may_stop = ", ".join(hook.name for hook in stopping)
-        own = [name for name in _UNUSED_POINTS if not _is_own(_owner(self.cls, name))]
-        if own and dist.is_main():
-            logger().warning(
-                "%s.%s will not be called: validation is one step here.", self.cls.__name__, ", ".join(own)
-            )
+        unused = [name for name in _UNUSED_POINTS if not _is_own(_owner(self.cls, name))]
+        if unused and dist.is_main():
+            names = ", ".join(unused)
+            logger().warning("%s.%s will not be called: validation is one step here.", self.cls.__name__, names)
         if _is_kind(self.cls, "EarlyStoppingHook"):
             monitor: str = getattr(self.hook, "monitor", "")
             check_result(run, monitor, where=f"{self.cls.__name__}.monitor", prefix="")
-        self._at("before_run")
+        self._call("before_run")
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
-        self._at("after_load_checkpoint", HookCheckpoint({"meta": self._meta(), **self._added}))
+        self._call("after_load_checkpoint", HookCheckpoint({"meta": self._meta(), **self._added}))
 
     def before_train(self, run: Run) -> None:
-        self._at("before_train")
+        self._call("before_train")
 
     def before_train_epoch(self, run: Run) -> None:
-        self._at("before_train_epoch")
+        self._call("before_train_epoch")
 
     def before_train_iter(self, run: Run, index: int, batch: Batch) -> None:
         self.runner.at(index)
-        self._call("before_train_iter", self.runner.batch_idx, batch)
+        self._call("before_train_iter", self.runner.batch_idx, batch, index=index)
 
     def after_train_iter(self, run: Run, index: int, batch: Batch) -> None:
         self.runner.at(index)
-        self._call("after_train_iter", self.runner.batch_idx, batch, self.runner.outputs)
+        self._call("after_train_iter", self.runner.batch_idx, batch, self.runner.outputs, index=index)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         self.runner.at(0)
@@ -209,15 +208,15 @@ class MMEngineHook(Hook):
 
     def after_train_epoch(self, run: Run) -> None:
         with self.runner.in_epoch(run.previous.epoch):
-            self._at("after_train_epoch")
+            self._call("after_train_epoch")
 
     def before_val(self, run: Run) -> None:
-        self._at("before_val")
-        self._at("before_val_epoch")
+        self._call("before_val")
+        self._call("before_val_epoch")
 
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
-        self._at("after_val_epoch", {name.removeprefix("val/"): value for name, value in metrics.items()})
-        self._at("after_val")
+        self._call("after_val_epoch", {name.removeprefix("val/"): value for name, value in metrics.items()})
+        self._call("after_val")
         if self._last:  # all of them know the values
             self._agree(run, [self])
 
@@ -225,18 +224,18 @@ class MMEngineHook(Hook):
         return self._save
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
-        given = HookCheckpoint({"meta": self._meta()})
-        self._at("before_save_checkpoint", given)
-        self._added = {key: value for key, value in given.items() if key != "meta" and self._storable(key, value)}
+        checkpoint = HookCheckpoint({"meta": self._meta()})
+        self._call("before_save_checkpoint", checkpoint)
+        self._added = {key: value for key, value in checkpoint.items() if key != "meta" and self._storable(key, value)}
 
     def after_save_checkpoint(self, run: Run, path: Path) -> None:
         self._save = False
 
     def after_train(self, run: Run) -> None:
-        self._at("after_train")
+        self._call("after_train")
 
     def after_run(self, run: Run) -> None:
-        self._at("after_run")
+        self._call("after_run")
 
     def state_dict(self) -> dict[str, Any]:
         """What the hook added to the checkpoint."""
@@ -245,29 +244,30 @@ class MMEngineHook(Hook):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._added = dict(state)
 
-    # ---- parts -------------------------------------------------------------------------------------------------------
-
     @property
     def runner(self) -> RunnerView:
         assert self.view is not None, "used before before_run"
         return self.view
 
-    def _at(self, point: str, *arguments: Any) -> None:
-        self.runner.at(0)
-        self._call(point, *arguments)
-
-    def _call(self, point: str, *arguments: Any) -> None:
-        """Raises ``NoSuchAttribute`` with the hook's name."""
-        call: Callable[..., None] = getattr(self.hook, point)
+    def _call(self, point: str, *arguments: Any, index: int = 0) -> None:
+        """Call the hook's method ``point``; ``index`` is as of ``RunnerView.at``. Raises ``NoSuchAttribute`` with the
+        hook's name."""
+        self.runner.at(index)
+        method: Callable[..., None] = getattr(self.hook, point)
         try:
-            call(self.runner, *arguments)
+            method(self.runner, *arguments)
         except NoSuchAttribute as error:
             raise error.used_by(f"{self.cls.__name__}.{point}") from error
 
     def _agree(self, run: Run, setters: Sequence[MMEngineHook]) -> None:
-        """End the run where a hook set ``train_loop.stop_training``, and save where one called ``save_checkpoint``; for
-        all of them at once."""
-        stop, save = self.runner.agreed([] if run.done else setters)
+        """End the run where a hook set ``train_loop.stop_training``, and save where one called ``save_checkpoint``.
+
+        Collective where ``setters``, the hooks that may do so on one rank alone, are not empty.
+        """
+        stop, save = bool(self.runner.train_loop.stop_training), self.runner.save_wanted
+        self.runner.save_wanted = False
+        if setters and not run.done:
+            stop, save = map(bool, dist.sum_floats([float(stop), float(save)]))
         self._save = self._save or save
         if stop and not run.done:
             run.request_stop(f"a hook of mmengine set train_loop.stop_training ({self._may_stop})")
@@ -295,65 +295,41 @@ class HookCheckpoint(dict[str, Any]):
                        "optimizer states are sharded, and in files of their own")  # fmt: skip
 
 
-def completed(hooks: Sequence[Hook]) -> list[Hook]:
-    """With mmengine's ``RuntimeInfoHook`` where others of mmengine need it, and a name of its own for each."""
-    of_mmengine = [hook for hook in hooks if isinstance(hook, MMEngineHook)]
-    if of_mmengine and not any(_is_kind(hook.cls, "RuntimeInfoHook") for hook in of_mmengine):
-        of_mmengine.insert(0, MMEngineHook("mmengine.hooks.RuntimeInfoHook"))
-        hooks = [*hooks, of_mmengine[0]]
-    for number, hook in enumerate(of_mmengine, 1):
-        if any(other.name == hook.name for other in of_mmengine[: number - 1]):
-            hook.name = f"{hook.name}#{number}"
-    return list(hooks)
-
-
-def _is_kind(cls: type, name: str) -> bool:
-    """Whether a class, or one of its bases, has that name."""
-    return any(base.__name__ == name for base in cls.__mro__)
-
-
 def _owner(cls: type, method: str) -> type:
-    """The class that defines a method."""
+    """Return the class that defines a method."""
     return next(base for base in cls.__mro__ if method in vars(base))
 
 
 # ---- what a hook sees ----------------------------------------------------------------------------------------------
 
-
 _INSTEAD = {
     "load_checkpoint": "the config's resume and load_from load",
     "resume": "the config's resume and load_from load",
     "step": "the engine makes the optimizer step, and param_scheduler of the config acts by itself",
-    "add_graph": "tensorboard's graph needs inputs that a view does not have; write it with torch in the hook itself",
-    "add_datasample": "PreviewHook shows what the model answers",
     "test_loop": "there is no test loop: tools/evaluate.py evaluates a checkpoint",
     "test_dataloader": "there is no test loop: tools/evaluate.py evaluates a checkpoint",
     "update_params": "the engine makes the optimizer step",
     "optimizer": "the engine's optimizer is sharded: run.backend in a hook of unigen_ds",
 }
 """What to use instead of an attribute that cannot exist here."""
+_INTERNAL = ("what", "at", "in_epoch", "save_wanted")
+"""Attributes that the adapter alone uses."""
 
 
 class NoSuchAttribute(TrainingError, AttributeError):
     """An attribute of mmengine's Runner that does not exist here; ``hasattr`` is False for it."""
 
     def used_by(self, name: str) -> NoSuchAttribute:
-        """The same, with the name of the hook."""
+        """Return the same error with the name of the hook."""
         problem = self.problem.replace("a hook of mmengine uses", f"{name} uses", 1)
         return type(self)(problem, allowed=self.allowed, remedy=self.remedy)
-
-
-_INTERNAL = ("what", "at", "in_epoch", "agreed")
-"""What the adapter alone uses."""
 
 
 class _View:
     """Base: a missing attribute is an error that names what there is."""
 
-    what = ""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, what: str) -> None:
+        self._run, self.what = run, what
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -370,25 +346,27 @@ class _View:
 class RunnerView(_View):
     """What ``runner`` is for a hook of mmengine. Read-only, except for ``train_loop.stop_training``."""
 
-    what = "runner"
-
     def __init__(self, run: Run) -> None:
         from mmengine.runner import LogProcessor
 
-        super().__init__(run)
+        super().__init__(run, "runner")
         self._index = 0
-        self._ended: int | None = None
+        self._ended_epoch: int | None = None
+        self._by_epoch = (run.config.get("train_cfg") or {}).get("max_epochs") is not None
+        self.save_wanted = False
         self.timestamp = time.strftime("%Y%m%d_%H%M%S", time.localtime(dist.broadcast_object(time.time())))
-        name = f"{self.experiment_name}_{id(self):x}"
-        self.message_hub = MessageHub.get_instance(name)
+        self.experiment_name = run.work_dir.name
+        self.work_dir = str(run.work_dir)
+        self.log_dir = str(run.work_dir / self.timestamp)
+        self.rank, self.world_size = dist.rank(), dist.world_size()
+        self.distributed = self.world_size > 1
+        self.seed = int((run.config.get("randomness") or {}).get("seed") or 0)
+        self.logger: Logger = logger()
+        self.message_hub = MessageHub.get_instance(f"{self.experiment_name}_{id(self):x}")
         self.log_processor = LogProcessor(by_epoch=self._by_epoch)
-        self.optim_wrapper = OptimWrapperView(run)
-        self.visualizer = VisualizerView(run, Path(self.log_dir) / "vis_data")
-        self.train_loop = LoopView(self)
-        self.val_loop = ValLoopView(run)
-        self._save_wanted = False
-
-    # ---- how far the run is ------------------------------------------------------------------------------------------
+        self.optim_wrapper = OptimWrapperView(run, "runner.optim_wrapper")
+        self.param_schedulers = [SchedulerView(run, "runner.param_schedulers[0]")]
+        self.train_loop = self._train_loop = LoopView(self)
 
     @property
     def iter(self) -> int:
@@ -398,7 +376,7 @@ class RunnerView(_View):
     @property
     def epoch(self) -> int:
         """The present pass over the data; when one has ended, that one until ``after_train_epoch`` is over."""
-        return self._run.progress.epoch if self._ended is None else self._ended
+        return self._run.progress.epoch if self._ended_epoch is None else self._ended_epoch
 
     @property
     def max_iters(self) -> int:
@@ -416,42 +394,80 @@ class RunnerView(_View):
         """Index of the present micro-batch in its epoch; ``iter`` where the training's length is not in epochs."""
         if not self._by_epoch:
             return self.iter
-        begun = self.epoch * self._run.ruler.sequences_per_epoch
+        begin = self.epoch * self._run.ruler.sequences_per_epoch
         per_iteration = self._run.geometry.sequences_per_iteration
-        return max(0, self._run.progress.sequences - begun) // per_iteration + self._index
-
-    @property
-    def _by_epoch(self) -> bool:
-        return (self._run.config.get("train_cfg") or {}).get("max_epochs") is not None
+        return max(0, self._run.progress.sequences - begin) // per_iteration + self._index
 
     def at(self, index: int) -> None:
-        """Which micro-batch of the present update is computed; 0 between updates."""
+        """Set which micro-batch of the present update is computed; 0 between updates."""
         self._index = index
 
     @contextmanager
     def in_epoch(self, epoch: int) -> Iterator[None]:
-        """``epoch`` inside the context."""
-        self._ended = epoch
+        """Show ``epoch`` inside the context."""
+        self._ended_epoch = epoch
         try:
             yield
         finally:
-            self._ended = None
-
-    # ---- objects -----------------------------------------------------------------------------------------------------
+            self._ended_epoch = None
 
     @property
     def model(self) -> nn.Module:
         """As the engine wraps it."""
         return self._run.backend.model
 
-    @property
-    def logger(self) -> Logger:
-        return logger()
+    @cached_property
+    def visualizer(self) -> mmengine.visualization.Visualizer:
+        """mmengine's own, with the folder ``vis_data`` of ``log_dir``. Rank 0 alone writes."""
+        from mmengine.visualization import Visualizer
+
+        name = f"{self.experiment_name}_{id(self):x}"
+        return Visualizer(name, vis_backends=[{"type": "LocalVisBackend"}], save_dir=self.log_dir)
+
+    @cached_property
+    def cfg(self) -> Config:
+        """The config as mmengine's; changes have no effect."""
+        return Config(json_values(dict(self._run.config), by_name))
 
     @property
-    def param_schedulers(self) -> list[SchedulerView]:
-        """One, of the learning rates of all groups: to read."""
-        return [SchedulerView(self._run)]
+    def train_dataloader(self) -> DataLoaderView:
+        return self.train_loop.dataloader
+
+    @property
+    def val_dataloader(self) -> DataLoaderView:
+        """Of an evaluation: the batches of this rank, and the samples of all ranks.
+
+        Raises ``NoSuchAttribute`` where the config has none.
+        """
+        run, validation = self._run, getattr(self._run, "validation", None)
+        if validation is None:
+            raise NoSuchAttribute(
+                "a hook of mmengine uses runner.val_dataloader, and the config has no val_dataloader",
+                remedy="add val_dataloader=dict(...) (docs/evaluation.md)",
+            )
+        limit = next((hook.max_batches for hook in run.hooks if isinstance(hook, EvaluateHook)), None)
+        batches = validation.data.num_batches(limit, dp_size=run.backend.dp_size)
+        return DataLoaderView(run, "runner.val_dataloader", batches, len(validation.data), validation.data.batch_size)
+
+    @property
+    def val_loop(self) -> _View:
+        """``dataloader`` alone: an evaluation is one step."""
+        loop = _View(self._run, "runner.val_loop")
+        loop.dataloader = self.val_dataloader  # type: ignore[attr-defined]
+        return loop
+
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """Of the last micro-batch on this rank: ``loss/<term>``, the mean over its own targets, and ``loss``, their
+        weighted sum. Empty before the first.
+        """
+        iteration = self._run.iteration
+        if iteration is None:
+            return {}
+        counts = iteration.batch.target_counts()
+        means = {name: value / counts[name] for name, value in iteration.sums.items() if counts.get(name)}
+        weighted = [value * iteration.loss_weights.get(name, 1.0) for name, value in means.items()]
+        return {"loss": sum(weighted[1:], weighted[0]), **{f"loss/{k}": v for k, v in means.items()}} if means else {}
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         """Ask ``default_hooks.checkpoint`` for a save after the present update, on one rank or all. It chooses folder,
@@ -462,138 +478,54 @@ class RunnerView(_View):
         if not any(isinstance(hook, CheckpointHook) for hook in self._run.hooks):
             raise ConfigError("runner.save_checkpoint is called, and default_hooks.checkpoint=None saves nothing",
                               remedy="dict(type='CheckpointHook', interval=-1) saves when it is asked")  # fmt: skip
-        given = [repr(one) for one in arguments] + [f"{key}={value!r}" for key, value in options.items()]
-        if given and dist.is_main():
-            notice(f"A hook of mmengine calls runner.save_checkpoint({', '.join(given)}): the checkpoint is saved after"
+        texts = [repr(one) for one in arguments] + [f"{key}={value!r}" for key, value in options.items()]
+        if texts and dist.is_main():
+            notice(f"A hook of mmengine calls runner.save_checkpoint({', '.join(texts)}): the checkpoint is saved after"
                    " the update by default_hooks.checkpoint, which chooses folder, name and content.")  # fmt: skip
-        self._save_wanted = True
-
-    @cached_property
-    def cfg(self) -> Config:
-        """The config as mmengine's; changes have no effect."""
-        return Config(json_values(dict(self._run.config), by_name))
-
-    @property
-    def seed(self) -> int:
-        return int((self._run.config.get("randomness") or {}).get("seed") or 0)
-
-    experiment_name = property(lambda self: self._run.work_dir.name)
-    work_dir = property(lambda self: str(self._run.work_dir))
-    rank = property(lambda self: dist.rank())
-    world_size = property(lambda self: dist.world_size())
-    distributed = property(lambda self: dist.world_size() > 1)
-    train_dataloader = property(lambda self: self.train_loop.dataloader)
-    val_dataloader = property(lambda self: self.val_loop.dataloader)
-    _train_loop = property(lambda self: self.train_loop)
-
-    @property
-    def log_dir(self) -> str:
-        """``<work_dir>/<timestamp>``, as mmengine has it."""
-        return str(self._run.work_dir / self.timestamp)
-
-    @property
-    def outputs(self) -> dict[str, Tensor]:
-        """Of the last micro-batch on this rank: ``loss/<term>``, the mean over its own targets, and ``loss``, their
-        weighted sum. Empty before the first.
-        """
-        found = self._run.iteration
-        if found is None:
-            return {}
-        counts = found.batch.target_counts()
-        means = {name: value / counts[name] for name, value in found.sums.items() if counts.get(name)}
-        weighted = [value * found.loss_weights.get(name, 1.0) for name, value in means.items()]
-        return {"loss": sum(weighted[1:], weighted[0]), **{f"loss/{k}": v for k, v in means.items()}} if means else {}
-
-    def agreed(self, setters: Sequence[Any]) -> tuple[bool, bool]:
-        """Whether ``train_loop.stop_training`` is set, and whether ``save_checkpoint`` was called, on any rank; the
-        second is asked once. Collective, if there are several and ``setters`` is not empty: hooks that may do so on one
-        rank alone.
-        """
-        stop, save = bool(self.train_loop.stop_training), self._save_wanted
-        self._save_wanted = False
-        if dist.world_size() > 1 and setters:
-            stops, saves = dist.sum_floats([float(stop), float(save)])
-            stop, save = stops > 0, saves > 0
-        return stop, save
+        self.save_wanted = True
 
 
 class LoopView(_View):
     """``runner.train_loop``. Setting ``stop_training`` ends the run with a checkpoint, on every rank alike."""
 
-    what = "runner.train_loop"
     iter = property(lambda self: self._runner.iter)
     epoch = property(lambda self: self._runner.epoch)
     max_iters = property(lambda self: self._runner.max_iters)
     max_epochs = property(lambda self: self._runner.max_epochs)
 
     def __init__(self, runner: RunnerView) -> None:
-        super().__init__(runner._run)
+        run = runner._run
+        super().__init__(run, "runner.train_loop")
         self._runner = runner
         self.stop_training = False
-        self.dataloader = DataLoaderView(
-            f"{runner.what}.train_dataloader",
-            lambda: -(-self._run.ruler.sequences_per_epoch // self._run.geometry.sequences_per_iteration),
-            lambda: self._run.ruler.sequences_per_epoch,
-            batch_size=lambda: self._run.geometry.batch_size,
-        )
-
-
-class ValLoopView(_View):
-    """``runner.val_loop``."""
-
-    what = "runner.val_loop"
-
-    @property
-    def dataloader(self) -> DataLoaderView:
-        """Of an evaluation: the batches of this rank, and the samples of all ranks.
-
-        Raises ``NoSuchAttribute`` where the config has none.
-        """
-        validation = getattr(self._run, "validation", None)
-        if validation is None:
-            raise NoSuchAttribute(
-                "a hook of mmengine uses runner.val_dataloader, and the config has no val_dataloader",
-                remedy="add val_dataloader=dict(...) (docs/evaluation.md)",
-            )
-        data, hooks = validation.data, self._run.hooks
-        limit = next((hook.max_batches for hook in hooks if isinstance(hook, EvaluateHook)), None)
-        return DataLoaderView(
-            "runner.val_dataloader",
-            lambda: data.num_batches(limit, dp_size=self._run.backend.dp_size),
-            lambda: len(data),
-            batch_size=lambda: data.batch_size,
-        )
+        samples, geometry = run.ruler.sequences_per_epoch, run.geometry
+        batches = -(-samples // geometry.sequences_per_iteration)
+        self.dataloader = DataLoaderView(run, "runner.train_dataloader", batches, samples, geometry.batch_size)
 
 
 class SizedView(_View):
     """Something of which a hook reads the length."""
 
-    def __init__(self, what: str, length: Callable[[], int]) -> None:
-        self.what, self._length = what, length
+    def __init__(self, run: Run, what: str, length: int) -> None:
+        super().__init__(run, what)
+        self._length = length
 
     def __len__(self) -> int:
-        return self._length()
+        return self._length
 
 
 class DataLoaderView(SizedView):
-    """A data loader: its length in micro-batches, and that of its data set."""
+    """A data loader: its length in micro-batches, their size, and the length of its data set."""
 
-    def __init__(
-        self, what: str, length: Callable[[], int], samples: Callable[[], int], *, batch_size: Callable[[], int]
-    ) -> None:
-        super().__init__(what, length)
-        self.dataset = SizedView(f"{what}.dataset", samples)
-        self._batch_size = batch_size
-
-    @property
-    def batch_size(self) -> int:
-        return self._batch_size()
+    def __init__(self, run: Run, what: str, batches: int, samples: int, batch_size: int) -> None:
+        super().__init__(run, what, batches)
+        self.batch_size = batch_size
+        self.dataset = SizedView(run, f"{what}.dataset", samples)
 
 
 class SchedulerView(_View):
     """An entry of ``runner.param_schedulers``: what can be read. The schedule is a function of the progress."""
 
-    what = "runner.param_schedulers[0]"
     param_name = "lr"
 
     @property
@@ -609,8 +541,6 @@ class SchedulerView(_View):
 class OptimWrapperView(_View):
     """``runner.optim_wrapper``: what can be read. The engine makes the steps."""
 
-    what = "runner.optim_wrapper"
-
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """``name``, ``lr`` and what else a schedule sets, of each group in this update: copies."""
@@ -619,41 +549,3 @@ class OptimWrapperView(_View):
     def get_lr(self) -> dict[str, list[float]]:
         """The learning rate of each parameter group in this update."""
         return {"lr": [float(group["lr"]) for group in self._run.hparams]}
-
-
-class VisualizerView(_View):
-    """``runner.visualizer``: what is added goes to ``<log_dir>/vis_data``, as mmengine's LocalVisBackend writes it.
-    Rank 0 alone writes.
-    """
-
-    what = "runner.visualizer"
-
-    def __init__(self, run: Run, folder: Path) -> None:
-        super().__init__(run)
-        self._folder = folder
-        self._files: dict[str, JsonLines] = {}
-
-    def add_scalars(self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None) -> None:
-        self._append({**numbers(scalar_dict), "step": step}, "scalars.json", *([file_path] if file_path else []))
-
-    def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
-        self._append({name: float(value), "step": step}, "scalars.json")
-
-    def add_image(self, name: str, image: Any, step: int = 0) -> None:
-        """``image``: uint8 [H, W, 3] in RGB."""
-        picture = image if isinstance(image, Image.Image) else Image.fromarray(np.asarray(image))
-        if dist.is_main():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            picture.save(self._folder / f"{Path(name).name}_{step}.png")
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def _append(self, record: Mapping[str, Any], *names: str) -> None:
-        if not dist.is_main():
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            self._files.setdefault(name, JsonLines(self._folder / name)).append(record)

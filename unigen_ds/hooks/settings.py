@@ -20,12 +20,12 @@ from unigen_ds.hooks.guard.nan_guard import NanGuardHook
 from unigen_ds.hooks.guard.signals import SignalHook
 from unigen_ds.hooks.log.logger import LoggerHook
 from unigen_ds.hooks.log.timer import IterTimerHook
-from unigen_ds.hooks.mmengine import adapted
+from unigen_ds.hooks.mmengine import adapt_hook
 from unigen_ds.hooks.save import push_to_hub as _push_to_hub  # noqa: F401
 from unigen_ds.hooks.save import save_pretrained as _save_pretrained  # noqa: F401
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 
-CustomHook = Annotated[Component, Of(HOOKS, trial=True, rewrite=adapted)]
+CustomHook = Annotated[Component, Of(HOOKS, trial=True, rewrite=adapt_hook)]
 
 
 class DefaultHooks(Section):
@@ -55,14 +55,14 @@ class DefaultHooks(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping | None):
-            return given
-        present = {name: {} for name in cls.model_fields} | dict(given or {})
+    def _defaults(cls, section: Any) -> Any:
+        if not isinstance(section, Mapping | None):
+            return section
+        present = {name: {} for name in cls.model_fields} | dict(section or {})
         return {**present, "logger": present["logger"] or {}}
 
     @property
     def components(self) -> dict[str, Component]:
         """Those that are there, in the order of the fields."""
-        found = {name: getattr(self, name) for name in type(self).model_fields}
-        return {name: component for name, component in found.items() if component is not None}
+        components = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: component for name, component in components.items() if component is not None}

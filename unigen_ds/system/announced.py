@@ -70,8 +70,8 @@ def shared() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if (found := explained(error)) is not error:
-            raise found from error
+        if (cause := explained(error)) is not error:
+            raise cause from error
         raise
 
 
@@ -108,15 +108,15 @@ def explained(error: BaseException, *, first: bool = False) -> BaseException:
         if store is None:
             return error
         _failed.set()
-        found, reported = _explained(error, store)
+        cause, reported = _explained(error, store)
     except Exception as lost:  # of the store
-        found, reported = error, False
+        cause, reported = error, False
         if _is_consequence(error) and not dist.has_store():
-            found = RankEnded(f"rank 0 has ended; its train.log may say why ({_text(lost)})")
-    setattr(found, _REPORTED, reported)
+            cause = RankEnded(f"rank 0 has ended; its train.log may say why ({_text(lost)})")
+    setattr(cause, _REPORTED, reported)
     _number += 1
     _failed.clear()
-    return found
+    return cause
 
 
 def _explained(error: BaseException, store: Any) -> tuple[BaseException, bool]:
@@ -160,9 +160,9 @@ def _cause(store: Any) -> RankEnded | None:
     if not store.check([_key("cause")]):
         return None
     rank, text, status = json.loads(store.get(_key("cause")))
-    found = RankEnded(f"rank {rank} has ended: {text}")
-    found.exit_status = status
-    return found
+    cause = RankEnded(f"rank {rank} has ended: {text}")
+    cause.exit_status = status
+    return cause
 
 
 def _watch(store: Any) -> None:
@@ -183,10 +183,10 @@ def _watch(store: Any) -> None:
 
 def _without(store: Any, name: str) -> str:
     """``rank 1 does``, ``ranks 1, 2 do``: those without a key ``name/<rank>``; '' where there is none."""
-    found = [str(rank) for rank in range(dist.env_world_size()) if not store.check([f"{name}/{rank}"])]
-    verb = {"here": ("is", "are")}.get(name, ("does", "do"))[len(found) > 1]
-    shown = ", ".join(found[:20]) + (f" and {len(found) - 20} more" if len(found) > 20 else "")
-    return f"rank{'s' * (len(found) > 1)} {shown} {verb}" if found else ""
+    ranks = [str(rank) for rank in range(dist.env_world_size()) if not store.check([f"{name}/{rank}"])]
+    verb = ("is", "are") if name == "here" else ("does", "do")
+    listed = ", ".join(ranks[:20]) + (f" and {len(ranks) - 20} more" if len(ranks) > 20 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {listed} {verb[len(ranks) > 1]}" if ranks else ""
 
 
 def _wait(done: Callable[[], bool], timeout_s: float = _PATIENCE_S) -> bool:

@@ -68,9 +68,23 @@ class Clock:
             self._add(COMMUNICATION, now - since)
             self._add(self._current, since - now)
 
-    def __call__(self, section: str) -> _Timed:
+    @contextmanager
+    def __call__(self, section: str) -> Iterator[None]:
         """Time what is inside of ``with``."""
-        return _Timed(self, section)
+        of_device = section in DEVICE_SECTIONS
+        outer, self._thread = self._current, threading.get_ident()
+        self._current = section if of_device else None
+        begin = self.mark() if of_device else time.perf_counter()
+        try:
+            yield
+        finally:
+            self._current = outer
+            if isinstance(begin, float):
+                self._add(section, time.perf_counter() - begin)
+            else:
+                end = self.mark()
+                assert not isinstance(end, float)
+                self._events.append((section, begin, end))
 
     def _add(self, section: str, seconds: float) -> None:
         self._sections[section] = self._sections.get(section, 0.0) + seconds
@@ -91,32 +105,6 @@ class Clock:
         return wall, sections
 
 
-class _Timed:
-    """One section, while it is timed: a class, since generators cost more than what they time here."""
-
-    __slots__ = ("_begin", "_clock", "_outer", "_section")
-
-    def __init__(self, clock: Clock, section: str) -> None:
-        self._clock, self._section = clock, section
-
-    def __enter__(self) -> None:
-        clock, section = self._clock, self._section
-        of_device = section in DEVICE_SECTIONS
-        self._outer, clock._thread = clock._current, threading.get_ident()
-        clock._current = section if of_device else None
-        self._begin = clock.mark() if of_device else time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        clock, begin = self._clock, self._begin
-        clock._current = self._outer
-        if isinstance(begin, float):
-            clock._add(self._section, time.perf_counter() - begin)
-        else:
-            end = clock.mark()
-            assert not isinstance(end, float)
-            clock._events.append((self._section, begin, end))
-
-
 # How long a start needs: from the process, or from the building of a run, to its first update.
 
 _since: float | None = None
@@ -134,9 +122,9 @@ def begin(*, whole_process: bool = False) -> None:
 def seconds() -> float | None:
     """Since the start began; None where none did. The next ``begin`` counts anew."""
     global _since, _whole_process
-    found = None if _since is None else time.perf_counter() - _since
+    duration = None if _since is None else time.perf_counter() - _since
     _since, _whole_process = None, False
-    return found
+    return duration
 
 
 def process_age() -> float | None:
@@ -165,7 +153,7 @@ _originals: list[tuple[Any, str, Any]] = []
 
 
 @contextmanager
-def timed(clock: Clock) -> Iterator[None]:
+def count_communication(clock: Clock) -> Iterator[None]:
     """Inside, collectives of the sections of an update count in ``clock`` as ``communication``."""
     if not td.is_available():
         yield
@@ -202,14 +190,14 @@ def _updating() -> Clock | None:
 
 def _issuing(function: Callable[..., Any], pending: dict[int, Mark]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def issue(*arguments: Any, **named: Any) -> Any:
+    def issue(*arguments: Any, **options: Any) -> Any:
         clock = _updating()
         if clock is None:
-            work = function(*arguments, **named)
+            work = function(*arguments, **options)
             pending.pop(id(work), None)
             return work
         begin = clock.mark()
-        work = function(*arguments, **named)
+        work = function(*arguments, **options)
         if work is None or not clock.on_cuda:  # without a work the present stream has the result
             clock.communicated(begin)
         else:
@@ -221,13 +209,13 @@ def _issuing(function: Callable[..., Any], pending: dict[int, Mark]) -> Callable
 
 def _waiting(function: Callable[..., Any], pending: dict[int, Mark]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def wait(work: Any, *arguments: Any, **named: Any) -> Any:
+    def wait(work: Any, *arguments: Any, **options: Any) -> Any:
         begin, clock = pending.pop(id(work), None), _updating()
         if clock is not None and not clock.on_cuda:
             begin = clock.mark()
-        done = function(work, *arguments, **named)
+        result = function(work, *arguments, **options)
         if clock is not None and begin is not None:
             clock.communicated(begin)
-        return done
+        return result
 
     return wait

@@ -54,9 +54,9 @@ def launcher_environment(launcher: str) -> None:
 
 def _first_node() -> str:
     """Of a SLURM step: that of rank 0 (``gpu[03-04,7]-ib,n1`` begins with ``gpu03-ib``). None listed: this machine."""
-    listed = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""
-    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", listed)
-    return "".join(part or "" for part in found.groups()) if found else "127.0.0.1"
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
+    return "".join(match.groups("")) if match else "127.0.0.1"
 
 
 def _port_of_job() -> str:
@@ -73,9 +73,9 @@ def env_rank() -> int:
 def env_processes_per_node() -> int | None:
     """Processes of a node as the launcher announces them; None where it does not, or where nodes differ."""
     for name in _PROCESSES_OF_A_NODE:
-        if given := os.environ.get(name):
-            found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", given)
-            return int(found[1]) if found else None
+        if number := os.environ.get(name):
+            match = re.fullmatch(r"(\d+)(?:\(x\d+\))?", number)
+            return int(match[1]) if match else None
     return 1 if env_world_size() == 1 else None
 
 
@@ -116,8 +116,8 @@ def open_store(*, timeout_s: float) -> Any:
     if _store is None and several and not td.is_initialized():
         check_port()
         address, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
-        found = _TCP(address, port, is_master=has_store(), timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-        _store = _PREFIX(f"unigen_ds/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
+        store = _TCP(address, port, is_master=has_store(), timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+        _store = _PREFIX(f"unigen_ds/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     return _store
 
 
@@ -201,18 +201,13 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def _alone() -> bool:
+    return not td.is_initialized() or td.get_world_size() == 1
+
+
 def barrier() -> None:
     """Wait for all ranks, over gloo: the device continues to work. Collective."""
     sum_floats([0.0])
-
-
-def sum_floats(values: Sequence[float]) -> list[float]:
-    """Sums over ranks of a list of float64, on the CPU. Collective."""
-    if not td.is_initialized() or td.get_world_size() == 1:
-        return list(values)
-    tensor = torch.tensor(values, dtype=torch.float64)
-    td.all_reduce(tensor)
-    return tensor.tolist()
 
 
 class PendingSum:
@@ -220,8 +215,7 @@ class PendingSum:
 
     def __init__(self, values: Sequence[float]) -> None:
         self._tensor = torch.tensor(values, dtype=torch.float64)
-        alone = not td.is_initialized() or td.get_world_size() == 1
-        self._work = None if alone else td.all_reduce(self._tensor, async_op=True)
+        self._work = None if _alone() else td.all_reduce(self._tensor, async_op=True)
 
     def wait(self) -> list[float]:
         """The sums over ranks. Collective."""
@@ -230,9 +224,22 @@ class PendingSum:
         return self._tensor.tolist()
 
 
+def sum_floats(values: Sequence[float]) -> list[float]:
+    """Sums over ranks of a list of float64, on the CPU. Collective."""
+    return PendingSum(values).wait()
+
+
+def max_floats(values: Sequence[float]) -> list[float]:
+    """The largest over ranks of each of a list of float64, on the CPU. Collective."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    if not _alone():
+        td.all_reduce(tensor, op=td.ReduceOp.MAX)
+    return tensor.tolist()
+
+
 def gather_objects(value: Any) -> list[Any]:
     """The value of every rank, on every rank. For small values of our own making. Collective."""
-    if not td.is_initialized() or td.get_world_size() == 1:
+    if _alone():
         return [value]
     gathered: list[Any] = [None] * td.get_world_size()
     td.all_gather_object(gathered, value)
@@ -241,7 +248,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 def gather_to_main(value: Any) -> list[Any] | None:
     """The value of every rank, by rank, on rank 0; None elsewhere. Collective."""
-    if not td.is_initialized() or td.get_world_size() == 1:
+    if _alone():
         return [value]
     gathered: list[Any] | None = [None] * td.get_world_size() if is_main() else None
     td.gather_object(value, gathered, dst=0)
@@ -250,7 +257,7 @@ def gather_to_main(value: Any) -> list[Any] | None:
 
 def broadcast_object(value: Any) -> Any:
     """Rank 0's value, on every rank. Collective."""
-    if not td.is_initialized() or td.get_world_size() == 1:
+    if _alone():
         return value
     box = [value]
     td.broadcast_object_list(box, src=0)
@@ -259,7 +266,7 @@ def broadcast_object(value: Any) -> Any:
 
 def on_main(action: Callable[[], T]) -> T:
     """Rank 0's ``action()``, its value on every rank; where it fails, it fails on every rank alike. Collective."""
-    if not td.is_initialized() or td.get_world_size() == 1:
+    if _alone():
         return action()
     outcome: tuple[Any, Exception | None] = (None, None)
     if is_main():
@@ -277,18 +284,9 @@ def on_main(action: Callable[[], T]) -> T:
 
 def only_on_main(action: Callable[[], T]) -> T | None:
     """Rank 0's ``action()``, whose value stays there: None on the others. Fails on every rank alike. Collective."""
-    made: list[T] = []
-    on_main(lambda: made.append(action()))
-    return made[0] if made else None
-
-
-def max_floats(values: Sequence[float]) -> list[float]:
-    """The largest over ranks of each of a list of float64, on the CPU. Collective."""
-    if not td.is_initialized() or td.get_world_size() == 1:
-        return list(values)
-    tensor = torch.tensor(values, dtype=torch.float64)
-    td.all_reduce(tensor, op=td.ReduceOp.MAX)
-    return tensor.tolist()
+    values: list[T] = []
+    on_main(lambda: values.append(action()))
+    return values[0] if values else None
 
 
 def shutdown(*, after_error: bool = False) -> None:

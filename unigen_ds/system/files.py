@@ -115,20 +115,19 @@ def _left(path: Path, match: re.Match[str]) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return True
-    except OverflowError:
-        return False
-    except PermissionError:
+    except (OverflowError, PermissionError):
         return False
     return process == os.getpid() and path.name not in _MADE  # an earlier process had the same number
 
 
-def rename_into_place(made: Path, final: Path, *, durable: bool = True) -> None:
+def rename_into_place(complete: Path, final: Path, *, durable: bool = True) -> None:
     """Give a complete file or folder its final name: one rename, whose entry is then on disk.
 
     Every name that must not appear before its content is set here. ``durable=False``: where a power failure may undo
-    it. Raises ``OSError``; where ``made`` no longer exists then, the name is set, but may not survive a power failure.
+    it. Raises ``OSError``; where ``complete`` no longer exists then, the name is set, but may not survive a power
+    failure.
     """
-    os.replace(made, final)
+    os.replace(complete, final)
     if durable:
         fsync_path(final.absolute().parent)
 
@@ -150,11 +149,11 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_text_atomic(path: Path, text: str) -> None:
     """``write_atomic`` for text."""
-    write_atomic(path, lambda temporary: _write_text(temporary, text))
 
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_atomic(path, write)
 
 
 def check_new(out: Path) -> None:
@@ -219,7 +218,7 @@ def write_digests(folder: Path, *, keep: Mapping[str, str] | None = None) -> Non
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name != DIGESTS and path.suffix != ".md":
             digests[name] = stored.get(name) or file_digest(path)
-    _write_text(folder / DIGESTS, json.dumps(digests, indent=1) + "\n")
+    (folder / DIGESTS).write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
 
 
 def stored_digests(folder: Path) -> dict[str, str]:
@@ -293,8 +292,7 @@ def held(path: Path) -> Iterator[OSError | None]:
     try:
         yield problem
     finally:
-        if problem is None:
-            lock.release()
+        lock.release()
 
 
 # Whether a file is text that can be read: UTF-8, no byte order mark where a parser would trip over it, not binary.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import json
 import math
 import os
@@ -21,7 +20,6 @@ from unigen_ds.system.files import fsync_path
 
 METRICS_FILE, LEDGER_FILE, SKIPPED_FILE = "metrics.jsonl", "ledger.jsonl", "skipped_samples.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
-_TAIL = 1 << 18
 
 
 class JsonLines:
@@ -109,18 +107,11 @@ def read_lines(path: Path, *, key: str = "update") -> list[dict[str, Any]]:
 
 
 def last_update(path: Path) -> int:
-    """The progress in updates of a file's last line; 0 where it has none. Reads its end alone."""
-    with path.open("rb") if path.is_file() else io.BytesIO() as stream:
-        stream.seek(-min(stream.seek(0, 2), _TAIL), 2)
-        for text in reversed(stream.read().split(b"\n")):
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(line, dict):
-                found = line.get("updates" if line.get("event") == "resume" else "at", line.get("update"))
-                if isinstance(found, int):
-                    return found
+    """Return the progress in updates of a file's last line that has one; 0 without such a line."""
+    for line in reversed(parse_lines(path)[0]):
+        updates = line.get("updates" if line.get("event") == "resume" else "at", line.get("update"))
+        if isinstance(updates, int):
+            return updates
     return 0
 
 
@@ -128,7 +119,7 @@ def parse_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Every JSON object of a file, in its order, void ones and resume events too; and the number of lines that are none
     (torn by a kill, or damaged). A missing file has no lines.
     """
-    found: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     damaged = 0
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():
         try:
@@ -136,21 +127,21 @@ def parse_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         except (ValueError, RecursionError):
             line = text
         if isinstance(line, dict):
-            found.append(line)
+            lines.append(line)
         else:
             damaged += line is not None
-    return found, damaged
+    return lines, damaged
 
 
 def in_effect(lines: Iterable[dict[str, Any]], *, key: str = "update") -> list[dict[str, Any]]:
     """The lines that no later resume event voids, without the events."""
-    kept: list[dict[str, Any]] = []
+    valid: list[dict[str, Any]] = []
     for line in lines:
         if line.get("event") == "resume":
-            kept = [k for k in kept if key not in k or k.get("at", k[key]) <= line["updates"]]
+            valid = [k for k in valid if key not in k or k.get("at", k[key]) <= line["updates"]]
         else:
-            kept.append(line)
-    return kept
+            valid.append(line)
+    return valid
 
 
 def sample_digest(sample_ids: Iterable[str]) -> str:

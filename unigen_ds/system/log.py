@@ -32,6 +32,14 @@ class _LogFile(logging.FileHandler):
                 print(f"{self.baseFilename} cannot be written ({sys.exc_info()[1]}): see the console.", file=sys.stderr)
 
 
+class _Console(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what ``sys.stderr`` is at that moment: a progress bar replaces it, to print above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def logger() -> logging.Logger:
     """The project's logger. Usable before ``setup``."""
     return logging.getLogger(NAME)
@@ -52,10 +60,10 @@ def notice(text: str) -> None:
 
 def unwritten() -> list[str]:
     """Texts of ``notice`` that no log has: of a tool, which makes none. Each once."""
-    found = [text for text, level in _waiting.items() if level == logging.INFO]
-    for text in found:
+    texts = [text for text, level in _waiting.items() if level == logging.INFO]
+    for text in texts:
         del _waiting[text]
-    return found
+    return texts
 
 
 def warn_at_setup(text: str) -> None:
@@ -82,12 +90,11 @@ def hide_known() -> None:
     for category, message, module in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message, category, module)
     for name in _KNOWN_RECORDS:
-        logging.getLogger(name).addFilter(_is_shown)  # the same function is added once
+        logging.getLogger(name).addFilter(_is_unknown)  # the same function is added once
 
 
-def _is_shown(record: logging.LogRecord) -> bool:
-    begins = _KNOWN_RECORDS.get(record.name)
-    return begins is None or record.levelno > logging.WARNING or not record.getMessage().startswith(begins)
+def _is_unknown(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.WARNING or not record.getMessage().startswith(_KNOWN_RECORDS[record.name])
 
 
 hide_known()
@@ -111,7 +118,7 @@ def quiet_libraries(rank: int) -> None:
 _dated: dict[Path, Path] = {}
 
 
-def dated(log_file: Path, *, new: bool) -> Path:
+def dated_log(log_file: Path, *, new: bool) -> Path:
     """``logs/<stem>_<date>_<time>.log`` beside ``log_file``: of this start, or of a new one."""
     if new or log_file not in _dated:
         _dated[log_file] = log_file.parent / "logs" / f"{log_file.stem}_{datetime.now():%Y%m%d_%H%M%S}{log_file.suffix}"
@@ -122,7 +129,7 @@ def setup(
     *, rank: int, log_file: Path | None = None, level: int | str = logging.INFO, new_start: bool = False
 ) -> logging.Logger:
     """Attach handlers once per process. Rank 0 writes to the console, appends to ``log_file`` (for ``tail -f``), and
-    writes a file for each start (``dated``), which ``new_start`` begins.
+    writes a file for each start (``dated_log``), which ``new_start`` begins.
 
     Other ranks print warnings and errors only, prefixed with their rank.
     """
@@ -134,12 +141,12 @@ def setup(
     log.propagate = False
     prefix = "" if rank == 0 else f"[rank {rank}] "
     form = logging.Formatter(f"%(asctime)s %(levelname)s {prefix}%(message)s", datefmt="%H:%M:%S")
-    console = logging.StreamHandler(sys.stderr)
+    console = _Console()
     console.setFormatter(form)
     console.setLevel(level if rank == 0 else logging.WARNING)
     log.addHandler(console)
     if rank == 0 and log_file is not None:
-        of_start = dated(log_file, new=new_start)
+        of_start = dated_log(log_file, new=new_start)
         try:
             make_directory(of_start.parent)
             files = [_LogFile(path, mode="a", encoding="utf-8") for path in (log_file, of_start)]

@@ -18,7 +18,7 @@ _TIMEOUT_S = 5.0
 
 def description() -> dict[str, Any]:
     """Host, system, processes, devices and command line of this process. Not collective."""
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "host": platform.node(),
         "system": platform.platform(),
         "processes": dist.world_size(),
@@ -27,7 +27,7 @@ def description() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "command": " ".join(sys.argv),
     }
-    return found | ({"cuda": torch.version.cuda} if torch.cuda.is_available() else {})
+    return values | ({"cuda": torch.version.cuda} if torch.cuda.is_available() else {})
 
 
 def git_commits() -> dict[str, dict[str, Any]]:
@@ -37,8 +37,8 @@ def git_commits() -> dict[str, dict[str, Any]]:
     A folder outside of git, or a machine without git, is left out.
     """
     package, folder = git_commit(Path(__file__).resolve().parent), git_commit(Path.cwd())
-    found = {"package": package} if package else {}
-    return found | ({"folder": folder} if folder and folder != package else {})
+    commits = {"package": package} if package else {}
+    return commits | ({"folder": folder} if folder and folder != package else {})
 
 
 def git_commit(folder: Path) -> dict[str, Any] | None:
@@ -53,10 +53,10 @@ def git_commit(folder: Path) -> dict[str, Any] | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return ended.stdout if ended.returncode == 0 else None
 
 
 # How many things can be computed at a time on this machine. Imports nothing large: spawned processes start with it.

@@ -17,7 +17,7 @@ ALLOWED = {"torch": ">=2.6", "transformers": ">=5"}
 
 
 def installed(package: str) -> str | None:
-    """None where it is not installed."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -26,21 +26,21 @@ def installed(package: str) -> str | None:
 
 @cache
 def source_digest(file: Path = Path(__file__).parents[1] / "__init__.py") -> str:
-    """Of a module's source, of a package's all: equal for equal code, wherever it is and whatever its version is."""
-    folder, found = file.parent, hashlib.sha256()
+    """Return a digest of a module's source, or of all sources of a package: equal for equal code, wherever it is."""
+    folder, digest = file.parent, hashlib.sha256()
     for path in sorted(folder.rglob("*.py")) if file.name == "__init__.py" else [file]:
         content = path.read_bytes()
-        found.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
-    return found.hexdigest()[:16]
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 def version_problems(allowed: Mapping[str, str] = ALLOWED) -> Iterator[ConfigError]:
     """An error for each package that is missing or has another version."""
     for package, versions in allowed.items():
-        found = installed(package)
-        if found is None or not SpecifierSet(versions).contains(found, prereleases=True):
+        present = installed(package)
+        if present is None or not SpecifierSet(versions).contains(present, prereleases=True):
             yield ConfigError(
-                f"{package} {found} is installed" if found else f"{package} is not installed",
+                f"{package} {present} is installed" if present else f"{package} is not installed",
                 allowed=f"{package} {versions}",
                 remedy=f"pip install '{package}{versions}'",
             )

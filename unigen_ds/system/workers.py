@@ -185,12 +185,12 @@ def _work(pipe: Connection, make: Callable[[Any], Any], number: int) -> None:
     while True:
         task = tasks.get()
         try:
-            made = ForkingPickler.dumps(make(task))
+            result = ForkingPickler.dumps(make(task))
         except UnigenError as error:  # as it is: the worker's traceback does not help
-            made = ForkingPickler.dumps(error)
+            result = ForkingPickler.dumps(error)
         except Exception:
-            made = ForkingPickler.dumps(ExceptionWrapper(where=f"in worker process {number} of the data loader"))
-        results.put(made)
+            result = ForkingPickler.dumps(ExceptionWrapper(where=f"in worker process {number} of the data loader"))
+        results.put(result)
 
 
 def _forever(forward: Callable[[], None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import netrc
 import os
 import time
 import uuid
@@ -10,12 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from unigen_ds.config.registry import WRITERS
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.system.log import logger
-from unigen_ds.tracking.writer import ALIASES as ALIASES
 from unigen_ds.tracking.writer import Writer, plain_config, with_aliases
 
 if TYPE_CHECKING:
@@ -28,27 +25,12 @@ _FLUSH, _FLUSH_SECONDS = "x_transaction_log_flush_interval", 0.1
 rows of 15 seconds."""
 
 
-def _host() -> str:
-    base = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
-    return urlsplit(base).hostname or base
+def _has_key(server: str) -> bool:
+    """Whether this process has a key for a server of W&B, as W&B looks for it. Without a network."""
+    from requests.utils import get_netrc_auth
 
-
-def _netrc_file() -> Path:
-    """Where W&B reads and writes keys."""
-    if named := os.environ.get("NETRC"):
-        return Path(named).expanduser()
-    found = (Path.home() / name for name in (".netrc", "_netrc"))
-    return next((path for path in found if path.exists()), Path.home() / ".netrc")
-
-
-def _has_key() -> bool:
-    """Whether this process finds one, as W&B looks for it. Without a network."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    try:
-        return netrc.netrc(_netrc_file()).authenticators(_host()) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    has_variable = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+    return has_variable or get_netrc_auth(server) is not None
 
 
 @WRITERS.register_module()
@@ -84,8 +66,10 @@ class WandbVisBackend(Writer):
         define_metric_cfg: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._save_dir = save_dir
-        given = {"project": project, "entity": entity, "name": name, "group": group}
-        self._init_kwargs = {key: value for key, value in given.items() if value is not None} | dict(init_kwargs or {})
+        arguments = {"project": project, "entity": entity, "name": name, "group": group}
+        self._init_kwargs = {key: value for key, value in arguments.items() if value is not None} | dict(
+            init_kwargs or {}
+        )
         self._define_metric_cfg = [dict(entry) for entry in define_metric_cfg]
         self._run: Any = None
         self._next_step: int | None = None
@@ -99,11 +83,12 @@ class WandbVisBackend(Writer):
         if missing := super().lacks():
             return missing
         mode = str(self._init_kwargs.get("mode") or os.environ.get("WANDB_MODE") or "online")
-        if mode in _WITHOUT_LOGIN or self._init_kwargs.get("anonymous") in ("allow", "must") or _has_key():
+        server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+        if mode in _WITHOUT_LOGIN or self._init_kwargs.get("anonymous") in ("allow", "must") or _has_key(server):
             return []
         return [
             ConfigError(
-                f"W&B is not logged in: neither WANDB_API_KEY nor {_netrc_file()} has a key for {_host()}",
+                f"W&B is not logged in: neither WANDB_API_KEY nor a netrc file has a key for {server}",
                 remedy="`wandb login` on this machine, WANDB_API_KEY in the environment of the job, or"
                 " init_kwargs=dict(mode='offline')",
             )

@@ -9,7 +9,7 @@ No line is shown twice, and none of an abandoned branch: ``SafeWriter`` records 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from unigen_ds.core.json_values import by_name, json_values
 from unigen_ds.system.files import make_directory
 from unigen_ds.system.log import logger
 from unigen_ds.system.versions import installed
-from unigen_ds.tracking.sent import ROUNDING, Branch, Line, Sent
+from unigen_ds.tracking.sent import Branch, Line, Sent
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -127,43 +127,42 @@ class SafeWriter:
         """Of the run that is written to; before ``open`` that of the checkpoint."""
         self._sent: Sent | None = None
         self._axes: set[str] = set()
-        self._arguments: dict[str, Any] = {}
 
     def open(
-        self,
-        *,
-        work_dir: Path,
-        config: Mapping[str, Any],
-        updates: int,
-        name: str,
-        identity: Mapping[str, Any],
-        rounding: float = ROUNDING,
+        self, *, work_dir: Path, config: Mapping[str, Any], updates: int, name: str, identity: Mapping[str, Any]
     ) -> None:
         """Start the writer in the run that ``run_id`` and the record of what was sent name.
 
-        ``identity``: what determines the numbers of a run; where it is the same, the tracker has one run. ``rounding``:
-        the largest relative difference of repeated numbers that counts as none where it was changed.
+        ``identity``: what determines the numbers of a run; where it is the same, the tracker has one run.
         """
 
         def start(writer: Any) -> None:
             path = work_dir / "tracking" / f"{self.name}.jsonl"
-            sent = self._sent = Sent(path, purges=getattr(writer, "purges", False), rounding=rounding)
-            self._arguments = {"work_dir": work_dir, "config": config, "updates": updates}
+            sent = self._sent = Sent(path, purges=getattr(writer, "purges", False))
             kept_in = dict(writer.kept_in()) if hasattr(writer, "kept_in") else {}
-            group = work_dir.name
-            self._open(
-                sent,
-                sent.resume(self.run_id, updates=updates, name=name, group=group, kept_in=kept_in, identity=identity),
+            branch, abandoned = sent.resume(
+                self.run_id, updates=updates, name=name, group=work_dir.name, kept_in=kept_in, identity=identity
             )
 
-        self._guarded(start)
+            def open_run(run: Branch) -> str | None:
+                writer.run_name = RunName(run.name, run.group, run.parent, run.start)
+                writer.num_sent = sent.num_sent(run.id)
+                run_id: str | None = writer.open(run_id=run.id, work_dir=work_dir, config=config, updates=updates)
+                return run_id
 
-    def _open(self, sent: Sent, branch: Branch) -> None:
-        self._writer.run_name = RunName(branch.name, branch.group, branch.parent, branch.start)
-        self._writer.num_sent = sent.num_sent(branch.id)
-        self._axes.clear()
-        self.run_id = self._writer.open(run_id=branch.id, **self._arguments)
-        sent.opened(self.run_id)
+            if abandoned is not None and hasattr(writer, "abandon"):
+                open_run(abandoned)
+                writer.abandon(f"abandoned after update {updates}")
+                writer.close()
+            self.run_id = open_run(branch)
+            sent.begin(replace(branch, id=self.run_id))
+            if abandoned is not None:
+                logger().info(
+                    "%s: the numbers of this run are determined otherwise than those of run %s, which has updates after"
+                    " %d: they are sent to the new run %s.", self.name, abandoned.id, updates, self.run_id,
+                )  # fmt: skip
+
+        self._guarded(start)
 
     def write(
         self, record: Mapping[str, Any], *, update: int, event: str = "", at: int | None = None, axis: str = "update"
@@ -188,33 +187,14 @@ class SafeWriter:
 
     def image(self, name: str, picture: Image, *, update: int, at: int) -> None:
         if hasattr(self._writer, "image"):
-            line = Line(update, at, f"image {name}", {})
+            line = Line(update, at, f"image {name}")
             self._send(line, lambda writer: writer.image(name, picture, update=update))
 
     def _send(self, line: Line, show: Callable[[Any], None]) -> None:
         sent = self._sent
-
-        def send(writer: Any) -> None:
-            assert sent is not None
-            if sent.differs(line):
-                self._begin_branch(sent)
-            if sent.add(line):  # first, so that a kill between the two leaves no line that is sent again
-                show(writer)
-
-        if sent is not None:
-            self._guarded(send)
-
-    def _begin_branch(self, sent: Sent) -> None:
-        """Continue in a new run after the last update that agrees with the old one."""
-        branch, old = sent.branch(), self.run_id
-        if hasattr(self._writer, "abandon"):
-            self._writer.abandon(f"abandoned after update {branch.start}")
-        self._writer.close()
-        self._open(sent, branch)
-        logger().info(
-            "%s: updates after %d have other values than those that run %s already has; they are in the new run %s.",
-            self.name, branch.start, old, self.run_id,
-        )  # fmt: skip
+        # recorded first, so that a kill between the two leaves no line that is sent again
+        if sent is not None and self._writer is not None and sent.add(line):
+            self._guarded(show)
 
     def sync(self) -> None:
         """Have what was sent, and the record of it, on disk. Raises ``OSError`` for the record."""

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ class Run:
         pass
 
 
-def init(project, name=None, **given):
+def init(project, name=None, *, config, resume, group, **given):
+    parent = {key: value for key, value in config.items() if key.startswith("parent_")}
+    note(run=name, init=[project, group, resume, parent])
     return Run(name)
 '''
 KINDS = {"evaluation": "val/loss", "statistics": "training_stats/avg_fw_bw_time", "preview": "preview"}
@@ -98,6 +101,10 @@ class Case:
 
     @property
     def trackio(self) -> list[dict[str, Any]]:
+        return [line for line in self.trackio_calls if "init" not in line]
+
+    @property
+    def trackio_calls(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "trackio.jsonl").read_text().splitlines()]
 
     @property
@@ -185,8 +192,12 @@ def test_wandb_has_every_row_before_a_checkpoint_that_counts(bench: Bench, kille
 
 def test_one_trackio_run_and_no_line_twice_after_a_kill(resumed: dict[str, Case]) -> None:
     lines = resumed["same"].trackio
-    assert len({line["run"] for line in lines}) == 1 and not [line for line in lines if "alert" in line]
+    (name,) = {line["run"] for line in lines}
+    assert name.startswith("UnifiedModel-1x-") and not [line for line in lines if "alert" in line]
     once(lines)
+    starts = [line["init"] for line in resumed["same"].trackio_calls if "init" in line]
+    assert [start[2:] for start in starts] == [["never", {}], ["allow", {}]]
+    assert {start[0] for start in starts} == {"unigen"} and len({start[1] for start in starts}) == 1
 
 
 def test_changed_values_begin_a_run_of_their_own(resumed: dict[str, Case]) -> None:
@@ -199,8 +210,10 @@ def test_changed_values_begin_a_run_of_their_own(resumed: dict[str, Case]) -> No
     (alert,) = [line for line in resumed["changed"].trackio if "alert" in line]
     assert alert["alert"] == f"abandoned after update {SAVE_EVERY_UPDATES}"
     own = [line for line in resumed["changed"].trackio if line["run"] != alert["run"]]
-    assert len({line["run"] for line in own}) == 1
+    assert len({line["run"] for line in own}) == 1 and " from update 4 " in own[0]["run"]
     once(own, first=SAVE_EVERY_UPDATES + 1)
+    *_, (_, _, resume, parent) = (line["init"] for line in resumed["changed"].trackio_calls if "init" in line)
+    assert resume == "never" and parent == {"parent_run": alert["run"], "parent_update": SAVE_EVERY_UPDATES}
 
 
 @pytest.mark.parametrize("name", ["same", "changed"])
@@ -282,18 +295,6 @@ def test_a_run_goes_on_where_nothing_was_changed(tmp_path: Path) -> None:
     assert runs == {"run0": [*losses(1, 2, 3, 4), (5, 5 * 1.01)]}
 
 
-@pytest.mark.parametrize(("scale", "goes_on"), [(1 + 5e-6, True), (1 + 2e-5, False)])
-def test_rounding_is_no_change_of_values(tmp_path: Path, scale: float, goes_on: bool) -> None:
-    """Another engine adds in another order: a new run begins where values really differ."""
-    runs: dict[str, Any] = {}
-    update(started(tmp_path, runs), 1, 2, 3)
-    update(started(tmp_path, runs, at=1, of="run0", lr=2.0), 2, 3, 4, scale=scale)
-    if goes_on:
-        assert runs == {"run0": [*losses(1, 2, 3), (4, 4 * scale)]}
-    else:
-        assert runs == {"run0": [*losses(1, 2, 3), "abandoned after update 1"], "run1": losses(2, 3, 4, scale=scale)}
-
-
 def test_a_kill_before_the_first_save_repeats_nothing(tmp_path: Path) -> None:
     runs: dict[str, Any] = {}
     update(started(tmp_path, runs), 1, 2)
@@ -301,20 +302,16 @@ def test_a_kill_before_the_first_save_repeats_nothing(tmp_path: Path) -> None:
     assert runs == {"run0": losses(1, 2, 3)}
 
 
-def test_a_new_run_begins_after_the_last_update_that_agrees(tmp_path: Path) -> None:
-    """A kill in between does not make the changed config one that was compared."""
+def test_pictures_and_losses_of_a_changed_run_are_sent_anew(tmp_path: Path) -> None:
     runs: dict[str, Any] = {}
-    writer = started(tmp_path, runs)
-    update(writer, 1, 2)
-    writer.image("preview", Image.new("L", (1, 1)), update=2, at=2)
-    update(writer, 3)
-    for again in (2,), (2, 3, 4):
-        writer = started(tmp_path, runs, at=1, of="run0", lr=2.0)
-        for number in again:
-            update(writer, number, scale=1.0 if number == 2 else 2.0)
+    for at, of, lr in ((0, None, 1.0), (1, "run0", 2.0), (1, "run0", 2.0)):
+        writer = started(tmp_path, runs, at=at, of=of, lr=lr)
+        for number in range(at + 1, 4):
+            update(writer, number, scale=lr)
             writer.image("preview", Image.new("L", (1, 1)), update=number, at=number)
-    assert runs["run0"] == [*losses(1, 2), (2, "preview"), (3, 3.0), "abandoned after update 2"]
-    assert runs["run1"] == [(3, 6.0), (3, "preview"), (4, 8.0), (4, "preview")]
+    lines = [[(number, float(number)), (number, "preview")] for number in (1, 2, 3)]
+    assert runs["run0"] == [*chain.from_iterable(lines), "abandoned after update 1"]
+    assert runs["run1"] == [(2, 4.0), (2, "preview"), (3, 6.0), (3, "preview")]
 
 
 def test_a_late_result_is_shown_once(tmp_path: Path) -> None:
@@ -339,12 +336,12 @@ def test_a_branch_that_was_killed_before_a_save_is_continued(tmp_path: Path) -> 
     assert runs["run2"] == losses(3) and runs["run0"] == [*losses(1, 2, 3), "abandoned after update 1"]
 
 
-def test_updates_that_cannot_be_compared_begin_a_run(tmp_path: Path) -> None:
-    """Another interval after a change: no line of the killed run comes again, so it cannot be continued."""
+def test_a_change_at_the_last_line_continues_the_run(tmp_path: Path) -> None:
+    """A longer training, say: no line comes again."""
     runs: dict[str, Any] = {}
-    update(started(tmp_path, runs), 2, 4)
-    update(started(tmp_path, runs, at=2, of="run0", lr=2.0), 5, 7)
-    assert runs == {"run0": [*losses(2, 4), "abandoned after update 2"], "run1": losses(5, 7)}
+    update(started(tmp_path, runs), 1, 2)
+    update(started(tmp_path, runs, at=2, of="run0", lr=2.0), 3)
+    assert runs == {"run0": losses(1, 2, 3)}
 
 
 def test_another_work_dir_gets_a_run_of_its_own(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from unigen_ds.config.registry import MODELS
 from unigen_ds.core.batch import Batch, LossTerms, PackedBatch
 from unigen_ds.core.progress import Progress
 from unigen_ds.families.decoder_lm.model import DecoderLM
-from unigen_ds.hooks.log.logger import FEWEST, GradNormWatch, LoggerHook
+from unigen_ds.hooks.log.logger import LoggerHook
+from unigen_ds.hooks.log.measurements import FEWEST, GradNormWatch
 from unigen_ds.hooks.log.timer import TOTAL_AFTER_UPDATES, IterTimerHook
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
@@ -154,18 +155,6 @@ def test_a_gradient_norm_outside_its_usual_range_is_one_warning() -> None:
     again.load_state_dict(watch.state_dict())
     (message,) = again.observe([0.05], last_update=101)
     assert "update 101" in message and "vanishing" in message
-
-
-def test_the_alarm_is_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger(NAME), "propagate", True)
-    hook = LoggerHook(interval=1)
-    hook.load_state_dict({**hook.state_dict(), "grad_norms": [0.1] * FEWEST})
-    run = TinyRun(tmp_path, [hook])
-    run.start()
-    run.update()  # its norm is 1.5
-    assert [r.levelname for r in caplog.records if "the gradient norm is 1.5" in r.getMessage()] == ["WARNING"]
 
 
 def test_the_total_time_is_estimated_after_20_updates(

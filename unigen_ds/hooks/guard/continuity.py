@@ -47,16 +47,16 @@ class ContinuityHook(Hook):
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         if not self._losses:
             return
-        found = run.last_losses()
-        if found is None:
+        losses = run.last_losses()
+        if losses is None:
             logger().info(
                 "Continuity is not checked: the present batch size cannot split the last update into iterations."
             )
             return
         precision = run.backend.topology()["precision"]
         bound = TOLERANCE[precision] if self.tolerance is None else self.tolerance
-        worst = max(_relative(found.get(name), value) for name, value in self._losses.items())
-        changes = ", ".join(f"{name} {value:.6g} -> {_text(found.get(name))}" for name, value in self._losses.items())
+        worst = max(_relative(losses.get(name), value) for name, value in self._losses.items())
+        changes = ", ".join(f"{name} {value:.6g} -> {_text(losses.get(name))}" for name, value in self._losses.items())
         if worst <= bound:
             logger().info("Continuity: the last update's losses are the recorded ones (%s).", changes)
             return
@@ -81,8 +81,8 @@ def _text(value: float | None) -> str:
     return "none" if value is None else f"{value:.6g}"
 
 
-def _relative(found: float | None, recorded: float) -> float:
+def _relative(loss: float | None, recorded: float) -> float:
     """Infinite where one of them is missing or not finite."""
-    if found is None or not abs(found - recorded) < float("inf"):
+    if loss is None or not abs(loss - recorded) < float("inf"):
         return float("inf")
-    return abs(found - recorded) / max(abs(recorded), 1e-12)
+    return abs(loss - recorded) / max(abs(recorded), 1e-12)

@@ -134,23 +134,20 @@ def _tensors(run: Run) -> tuple[int, list[str]]:
     whole = torch.tensor(dist.sum_floats(sums.flatten().tolist())).view(-1, 2)
     scale = {name: math.sqrt(square / number) for name, (square, number) in zip(names, whole.tolist(), strict=True)
              if number}  # fmt: skip
+    compared = {name: value for name, value in scale.items() if name in matrices and math.isfinite(value)}
     kinds = {
-        "are not finite": [n for n, value in scale.items() if not math.isfinite(value)],
-        "of weight matrices are all zeros": [
-            n for n, value in scale.items() if value == 0 and n in matrices and complete
-        ],
+        "are not finite": [name for name, value in scale.items() if not math.isfinite(value)],
+        "of weight matrices are all zeros": [name for name, value in compared.items() if value == 0 and complete],
         f"of weight matrices have a root mean square of more than {LARGEST:g} or less than {SMALLEST:g}": [
-            n
-            for n, value in scale.items()
-            if math.isfinite(value) and value > 0 and n in matrices and not SMALLEST <= value <= LARGEST
+            name for name, value in compared.items() if value > 0 and not SMALLEST <= value <= LARGEST
         ],
     }
     return len(names), [
-        f"{len(found):,} of {len(names):,} tensors {what}: {', '.join(found[:NAMED])}"
-        + f" and {len(found) - NAMED:,} more" * (len(found) > NAMED)
+        f"{len(some):,} of {len(names):,} tensors {what}: {', '.join(some[:NAMED])}"
+        + f" and {len(some) - NAMED:,} more" * (len(some) > NAMED)
         + ". Likely causes: a damaged or incomplete file, or names of weights that did not match."
-        for what, found in kinds.items()
-        if found
+        for what, some in kinds.items()
+        if some
     ]
 
 

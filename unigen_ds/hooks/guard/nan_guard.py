@@ -8,7 +8,7 @@ scale smaller is not one of them, unless the loss itself is not finite. A resume
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge
 
@@ -36,7 +36,8 @@ class NanGuardHook(Hook):
     @checked()
     def __init__(self, *, max_consecutive: Annotated[int, Ge(1)] = 5) -> None:
         self.max_consecutive = max_consecutive
-        self._skipped: list[dict[str, Any]] = []
+        self._skipped: list[tuple[int, UpdateResult]] = []
+        """The present row of updates that were not applied."""
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if result.applied:
@@ -49,14 +50,7 @@ class NanGuardHook(Hook):
                           " changed", run.progress.updates, result.loss_scale)  # fmt: skip
             return
         first, stop = result.sequences
-        self._skipped.append(
-            {
-                "update": run.progress.updates,
-                "sequences": [first, stop],
-                "sample_ids": list(result.sample_ids[:SHOWN_IDS]),
-                "num_samples": len(result.sample_ids),
-            }
-        )
+        self._skipped.append((run.progress.updates, result))
         logger().warning(
             "update %d (sequences %d:%d): the %s is not finite; no weight changed, it is skipped (%d of %d"
             " in a row that stop the run)",
@@ -67,15 +61,16 @@ class NanGuardHook(Hook):
             raise self._error()
 
     def _error(self) -> TrainingError:
-        updates, (first, _), (_, stop) = len(self._skipped), *(self._skipped[i]["sequences"] for i in (0, -1))
-        ids = [name for entry in self._skipped for name in entry["sample_ids"]][:SHOWN_IDS]
-        more = sum(entry["num_samples"] for entry in self._skipped) - len(ids)
+        (first_update, first_result), (last_update, last_result) = self._skipped[0], self._skipped[-1]
+        first, stop = first_result.sequences[0], last_result.sequences[1]
+        ids = [name for _, result in self._skipped for name in result.sample_ids]
+        names, more = ", ".join(ids[:SHOWN_IDS]), len(ids) - SHOWN_IDS
         return TrainingError(
-            f"{updates} updates in a row had a loss or gradients that are not finite: updates"
-            f" {self._skipped[0]['update']} to {self._skipped[-1]['update']}, sequences {first}:{stop}",
+            f"{len(self._skipped)} updates in a row had a loss or gradients that are not finite: updates"
+            f" {first_update} to {last_update}, sequences {first}:{stop}",
             remedy="lower the learning rate, resume from an earlier checkpoint, or look at the data: `python"
-            f" tools/inspect_data.py CONFIG --sequences {first}:{stop}` shows all of these samples: {', '.join(ids)}"
-            + (f" and {more} more" if more else ""),
+            f" tools/inspect_data.py CONFIG --sequences {first}:{stop}` shows all of these samples: {names}"
+            + (f" and {more} more" if more > 0 else ""),
         )
 
     def after_train(self, run: Run) -> None:

@@ -47,8 +47,9 @@ class SignalHook(Hook):
     def before_train(self, run: Run) -> None:
         self._alone = dist.world_size() == 1
         if threading.current_thread() is threading.main_thread():
-            taken = {signal.SIGUSR1} if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL else set()
-            self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS if number not in taken}
+            is_free = signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+            numbers = [number for number in _SIGNALS if number != signal.SIGUSR1 or is_free]
+            self._previous = {number: signal.signal(number, self._handle) for number in numbers}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -100,23 +100,42 @@ class Journal:
         self._lines = None
 
 
-# The ledger: one line for each update, with the sequences that it consumed and a digest of their sample ids.
+class JournalHook(Hook):
+    """A hook that keeps a journal: lines of a resumed run, and what must be on disk at a save and at the end."""
 
-
-@HOOKS.register_module()
-class LedgerHook(Hook):
-    """Writes ``ledger.jsonl``. It runs before the checkpoint hook: a saved update has its line."""
-
-    name = "ledger"
-
-    def __init__(self) -> None:
-        self._journal = Journal(LEDGER_FILE)
+    def __init__(self, file_name: str) -> None:
+        self._journal = Journal(file_name)
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         self._journal.resume(run, manifest)
 
     def before_train(self, run: Run) -> None:
         self._journal.start(run)
+
+    def sync(self) -> None:
+        self._journal.sync()
+
+    def close(self) -> None:
+        """Called at the end of a run and after an error."""
+        self._journal.close()
+
+    def after_run(self, run: Run) -> None:
+        self.close()
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self.close()
+
+
+@HOOKS.register_module()
+class LedgerHook(JournalHook):
+    """Writes ``ledger.jsonl``: a line for each update, with the sequences that it consumed and a digest of their sample
+    ids. It runs before the checkpoint hook: a saved update has its line.
+    """
+
+    name = "ledger"
+
+    def __init__(self) -> None:
+        super().__init__(LEDGER_FILE)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         self._journal.append(
@@ -130,15 +149,6 @@ class LedgerHook(Hook):
                 "applied": result.applied,
             },
         )
-
-    def sync(self) -> None:
-        self._journal.sync()
-
-    def after_run(self, run: Run) -> None:
-        self._journal.close()
-
-    def on_exception(self, run: Run, error: BaseException) -> None:
-        self._journal.close()
 
 
 # ``timeline.jsonl``: when a run started, with what, where its time was spent, and how each start ended.

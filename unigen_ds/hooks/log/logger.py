@@ -10,32 +10,35 @@ Lines with ``event`` are not those of an update: ``training_stats`` (``hooks/log
 
 from __future__ import annotations
 
-import math
-import resource
-import statistics
 import sys
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
+from rich.console import Console as RichOutput
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as RichBar
 
 from unigen_ds.config.registry import HOOKS, checked
-from unigen_ds.core.batch import DEFAULT_WEIGHT, Batch
+from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.datasets.dataset import source_names
-from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.log.by_source import SourceLosses
-from unigen_ds.hooks.log.console import Console, make_console
-from unigen_ds.hooks.log.epoch import EpochMeans
-from unigen_ds.hooks.log.journal import Journal
-from unigen_ds.hooks.log.timer import IterTimerHook, find_timer, statistics_over_ranks
+from unigen_ds.hooks.base import Run, UpdateResult
+from unigen_ds.hooks.log.journal import JournalHook
+from unigen_ds.hooks.log.measurements import (
+    EpochMeans,
+    GradNormWatch,
+    SourceLosses,
+    global_losses,
+    global_memory,
+    global_rates,
+)
+from unigen_ds.hooks.log.timer import find_timer, statistics_over_ranks
 from unigen_ds.system import dist
 from unigen_ds.system.journals import METRICS_FILE
 from unigen_ds.system.log import logger
-from unigen_ds.tracking.sent import ROUNDING, ROUNDING_CUDA
 from unigen_ds.tracking.writer import SafeWriter, Writer
 
 if TYPE_CHECKING:
@@ -45,13 +48,16 @@ VERSION = 2
 STATISTICS = "training_stats"
 """Event of the lines with the statistics over ranks."""
 _NUMBERS = ("model", "tokenizer", "processor", "train_dataloader", "optim_wrapper", "loss_weights", "param_scheduler",
-            "train_cfg", "backend", "val_dataloader", "randomness", "load_from", "load_cfg", "on_batch_change",
+            "train_cfg", "val_dataloader", "randomness", "load_from", "load_cfg", "on_batch_change",
             "on_data_change")  # fmt: skip
 """Sections of a config that determine the numbers of a run."""
+_WITHOUT_EFFECT = ("batch_size", "global_batch_size", "accumulative_counts", "num_workers", "prefetch_factor",
+                   "pin_memory", "timeout", "max_skipped_fraction")  # fmt: skip
+"""Keys of them that change no number beyond rounding; the effective batch is compared by itself."""
 
 
 @HOOKS.register_module()
-class LoggerHook(Hook):
+class LoggerHook(JournalHook):
     """Logs every ``interval`` iterations, and always the first and the last update of a process, and of an epoch the
     last, whose line has ``epoch_loss``, ``epoch_loss/<term>`` and ``epoch_tokens_per_second``.
 
@@ -77,13 +83,13 @@ class LoggerHook(Hook):
         run_name: str | None = None,
         log_metric_by_epoch: bool = False,
     ) -> None:
+        super().__init__(METRICS_FILE)
         self._interval, self._unit = interval, unit
         self._statistics_interval = statistics_interval
         self._log_metric_by_epoch = log_metric_by_epoch
         self._writers = [SafeWriter(writer, name) for writer, name in zip(writers, _names(writers), strict=True)]
         self._run_name = run_name
-        self._journal = Journal(METRICS_FILE)
-        self._console: Console | None = None
+        self._console = Console()
         self._last: UpdateResult | None = None
         self._logged_update: int | None = None
         self._norms: list[torch.Tensor | float] = []
@@ -91,17 +97,13 @@ class LoggerHook(Hook):
         self._epoch = EpochMeans()
         self._by_source = SourceLosses()
 
-    def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
-        self._journal.resume(run, manifest)
-
     def before_train(self, run: Run) -> None:
-        self._journal.start(run)
+        super().before_train(run)
         self._epoch.start()
         self._by_source = SourceLosses(source_names(run.datasets))
         if self._log_metric_by_epoch:
             logger().warning("LoggerHook.log_metric_by_epoch has no effect: each line has update, iteration and epoch")
         if dist.is_main():
-            self._console = make_console()
             name, identity = self._run_name or run.work_dir.name, _identity(run) if self._writers else {}
             for writer in self._writers:  # not earlier: a resume has restored the run ids by now
                 writer.open(
@@ -110,7 +112,6 @@ class LoggerHook(Hook):
                     updates=run.progress.updates,
                     name=name,
                     identity=identity,
-                    rounding=ROUNDING_CUDA if torch.cuda.is_available() else ROUNDING,
                 )
 
     def before_update(self, run: Run) -> None:
@@ -174,15 +175,15 @@ class LoggerHook(Hook):
             writer.image(name, picture, update=update, at=run.progress.updates)
 
     def sync(self) -> None:
-        self._journal.sync()
+        super().sync()
         for writer in self._writers:
             writer.sync()
 
-    def after_run(self, run: Run) -> None:
-        self._close()
-
-    def on_exception(self, run: Run, error: BaseException) -> None:
-        self._close()
+    def close(self) -> None:
+        super().close()
+        self._console.close()
+        for writer in self._writers if dist.is_main() else ():
+            writer.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -219,8 +220,6 @@ class LoggerHook(Hook):
         record |= {k: summary.get(k) for k in (*rate_names, "tokens_per_second_per_device")}
         record |= {**rates, **memory, **(of_epoch or {})}
         self._journal.append(run, record)
-        if self._console is None:
-            self._console = make_console()
         self._console.show(record, summary=summary, total_sequences=run.total_sequences)
         for writer in self._writers:
             writer.write({**record, **{k: v for k, v in summary.items() if k != "eta"}}, update=run.progress.updates)
@@ -232,15 +231,6 @@ class LoggerHook(Hook):
         for sentence in self._watch.observe(norms, last_update=run.progress.updates):
             logger().warning(sentence)
         return norms
-
-    def _close(self) -> None:
-        self._journal.close()
-        if self._console is not None:
-            self._console.close()
-            self._console = None
-        if dist.is_main():
-            for writer in self._writers:
-                writer.close()
 
 
 def _shown(event: str, values: Mapping[str, Any]) -> str:
@@ -269,50 +259,13 @@ def _crossed(run: Run, interval: int, unit: str) -> bool:
 
 
 def _identity(run: Run) -> dict[str, Any]:
-    """What determines the numbers of a run, apart from the code."""
-    config = {name: run.config.get(name) for name in _NUMBERS}
+    """What determines the numbers of a run, apart from the code and from rounding: no engine and no process count."""
+    sections = {name: run.config.get(name) for name in _NUMBERS}
+    for name, section in sections.items():
+        if isinstance(section, Mapping):
+            sections[name] = {key: value for key, value in section.items() if key not in _WITHOUT_EFFECT}
     data = [dataset.fingerprint for dataset in run.datasets]
-    return {"config": config, "geometry": asdict(run.geometry), "processes": dist.world_size(), "data": data}
-
-
-def global_losses(result: UpdateResult) -> dict[str, float | None]:
-    """``loss/<term>``: the mean over all targets of the update on all ranks; ``loss``: their weighted sum. Collective.
-
-    A term without targets is None and left out of the total; the total is None when no term has any.
-    """
-    terms = sorted(result.counts)
-    local = [float(result.local_sums[term]) if term in result.local_sums else 0.0 for term in terms]
-    losses: dict[str, float | None] = {}
-    total: float | None = None
-    for term, value in zip(terms, dist.sum_floats(local), strict=True):
-        count = result.counts[term]
-        losses[f"loss/{term}"] = mean = value / count if count else None
-        if mean is not None:
-            total = (total or 0.0) + result.loss_weights.get(term, DEFAULT_WEIGHT) * mean
-    return {"loss": total, **losses}
-
-
-def global_rates(timer: IterTimerHook) -> dict[str, float]:
-    """``tflops``: 10**12 operations a second of one device, mean over ranks; ``mfu``: that as a share of its peak.
-    Collective. Each is left out where it is not known.
-    """
-    (total,) = dist.sum_floats([timer.flops_per_second()])
-    tflops, peak = total / dist.world_size() / 1e12, timer.peak_tflops
-    if not tflops:
-        return {}
-    return {"tflops": tflops, "mfu": tflops / peak} if peak else {"tflops": tflops}
-
-
-def global_memory() -> dict[str, float]:
-    """``memory``: the largest amount so far, MiB, of the process that has most: allocated on its CUDA device, else
-    resident in the process. ``memory_reserved``, on CUDA alone: what the allocator has reserved on the device, which is
-    what runs out. Collective.
-    """
-    if torch.cuda.is_available():
-        peaks = [torch.cuda.max_memory_allocated() / 2**20, torch.cuda.max_memory_reserved() / 2**20]
-    else:
-        peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)]
-    return dict(zip(("memory", "memory_reserved"), dist.max_floats(peaks), strict=False))
+    return {"config": sections, "global_batch_size": run.geometry.global_batch_size, "data": data}
 
 
 def _position(run: Run) -> dict[str, float]:
@@ -335,46 +288,64 @@ def _learning_rates(result: UpdateResult) -> dict[str, float]:
     return rates
 
 
-# An alarm on gradient norms that leave their usual range: exploding or vanishing.
-
-WINDOW = 100
-"""Updates whose median is what is usual."""
-FEWEST = 20
-"""Updates before the first alarm."""
-FACTOR = 10.0
+# What the user sees: one live progress line on a terminal, plain log lines everywhere else.
 
 
-class GradNormWatch:
-    """Compares each norm with the median of the last ``WINDOW`` before it. One warning when the range is left."""
+def loss_names(record: Mapping[str, Any]) -> list[str]:
+    """``loss``, and ``loss/<term>`` of each term, whatever the family calls them."""
+    return [name for name in record if name == "loss" or (name.startswith("loss/") and name.count("/") == 1)]
+
+
+def progress_line(record: Mapping[str, Any], *, summary: Mapping[str, float]) -> str:
+    """Losses, learning rate, gradient norm, rates, time shares, time to go and MFU, in one line."""
+    parts = [f"update {record['update']}", f"iteration {record['iteration']}", f"epoch {record['epoch']:.3f}"]
+    parts += [
+        f"{name} {record[name]:.4g}"
+        for name in (*loss_names(record), "lr", "grad_norm")
+        if record.get(name) is not None
+    ]
+    if not record["applied"]:
+        parts.append("NOT APPLIED")
+    if summary:
+        parts.append(f"{summary['tokens_per_second']:.0f} tokens/s")
+        shares = (("data", "data"), ("fwd+bwd", "forward_backward"), ("comm", "communication"), ("step", "step"),
+                  ("other", "other"))  # fmt: skip
+        parts.append("time " + " ".join(f"{label} {summary[f'share/{key}']:.0%}" for label, key in shares))
+        if summary["eta"] < float("inf"):
+            parts.append(f"ETA {timedelta(seconds=round(summary['eta']))}")
+    if "mfu" in record:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    parts.append(f"memory {record['memory']:.0f} MiB")
+    return "  ".join(parts)
+
+
+class Console:
+    """A bar over the sequences of the run with a description beside it, where standard error is a terminal; else a log
+    line for each record."""
 
     def __init__(self) -> None:
-        self._norms: deque[float] = deque(maxlen=WINDOW)
-        self._outside = False
+        self._bar: RichBar | None = None
 
-    def observe(self, norms: Sequence[float], *, last_update: int) -> Iterator[str]:
-        """A sentence for each of ``norms``, those of the updates up to ``last_update``, that leaves the range.
+    def show(self, record: Mapping[str, Any], *, summary: Mapping[str, float], total_sequences: float) -> None:
+        """Show ``record``, a line of ``metrics.jsonl``; ``summary`` is the timer's."""
+        text = progress_line(record, summary=summary)
+        if not sys.stderr.isatty():
+            logger().info("%s", text)
+            return
+        if self._bar is None:
+            columns = TextColumn("{task.percentage:>5.1f} %"), BarColumn(bar_width=20), TextColumn("{task.description}")
+            self._bar = RichBar(*columns, console=RichOutput(stderr=True), auto_refresh=False)
+            self._bar.start()
+            self._bar.add_task("", total=None)
+        self._bar.update(
+            self._bar.task_ids[0],
+            total=total_sequences if total_sequences < float("inf") else None,
+            completed=record["sequences"],
+            description=text,
+            refresh=True,
+        )
 
-        Norms that are not finite are the ``NanGuardHook``'s.
-        """
-        for update, norm in enumerate(norms, start=last_update - len(norms) + 1):
-            if not math.isfinite(norm):
-                continue
-            usual = statistics.median(self._norms) if len(self._norms) >= FEWEST else None
-            outside = usual is not None and not usual / FACTOR <= norm <= usual * FACTOR
-            if outside and not self._outside:
-                assert usual is not None
-                kind = "exploding" if norm > usual else "vanishing"
-                yield (
-                    f"update {update}: the gradient norm is {norm:.4g}; usual is {usual / FACTOR:.4g} to"
-                    f" {usual * FACTOR:.4g} ({usual:.4g} is the median of the last {len(self._norms)} updates). If it"
-                    f" stays there, gradients are {kind}: look at the samples of this update (tools/inspect_data.py)"
-                    " and at the learning rate."
-                )
-            self._outside = outside
-            self._norms.append(norm)
-
-    def state_dict(self) -> list[float]:
-        return [*self._norms]
-
-    def load_state_dict(self, state: Sequence[float]) -> None:
-        self._norms = deque(map(float, state), maxlen=WINDOW)
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

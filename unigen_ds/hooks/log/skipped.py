@@ -9,8 +9,8 @@ from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.records.unusable import exceeds, share_above
-from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.log.journal import Journal
+from unigen_ds.hooks.base import Run, UpdateResult
+from unigen_ds.hooks.log.journal import JournalHook
 from unigen_ds.system import dist
 from unigen_ds.system.journals import SKIPPED_FILE as SKIPPED_FILE
 from unigen_ds.system.log import logger
@@ -19,7 +19,7 @@ _GRACE = 100  # samples seen before the share is checked
 
 
 @HOOKS.register_module()
-class SkippedSamplesHook(Hook):
+class SkippedSamplesHook(JournalHook):
     """Appends to ``skipped_samples.jsonl``. Where these show that more than ``max_skipped_fraction`` of all cannot be
     decoded, the run saves a checkpoint and ends with a ``DataError``.
 
@@ -32,18 +32,15 @@ class SkippedSamplesHook(Hook):
     name = "skipped"
 
     def __init__(self, *, max_skipped_fraction: float = 0.01) -> None:
+        super().__init__(SKIPPED_FILE)
         self.max_skipped_fraction = max_skipped_fraction
         self.num_skipped = 0
         self._error: DataError | None = None
         self._pending: list[dict[str, str]] = []
-        self._journal = Journal(SKIPPED_FILE)
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         if (run.work_dir / SKIPPED_FILE).exists():  # what is skipped again is listed again: the older lines are void
-            self._journal.resume(run, manifest)
-
-    def before_train(self, run: Run) -> None:
-        self._journal.start(run)
+            super().after_load_checkpoint(run, manifest)
 
     def after_train_iter(self, run: Run, index: int, batch: Batch) -> None:
         self._pending.extend(batch.skipped)
@@ -77,15 +74,6 @@ class SkippedSamplesHook(Hook):
     def after_train(self, run: Run) -> None:
         if self._error is not None:
             raise self._error
-
-    def sync(self) -> None:
-        self._journal.sync()
-
-    def after_run(self, run: Run) -> None:
-        self._journal.close()
-
-    def on_exception(self, run: Run, error: BaseException) -> None:
-        self._journal.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_skipped": self.num_skipped}

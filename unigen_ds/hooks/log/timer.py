@@ -20,7 +20,7 @@ from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.batch import Batch
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.system import dist
-from unigen_ds.system.clock import COMMUNICATION, EVALUATION, timed
+from unigen_ds.system.clock import COMMUNICATION, EVALUATION, count_communication
 from unigen_ds.system.log import logger
 
 SECTIONS = ("data", "forward_backward", COMMUNICATION, "step")
@@ -92,7 +92,7 @@ class IterTimerHook(Hook):
 
     def before_train(self, run: Run) -> None:
         self.peak_tflops = peak_tflops(run.peak_tflops)
-        self._timed.enter_context(timed(run.clock))
+        self._timed.enter_context(count_communication(run.clock))
         run.clock.read()  # building the run is not part of the first update
 
     def after_run(self, run: Run) -> None:
@@ -172,8 +172,8 @@ class IterTimerHook(Hook):
 
     def take_statistics(self) -> list[dict[str, float]]:
         """``_Update.statistics`` of each update since the last call, of this rank."""
-        taken, self._statistics = self._statistics, []
-        return taken
+        statistics, self._statistics = self._statistics, []
+        return statistics
 
     def flops_per_second(self) -> float:
         """Of this rank's model over the window; 0 where the model has no ``flops``."""
@@ -204,23 +204,20 @@ def statistics_over_ranks(timer: IterTimerHook) -> dict[str, float]:
     own = timer.take_statistics()
     values = {name: [update[name] for update in own] for name in own[0]} if own else {}
     ranks = dist.gather_objects({name: (sum(v) / len(v), max(v), min(v)) for name, v in values.items()})
-    found: dict[str, float] = {}
+    values_over_ranks: dict[str, float] = {}
     for name in ranks[0]:
         averages, largest, smallest = zip(*(rank[name] for rank in ranks), strict=True)
-        found[f"training_stats/avg_{name}"] = sum(averages) / len(ranks)
-        found[f"training_stats/max_{name}"], found[f"training_stats/min_{name}"] = max(largest), min(smallest)
-    for rank, of_rank in enumerate(ranks if found else ()):
-        found[f"training_stats/tokens_per_second/rank{rank}"] = of_rank["tokens_per_second"][0]
-    return found
+        values_over_ranks[f"training_stats/avg_{name}"] = sum(averages) / len(ranks)
+        values_over_ranks[f"training_stats/max_{name}"] = max(largest)
+        values_over_ranks[f"training_stats/min_{name}"] = min(smallest)
+    for rank, of_rank in enumerate(ranks if values_over_ranks else ()):
+        values_over_ranks[f"training_stats/tokens_per_second/rank{rank}"] = of_rank["tokens_per_second"][0]
+    return values_over_ranks
 
 
 def find_timer(run: Run) -> IterTimerHook | None:
     """The timer of a run, if it has one."""
     return next((hook for hook in run.hooks if isinstance(hook, IterTimerHook)), None)
-
-
-# Former names, for one release.
-BANDS = BOUNDS
 
 
 # The peak of a device: dense bf16 operations a second, from the maker's data sheet. MFU is a share of it.
@@ -236,13 +233,13 @@ The first that fits is used."""
 
 
 def device_peak_tflops(name: str) -> float | None:
-    """Of a device by its name; None where the table does not have it."""
+    """Return the peak of the device named ``name`` in 10**12 operations a second, or None if it is unknown."""
     words = f" {name.replace('-', ' ')} "
     return next((float(peak) for part, peak in PEAK_TFLOPS.items() if f" {part} " in words), None)
 
 
-def peak_tflops(given: float | None) -> float | None:
-    """``given``, else the device's, where it is known."""
-    if given is not None:
-        return given
+def peak_tflops(setting: float | None) -> float | None:
+    """Return ``setting``, or the device's peak where it is None and the device is known."""
+    if setting is not None:
+        return setting
     return device_peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

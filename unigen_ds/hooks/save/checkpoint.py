@@ -16,8 +16,8 @@ from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 
-Interval = Annotated[float, Rule(lambda given: given > 0 or given == -1), Allowed("a number above 0, or -1")]
-Kept = Annotated[int, Rule(lambda given: given != 0), Allowed("a whole number of at least 1, or -1")]
+Interval = Annotated[float, Rule(lambda value: value > 0 or value == -1), Allowed("a number above 0, or -1")]
+MaxKeep = Annotated[int, Rule(lambda value: value != 0), Allowed("a whole number of at least 1, or -1")]
 
 
 @HOOKS.register_module()
@@ -57,8 +57,8 @@ class CheckpointHook(Hook):
         *,
         by_epoch: bool = True,
         unit: Literal["epoch", "iteration", "update"] | None = None,
-        max_keep_ckpts: Kept = -1,
-        max_keep_days: Annotated[float, Rule(lambda given: given > 0), Allowed("a number above 0")] | None = None,
+        max_keep_ckpts: MaxKeep = -1,
+        max_keep_days: Annotated[float, Rule(lambda value: value > 0), Allowed("a number above 0")] | None = None,
         form: Form = "sharded",
         filename_tmpl: str = "iter_{}.pth",
         save_base: bool = False,

@@ -16,12 +16,10 @@ from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.checkpoint.saver import CONFIG_FILE
 from unigen_ds.config.hub import LOGIN, HubRepo, has_token
 from unigen_ds.config.registry import HOOKS, checked
-from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.evaluation.generation import trained_family
-from unigen_ds.families.base import exported_format
-from unigen_ds.hooks.base import Hook, Run
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.hooks.base import Run
 from unigen_ds.hooks.guard.early_stopping import EarlyStoppingHook
-from unigen_ds.hooks.save.checkpoint import CheckpointHook
+from unigen_ds.hooks.save.save_pretrained import ExportHook, Precision
 from unigen_ds.system import dist
 from unigen_ds.system.files import delete_inside
 from unigen_ds.system.log import logger
@@ -30,7 +28,7 @@ FOLDER = "published"
 
 
 @HOOKS.register_module()
-class PushToHubHook(Hook):
+class PushToHubHook(ExportHook):
     """Exports the model and uploads it once the training is complete (or was stopped early); not after another stop.
 
     Args:
@@ -53,16 +51,14 @@ class PushToHubHook(Hook):
         which: Literal["best", "last"] = "best",
         revision: str | None = None,
         raw: bool = False,
-        dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+        dtype: Precision = "fp32",
     ) -> None:
+        super().__init__(raw=raw, dtype=dtype)
         self.repo = HubRepo(repo, private=private, revision=revision)
-        self._which, self._raw, self._dtype = which, raw, dtype
+        self._which = which
 
     def before_run(self, run: Run) -> None:
-        """Raises ``ConfigError`` where there would be nothing to upload."""
-        if not any(isinstance(hook, CheckpointHook) for hook in run.hooks):
-            raise ConfigError("PushToHubHook without a CheckpointHook", remedy="add the hook that saves")
-        exported_format(*trained_family(run.backend))
+        super().before_run(run)
         if dist.is_main() and not has_token():
             logger().warning("PushToHubHook: this machine has no token for %s. Remedy: %s, before the training ends.",
                              self.repo.name, LOGIN)  # fmt: skip
@@ -85,8 +81,7 @@ class PushToHubHook(Hook):
             if out.exists():
                 logger().info("%s is exported anew: the former export is deleted.", out)
                 delete_inside(out, run.work_dir)
-            out.parent.mkdir(exist_ok=True)
-            run.export(checkpoint, out, raw=self._raw, dtype=self._dtype)
+            self.export(run, checkpoint, out)
             complete = True
             logger().info("Pushing %s, exported to %s, to %s.", checkpoint, out, self.repo.name)
             logger().info("Pushed to %s.", self.repo.upload(out))
@@ -104,13 +99,12 @@ class PushToHubHook(Hook):
     def _chosen(self, run: Run) -> Path:
         """The checkpoint to export. Raises ``CheckpointError`` where there is none."""
         if self._which == "best":
+            problem = "no evaluation chose one (EvaluateHook(save_best=...))"
             try:
-                found = best_of(run.checkpoint_dir)
-                problem = "no evaluation chose one (EvaluateHook(save_best=...))"
+                if (best := best_of(run.checkpoint_dir)) is not None:
+                    return best[0]
             except CheckpointError as error:
-                found, problem = None, str(error)
-            if found is not None:
-                return found[0]
+                problem = str(error)
             logger().warning("There is no best checkpoint to push: %s. The last one is pushed.", problem.rstrip(". "))
         newest, _ = store.newest(run.checkpoint_dir, hashes=False)
         if newest is None:

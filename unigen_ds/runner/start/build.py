@@ -36,7 +36,7 @@ from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
 from unigen_ds.hooks.log.journal import LedgerHook, TimelineHook
 from unigen_ds.hooks.log.skipped import SkippedSamplesHook
-from unigen_ds.hooks.mmengine import completed
+from unigen_ds.hooks.mmengine import with_runtime_info
 from unigen_ds.models.lora import add_adapters
 from unigen_ds.optim.optimizer import (
     OptimizerConfig,
@@ -342,7 +342,7 @@ def build_hooks(settings: Settings) -> list[Hook]:
     if settings.val_dataloader is not None and not settings.evaluates:
         notice("val_dataloader is evaluated after every epoch: EvaluateHook in custom_hooks sets another interval.")
         hooks.append(EvaluateHook())
-    hooks = completed(hooks)
+    hooks = with_runtime_info(hooks)
     with_state = [hook for hook in hooks if hook.name or type(hook).state_dict is not Hook.state_dict]
     names = [hook.name or "a hook with a state and no name" for hook in with_state]
     twice = sorted({name for name in names if names.count(name) > 1})

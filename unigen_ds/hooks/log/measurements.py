@@ -1,0 +1,216 @@
+"""What a line of ``metrics.jsonl`` contains: losses by term and source, means of an epoch, memory, rates; and the alarm
+on gradient norms. Sums of this rank in, values over all ranks out.
+
+Sums are added up on the device, which nothing waits for, and read where a line is logged.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unigen_ds.core.batch import DEFAULT_WEIGHT, Batch, to_device
+from unigen_ds.hooks.base import UpdateResult
+from unigen_ds.hooks.log.timer import IterTimerHook
+from unigen_ds.system import dist
+
+WINDOW = 100
+"""Updates whose median is what is usual."""
+FEWEST = 20
+"""Updates before the first alarm."""
+FACTOR = 10.0
+
+
+def global_losses(result: UpdateResult) -> dict[str, float | None]:
+    """``loss/<term>``: the mean over all targets of the update on all ranks; ``loss``: their weighted sum. Collective.
+
+    A term without targets is None and left out of the total; the total is None when no term has any.
+    """
+    terms = sorted(result.counts)
+    local = [float(result.local_sums[term]) if term in result.local_sums else 0.0 for term in terms]
+    losses: dict[str, float | None] = {}
+    total: float | None = None
+    for term, value in zip(terms, dist.sum_floats(local), strict=True):
+        count = result.counts[term]
+        losses[f"loss/{term}"] = mean = value / count if count else None
+        if mean is not None:
+            total = (total or 0.0) + result.loss_weights.get(term, DEFAULT_WEIGHT) * mean
+    return {"loss": total, **losses}
+
+
+class SourceLosses:
+    """The losses of the present update for each source of the training data, ``names``.
+
+    A mean is over the targets of a source in the update, of all ranks, so the losses of the sources, weighted by their
+    targets, are the loss of the term. Of one source it does nothing: its losses are those of the update.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._names = tuple(names)
+        self._parts: dict[str, tuple[Tensor, Tensor]] = {}
+        """Term -> by source, the sum of the losses on the device, and of the weights of the targets on the CPU."""
+
+    def begin(self) -> None:
+        """The next update."""
+        self._parts = {}
+
+    def add(self, batch: Batch, each: Mapping[str, Tensor]) -> None:
+        """A micro-batch of this rank. ``batch`` on the CPU; ``each``: as of ``LossTerms``, detached."""
+        if len(self._names) < 2 or not each or not batch.sample_ends:
+            return
+        ends, sources = torch.tensor(batch.sample_ends), torch.tensor(batch.sample_sources)
+        for term, (index, weight) in batch.target_positions().items():
+            if term not in each:
+                continue
+            labels = sources[torch.searchsorted(ends, index, right=True)]
+            values, none = each[term].double(), torch.zeros(len(self._names), dtype=torch.float64)
+            sums, weights = self._parts.get(term, (torch.zeros_like(none, device=values.device), none))
+            self._parts[term] = (
+                sums.index_add(0, to_device(labels, values.device), values),
+                weights.index_add(0, labels, weight.double()),
+            )
+
+    def means(self, terms: Sequence[str]) -> dict[str, float]:
+        """``loss/<term>/<source>``; a source without targets of a term is left out. Collective; ``terms`` and the
+        result are the same on all ranks.
+        """
+        if len(self._names) < 2:
+            return {}
+        none = torch.zeros(len(self._names))
+        local: list[float] = []
+        for term in terms:
+            for part in self._parts.get(term, (none, none)):
+                local += part.tolist()
+        totals = torch.tensor(dist.sum_floats(local), dtype=torch.float64)
+        means: dict[str, float] = {}
+        for term, (sums, weights) in zip(terms, totals.view(len(terms), 2, -1).tolist(), strict=True):
+            parts = zip(self._names, sums, weights, strict=True)
+            means |= {f"loss/{term}/{name}": total / weight for name, total, weight in parts if weight}
+        return means
+
+
+class EpochMeans:
+    """The losses of a whole epoch, across kills, and its throughput."""
+
+    def __init__(self) -> None:
+        self._local: dict[str, Tensor] = {}
+        """This rank's sum of each term since the last ``settle``, on the device."""
+        self._sums: dict[str, float] = {}
+        """Over all ranks, until then."""
+        self._counts: dict[str, float] = {}
+        self._tokens = 0
+        self._since = time.perf_counter()
+
+    def start(self) -> None:
+        """Training begins: the time before does not count."""
+        self._since = time.perf_counter()
+
+    def add(self, result: UpdateResult) -> None:
+        if result.applied:  # the sums of a skipped update may not be finite
+            for name, value in result.local_sums.items():
+                self._local[name] = self._local[name] + value if name in self._local else value.double()
+            for name, count in result.counts.items():
+                self._counts[name] = self._counts.get(name, 0.0) + count
+        self._tokens += result.tokens
+
+    def settle(self) -> None:
+        """Read the device and sum over ranks. Collective."""
+        names = sorted(self._counts)
+        local: list[float] = []
+        for name in names:
+            local.append(float(self._local.get(name, 0.0)))
+        for name, value in zip(names, dist.sum_floats(local), strict=True):
+            self._sums[name] = self._sums.get(name, 0.0) + value
+        self._local = {}
+
+    def finish(self, loss_weights: Mapping[str, float]) -> dict[str, float]:
+        """Return ``epoch_loss``, ``epoch_loss/<term>`` and ``epoch_tokens_per_second``; the next epoch begins.
+        Collective.
+
+        Means over all targets of the epoch; terms without targets are left out. The throughput is that of this process.
+        """
+        self.settle()
+        means = {name: self._sums.get(name, 0.0) / count for name, count in sorted(self._counts.items()) if count}
+        values: dict[str, float] = {}
+        if means:
+            values["epoch_loss"] = sum(loss_weights.get(n, DEFAULT_WEIGHT) * mean for n, mean in means.items())
+        values |= {f"epoch_loss/{name}": mean for name, mean in means.items()}
+        values["epoch_tokens_per_second"] = self._tokens / (time.perf_counter() - self._since)
+        self._sums, self._counts, self._tokens = {}, {}, 0
+        self.start()
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``settle`` has read. Without times: a resumed run has the same state as one that was never killed."""
+        return {"sums": self._sums, "counts": self._counts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sums, self._counts = dict(state["sums"]), dict(state["counts"])
+
+
+class GradNormWatch:
+    """Compares each norm with the median of the last ``WINDOW`` before it. One warning when the range is left."""
+
+    def __init__(self) -> None:
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+        self._outside = False
+
+    def observe(self, norms: Sequence[float], *, last_update: int) -> Iterator[str]:
+        """A sentence for each of ``norms``, those of the updates up to ``last_update``, that leaves the range.
+
+        Norms that are not finite are the ``NanGuardHook``'s.
+        """
+        for update, norm in enumerate(norms, start=last_update - len(norms) + 1):
+            if not math.isfinite(norm):
+                continue
+            usual = statistics.median(self._norms) if len(self._norms) >= FEWEST else None
+            outside = usual is not None and not usual / FACTOR <= norm <= usual * FACTOR
+            if outside and not self._outside:
+                assert usual is not None
+                kind = "exploding" if norm > usual else "vanishing"
+                yield (
+                    f"update {update}: the gradient norm is {norm:.4g}; usual is {usual / FACTOR:.4g} to"
+                    f" {usual * FACTOR:.4g} ({usual:.4g} is the median of the last {len(self._norms)} updates). If it"
+                    f" stays there, gradients are {kind}: look at the samples of this update (tools/inspect_data.py)"
+                    " and at the learning rate."
+                )
+            self._outside = outside
+            self._norms.append(norm)
+
+    def state_dict(self) -> list[float]:
+        return [*self._norms]
+
+    def load_state_dict(self, state: Sequence[float]) -> None:
+        self._norms = deque(map(float, state), maxlen=WINDOW)
+
+
+def global_rates(timer: IterTimerHook) -> dict[str, float]:
+    """``tflops``: 10**12 operations a second of one device, mean over ranks; ``mfu``: that as a share of its peak.
+    Collective. Each is left out where it is not known.
+    """
+    (total,) = dist.sum_floats([timer.flops_per_second()])
+    tflops, peak = total / dist.world_size() / 1e12, timer.peak_tflops
+    if not tflops:
+        return {}
+    return {"tflops": tflops, "mfu": tflops / peak} if peak else {"tflops": tflops}
+
+
+def global_memory() -> dict[str, float]:
+    """``memory``: the largest amount so far, MiB, of the process that has most: allocated on its CUDA device, else
+    resident in the process. ``memory_reserved``, on CUDA alone: what the allocator has reserved on the device, which is
+    what runs out. Collective.
+    """
+    if torch.cuda.is_available():
+        peaks = [torch.cuda.max_memory_allocated() / 2**20, torch.cuda.max_memory_reserved() / 2**20]
+    else:
+        peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)]
+    return dict(zip(("memory", "memory_reserved"), dist.max_floats(peaks), strict=False))
