@@ -175,10 +175,10 @@ def test_llavas_placeholders_are_images() -> None:
     ]
     assert shown(llava("<image>or<image>\n?", ["1.png", "2.png"])) == two
     assert shown(llava("What?", None)) == [("user", "text", "What?"), answer]
-    for record, numbers in ((llava("<image>", ["1.png", "2.png"]), "1 <image> and the record has 2"),
-                            (llava("<image><image>", "1.png"), "2 <image> and the record has 1"),
-                            (llava("?", "1.png"), "0 <image> and the record has 1")):  # fmt: skip
-        with pytest.raises(DataError, match=f"w: the human turns have {numbers} images"):
+    for record, numbers in ((llava("<image>", ["1.png", "2.png"]), "1 images and the record has 2"),
+                            (llava("<image><image>", "1.png"), "2 images and the record has 1"),
+                            (llava("?", "1.png"), "0 images and the record has 1")):  # fmt: skip
+        with pytest.raises(DataError, match=f"w: the human turns ask for {numbers}"):
             parse_record(record, "w")
     with pytest.raises(DataError, match=r"w: conversations\[0\]\.from is 'robot'"):
         parse_record({"conversations": [{"from": "robot", "value": "x"}]}, "w")

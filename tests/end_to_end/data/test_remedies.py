@@ -94,11 +94,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "role and content": (lambda f: jsonl(f / "a.jsonl", {"conversations": [{"role": "user", "content": "x"}]}), {},
                          "columns={'conversations': 'messages'}"),
     "no type, OpenAI": (lambda f: jsonl(f / "a.jsonl", {"texts": "what?"}), {}, "texts is 'what?'. Allowed: nanoVLM's"),
-    "columns turned": (lambda f: jsonl(f / "a.jsonl", {"prompt": "a", "file": "1.png"}),
-                       {"columns": {"text_prompt": "prompt", "image_path": "file"}},
-                       "columns={'prompt': 'text_prompt', 'file': 'image_path'}"),
-    "columns misspelt": (lambda f: jsonl(f / "a.jsonl", {"prompt": "a", "file": "1.png"}),
-                         {"columns": {"promt": "text_prompt"}}, "did you mean 'prompt' by 'promt'?"),
+    "columns turned": (lambda f: jsonl(f / "a.jsonl", {"prompt": "a"}), {"columns": {"text": "prompt"}},
+                       "columns names text, and the record has: prompt. Remedy: columns={'name in the file': "),
     "key misspelt": (lambda f: jsonl(f / "a.jsonl", {"text_promt": "a", "image_path": "1.png"}), {},
                      "text_prompt is missing (the record has: text_promt, image_path). Allowed: a text. "
                      "Remedy: did you mean 'text_prompt'? columns={'text_promt': 'text_prompt'}"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.records.record_values import wrong
+from unigen_ds.data.records.turn import wrong
 
 RATINGS = ("relevance", "image_correspondence", "visual_dependency", "formatting")
 """nanoVLM's ratings of a question and its answer; a record has them as ``relevance_ratings`` and so on."""

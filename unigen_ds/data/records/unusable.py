@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.records.record_values import shown_value
+from unigen_ds.data.records.turn import format_value
 
 OnRecordError = Literal["error", "skip"]
 SKIPPED = "on_record_error='skip'"
@@ -51,11 +51,11 @@ class BadRecord:
     ) -> BadRecord:
         """``record``: its values, as far as they are known."""
         own = record.get("id")
-        own = own if own is None or isinstance(own, (str, int)) else shown_value(own)
+        own = own if own is None or isinstance(own, (str, int)) else format_value(own)
         return cls(number, file, index, own, reason, not image)
 
     def __str__(self) -> str:
-        return f"index {self.index}{'' if self.id is None else f', id {shown_value(self.id)}'}, {self.reason}"
+        return f"index {self.index}{'' if self.id is None else f', id {format_value(self.id)}'}, {self.reason}"
 
     def line(self, name: str) -> str:
         """Of ``left_out.jsonl``. ``name``: of the source in sample ids."""

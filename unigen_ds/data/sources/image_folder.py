@@ -18,7 +18,7 @@ import numpy as np
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.records.data_file import MalformedRecord, no_utf8
-from unigen_ds.data.records.record_values import shown_value
+from unigen_ds.data.records.turn import format_value
 from unigen_ds.data.sources.base import Arrays, FoundRecord, Joined, RecordSource, Row
 from unigen_ds.data.sources.csv_rows import CsvSource
 from unigen_ds.data.sources.json_lines import JsonSource, read_bytes
@@ -203,7 +203,7 @@ class ImageFolderSource(RecordSource):
         key = next((given for given, name in self.columns.items() if name == _FILE_NAME), _FILE_NAME)
         name = entry.record.get(key)
         if not isinstance(name, str) or not name:
-            shown = "missing" if name is None else shown_value(name)
+            shown = "missing" if name is None else format_value(name)
             raise MalformedRecord(
                 f"{entry.where}: {key} is {shown}",
                 allowed="the path of an image in the folder",

@@ -23,8 +23,8 @@ from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.stored_image import lost
 from unigen_ds.data.records.data_file import LATIN1, MalformedRecord, check_data_file, no_record
-from unigen_ds.data.records.record_values import shown_value
 from unigen_ds.data.records.records import Captions
+from unigen_ds.data.records.turn import format_value
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
 from unigen_ds.system.files import quick_digest
 
@@ -199,7 +199,7 @@ def load_record(raw: bytes, location: object) -> dict[str, Any]:
             remedy=_mended(raw, error, location),
         ) from error
     if not isinstance(record, dict):
-        raise MalformedRecord(f"{location}: the record is {shown_value(record)}", allowed="a JSON object")
+        raise MalformedRecord(f"{location}: the record is {format_value(record)}", allowed="a JSON object")
     return record
 
 
