@@ -14,7 +14,8 @@ from tests.end_to_end.robustness.cases import nodes, replaced
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.index.planning import learnt
 from unigen_ds.data.records.records import Layout
-from unigen_ds.data.sources.json_lines import Place, load_record, scan
+from unigen_ds.data.sources.base import Place
+from unigen_ds.data.sources.json_lines import load_record, scan
 
 GOOD: list[dict[str, Any]] = [
     {"text": "a document of nine words about nothing in particular"},
@@ -64,7 +65,7 @@ def outcomes(path: Path, root: Path) -> dict[str, int]:
     """How many records were read, and how many refused; other exceptions than ``DataError`` are not caught."""
     processor, found = make_processor(), {"read": 0, "named": 0}
     content = path.read_bytes()
-    for offset, length in zip(*(array.tolist() for array in scan(path)), strict=True):
+    for offset, length in zip(*(array.tolist() for array in scan(path).values()), strict=True):
         try:
             position = Place(path, offset)
             record = load_record(content[offset : offset + length], position)

@@ -34,7 +34,7 @@ from unigen_ds.system.log import logger
 
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
-_CACHE_FORMAT = "unigen-index-9"
+_CACHE_FORMAT = "unigen-index-10"
 _CONTENT_FORMAT = "unigen-content-1"
 _DIGESTS = "digests"
 """An array of the index: the digest of its counts, then that of its records, 16 bytes each. For 10^8 records they

@@ -30,10 +30,10 @@ _MAGIC = {
 _EXCEL = ("an Excel workbook", _PANDAS.format("excel"))
 
 
-def no_utf8(path: Path, where: object, byte: int) -> MalformedRecord:
-    """The error for a text in another encoding."""
+def no_utf8(path: Path, where: object, byte: int, of: str = "") -> MalformedRecord:
+    """Return the error for a text in another encoding."""
     remedy = f"convert it: {LATIN1.format(path.name, path.suffix)}"
-    return MalformedRecord(f"{where}: byte {byte} is no UTF-8", remedy=remedy)
+    return MalformedRecord(f"{where}: byte {byte}{of} is no UTF-8", remedy=remedy)
 
 
 def no_record(path: Path) -> DataError:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import re
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,62 +19,28 @@ from numpy.typing import NDArray
 
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.images.stored_image import lost
-from unigen_ds.data.records.data_file import LATIN1, MalformedRecord, check_data_file, no_record
+from unigen_ds.data.records.data_file import LATIN1, MalformedRecord, no_record
 from unigen_ds.data.records.records import Captions
 from unigen_ds.data.records.turn import format_value
-from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
+from unigen_ds.data.sources.base import Arrays, FoundRecord, Place, RangeSource, ranges
 from unigen_ds.system.files import quick_digest
 
 _BOM = b"\xef\xbb\xbf"
 _BLOCK = 1 << 20
 _NEWLINE, _SPACE = 10, 32
-_SCAN: Any = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 """All that determines the structure of a JSON text: whole strings (to be skipped), brackets and commas."""
 
 
-_COUNTED = threading.local()
-"""Of a thread the last file, line and byte: many bad records follow each other, and the file is read once for all."""
-
-
-class Place(NamedTuple):
-    """Where a record begins. As text: ``train.jsonl:17``; the file is read for the line number only then."""
-
-    path: Path
-    offset: int
-    label: str = ""
-    """How the file is called; empty: by its name."""
-
-    def __str__(self) -> str:
-        with self.path.open("rb") as stream:
-            status = os.fstat(stream.fileno())
-            file = self.path, status.st_ino, status.st_mtime_ns
-            known, lines, at = getattr(_COUNTED, "last", (None, 1, 0))
-            if known != file or at > self.offset:
-                lines, at = 1, 0
-            stream.seek(at)
-            while at < self.offset and (block := stream.read(min(self.offset - at, 1 << 20))):
-                lines += block.count(b"\n")
-                at += len(block)
-        _COUNTED.last = file, lines, at
-        return f"{self.label or self.path}:{lines}"
-
-
-def scan(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Byte offset and byte length of every record of a JSONL file (blank lines skipped) or a JSON array.
+def scan(path: Path) -> Arrays:
+    """Return byte offset and byte length of every record of a JSONL file (blank lines skipped) or a JSON array.
 
     The first character decides which of the two it is, not the name of the file.
     """
-    check_data_file(path)
-    if path.stat().st_size and _is_array(path):
-        found = np.asarray([*_array_elements(path)], dtype=np.int64).reshape(-1, 2)
-        offsets, lengths = found[:, 0].copy(), found[:, 1].copy()
-    else:
-        offsets, lengths = line_spans(path)
-    if not offsets.size:
+    arrays = ranges(_array_elements(path)) if _is_array(path) else line_ranges(path)
+    if not arrays["offsets"].size:
         raise no_record(path)
-    return offsets, lengths
+    return arrays
 
 
 def _is_array(path: Path) -> bool:
@@ -88,8 +52,10 @@ def _is_array(path: Path) -> bool:
     return False
 
 
-def line_spans(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of the lines, without white space around them; a block of lines at a time, since a file may have millions."""
+def line_ranges(path: Path) -> Arrays:
+    """Return the ranges of the lines, without white space around them. They are found a block at a time, since a file
+    may have millions.
+    """
     starts, stops = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     with path.open("rb") as stream:
         rest = stream.read(len(_BOM))
@@ -108,7 +74,7 @@ def line_spans(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
             if not block:
                 break
     offsets = np.concatenate(starts)
-    return offsets, np.concatenate(stops) - offsets
+    return {"offsets": offsets, "lengths": np.concatenate(stops) - offsets}
 
 
 def _stripped(
@@ -164,49 +130,25 @@ def _element(path: Path, data: mmap.mmap, start: int, stop: int) -> tuple[int, i
     return start + raw.index(text[:1]), len(text)
 
 
-def read_bytes(path: Path, offset: int, length: int) -> bytes:
-    """That byte range, during a run. Raises ``DataError`` where the file was removed after its index was made."""
-    try:
-        with path.open("rb") as stream:
-            stream.seek(offset)
-            return stream.read(length)
-    except OSError as error:
-        raise lost(path, error.strerror) from error
-
-
-def read_record(path: Path, offset: int, length: int) -> dict[str, Any]:
-    """Parse the record in that byte range. Raises ``DataError`` where it is no JSON object."""
-    return load_record(read_bytes(path, offset, length), Place(path, offset))
-
-
-def load_record(raw: bytes, location: object) -> dict[str, Any]:
+def load_record(raw: bytes, place: object) -> dict[str, Any]:
     """Parse the bytes of one record. Raises ``DataError`` where it is no JSON object."""
     try:
-        if raw.startswith(b"{"):
-            text = raw.decode("utf-8", "surrogatepass")
-            try:  # as json.loads, but for what it does around it: a quarter of the time for a short record
-                record, end = _SCAN(text, 0)
-            except StopIteration:
-                end = -1
-            if end != len(text):  # an error that names the position
-                record = json.loads(text)
-        else:  # json looks for another encoding itself
-            record = json.loads(raw)
+        record = json.loads(raw)
     except (ValueError, RecursionError) as error:  # ValueError: of the JSON, its encoding, or a number of 4,300 digits
         raise MalformedRecord(
-            f"{location}: no valid JSON: {error}",
+            f"{place}: no valid JSON: {error}",
             allowed="one object a line, or one array of objects",
-            remedy=_mended(raw, error, location),
+            remedy=_remedy(raw, error, place),
         ) from error
     if not isinstance(record, dict):
-        raise MalformedRecord(f"{location}: the record is {format_value(record)}", allowed="a JSON object")
+        raise MalformedRecord(f"{place}: the record is {format_value(record)}", allowed="a JSON object")
     return record
 
 
-def _mended(raw: bytes, error: Exception, location: object) -> str:
+def _remedy(raw: bytes, error: Exception, place: object) -> str:
     """How a record that is no valid JSON may become one."""
     if isinstance(error, UnicodeDecodeError):
-        name = Path(getattr(location, "path", "FILE")).name
+        name = Path(getattr(place, "path", "FILE")).name
         return f"convert it: {LATIN1.format(name, Path(name).suffix)}"
     if not raw.rstrip().endswith((b"}", b"]")):
         return "the record ends early: if the file was copied or is still written, copy it again; else mend that line"
@@ -214,46 +156,32 @@ def _mended(raw: bytes, error: Exception, location: object) -> str:
 
 
 class JsonText(NamedTuple):
-    """A record that is parsed when its values are asked for. It is its own position: one object for each record."""
+    """A record that is parsed when its values are asked for."""
 
     content: bytes
-    path: Path
-    offset: int
-    label: str
-
-    def __str__(self) -> str:
-        return str(Place(self.path, self.offset, self.label))
-
-    @property
-    def where(self) -> JsonText:
-        return self
+    where: Place
 
     @property
     def record(self) -> dict[str, Any]:
-        return load_record(self.content, self)
+        return load_record(self.content, self.where)
 
     @property
     def values(self) -> bytes:
         try:
             return json.dumps(self.record, sort_keys=True, separators=(",", ":")).encode()
         except RecursionError as error:
-            raise DataError(f"{self}: its values are nested too deeply") from error
+            raise DataError(f"{self.where}: its values are nested too deeply") from error
 
 
 @SOURCES.register_module(name="json")
-class JsonSource(RecordSource):
+class JsonSource(RangeSource):
     """One JSON or JSONL file. Its index and its digests are those of versions that read nothing else."""
 
     captions: ClassVar[Captions | None] = None
     suffixes = (".json", ".jsonl", ".ndjson")
 
-    def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
-        super().__init__(path, label=label, folder=folder)
-        self.offsets = self.lengths = np.empty(0, np.int64)
-        check_data_file(self.path)
-
     def identity(self, content: str) -> tuple[object, ...]:
-        """A quick digest: a change that it misses shows in the digests of the records."""
+        """Return a quick digest: a change that it misses shows in the digests of the records."""
         return (quick_digest(self.path),)
 
     @property
@@ -261,24 +189,7 @@ class JsonSource(RecordSource):
         return ()
 
     def scan(self) -> Arrays:
-        offsets, lengths = scan(self.path)
-        return {"offsets": offsets, "lengths": lengths}
+        return scan(self.path)
 
-    def use(self, arrays: Arrays) -> None:
-        self.offsets, self.lengths = arrays["offsets"], arrays["lengths"]
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
-        """The bytes of records that follow each other, in one call: threads wait for each other at each."""
-        offsets, lengths = self.offsets[start:stop].tolist(), self.lengths[start:stop].tolist()
-        if not offsets:
-            return ()
-        first = offsets[0]
-        block = read_bytes(self.path, first, offsets[-1] + lengths[-1] - first)
-        path, label = self.path, self.label
-        return [
-            JsonText(block[offset - first : offset - first + length], path, offset, label)
-            for offset, length in zip(offsets, lengths, strict=True)
-        ]
+    def entry(self, raw: bytes, place: Place) -> FoundRecord:
+        return JsonText(raw, place)
