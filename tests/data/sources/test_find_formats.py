@@ -14,7 +14,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.records.records import parse_record
 from unigen_ds.data.records.turn import Turn
 from unigen_ds.data.sources import json_lines
-from unigen_ds.data.sources.base import Place
+from unigen_ds.data.sources.base import Position
 from unigen_ds.data.sources.json_lines import JsonSource, scan
 
 RECORDS: list[Any] = [
@@ -44,14 +44,14 @@ def test_blank_lines_carriage_returns_byte_order_mark_and_no_last_newline(tmp_pa
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'\xef\xbb\xbf\r\n\n {"a": 1} \r\n   \n{"a": 2}')
     assert read_all(path) == [{"a": 1}, {"a": 2}]
-    assert [str(Place(path, int(o))) for o in scan(path)["offsets"]] == [f"{path}:3", f"{path}:5"]
+    assert [str(Position(path, int(o))) for o in scan(path)["offsets"]] == [f"{path}:3", f"{path}:5"]
 
 
 def test_nested_values_in_an_array(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(' [ {"a": [1, {"b": [2, 3]}]} ,\n {"a": []}\n]\n')
     assert read_all(path) == [{"a": [1, {"b": [2, 3]}]}, {"a": []}]
-    assert str(Place(path, int(scan(path)["offsets"][1]))) == f"{path}:2"
+    assert str(Position(path, int(scan(path)["offsets"][1]))) == f"{path}:2"
 
 
 @pytest.mark.parametrize(

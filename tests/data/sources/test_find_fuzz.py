@@ -14,7 +14,7 @@ from tests.end_to_end.robustness.cases import nodes, replaced
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.index.planning import learnt
 from unigen_ds.data.records.records import Layout
-from unigen_ds.data.sources.base import Place
+from unigen_ds.data.sources.base import Position
 from unigen_ds.data.sources.json_lines import load_record, scan
 
 GOOD: list[dict[str, Any]] = [
@@ -67,7 +67,7 @@ def outcomes(path: Path, root: Path) -> dict[str, int]:
     content = path.read_bytes()
     for offset, length in zip(*(array.tolist() for array in scan(path).values()), strict=True):
         try:
-            position = Place(path, offset)
+            position = Position(path, offset)
             record = load_record(content[offset : offset + length], position)
             processor.plan(learnt(record, position, Layout(root)), position)
             found["read"] += 1

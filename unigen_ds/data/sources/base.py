@@ -115,7 +115,7 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where a record begins. As text: ``train.jsonl:17``; the file is read for the line number only then."""
 
     path: Path
@@ -303,11 +303,11 @@ class RangeSource(RecordSource):
         first = offsets[0]
         block = Span(self.path, first, offsets[-1] + lengths[-1] - first).read()
         return [
-            self.entry(block[offset - first : offset - first + length], Place(self.path, offset, self.label))
+            self.entry(block[offset - first : offset - first + length], Position(self.path, offset, self.label))
             for offset, length in zip(offsets, lengths, strict=True)
         ]
 
-    def entry(self, raw: bytes, place: Place) -> FoundRecord:
+    def entry(self, raw: bytes, position: Position) -> FoundRecord:
         """Return the record of some bytes. Raises ``MalformedRecord`` where it cannot be read."""
         raise NotImplementedError(f"{type(self).__name__}.entry")
 

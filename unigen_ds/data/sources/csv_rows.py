@@ -14,7 +14,7 @@ from unigen_ds.data.images.stored_image import Span
 from unigen_ds.data.records.data_file import MalformedRecord, no_utf8
 from unigen_ds.data.records.ratings import RATINGS
 from unigen_ds.data.records.records import other_delimiter
-from unigen_ds.data.sources.base import Arrays, Place, RangeSource, Row, ranges
+from unigen_ds.data.sources.base import Arrays, Position, RangeSource, Row, ranges
 
 csv.field_size_limit(2**31 - 1)  # Python's own limit refuses a text of 131,072 characters
 _NESTED = (
@@ -49,7 +49,7 @@ class CsvSource(RangeSource):
             )
         self.delimiter = delimiter or ("\t" if ".tsv" in self.label.lower() else ",")
         start, length, self.names = next(self._rows(), (0, 0, []))
-        self._text(Span(self.path, start, length).read(), Place(self.path, start, self.label))
+        self._text(Span(self.path, start, length).read(), Position(self.path, start, self.label))
         double = sorted({name for name in self.names if self.names.count(name) > 1})
         if double or not any(self.names):
             what = f"names a column twice: {', '.join(double)}" if double else "is empty"
@@ -78,13 +78,13 @@ class CsvSource(RangeSource):
                         yield start, at - start, cells
                     start = at
             except csv.Error as error:
-                raise DataError(f"{Place(self.path, start, self.label)}: no valid CSV: {error}") from error
+                raise DataError(f"{Position(self.path, start, self.label)}: no valid CSV: {error}") from error
 
-    def _text(self, raw: bytes, place: Place) -> str:
+    def _text(self, raw: bytes, position: Position) -> str:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise no_utf8(self.path, place, error.start, " of the line") from error
+            raise no_utf8(self.path, position, error.start, " of the line") from error
 
     def scan(self) -> Arrays:
         rows = self._rows()
@@ -94,26 +94,26 @@ class CsvSource(RangeSource):
             raise DataError(f"data file {self.path} holds no record: it has the names of the columns alone")
         return arrays
 
-    def entry(self, raw: bytes, place: Place) -> Row:
+    def entry(self, raw: bytes, position: Position) -> Row:
         try:
-            cells = next(csv.reader([self._text(raw, place)], delimiter=self.delimiter, strict=True), [])
+            cells = next(csv.reader([self._text(raw, position)], delimiter=self.delimiter, strict=True), [])
         except csv.Error as error:
-            raise MalformedRecord(f"{place}: no valid CSV: {error}") from error
+            raise MalformedRecord(f"{position}: no valid CSV: {error}") from error
         if len(cells) != len(self.names):
             raise MalformedRecord(
-                f"{place}: the row has {len(cells)} cells",
+                f"{position}: the row has {len(cells)} cells",
                 allowed=f"{len(self.names)}, as the first row",
                 remedy=other_delimiter(self.names),
             )
-        return Row({name: _value(name, cell, place) for name, cell in zip(self.names, cells, strict=True)}, place)
+        return Row({name: _value(name, cell, position) for name, cell in zip(self.names, cells, strict=True)}, position)
 
 
-def _value(name: str, cell: str, place: Place) -> Any:
+def _value(name: str, cell: str, position: Position) -> Any:
     if name not in _NESTED:
         return cell
     try:
         return json.loads(cell)
     except (ValueError, RecursionError) as error:
         raise MalformedRecord(
-            f"{place}: {name} is no valid JSON: {error}", allowed="a list, written as JSON"
+            f"{position}: {name} is no valid JSON: {error}", allowed="a list, written as JSON"
         ) from error

@@ -211,7 +211,7 @@ class ImageFolderSource(RecordSource):
                 allowed="the path of an image in the folder",
                 remedy=f"columns={{'name in the file': '{_FILE_NAME}'}}" if name is None else None,
             )
-        place: Any = entry.where
-        folder = place.path.parent
+        position: Any = entry.where
+        folder = position.path.parent
         top = folder == self.path or Path(name).is_absolute()
         return name if top else self._relative(folder / name)

@@ -22,7 +22,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.records.data_file import LATIN1, MalformedRecord, no_record
 from unigen_ds.data.records.records import Captions
 from unigen_ds.data.records.turn import format_value
-from unigen_ds.data.sources.base import Arrays, FoundRecord, Place, RangeSource, ranges
+from unigen_ds.data.sources.base import Arrays, FoundRecord, Position, RangeSource, ranges
 from unigen_ds.system.files import quick_digest
 
 _BOM = b"\xef\xbb\xbf"
@@ -111,7 +111,7 @@ def _array_elements(path: Path) -> Iterator[tuple[int, int]]:
                     rest = data[match.end() :].strip()
                     if rest:
                         raise DataError(
-                            f"{Place(path, match.end())}: text after the end of the array: {rest[:40]!r}",
+                            f"{Position(path, match.end())}: text after the end of the array: {rest[:40]!r}",
                             allowed="one array alone, or one object a line",
                             remedy="remove it; if the file is no JSON but plain text: format='text'",
                         )
@@ -126,29 +126,29 @@ def _element(path: Path, data: mmap.mmap, start: int, stop: int) -> tuple[int, i
     raw = data[start:stop]
     text = raw.strip()
     if not text:
-        raise DataError(f"{Place(path, start)}: an empty element", remedy="remove the comma too many")
+        raise DataError(f"{Position(path, start)}: an empty element", remedy="remove the comma too many")
     return start + raw.index(text[:1]), len(text)
 
 
-def load_record(raw: bytes, place: object) -> dict[str, Any]:
+def load_record(raw: bytes, position: object) -> dict[str, Any]:
     """Parse the bytes of one record. Raises ``DataError`` where it is no JSON object."""
     try:
         record = json.loads(raw)
     except (ValueError, RecursionError) as error:  # ValueError: of the JSON, its encoding, or a number of 4,300 digits
         raise MalformedRecord(
-            f"{place}: no valid JSON: {error}",
+            f"{position}: no valid JSON: {error}",
             allowed="one object a line, or one array of objects",
-            remedy=_remedy(raw, error, place),
+            remedy=_remedy(raw, error, position),
         ) from error
     if not isinstance(record, dict):
-        raise MalformedRecord(f"{place}: the record is {format_value(record)}", allowed="a JSON object")
+        raise MalformedRecord(f"{position}: the record is {format_value(record)}", allowed="a JSON object")
     return record
 
 
-def _remedy(raw: bytes, error: Exception, place: object) -> str:
+def _remedy(raw: bytes, error: Exception, position: object) -> str:
     """How a record that is no valid JSON may become one."""
     if isinstance(error, UnicodeDecodeError):
-        name = Path(getattr(place, "path", "FILE")).name
+        name = Path(getattr(position, "path", "FILE")).name
         return f"convert it: {LATIN1.format(name, Path(name).suffix)}"
     if not raw.rstrip().endswith((b"}", b"]")):
         return "the record ends early: if the file was copied or is still written, copy it again; else mend that line"
@@ -159,7 +159,7 @@ class JsonText(NamedTuple):
     """A record that is parsed when its values are asked for."""
 
     content: bytes
-    where: Place
+    where: Position
 
     @property
     def record(self) -> dict[str, Any]:
@@ -191,5 +191,5 @@ class JsonSource(RangeSource):
     def scan(self) -> Arrays:
         return scan(self.path)
 
-    def entry(self, raw: bytes, place: Place) -> FoundRecord:
-        return JsonText(raw, place)
+    def entry(self, raw: bytes, position: Position) -> FoundRecord:
+        return JsonText(raw, position)

@@ -10,7 +10,7 @@ from typing import Literal
 from unigen_ds.config.registry import SOURCES, checked
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.records.data_file import no_utf8
-from unigen_ds.data.sources.base import Arrays, Place, RangeSource, Row, ranges
+from unigen_ds.data.sources.base import Arrays, Position, RangeSource, Row, ranges
 from unigen_ds.data.sources.json_lines import line_ranges
 
 _PARAGRAPH = re.compile(rb"[^\s](?:.*?)(?=\n[ \t\r]*\n|\s*\Z)", re.DOTALL)
@@ -58,11 +58,11 @@ class TextSource(RangeSource):
             raise DataError(f"data file {self.path} holds no {self.divide}")
         return arrays
 
-    def entry(self, raw: bytes, place: Place) -> Row:
+    def entry(self, raw: bytes, position: Position) -> Row:
         whole = self.divide == "file"
-        where = self.label if whole else place
+        where = self.label if whole else position
         try:
-            text = raw.decode("utf-8" if place.offset else "utf-8-sig")
+            text = raw.decode("utf-8" if position.offset else "utf-8-sig")
         except UnicodeDecodeError as error:
-            raise no_utf8(self.path, where, place.offset + error.start) from error
+            raise no_utf8(self.path, where, position.offset + error.start) from error
         return Row({"text": text if whole else text.strip()}, where)
