@@ -54,26 +54,19 @@ def open_source(
     Raises ``DataError`` where there are no such files, or files of several formats; ``ConfigError`` for an unknown
     format, or a setting that it does not have.
     """
-    spec = {"type": format} if isinstance(format, str) else dict(format or {})
-    given = [data_path] if isinstance(data_path, (str, Path)) else list(data_path)
-    if spec.get("type") != "huggingface" and (urls := [str(one) for one in given if "://" in str(one)]):
+    paths, cls, options = requested(data_path, format)
+    is_hub = cls is not None and cls is SOURCES.module_dict["huggingface"]
+    if not is_hub and (urls := [str(path) for path in paths if "://" in str(path)]):
         raise ConfigError(
             f"data_path {urls[0]!r} is a url",
             allowed="files and folders of this machine; urls with streaming=True",
             remedy="streaming=True of the data set",
         )
-    if spec and spec.get("type") not in SOURCES.module_dict and isinstance(spec.get("type"), str):
-        raise ConfigError(
-            f"format is {spec['type']!r}",
-            allowed=", ".join(sorted(SOURCES.module_dict)),
-            remedy=suggestion(spec["type"], SOURCES.module_dict),
-        )
-    paths = [path for one in given for path in matching(one, spec.get("type"))]
-    if not paths:
+    matches = [Path(path) for path in paths] if is_hub else [one for path in paths for one in matching(path)]
+    if not matches:
         raise ConfigError("data_path is an empty list", allowed="a file, a folder, a pattern, or a list of files")
-    spec["type"] = spec.get("type") or one_format(paths)
-    cls, options = resolve(SOURCES, spec, where="format")
-    files = [file for path in paths for file in files_of(path, cls)]
+    cls = cls or SOURCES.module_dict[one_format(matches)]
+    files = [file for path in matches for file in files_of(path, cls)]
     for file, number in Counter(files).items():
         if number > 1:
             notice(f"data_path has {file} {number} times: its records are used as often.")
@@ -82,7 +75,23 @@ def open_source(
         source.columns = columns or {}
     if len(sources) == 1:
         return sources[0]
-    return Joined(sources, f"{', '.join(map(str, given))} ({len(sources)} files)")
+    return Joined(sources, f"{', '.join(map(str, paths))} ({len(sources)} files)")
+
+
+def requested(
+    data_path: DataPath, format: str | Mapping[str, Any] | None
+) -> tuple[list[str | Path], type | None, dict[str, Any]]:
+    """Return the paths, the class of the format and its settings; None and {} where the format follows from the files.
+
+    Raises ``ConfigError`` for an unknown format, or a setting that it does not have.
+    """
+    spec = {"type": format} if isinstance(format, str) else dict(format or {})
+    paths = [data_path] if isinstance(data_path, (str, Path)) else list(data_path)
+    kind = spec.get("type")
+    if isinstance(kind, str) and kind not in SOURCES.module_dict:
+        valid = sorted(SOURCES.module_dict)
+        raise ConfigError(f"format is {kind!r}", allowed=", ".join(valid), remedy=suggestion(kind, valid))
+    return paths, *(resolve(SOURCES, spec, where="format") if spec else (None, {}))
 
 
 def open_file(
@@ -100,15 +109,15 @@ def open_file(
     return source
 
 
-def matching(given: str | Path, kind: object) -> list[Path]:
-    """The paths that a pattern matches; any other path is itself."""
-    text = str(given)
-    if not PATTERN.search(text) or os.path.exists(text) or kind == "huggingface":
+def matching(path: str | Path) -> list[Path]:
+    """Return the paths that a pattern matches; any other path is itself."""
+    text = str(path)
+    if not PATTERN.search(text) or os.path.exists(text):
         return [Path(text)]
-    found = in_order(Path(name) for name in glob.glob(text, recursive=True))
-    if not found:
+    matches = in_order(map(Path, glob.glob(text, recursive=True)))
+    if not matches:
         raise DataError(f"no file matches {text}")
-    return found
+    return matches
 
 
 def in_order(paths: Iterator[Path]) -> list[Path]:
