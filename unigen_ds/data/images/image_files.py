@@ -207,10 +207,10 @@ def _orientation(image: Image.Image) -> int:
     if image.format == "TIFF" or (image.format == "PNG" and not {"exif", "Raw profile type exif"} & set(image.info)):
         return 1  # a PNG would be decoded to look for EXIF data after its pixels
     try:
-        found = image.getexif().get(_ORIENTATION, 1)
+        orientation = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # damaged EXIF data is no reason to leave out the picture
         return 1
-    return found if found in _TURNS else 1
+    return orientation if orientation in _TURNS else 1
 
 
 def _stored_size(tiff: Any) -> tuple[int, int]:

@@ -163,8 +163,8 @@ class FixedSize(ImageTransform):
 
 def _check_sides(name: str, sides: Sequence[int], stride: int) -> None:
     if any(side % stride for side in sides):
-        shown = " x ".join(map(str, sides))
-        raise ConfigError(f"{name} of {shown} pixels, stride {stride}", allowed="sides that are multiples of stride")
+        size = " x ".join(map(str, sides))
+        raise ConfigError(f"{name} of {size} pixels, stride {stride}", allowed="sides that are multiples of stride")
 
 
 def patchify(image: Tensor, patch_size: int) -> Tensor:

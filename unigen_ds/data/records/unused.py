@@ -62,8 +62,8 @@ def unused_keys(record: Mapping[str, Any], layout: Layout, beside: Sequence[str]
     keys = [key for key in _KEYS if key in record and key not in kept and record[key] not in (None, "", [])]
     if name == "conversations":
         keys = [key for key in keys if not _in_turns(record, key)] + [WEIGHT] * _weighs(record["conversations"])
-    found = (*keys, *beside)
-    return 1 + _NAMES.index(name) + sum(1 << _SHIFT + _KEYS.index(key) for key in found) if found else 0
+    every = (*keys, *beside)
+    return 1 + _NAMES.index(name) + sum(1 << _SHIFT + _KEYS.index(key) for key in every) if every else 0
 
 
 def _weighs(turns: Any) -> bool:

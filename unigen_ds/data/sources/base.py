@@ -361,13 +361,13 @@ class Joined(RecordSource):
         return fingerprint(*(source.fingerprint for source in self.sources))
 
     def scan(self) -> Arrays:
-        found: list[Arrays] = []
+        scans: list[Arrays] = []
         for source in self.sources:
-            found.append(source.scan())
-            source.use(found[-1])
+            scans.append(source.scan())
+            source.use(scans[-1])
         joined: dict[str, NDArray[Any]] = {}
-        for name in sorted({name for arrays in found for name in arrays}):
-            parts = [arrays.get(name, np.empty(0, np.int64)) for arrays in found]
+        for name in sorted({name for arrays in scans for name in arrays}):
+            parts = [arrays.get(name, np.empty(0, np.int64)) for arrays in scans]
             joined[name] = np.concatenate(parts)
             joined[f"{name}_of_each"] = np.asarray([len(part) for part in parts], np.int64)
         return joined
@@ -383,14 +383,14 @@ class Joined(RecordSource):
         return int(self._bounds[-1])
 
     def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
-        found: list[FoundRecord] = []
+        records: list[FoundRecord] = []
         while start < stop:
             k = int(np.searchsorted(self._bounds, start, side="right")) - 1
             first, end = int(self._bounds[k]), min(stop, int(self._bounds[k + 1]))
             entries, folder = self.sources[k].read(start - first, end - first), self._folders[k]
-            found += entries if folder is None else [InFolder(entry, folder) for entry in entries]
+            records += entries if folder is None else [InFolder(entry, folder) for entry in entries]
             start = end
-        return found
+        return records
 
     def file_of(self, index: int) -> tuple[str, int]:
         k = int(np.searchsorted(self._bounds, index, side="right")) - 1

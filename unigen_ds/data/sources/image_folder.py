@@ -49,8 +49,8 @@ def is_image_folder(folder: Path) -> bool:
 
 def metadata_below(folder: Path) -> list[Path]:
     """Metadata of images in the folders below, by their names and their first line, in order."""
-    found = sorted(path for name in METADATA for path in folder.rglob(name) if not _hidden(path, folder))
-    return [path for path in found if path.parent != folder and _names_files(path)]
+    paths = sorted(path for name in METADATA for path in folder.rglob(name) if not _hidden(path, folder))
+    return [path for path in paths if path.parent != folder and _names_files(path)]
 
 
 def _names_files(metadata: Path) -> bool:

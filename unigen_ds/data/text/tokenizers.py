@@ -69,11 +69,11 @@ class Special:
         bounds = sorted({0, len(text), *edges})
         ids, starts = [], []
         for first, last in zip(bounds, bounds[1:], strict=False):
-            found = self._tokenizer(text[first:last], add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            if not self._forbidden.isdisjoint(found):
+            part = self._tokenizer(text[first:last], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            if not self._forbidden.isdisjoint(part):
                 raise DataError(f"the tokenizer can only encode {text[first:last][:60]!r} as a special token")
-            ids += found
-            starts += [first] * len(found)
+            ids += part
+            starts += [first] * len(part)
         return ids, starts
 
     def shield(self, texts: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -97,8 +97,8 @@ class Special:
             if segment:
                 widths = [len(signs.get(character, " ")) for character in segment]
                 offsets = [0, *accumulate(widths)]
-                found, begins = self._ordinary("".join(signs.get(character, character) for character in segment))
-                ids += found
+                part, begins = self._ordinary("".join(signs.get(character, character) for character in segment))
+                ids += part
                 starts += [done + min(bisect_right(offsets, begin), len(segment)) - 1 for begin in begins]
             if match:
                 ids.append(self._ids[match.group()])
@@ -313,10 +313,10 @@ class ModelTokenizer(_Tokenizer):
 
     def _stored(self, name: str) -> dict[str, Any]:
         try:
-            found = json.loads(self.files.get(name, b"{}"))
+            content = json.loads(self.files.get(name, b"{}"))
         except ValueError as error:
             raise ConfigError(f"tokenizer.path {self.name!r}: {name} cannot be read: {error}") from error
-        return found if isinstance(found, dict) else {}
+        return content if isinstance(content, dict) else {}
 
     @property
     def chat(self) -> Any:

@@ -212,10 +212,10 @@ def _key(shard: DataShard) -> str:
 def _is_whole(file: Path, shard: DataShard) -> bool:
     """Whether a copy is there, as far as its size shows it."""
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return False
-    return stat.S_ISREG(found.st_mode) and shard.size in (None, found.st_size)
+    return stat.S_ISREG(status.st_mode) and shard.size in (None, status.st_size)
 
 
 def _copies(folder: Path) -> Iterator[tuple[float, int, Path]]:
@@ -251,8 +251,8 @@ def attempted(what: str, attempts: int, act: Callable[[], _T], *, progress: Call
             raise
         except Missing as error:
             raise DataError(f"{what}: {error}", remedy="check its name, and who may read it") from error
-        except Exception as found:  # every protocol has errors of its own
-            failure = found
+        except Exception as error:  # every protocol has errors of its own
+            failure = error
             if getattr(failure, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 raise
             text = str(failure).splitlines()
