@@ -13,6 +13,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -314,7 +315,7 @@ class RangeSource(RecordSource):
 
 def ranges(spans: Iterable[tuple[int, int]]) -> Arrays:
     """Return the arrays of a ``RangeSource``. ``spans``: offset and length of each record."""
-    table = np.asarray([*spans], np.int64).reshape(-1, 2)
+    table = np.fromiter(chain.from_iterable(spans), np.int64).reshape(-1, 2)  # a file may have millions
     return {"offsets": table[:, 0].copy(), "lengths": table[:, 1].copy()}
 
 

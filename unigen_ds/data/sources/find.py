@@ -18,7 +18,7 @@ from unigen_ds.data.records.data_file import instead_of
 from unigen_ds.data.sources import csv_rows, tables, texts  # noqa: F401 - registers them
 from unigen_ds.data.sources.base import Joined, RecordSource
 from unigen_ds.data.sources.huggingface import is_saved
-from unigen_ds.data.sources.image_folder import METADATA, is_image_folder, metadata_below
+from unigen_ds.data.sources.image_folder import METADATA, is_image_folder, metadata_below, visible
 from unigen_ds.data.sources.unpacked import COMPRESSED, unpacked_file
 from unigen_ds.data.sources.webdataset import IMAGES
 from unigen_ds.system.log import notice
@@ -167,7 +167,9 @@ def _format_of_folder(folder: Path) -> str:
     if is_saved(folder):
         return "huggingface"
     formats = by_suffix()
-    numbers = Counter(formats[suffix] for path in _inside(folder) if (suffix := suffix_of(path)) in formats)
+    numbers = Counter(
+        formats[suffix] for path in visible(folder) if path.is_file() and (suffix := suffix_of(path)) in formats
+    )
     num_texts = numbers.pop(TEXT, 0)
     has_metadata = any((folder / name).is_file() for name in METADATA)
     if has_metadata or numbers.total() == len(metadata_below(folder)) > 0:
@@ -191,13 +193,6 @@ def _format_of_folder(folder: Path) -> str:
     )
 
 
-def _inside(folder: Path) -> Iterator[Path]:
-    """Files in it and below, without hidden ones."""
-    for path in folder.rglob("*"):
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
-            yield path
-
-
 def files_of(path: Path, cls: type) -> list[Path]:
     """Return the files of a format in a folder; any other path is itself."""
     suffixes = getattr(cls, "suffixes", ())
@@ -211,7 +206,7 @@ def files_of(path: Path, cls: type) -> list[Path]:
         )
     if not suffixes or not path.is_dir():
         return [path]
-    inside = list(_inside(path))
+    inside = [file for file in visible(path) if file.is_file()]
     files = in_order(file for file in inside if suffix_of(file) in suffixes)
     if not files:
         raise DataError(f"folder {path} has no file with the suffix {' or '.join(suffixes)}")

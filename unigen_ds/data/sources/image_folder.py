@@ -63,12 +63,13 @@ def _hidden(path: Path, folder: Path) -> bool:
 
 
 def _images(folder: Path) -> Iterator[Path]:
-    for path in _visible(folder):
+    for path in visible(folder):
         if path.suffix[1:].lower() in IMAGES and path.is_file():
             yield path
 
 
-def _visible(folder: Path) -> Iterator[Path]:
+def visible(folder: Path) -> Iterator[Path]:
+    """Return what is in a folder and below, without hidden files and folders."""
     for path in folder.rglob("*"):
         if not _hidden(path, folder):
             yield path
@@ -145,7 +146,7 @@ class ImageFolderSource(RecordSource):
     def _count_others(self, known: Collection[str]) -> Counter[str]:
         """Files that are neither images nor ``known``, by their kind; links that lead nowhere, too."""
         numbers: Counter[str] = Counter()
-        for path in _visible(self.path):
+        for path in visible(self.path):
             if path.is_file() and path.suffix[1:].lower() not in IMAGES:
                 if self._relative(path) not in known:
                     numbers[path.suffix.lower() or "without a suffix"] += 1

@@ -14,9 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.records.data_file import LATIN1, MalformedRecord, no_record
@@ -26,8 +23,6 @@ from unigen_ds.data.sources.base import Arrays, FoundRecord, Position, RangeSour
 from unigen_ds.system.files import quick_digest
 
 _BOM = b"\xef\xbb\xbf"
-_BLOCK = 1 << 20
-_NEWLINE, _SPACE = 10, 32
 _TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 """All that determines the structure of a JSON text: whole strings (to be skipped), brackets and commas."""
 
@@ -53,43 +48,19 @@ def _is_array(path: Path) -> bool:
 
 
 def line_ranges(path: Path) -> Arrays:
-    """Return the ranges of the lines, without white space around them. They are found a block at a time, since a file
-    may have millions.
-    """
-    starts, stops = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    """Return the ranges of the lines that are not blank, without white space around them."""
+    return ranges(_lines(path))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int]]:
     with path.open("rb") as stream:
-        rest = stream.read(len(_BOM))
-        position, rest = (len(_BOM), b"") if rest == _BOM else (0, rest)
-        while True:
-            block = stream.read(max(_BLOCK, len(rest)))  # a line may be longer than a block
-            data = rest + block if block else rest + b"\n"
-            codes = np.frombuffer(data, np.uint8)
-            ends = np.flatnonzero(codes == _NEWLINE)
-            begins = np.concatenate([[0], ends[:-1] + 1])[: ends.size]
-            begins, ends = _stripped(data, codes, begins, ends)
-            starts.append(begins + position)
-            stops.append(ends + position)
-            kept = data.rfind(b"\n") + 1
-            position, rest = position + kept, data[kept:]
-            if not block:
-                break
-    offsets = np.concatenate(starts)
-    return {"offsets": offsets, "lengths": np.concatenate(stops) - offsets}
-
-
-def _stripped(
-    data: bytes, codes: NDArray[np.uint8], begins: NDArray[np.int64], ends: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Lines of ``data`` without white space around them, blank ones left out."""
-    blank = begins == ends
-    plain = ~blank & (codes[np.where(blank, 0, begins)] > _SPACE) & (codes[ends - 1] > _SPACE)
-    for i in np.flatnonzero(~plain & ~blank).tolist():
-        line = data[begins[i] : ends[i]]
-        text = line.strip()
-        begins[i] += len(line) - len(line.lstrip())
-        ends[i] = begins[i] + len(text)
-    kept = begins < ends
-    return begins[kept], ends[kept]
+        if stream.read(len(_BOM)) != _BOM:
+            stream.seek(0)
+        start = stream.tell()
+        for line in stream:
+            if text := line.strip():
+                yield start + len(line) - len(line.lstrip()), len(text)
+            start += len(line)
 
 
 def _array_elements(path: Path) -> Iterator[tuple[int, int]]:
