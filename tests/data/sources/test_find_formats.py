@@ -71,11 +71,6 @@ def test_broken_files(tmp_path: Path, content: str, message: str) -> None:
         scan(path)
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
-        JsonSource(tmp_path / "none.jsonl")
-
-
 def test_a_line_that_is_no_json_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"a": 1}\n\n{"a": \n{"a": 3}\n[1]\n')
@@ -90,17 +85,9 @@ def test_lines_are_found_as_one_after_the_other_would(tmp_path: Path) -> None:
     """Blank lines, spaces, carriage returns, a byte order mark, control characters, no final newline, long lines."""
     draw, path = random.Random(1), tmp_path / "x.jsonl"
     pieces = [
-        b'{"a":1}',
-        b"",
-        b" ",
-        b'  {"b": 2} \t',
-        b"\r",
-        b'{"c":3}\r',
-        b"\x0b{}\x0c",
-        b"\x00x",
-        b"x" * 200,
+        b'{"a":1}', b"", b" ", b'  {"b": 2} \t', b"\r", b'{"c":3}\r', b"\x0b{}\x0c", b"\x00x", b"x" * 200,
         b"\xef\xbb\xbf{}",
-    ]
+    ]  # fmt: skip
     for _ in range(60):
         lines = [draw.choice(pieces) + draw.choice([b"\n", b"\n\n", b"\r\n"]) for _ in range(draw.randrange(12))]
         content = draw.choice([b"", b"\xef\xbb\xbf"]) + b"".join(lines) + draw.choice([b"", b'{"z":9}', b'{"z":9} '])
