@@ -38,7 +38,7 @@ from unigen_ds.data.datasets.streamed_units import ShardWalk, fitted
 from unigen_ds.data.order.order import GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
 from unigen_ds.data.sources.shards import spool, transfer
-from unigen_ds.data.sources.shards.iterated import IterableShards, write_records
+from unigen_ds.data.sources.shards.shard_list import IterableShards, write_records
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
 

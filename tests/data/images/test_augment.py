@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from unigen_ds.config.registry import TRANSFORMS, build
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.images.augment import RandomShift
 from unigen_ds.system.seeding import generator
 
@@ -29,8 +26,3 @@ def test_shift_depends_on_the_key_alone():
     first = RandomShift(max_pixels=2)(image, generator("a"))
     assert torch.equal(first, RandomShift(max_pixels=2)(image, generator("a")))
     assert any(not torch.equal(first, RandomShift(max_pixels=2)(image, generator(key))) for key in "bcd")
-
-
-def test_a_bound_below_one_is_refused():
-    with pytest.raises(ConfigError, match=r"max_pixels is 0\. Allowed: a whole number of at least 1"):
-        build(TRANSFORMS, {"type": "RandomShift", "max_pixels": 0}, where="processor.vit_augment[0]")

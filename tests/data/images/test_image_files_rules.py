@@ -5,8 +5,6 @@ Expected pixels are computed here with numpy, from the arrays of the files.
 
 from __future__ import annotations
 
-import warnings
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -143,15 +141,3 @@ def test_pixels_are_counted_before_they_are_decoded(tmp_path: Path, monkeypatch:
     assert "it has 20 x 20 pixels; at most 399 are decoded" in image_header(path).error
     with pytest.raises(image_files.UnreadableImage, match=r"large\.png cannot be decoded: .* 20 x 20 pixels"):
         open_image(path)
-
-
-def test_reading_images_in_threads_leaves_the_users_warnings_as_they_were(tmp_path: Path) -> None:
-    """Two overlapping reads, in any order of their ends; ``warnings.catch_warnings`` would leave warnings disabled."""
-    Image.fromarray(GREY.astype(np.uint8)).save(tmp_path / "a.png")
-    before = list(warnings.filters)
-    first, second = (image_files._opened(tmp_path / "a.png", "read") for _ in range(2))
-    with ExitStack() as one, ExitStack() as two:
-        one.enter_context(first)
-        two.enter_context(second)
-        one.close()
-    assert list(warnings.filters) == before

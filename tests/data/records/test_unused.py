@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from docs.samples import make
 from tests.data.support import make_processor, picture, write_jsonl
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
@@ -108,11 +107,7 @@ def test_texts_of_a_sample_of_a_tar_that_are_not_read(tmp_path: Path) -> None:
         "d.0.png": image, "d.1.png": image, "d.json": b'{"text_prompt": "one", "image_path": "d.1.png"}',
         "e.png": image, "e.txt": b"one", "e.json": b'{"image_path": "png", "text_prompt": "one"}',
     }  # fmt: skip
-    with tarfile.open(tmp_path / "some.tar", "w") as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
+    make.tar(tmp_path / "some.tar", [*members.items()])
     dataset = UnifiedGenerationDataset(tmp_path / "some.tar", make_processor())
     assert [dataset.turns(i)[0].value for i in range(5)] == ["one"] * 5
     left_out = {key: number for (_, key), number in found(dataset).items()}
@@ -134,11 +129,7 @@ def test_turns_of_role_and_type(tmp_path: Path) -> None:
     drawn = [{"role": "assistant", "type": "image", "image_path": name} for name in ("0.png", "1.1.png")]
     named = [json.dumps({"conversations": [asked, turn]}).encode() for turn in drawn]
     members = {"0.png": image, "0.json": named[0], "1.0.png": image, "1.1.png": image, "1.json": named[1]}
-    with tarfile.open(tmp_path / "some.tar", "w") as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
+    make.tar(tmp_path / "some.tar", [*members.items()])
     assert found(UnifiedGenerationDataset(tmp_path / "some.tar", make_processor())) == {("conversations", "images"): 1}
 
 

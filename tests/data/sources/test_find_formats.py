@@ -14,7 +14,8 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.records.records import parse_record
 from unigen_ds.data.records.turn import Turn
 from unigen_ds.data.sources import json_lines
-from unigen_ds.data.sources.json_lines import Place, read_record, scan
+from unigen_ds.data.sources.base import Position
+from unigen_ds.data.sources.json_lines import JsonSource, scan
 
 RECORDS: list[Any] = [
     talk(text("user", 'brackets ]}[{ "quoted", commas, \\ and \n lines'), text("assistant", "größer 大 🙂")),
@@ -24,7 +25,9 @@ RECORDS: list[Any] = [
 
 
 def read_all(path: Path) -> list[Any]:
-    return [read_record(path, int(o), int(n)) for o, n in zip(*scan(path), strict=True)]
+    source = JsonSource(path)
+    source.use(source.scan())
+    return [entry.record for entry in source.read(0, len(source))]
 
 
 @pytest.mark.parametrize("ascii_only", [True, False])
@@ -41,15 +44,14 @@ def test_blank_lines_carriage_returns_byte_order_mark_and_no_last_newline(tmp_pa
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'\xef\xbb\xbf\r\n\n {"a": 1} \r\n   \n{"a": 2}')
     assert read_all(path) == [{"a": 1}, {"a": 2}]
-    offsets, _ = scan(path)
-    assert [str(Place(path, int(o))) for o in offsets] == [f"{path}:3", f"{path}:5"]
+    assert [str(Position(path, int(o))) for o in scan(path)["offsets"]] == [f"{path}:3", f"{path}:5"]
 
 
 def test_nested_values_in_an_array(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(' [ {"a": [1, {"b": [2, 3]}]} ,\n {"a": []}\n]\n')
     assert read_all(path) == [{"a": [1, {"b": [2, 3]}]}, {"a": []}]
-    assert str(Place(path, int(scan(path)[0][1]))) == f"{path}:2"
+    assert str(Position(path, int(scan(path)["offsets"][1]))) == f"{path}:2"
 
 
 @pytest.mark.parametrize(
@@ -69,43 +71,28 @@ def test_broken_files(tmp_path: Path, content: str, message: str) -> None:
         scan(path)
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
-        scan(tmp_path / "none.jsonl")
-
-
 def test_a_line_that_is_no_json_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"a": 1}\n\n{"a": \n{"a": 3}\n[1]\n')
-    offsets, lengths = scan(path)
-    with pytest.raises(DataError, match=r"train\.jsonl:3: no valid JSON"):
-        read_record(path, int(offsets[1]), int(lengths[1]))
-    with pytest.raises(DataError, match=r"train\.jsonl:5: the record is \[1\]"):
-        read_record(path, int(offsets[3]), int(lengths[3]))
+    source = JsonSource(path)
+    source.use(source.scan())
+    for number, message in ((1, r"train\.jsonl:3: no valid JSON"), (3, r"train\.jsonl:5: the record is \[1\]")):
+        with pytest.raises(DataError, match=message):
+            source.read(number, number + 1)[0].record  # noqa: B018
 
 
-@pytest.mark.parametrize("block", [1, 3, 64, 1 << 20])
-def test_lines_are_found_as_one_after_the_other_would(tmp_path, monkeypatch, block):
+def test_lines_are_found_as_one_after_the_other_would(tmp_path: Path) -> None:
     """Blank lines, spaces, carriage returns, a byte order mark, control characters, no final newline, long lines."""
-    monkeypatch.setattr(json_lines, "_BLOCK", block)
-    draw, path = random.Random(block), tmp_path / "x.jsonl"
+    draw, path = random.Random(1), tmp_path / "x.jsonl"
     pieces = [
-        b'{"a":1}',
-        b"",
-        b" ",
-        b'  {"b": 2} \t',
-        b"\r",
-        b'{"c":3}\r',
-        b"\x0b{}\x0c",
-        b"\x00x",
-        b"x" * 200,
+        b'{"a":1}', b"", b" ", b'  {"b": 2} \t', b"\r", b'{"c":3}\r', b"\x0b{}\x0c", b"\x00x", b"x" * 200,
         b"\xef\xbb\xbf{}",
-    ]
+    ]  # fmt: skip
     for _ in range(60):
         lines = [draw.choice(pieces) + draw.choice([b"\n", b"\n\n", b"\r\n"]) for _ in range(draw.randrange(12))]
         content = draw.choice([b"", b"\xef\xbb\xbf"]) + b"".join(lines) + draw.choice([b"", b'{"z":9}', b'{"z":9} '])
         path.write_bytes(content)
-        offsets, lengths = json_lines.line_spans(path)
+        offsets, lengths = json_lines.line_ranges(path).values()
         found = [content[o : o + n] for o, n in zip(offsets.tolist(), lengths.tolist(), strict=True)]
         whole = content.removeprefix(b"\xef\xbb\xbf")
         assert found == [line.strip() for line in whole.split(b"\n") if line.strip()]

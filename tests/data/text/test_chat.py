@@ -10,9 +10,16 @@ import pytest
 
 from tests.data.text.chat_support import CONFIG, META, NANOVLM, character_tokenizer, golden_text
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.text.chat import chat_ids, next_token_labels
+from unigen_ds.data.text.chat import RenderedChat, encode_rendered, next_token_labels
 
 SPLIT = json.loads((NANOVLM / "image_split.json").read_text(encoding="utf-8"))
+
+
+def chat_ids(tokenizer: Any, messages: list[dict[str, str]], *, reply: bool = False) -> tuple[list[int], list[bool]]:
+    """Ids of one conversation and, for each, whether it is the assistant's."""
+    chat = RenderedChat.of(tokenizer, messages, reply=reply)
+    ((ids, starts),) = encode_rendered(tokenizer, [chat.text])
+    return ids, chat.from_assistant(starts)
 
 
 def messages_of(text: str) -> list[dict[str, str]]:

@@ -218,7 +218,7 @@ def test_every_image_has_its_position(data: Path) -> None:
     [
         ({"output_images": []}, "output_images is"),
         ({"output_images": [3]}, r"output_images\[0\] is 3"),
-        ({"instruction": "a <image> b"}, "instruction has 1 <image> and the record has 2 input images"),
+        ({"instruction": "a <image> b"}, "instruction asks for 1 images and the record has 2"),
         ({"instruction": None}, "instruction is missing"),
         ({"input_images": 5}, "input_images is 5"),
     ],

@@ -53,7 +53,7 @@ from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.streamed import SPAN
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.sources.shards import spool, transfer
-from unigen_ds.data.sources.shards.iterated import IterableShards
+from unigen_ds.data.sources.shards.shard_list import IterableShards
 
 FORMATS = ("jsonl", "json", "csv", "txt", "parquet", "arrow", "feather", "tar", "jsonl.gz", "jsonl.zst", "tar.gz")
 _MOST_MESSAGE = 4000

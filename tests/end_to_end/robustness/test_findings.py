@@ -21,6 +21,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.batches.collate import collate
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.order.order import Draw
+from unigen_ds.data.sources.base import Position
 from unigen_ds.data.sources.json_lines import JsonText
 
 
@@ -141,7 +142,7 @@ def test_values_that_are_nested_too_deeply_are_named(tmp_path: Path) -> None:
     for depth in range(900, 1000, 2):  # as deep as JSON can be read, and less than it can be written
         content = f'{{"text": "one", "x": {"[" * depth + "]" * depth}}}'.encode()
         try:
-            outcomes.append(bool(JsonText(content, tmp_path / "train.jsonl", 0, "train.jsonl").values))
+            outcomes.append(bool(JsonText(content, Position(tmp_path / "train.jsonl", 0)).values))
         except DataError as error:
             outcomes.append("nested too deeply" in str(error))
     assert True in outcomes

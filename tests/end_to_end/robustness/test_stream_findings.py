@@ -18,7 +18,7 @@ from tests.end_to_end.robustness.streams import quick_transfers
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.sources.shards import spool, transfer
-from unigen_ds.data.sources.shards.iterated import write_records
+from unigen_ds.data.sources.shards.shard_list import write_records
 
 LINES = [json.dumps({"text": f"text {i}"}) for i in range(40)]
 CONTENT = ("\n".join(LINES) + "\n").encode()

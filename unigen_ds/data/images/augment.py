@@ -163,12 +163,12 @@ def changed(image: Tensor, changes: Sequence[Augment], key: tuple[object, ...], 
     """
     for number, change in enumerate(changes):
         unit = getattr(change, "unit_range", False)
-        given = (image - lowest) / (1 - lowest) if unit else image
-        found = change(given, generator(*key, "augment", number))
-        if found.shape != image.shape:
+        before = (image - lowest) / (1 - lowest) if unit else image
+        after = change(before, generator(*key, "augment", number))
+        if after.shape != image.shape:
             raise DataError(
-                f"{type(change).__name__} returned {tuple(found.shape)} for an image of {tuple(image.shape)}",
+                f"{type(change).__name__} returned {tuple(after.shape)} for an image of {tuple(image.shape)}",
                 allowed="the same shape: lengths are planned before an image is read",
             )
-        image = found * (1 - lowest) + lowest if unit else found
+        image = after * (1 - lowest) + lowest if unit else after
     return image

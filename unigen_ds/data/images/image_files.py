@@ -8,15 +8,14 @@ from __future__ import annotations
 import os
 import re
 import stat
-import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
@@ -24,6 +23,8 @@ from PIL import Image, PngImagePlugin, UnidentifiedImageError
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.stored_image import StoredImage
 
+warnings.filterwarnings("ignore", module=r"PIL\.")
+"""What PIL has to say about a file's details; an image that it cannot read is an error."""
 _ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 _ORIENTATION = 0x0112
 _TEXT_VARIABLE = "UNIGEN_DS_PNG_TEXT_BYTES"
@@ -59,7 +60,6 @@ MAX_PIXELS = 178_956_970
 """Pixels of an image at most, checked before any is decoded: a small file may claim a size that fills the memory."""
 _LONG = 400
 """Characters of a path in a message."""
-_UNKNOWN = f" (read are {', '.join(FORMATS)})"
 _IN_TEXT = "; as base64 it is written data:image/png;base64,..."
 _BASE64 = re.compile(r"[A-Za-z0-9+/]{256,}={0,2}\Z")
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
@@ -76,22 +76,24 @@ _TURNS = {
 
 
 class ImageContent:
-    """An image file that is read and parsed once: for its header, and later for its pixels."""
+    """An image file that is read once: for its header, and later for its pixels, which are decoded once."""
 
     def __init__(self, path: str | Path) -> None:
-        self._path = path
-        self.decoded: Image.Image | None = None
-        self.failed: UnreadableImage | None = None
+        self.path = path
 
     def __str__(self) -> str:
-        return str(self._path)
+        return str(self.path)
 
     @cached_property
-    def opened(self) -> Image.Image:
-        """Not decoded. Raises what PIL raises."""
-        path = self._path
-        content = path.read() if isinstance(path, StoredImage) else Path(_no_device(path)).read_bytes()
-        return Image.open(BytesIO(content), formats=_formats())
+    def data(self) -> bytes:
+        """The bytes of the file."""
+        path = self.path
+        return path.read() if isinstance(path, StoredImage) else Path(_no_device(path)).read_bytes()
+
+    @cached_property
+    def decoded(self) -> Image.Image:
+        """As of ``open_image``."""
+        return _decoded(self)
 
 
 @dataclass(frozen=True)
@@ -128,30 +130,12 @@ def image_header(path: str | Path | ImageContent) -> ImageHeader:
         return ImageHeader(None, error.problem)
 
 
-def image_size(path: str | Path) -> tuple[int, int]:
-    """(width, height) from the header. Raises ``UnreadableImage`` naming the path."""
-    header = image_header(path)
-    if header.size is None:
-        raise UnreadableImage(header.error)
-    return header.size
-
-
 def open_image(path: str | Path | ImageContent) -> Image.Image:
-    """The decoded picture, upright, grey in 8 bits.
+    """Return the decoded picture, upright, grey in 8 bits.
 
     Raises ``UnreadableImage`` naming the path; a truncated file is refused, not greyed out.
     """
-    if not isinstance(path, ImageContent):
-        return _decoded(path)
-    if path.failed is not None:  # PIL decodes what is left of a broken file without an error, the second time
-        raise path.failed
-    if path.decoded is None:
-        try:
-            path.decoded = _decoded(path)
-        except UnreadableImage as error:
-            path.failed = error
-            raise
-    return path.decoded
+    return path.decoded if isinstance(path, ImageContent) else _decoded(path)
 
 
 def _decoded(path: str | Path | ImageContent) -> Image.Image:
@@ -164,49 +148,11 @@ def _decoded(path: str | Path | ImageContent) -> Image.Image:
         return _turned(image, orientation)
 
 
-class _WithoutWarnings:
-    """No Python warnings while any thread is inside. ``warnings.catch_warnings`` keeps one state for all threads: where
-    two overlap, the second restores what the first had set, and nothing warns for the rest of the process.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._inside = threading.Lock(), 0
-        self._caught = warnings.catch_warnings()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                self._caught = warnings.catch_warnings()
-                self._caught.__enter__()
-                warnings.simplefilter("ignore")
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._caught.__exit__(None, None, None)
-
-
-_WITHOUT_WARNINGS = _WithoutWarnings()
-os.register_at_fork(after_in_child=_WITHOUT_WARNINGS.__init__)  # type: ignore[misc]  # no other thread is there any more
-
-
 @contextmanager
 def _opened(path: str | Path | ImageContent, what: str) -> Iterator[Image.Image]:
-    """The file, its header read. Raises ``UnreadableImage`` for any error in the block."""
-    # by its path PIL maps an uncompressed TIFF into memory, with width and height exchanged where EXIF turns it
+    """The image, not decoded. Raises ``UnreadableImage``, also for errors of the block: it cannot be ``what``."""
     try:
-        with _WITHOUT_WARNINGS, ExitStack() as files:
-            if isinstance(path, ImageContent):
-                image = path.opened
-            else:
-                source: Any = path
-                if isinstance(path, StoredImage):
-                    source = BytesIO(path.read())
-                else:
-                    source = files.enter_context(open(_no_device(path), "rb"))
-                image = files.enter_context(Image.open(source, formats=_formats()))
+        with _bytes_of(path) as source, Image.open(source, formats=_formats()) as image:
             width, height = image.size
             if min(width, height) < 1:
                 raise ValueError(f"its size is {width} x {height}")
@@ -216,41 +162,29 @@ def _opened(path: str | Path | ImageContent, what: str) -> Iterator[Image.Image]
     except MemoryError:
         raise
     except Exception as error:  # PIL's readers raise anything on a broken file
-        raise UnreadableImage(f"image {_shown_path(path)} cannot be {what}: {_why(path, error)}") from error
+        raise UnreadableImage(f"image {_shorten(path)} cannot be {what}: {_reason(path, error)}") from error
 
 
-def _why(path: str | Path | ImageContent, error: Exception) -> str:
+def _bytes_of(path: str | Path | ImageContent) -> IO[bytes]:
+    if isinstance(path, ImageContent):
+        return BytesIO(path.data)
+    return BytesIO(path.read()) if isinstance(path, StoredImage) else open(_no_device(path), "rb")
+
+
+def _reason(path: str | Path | ImageContent, error: Exception) -> str:
     """What is wrong with an image, without its path."""
     if isinstance(error, UnidentifiedImageError):
-        return f"it is empty: 0 bytes{_UNKNOWN}" if _is_empty(path) else f"its content is none of the formats{_UNKNOWN}"
+        return f"its content is none of the formats (read are {', '.join(FORMATS)})"
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
-        return f"{type(error).__name__}: {error.strerror}{_IN_TEXT if _is_base64(path) else ''}"
-    return f"{type(error).__name__}: {_brief(error)}"
+        in_text = _BASE64.search(str(path)) is not None  # the image itself where its path is expected
+        return f"{type(error).__name__}: {error.strerror}{_IN_TEXT if in_text else ''}"
+    return f"{type(error).__name__}: {_shorten(error)}"
 
 
-def _is_empty(path: str | Path | ImageContent) -> bool:
-    source = path._path if isinstance(path, ImageContent) else path
-    try:
-        return not (source.read() if isinstance(source, StoredImage) else os.path.getsize(source))
-    except (OSError, DataError):
-        return False
-
-
-def _is_base64(path: str | Path | ImageContent) -> bool:
-    """Whether a record has the image itself where its path is expected."""
-    return _BASE64.search(str(path)) is not None
-
-
-def _shown_path(path: str | Path | ImageContent) -> str:
-    text = str(path)
-    found = _BASE64.search(text)
-    return _brief(text) if found is None else f"{found[0][: _LONG // 8]} ... ({len(text):,} characters)"
-
-
-def _brief(text: object) -> str:
-    """The beginning and the end of a long one: a record may have anything where a path is expected."""
-    shown = str(text)
-    return shown if len(shown) <= _LONG else f"{shown[: _LONG // 2]} ... {shown[-_LONG // 4 :]}"
+def _shorten(value: object) -> str:
+    """The beginning and the end of a long text: a record may have anything where a path is expected."""
+    text = str(value)
+    return text if len(text) <= _LONG else f"{text[: _LONG // 2]} ... {text[-_LONG // 4 :]}"
 
 
 def _no_device(path: str | Path) -> str | Path:
@@ -273,10 +207,10 @@ def _orientation(image: Image.Image) -> int:
     if image.format == "TIFF" or (image.format == "PNG" and not {"exif", "Raw profile type exif"} & set(image.info)):
         return 1  # a PNG would be decoded to look for EXIF data after its pixels
     try:
-        found = image.getexif().get(_ORIENTATION, 1)
+        orientation = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # damaged EXIF data is no reason to leave out the picture
         return 1
-    return found if found in _TURNS else 1
+    return orientation if orientation in _TURNS else 1
 
 
 def _stored_size(tiff: Any) -> tuple[int, int]:

@@ -44,9 +44,9 @@ class StoredImage(str):
     _data: bytes | Span
 
     def __new__(cls, name: str, data: bytes | Span) -> StoredImage:
-        made = super().__new__(cls, name)
-        made._data = data
-        return made
+        image = super().__new__(cls, name)
+        image._data = data
+        return image
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (str(self),)

@@ -77,8 +77,8 @@ class Tiling:
         """The whole picture at its final size: [3, rows * tile_size, columns * tile_size] float32 in [0, 1]."""
         rows, columns = self.grid(*image.size)
         size = (columns * self.tile_size, rows * self.tile_size)
-        made = on_white(image, "RGB").resize(size, Image.Resampling.BICUBIC)
-        return torch.from_numpy(np.array(made, dtype=np.uint8)).permute(2, 0, 1).to(torch.float32).div_(255)
+        resized = on_white(image, "RGB").resize(size, Image.Resampling.BICUBIC)
+        return torch.from_numpy(np.array(resized, dtype=np.uint8)).permute(2, 0, 1).to(torch.float32).div_(255)
 
     def __call__(self, image: Image.Image) -> Tensor:
         """[tiles, 3, tile_size, tile_size] float32 in [0, 1]: the global tile if there is one, then row by row."""

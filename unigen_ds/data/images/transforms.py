@@ -8,7 +8,6 @@ indexed without decoding a single picture. Resizing is PIL's bicubic on uint8, o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -21,9 +20,6 @@ from torch import Tensor
 from unigen_ds.config.registry import TRANSFORMS, checked
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.images.image_files import on_white
-
-_SIZES = 4096
-"""Sizes of images that are remembered: most data sets have few, and an index computes one for each image."""
 
 
 @TRANSFORMS.register_module()
@@ -71,8 +67,14 @@ class ImageTransform:
         return f"{type(self).__name__}/{self.max_size}/{self.min_size}/{self.stride}/{self.mode}"
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) after the transform."""
-        return _fitted(width, height, self.max_size, self.min_size, self.stride)
+        """Return (width, height) after the transform, by the rule at the top of this file."""
+        scale = min(self.max_size / max(width, height), 1.0)
+        scale = max(scale, self.min_size / min(width, height))
+        width, height = _rounded(width * scale, self.stride), _rounded(height * scale, self.stride)
+        if max(width, height) > self.max_size:
+            scale = self.max_size / max(width, height)
+            width, height = _rounded(width * scale, self.stride), _rounded(height * scale, self.stride)
+        return width, height
 
     def resize(self, image: Image.Image) -> Image.Image:
         """The picture in ``mode`` and at its final size. It may be called by several threads."""
@@ -82,18 +84,6 @@ class ImageTransform:
     def __call__(self, image: Image.Image) -> Tensor:
         """[C, H, W] float32 in [-1, 1]."""
         return normalised(np.array(self.resize(image), dtype=np.uint8))
-
-
-@lru_cache(maxsize=_SIZES)
-def _fitted(width: int, height: int, max_size: int, min_size: int, stride: int) -> tuple[int, int]:
-    """A size by the rule at the top of this file."""
-    scale = min(max_size / max(width, height), 1.0)
-    scale = max(scale, min_size / min(width, height))
-    width, height = _rounded(width * scale, stride), _rounded(height * scale, stride)
-    if max(width, height) > max_size:
-        scale = max_size / max(width, height)
-        width, height = _rounded(width * scale, stride), _rounded(height * scale, stride)
-    return width, height
 
 
 def _rounded(side: float, stride: int) -> int:
@@ -173,8 +163,8 @@ class FixedSize(ImageTransform):
 
 def _check_sides(name: str, sides: Sequence[int], stride: int) -> None:
     if any(side % stride for side in sides):
-        shown = " x ".join(map(str, sides))
-        raise ConfigError(f"{name} of {shown} pixels, stride {stride}", allowed="sides that are multiples of stride")
+        size = " x ".join(map(str, sides))
+        raise ConfigError(f"{name} of {size} pixels, stride {stride}", allowed="sides that are multiples of stride")
 
 
 def patchify(image: Tensor, patch_size: int) -> Tensor:

@@ -41,7 +41,7 @@ from unigen_ds.system.workers import Workers
 
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
-_CACHE_FORMAT = "unigen-index-9"
+_CACHE_FORMAT = "unigen-index-10"
 _CONTENT_FORMAT = "unigen-content-1"
 _UNUSED_KEYS = "unused_keys"
 """An array of the index: what a record has of other layouts (``unused.unused_keys``)."""

@@ -30,10 +30,10 @@ _MAGIC = {
 _EXCEL = ("an Excel workbook", _PANDAS.format("excel"))
 
 
-def no_utf8(path: Path, where: object, byte: int) -> MalformedRecord:
-    """The error for a text in another encoding."""
+def no_utf8(path: Path, where: object, byte: int, of: str = "") -> MalformedRecord:
+    """Return the error for a text in another encoding."""
     remedy = f"convert it: {LATIN1.format(path.name, path.suffix)}"
-    return MalformedRecord(f"{where}: byte {byte} is no UTF-8", remedy=remedy)
+    return MalformedRecord(f"{where}: byte {byte}{of} is no UTF-8", remedy=remedy)
 
 
 def no_record(path: Path) -> DataError:
@@ -48,7 +48,7 @@ def instead_of(path: Path, suffixes: Sequence[str] = (".json", ".jsonl")) -> str
     folder = path.parent
     if not folder.is_dir():
         return f"the folder {folder} does not exist either; relative paths start at {Path.cwd()}"
-    inside = sorted(found.name for found in folder.iterdir() if found.suffix.lower() in suffixes)
+    inside = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in suffixes)
     if near := close(path.name, inside):
         return f"did you mean {str(folder / near)!r}?"
     more = f" and {len(inside) - 5} more" if len(inside) > 5 else ""
@@ -61,14 +61,8 @@ class MalformedRecord(DataError):
 
 def check_data_file(path: Path) -> None:
     """Raise ``DataError`` for what is missing, a folder, another format or another encoding, with the remedy."""
-    if path.is_dir():
-        inside = sorted(found.name for found in path.iterdir() if found.suffix in (".json", ".jsonl"))
-        remedy = (
-            f"name one of its files ({', '.join(inside[:5])})" if inside else "it holds no .json and no .jsonl file"
-        )
-        raise DataError(f"data file {path} is a folder", allowed=_ALLOWED, remedy=remedy)
     if not path.is_file():
-        raise DataError(f"data file {path} does not exist", allowed="a .json or .jsonl file", remedy=instead_of(path))
+        raise DataError(f"data file {path} does not exist, or is not a file", allowed=_ALLOWED, remedy=instead_of(path))
     with path.open("rb") as stream:
         head = stream.read(8)
     for magic, (what, command) in _MAGIC.items():

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unigen_ds.core.errors import DataError
-from unigen_ds.data.records.record_values import wrong
+from unigen_ds.data.records.turn import wrong
 
 RATINGS = ("relevance", "image_correspondence", "visual_dependency", "formatting")
 """nanoVLM's ratings of a question and its answer; a record has them as ``relevance_ratings`` and so on."""
@@ -23,32 +22,25 @@ def rated_out(record: Mapping[str, Any], ratings: Sequence[tuple[str, int]], whe
     texts = record.get("texts")
     if not isinstance(texts, list):
         return []
-    found: list[str | None] = [None] * len(texts)
+    low: list[str | None] = [None] * len(texts)
     for name, least in ratings:
-        given = record.get(f"{name}_ratings")
-        if given is None:
+        values = record.get(f"{name}_ratings")
+        if values is None:
             continue
-        if not isinstance(given, list) or len(given) != len(texts):
-            raise _wrong_ratings(where, name, given, len(texts))
-        for i, rating in enumerate(given):
-            if rating is None:
-                continue
-            if type(rating) not in _NUMBERS:
-                raise _wrong_ratings(where, name, given, len(texts))
-            if rating < least and found[i] is None:
-                found[i] = name
-    return found
-
-
-def _wrong_ratings(where: object, name: str, given: Any, number: int) -> DataError:
-    return wrong(where, f"{name}_ratings", given, f"{number} numbers or null, one for each of texts")
+        numbers = isinstance(values, list) and all(one is None or type(one) in _NUMBERS for one in values)
+        if not numbers or len(values) != len(texts):
+            raise wrong(where, f"{name}_ratings", values, f"{len(texts)} numbers or null, one for each of texts")
+        for i, rating in enumerate(values):
+            if rating is not None and rating < least and low[i] is None:
+                low[i] = name
+    return low
 
 
 def well_rated(record: Mapping[str, Any], ratings: Sequence[tuple[str, int]], where: object) -> Mapping[str, Any]:
-    """``record`` without its questions that are rated too low. One without any other question is as it was: a filter
-    leaves it out as a whole.
+    """Return ``record`` without its questions that are rated too low. One without any other question is as it was: a
+    filter leaves it out as a whole.
     """
-    found = rated_out(record, ratings, where)
-    if None not in found or not any(found):
+    low = rated_out(record, ratings, where)
+    if None not in low or not any(low):
         return record
-    return {**record, "texts": [text for text, rule in zip(record["texts"], found, strict=True) if rule is None]}
+    return {**record, "texts": [text for text, name in zip(record["texts"], low, strict=True) if name is None]}

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.records.record_values import shown_value
+from unigen_ds.data.records.turn import format_value
 
 OnRecordError = Literal["error", "skip"]
 SKIPPED = "on_record_error='skip'"
@@ -51,21 +51,21 @@ class BadRecord:
     ) -> BadRecord:
         """``record``: its values, as far as they are known."""
         own = record.get("id")
-        own = own if own is None or isinstance(own, (str, int)) else shown_value(own)
+        own = own if own is None or isinstance(own, (str, int)) else format_value(own)
         return cls(number, file, index, own, reason, not image)
 
     def __str__(self) -> str:
-        return f"index {self.index}{'' if self.id is None else f', id {shown_value(self.id)}'}, {self.reason}"
+        return f"index {self.index}{'' if self.id is None else f', id {format_value(self.id)}'}, {self.reason}"
 
     def line(self, name: str) -> str:
         """Of ``left_out.jsonl``. ``name``: of the source in sample ids."""
-        found = {"sample": f"{name}:{self.number}", **asdict(self)}
-        return json.dumps({key: found[key] for key in ("sample", "file", "index", "id", "reason")}) + "\n"
+        facts = {"sample": f"{name}:{self.number}", **asdict(self)}
+        return json.dumps({key: facts[key] for key in ("sample", "file", "index", "id", "reason")}) + "\n"
 
 
-def as_array(found: Iterable[BadRecord]) -> NDArray[np.uint8]:
-    """As the index keeps them."""
-    return np.frombuffer("".join(json.dumps(asdict(one)) + "\n" for one in found).encode(), np.uint8)
+def as_array(records: Iterable[BadRecord]) -> NDArray[np.uint8]:
+    """Return some records as the index keeps them."""
+    return np.frombuffer("".join(json.dumps(asdict(one)) + "\n" for one in records).encode(), np.uint8)
 
 
 def from_array(lines: NDArray[np.uint8]) -> tuple[BadRecord, ...]:
@@ -74,30 +74,32 @@ def from_array(lines: NDArray[np.uint8]) -> tuple[BadRecord, ...]:
 
 
 def unusable_error(
-    found: Sequence[BadRecord], title: str, records: int, *, number: int | None = None, limit: float | None = None
+    bad: Sequence[BadRecord], title: str, records: int, *, number: int | None = None, limit: float | None = None
 ) -> DataError:
-    """That lists the first. ``number``: of them, where ``found`` are a part; ``limit``: of the share that may be left
-    out; None: malformed ones are an error.
+    """Return the error that lists the first.
+
+    ``number``: of them, where ``bad`` are a part; ``limit``: of the share that may be left out; None: malformed ones
+    are an error.
     """
-    number = len(found) if number is None else number
+    number = len(bad) if number is None else number
     allowed, remedy = None, f"mend or remove them; {SKIPPED} of the data set leaves them out, listed in {LIST_FILE}"
     if limit is not None:
         share = share_above(number, records, limit)
         allowed = f"a share of {limit:g} (train_dataloader.max_skipped_fraction); it is {share}"
         remedy = "mend or remove them, or raise the limit"
     first = f"The first {NUM_LISTED}" if number > NUM_LISTED else "They are"
-    listed = "\n  ".join(_listed(found[:NUM_LISTED]))
+    listed = "\n  ".join(_listed(bad[:NUM_LISTED]))
     text = f"{title}: {number:,} of {records:,} records cannot be used"
     return DataError(text, allowed=allowed, remedy=f"{remedy}. {first}:\n  {listed}")
 
 
-def _listed(found: Sequence[BadRecord]) -> Iterator[str]:
+def _listed(bad: Sequence[BadRecord]) -> Iterator[str]:
     """A line for each. What is allowed, and the remedy, are given once where several have the same."""
-    known = set[str]()
-    for one in found:
+    earlier = set[str]()
+    for one in bad:
         problem, advice, rest = _ADVICE.match(str(one)).groups()  # type: ignore[union-attr]
-        yield problem if advice + rest in known else problem + advice + rest
-        known.add(advice + rest)
+        yield problem if advice + rest in earlier else problem + advice + rest
+        earlier.add(advice + rest)
 
 
 def share_above(number: int, total: int, limit: float) -> str:
@@ -123,10 +125,10 @@ def _tail(number: int, total: int, rate: float) -> float:
         lgamma(total + 1) - lgamma(number + 1) - lgamma(total - number + 1)
         + number * log(rate) + (total - number) * log1p(-rate)
     )  # fmt: skip
-    found = 0.0
+    tail = 0.0
     for k in range(number, total + 1):
-        found += term
+        tail += term
         term *= (total - k) / (k + 1) * rate / (1 - rate)
-        if term < found * 1e-6:
+        if term < tail * 1e-6:
             break
-    return found
+    return tail

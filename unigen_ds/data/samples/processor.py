@@ -149,14 +149,23 @@ class ConversationProcessor:
         self, records: Iterable[tuple[Sequence[Turn], object]], *, keep_images: bool = False
     ) -> Iterator[Sample]:
         """``plan`` of each (turns, where); their texts are tokenized together."""
-        merged = [(_merged(turns), is_document(turns), where) for turns, where in records]
-        texts = [turn.value for turns, _, _ in merged for turn in turns if turn.kind == "text"]
-        spelling = self.spelling_special(texts)
-        ids = iter(self._encoded(texts))
-        for turns, plain, where in merged:
-            splits = tuple(self.splits_of(turns, ids, where, keep_images=keep_images))
-            spells = bool(spelling) and any(turn.kind == "text" and turn.value in spelling for turn in turns)
-            yield Sample(splits, spells_special=spells, plain=plain)
+        merged = [(_merged(turns), where) for turns, where in records]
+        ids = iter(self._encoded([text for turns, _ in merged for text in _texts(turns)]))
+        for turns, where in merged:
+            yield self._sample(turns, where, ids, keep_images=keep_images)
+
+    def plan_with(
+        self, turns: Sequence[Turn], where: object, ids: Iterable[Sequence[int]], *, keep_images: bool = False
+    ) -> Sample:
+        """``plan`` where the ids of the texts are known."""
+        return self._sample(_merged(turns), where, iter(ids), keep_images=keep_images)
+
+    def _sample(
+        self, turns: Sequence[Turn], where: object, ids: Iterator[Sequence[int]], *, keep_images: bool
+    ) -> Sample:
+        splits = tuple(self.splits_of(turns, ids, where, keep_images=keep_images))
+        spells = any(map(self.spells_special, _texts(turns)))
+        return Sample(splits, spells_special=spells, plain=is_document(turns))
 
     def splits_of(
         self, turns: Sequence[Turn], ids: Iterator[Sequence[int]], where: object, *, keep_images: bool
@@ -190,24 +199,10 @@ class ConversationProcessor:
                 f"cache_tokens=True with {type(self).__name__}, which tokenizes whole conversations by a chat template",
                 remedy="leave cache_tokens out",
             )
-        texts = [[turn.value for turn in _merged(turns) if turn.kind == "text"] for turns in records]
+        texts = [_texts(_merged(turns)) for turns in records]
         ids = iter(self._encoded([text for of_record in texts for text in of_record]))
         for of_record in texts:
             yield [next(ids) for _ in of_record]
-
-    def plan_with(
-        self, turns: Sequence[Turn], where: object, ids: Iterable[Sequence[int]], *, keep_images: bool = False
-    ) -> Sample:
-        """``plan`` where the ids of the texts are known."""
-        merged = _merged(turns)
-        splits = tuple(self.splits_of(merged, iter(ids), where, keep_images=keep_images))
-        spells = bool(self.spelling_special([turn.value for turn in merged if turn.kind == "text"]))
-        return Sample(splits, spells_special=spells, plain=is_document(turns))
-
-    def spelling_special(self, texts: Sequence[str]) -> set[str]:
-        """Those of some texts that spell a special token."""
-        together = getattr(self.tokenizer, "spelling_special", None)
-        return set(together(texts)) if together else {text for text in texts if self.spells_special(text)}
 
     def ready_image(self, image: Tensor, kind: ImageKind, where: str) -> ImageSplit:
         """The split of an image that a data set has as a tensor ``[C, H, W]``. Raises ``DataError`` for its shape."""
@@ -230,9 +225,12 @@ def is_document(turns: Sequence[Turn]) -> bool:
     return all(turn.is_target and turn.kind == "text" for turn in turns)
 
 
+def _texts(turns: Sequence[Turn]) -> list[str]:
+    return [turn.value for turn in turns if turn.kind == "text"]
+
+
 def _merged(turns: Sequence[Turn]) -> list[Turn]:
-    if len(turns) == 1:
-        return list(turns)
+    """Neighbouring texts of one message are one text."""
     merged: list[Turn] = []
     for turn in turns:
         last = merged[-1] if merged else None

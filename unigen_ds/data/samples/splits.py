@@ -297,7 +297,7 @@ def augmented(
 
     ``key``: of its split, which ends with its number in the record; None: as it is. ``lowest``: value of black.
     """
-    if key is None:
+    if key is None or not (of_record or of_image):
         return image
     return changed(changed(image, of_record, key[:-1], lowest=lowest), of_image, key, lowest=lowest)
 

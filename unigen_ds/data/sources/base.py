@@ -9,12 +9,13 @@ file.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -23,7 +24,8 @@ from numpy.typing import NDArray
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import cache_folder, fingerprint
 from unigen_ds.data.cache.content import contents_digest
-from unigen_ds.data.images.stored_image import StoredImage
+from unigen_ds.data.images.stored_image import Span, StoredImage
+from unigen_ds.data.records.data_file import check_data_file
 from unigen_ds.data.records.records import Captions
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -67,10 +69,7 @@ class Row:
 
     @property
     def content(self) -> bytes:
-        try:
-            return canonical(self.record)
-        except RecursionError as error:
-            raise DataError(f"{self.where}: its values are nested too deeply") from error
+        return canonical(self.record, self.where)
 
     values = content
 
@@ -88,17 +87,20 @@ class InFolder:
 
 
 def folder_of(entry: FoundRecord) -> Path | None:
-    """That of its data file, where it is another one than the source's ``root``."""
+    """Return the folder of the record's data file, where it is another one than the source's ``root``."""
     return getattr(entry, "folder", None)
 
 
-def canonical(record: Mapping[str, Any]) -> bytes:
-    """A record as bytes, whatever the order of its keys and the format of its file; images by their digest."""
-    return json.dumps(_plain(record), sort_keys=True, separators=(",", ":")).encode()
+def canonical(record: Mapping[str, Any], where: object) -> bytes:
+    """Return a record as bytes, whatever the order of its keys and the format of its file; images by their digest."""
+    try:
+        return json.dumps(_plain(record), sort_keys=True, separators=(",", ":")).encode()
+    except RecursionError as error:
+        raise DataError(f"{where}: its values are nested too deeply") from error
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can write."""
+    """Return what JSON can write of a value."""
     if isinstance(value, StoredImage):
         return {"image": value.digest}
     if value is None or isinstance(value, (str, int, float)):
@@ -112,6 +114,69 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     return str(value)
+
+
+class Position(NamedTuple):
+    """Where a record begins. As text: ``train.jsonl:17``; the file is read for the line number only then."""
+
+    path: Path
+    offset: int
+    label: str = ""
+    """How the file is called; empty: by its name."""
+
+    def __str__(self) -> str:
+        with self.path.open("rb") as stream:
+            status = os.fstat(stream.fileno())
+            file = self.path, status.st_ino, status.st_mtime_ns
+            known, lines, at = getattr(_COUNTED, "last", (None, 1, 0))
+            if known != file or at > self.offset:
+                lines, at = 1, 0
+            stream.seek(at)
+            while at < self.offset and (block := stream.read(min(self.offset - at, 1 << 20))):
+                lines += block.count(b"\n")
+                at += len(block)
+        _COUNTED.last = file, lines, at
+        return f"{self.label or self.path}:{lines}"
+
+
+_COUNTED = threading.local()
+"""Of a thread the last file, line and byte: many bad records follow each other, and the file is read once for all."""
+
+
+class Names:
+    """Many short texts as two arrays, as the index keeps them: names of files, of members of a tar.
+
+    Args:
+        letters: all of them as bytes.
+        ends: [N] where each of them ends.
+    """
+
+    def __init__(self, letters: NDArray[Any], ends: NDArray[Any]) -> None:
+        self.letters, self.ends = letters, ends
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> Names:
+        """Return any texts, also those of bytes that are no UTF-8."""
+        encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
+        ends = np.cumsum([len(one) for one in encoded], dtype=np.int64)
+        return cls(np.frombuffer(b"".join(encoded), np.uint8), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> str:
+        start = int(self.ends[index - 1]) if index else 0
+        return self.letters[start : int(self.ends[index])].tobytes().decode("utf-8", "surrogateescape")
+
+
+def counts_to_array(counts: Mapping[str, int]) -> NDArray[np.uint8]:
+    """Return numbers by name as the index keeps them."""
+    return np.frombuffer(json.dumps(counts).encode(), np.uint8)
+
+
+def counts_from_array(array: NDArray[Any]) -> dict[str, int]:
+    """Return what ``counts_to_array`` got."""
+    return dict(json.loads(array.tobytes()))
 
 
 class RecordSource:
@@ -207,18 +272,6 @@ class RecordSource:
         """
         raise NotImplementedError(f"{type(self).__name__}.read")
 
-    def record(self, index: int) -> Mapping[str, Any]:
-        """The values of one record."""
-        return self.read(index, index + 1)[0].record
-
-    def digest(self, index: int) -> bytes:
-        """16 bytes of the content of one record."""
-        return hashlib.blake2b(self.read(index, index + 1)[0].content, digest_size=16).digest()
-
-    def where(self, index: int) -> str:
-        """Where a record is, as messages name it."""
-        return str(self.read(index, index + 1)[0].where)
-
     def file_of(self, index: int) -> tuple[str, int]:
         """The file that has a record, as messages name it, and the record's number there, from 0."""
         return self.label, index
@@ -226,6 +279,44 @@ class RecordSource:
     def notes(self) -> Sequence[str]:
         """What of the files is not read as records, with numbers, for the log. Asked after ``use``."""
         return ()
+
+
+class RangeSource(RecordSource):
+    """Records of a text file, each a range of its bytes. A subclass finds them (``scan`` returns ``offsets`` and
+    ``lengths``) and reads one (``entry``).
+    """
+
+    def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
+        super().__init__(path, label=label, folder=folder)
+        self.offsets = self.lengths = np.empty(0, np.int64)
+        check_data_file(self.path)
+
+    def use(self, arrays: Arrays) -> None:
+        self.offsets, self.lengths = arrays["offsets"], arrays["lengths"]
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
+        offsets, lengths = self.offsets[start:stop].tolist(), self.lengths[start:stop].tolist()
+        if not offsets:
+            return ()
+        first = offsets[0]
+        block = Span(self.path, first, offsets[-1] + lengths[-1] - first).read()
+        return [
+            self.entry(block[offset - first : offset - first + length], Position(self.path, offset, self.label))
+            for offset, length in zip(offsets, lengths, strict=True)
+        ]
+
+    def entry(self, raw: bytes, position: Position) -> FoundRecord:
+        """Return the record of some bytes. Raises ``MalformedRecord`` where it cannot be read."""
+        raise NotImplementedError(f"{type(self).__name__}.entry")
+
+
+def ranges(spans: Iterable[tuple[int, int]]) -> Arrays:
+    """Return the arrays of a ``RangeSource``. ``spans``: offset and length of each record."""
+    table = np.fromiter(chain.from_iterable(spans), np.int64).reshape(-1, 2)  # a file may have millions
+    return {"offsets": table[:, 0].copy(), "lengths": table[:, 1].copy()}
 
 
 class Joined(RecordSource):
@@ -271,13 +362,13 @@ class Joined(RecordSource):
         return fingerprint(*(source.fingerprint for source in self.sources))
 
     def scan(self) -> Arrays:
-        found: list[Arrays] = []
+        scans: list[Arrays] = []
         for source in self.sources:
-            found.append(source.scan())
-            source.use(found[-1])
+            scans.append(source.scan())
+            source.use(scans[-1])
         joined: dict[str, NDArray[Any]] = {}
-        for name in sorted({name for arrays in found for name in arrays}):
-            parts = [arrays.get(name, np.empty(0, np.int64)) for arrays in found]
+        for name in sorted({name for arrays in scans for name in arrays}):
+            parts = [arrays.get(name, np.empty(0, np.int64)) for arrays in scans]
             joined[name] = np.concatenate(parts)
             joined[f"{name}_of_each"] = np.asarray([len(part) for part in parts], np.int64)
         return joined
@@ -293,14 +384,14 @@ class Joined(RecordSource):
         return int(self._bounds[-1])
 
     def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
-        found: list[FoundRecord] = []
+        records: list[FoundRecord] = []
         while start < stop:
             k = int(np.searchsorted(self._bounds, start, side="right")) - 1
             first, end = int(self._bounds[k]), min(stop, int(self._bounds[k + 1]))
             entries, folder = self.sources[k].read(start - first, end - first), self._folders[k]
-            found += entries if folder is None else [InFolder(entry, folder) for entry in entries]
+            records += entries if folder is None else [InFolder(entry, folder) for entry in entries]
             start = end
-        return found
+        return records
 
     def file_of(self, index: int) -> tuple[str, int]:
         k = int(np.searchsorted(self._bounds, index, side="right")) - 1

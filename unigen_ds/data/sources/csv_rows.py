@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from unigen_ds.config.registry import SOURCES, checked
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.records.data_file import MalformedRecord, check_data_file
+from unigen_ds.data.images.stored_image import Span
+from unigen_ds.data.records.data_file import MalformedRecord, no_utf8
 from unigen_ds.data.records.ratings import RATINGS
 from unigen_ds.data.records.records import other_delimiter
-from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
-from unigen_ds.data.sources.json_lines import Place, read_bytes
+from unigen_ds.data.sources.base import Arrays, Position, RangeSource, Row, ranges
 
 csv.field_size_limit(2**31 - 1)  # Python's own limit refuses a text of 131,072 characters
 _NESTED = (
@@ -29,7 +27,7 @@ _NO_DELIMITER = '"\r\n\0'
 
 
 @SOURCES.register_module(name="csv")
-class CsvSource(RecordSource):
+class CsvSource(RangeSource):
     """One file with a row of names first.
 
     Args:
@@ -50,9 +48,8 @@ class CsvSource(RecordSource):
                 remedy="delimiter=';', or delimiter='\\t' for tabs; a file with a longer one must be written again",
             )
         self.delimiter = delimiter or ("\t" if ".tsv" in self.label.lower() else ",")
-        self.offsets = self.lengths = np.empty(0, np.int64)
-        check_data_file(self.path)
-        _, _, self.names = next(self._rows(), (0, 0, []))
+        start, length, self.names = next(self._rows(), (0, 0, []))
+        self._text(Span(self.path, start, length).read(), Position(self.path, start, self.label))
         double = sorted({name for name in self.names if self.names.count(name) > 1})
         if double or not any(self.names):
             what = f"names a column twice: {', '.join(double)}" if double else "is empty"
@@ -63,64 +60,43 @@ class CsvSource(RecordSource):
         return f"csv {self.delimiter!r}"
 
     def _rows(self) -> Iterator[tuple[int, int, list[str]]]:
-        """First byte, number of bytes and cells of each row that is not blank."""
+        """First byte, number of bytes and cells of each row that is not blank. The encoding is not checked."""
         with self.path.open("rb") as stream:
             if stream.read(3) != _BOM:
                 stream.seek(0)
             start = at = stream.tell()
-            first = True
 
             def lines() -> Iterator[str]:
                 nonlocal at
                 for line in stream:
                     at += len(line)  # before the reader has it, which asks for no line ahead
-                    # of a record the text is checked when it is read
-                    yield self._text(line, at - len(line)) if first else line.decode("utf-8", "surrogateescape")
+                    yield line.decode("utf-8", "surrogateescape")
 
-            reader = csv.reader(lines(), delimiter=self.delimiter, strict=True)
-            while True:
-                try:
-                    cells = next(reader)
-                except StopIteration:
-                    return
-                except csv.Error as error:
-                    raise DataError(f"{Place(self.path, start, self.label)}: no valid CSV: {error}") from error
-                if cells:
-                    yield start, at - start, cells
-                    first = False
-                start = at
+            try:
+                for cells in csv.reader(lines(), delimiter=self.delimiter, strict=True):
+                    if cells:
+                        yield start, at - start, cells
+                    start = at
+            except csv.Error as error:
+                raise DataError(f"{Position(self.path, start, self.label)}: no valid CSV: {error}") from error
 
-    def _text(self, raw: bytes, offset: int) -> str:
+    def _text(self, raw: bytes, position: Position) -> str:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise MalformedRecord(
-                f"{Place(self.path, offset, self.label)}: byte {error.start} of the line is no UTF-8",
-                remedy=f"convert it: iconv -f LATIN1 -t UTF-8 {self.path.name} > utf8{self.path.suffix}",
-            ) from error
+            raise no_utf8(self.path, position, error.start, " of the line") from error
 
     def scan(self) -> Arrays:
         rows = self._rows()
         next(rows)
-        found = np.asarray([(offset, length) for offset, length, _ in rows], np.int64).reshape(-1, 2)
-        if not len(found):
+        arrays = ranges((offset, length) for offset, length, _ in rows)
+        if not arrays["offsets"].size:
             raise DataError(f"data file {self.path} holds no record: it has the names of the columns alone")
-        return {"offsets": found[:, 0].copy(), "lengths": found[:, 1].copy()}
+        return arrays
 
-    def use(self, arrays: Arrays) -> None:
-        self.offsets, self.lengths = arrays["offsets"], arrays["lengths"]
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
-        spans = zip(self.offsets[start:stop].tolist(), self.lengths[start:stop].tolist(), strict=True)
-        return [self._row(offset, read_bytes(self.path, offset, length)) for offset, length in spans]
-
-    def _row(self, offset: int, raw: bytes) -> Row:
-        position = Place(self.path, offset, self.label)
+    def entry(self, raw: bytes, position: Position) -> Row:
         try:
-            cells = next(csv.reader([self._text(raw, offset)], delimiter=self.delimiter, strict=True), [])
+            cells = next(csv.reader([self._text(raw, position)], delimiter=self.delimiter, strict=True), [])
         except csv.Error as error:
             raise MalformedRecord(f"{position}: no valid CSV: {error}") from error
         if len(cells) != len(self.names):
@@ -129,16 +105,15 @@ class CsvSource(RecordSource):
                 allowed=f"{len(self.names)}, as the first row",
                 remedy=other_delimiter(self.names),
             )
-        return Row(
-            {name: self._value(name, cell, position) for name, cell in zip(self.names, cells, strict=True)}, position
-        )
+        return Row({name: _value(name, cell, position) for name, cell in zip(self.names, cells, strict=True)}, position)
 
-    def _value(self, name: str, cell: str, position: Place) -> Any:
-        if name not in _NESTED:
-            return cell
-        try:
-            return json.loads(cell)
-        except (ValueError, RecursionError) as error:
-            raise MalformedRecord(
-                f"{position}: {name} is no valid JSON: {error}", allowed="a list, written as JSON"
-            ) from error
+
+def _value(name: str, cell: str, position: Position) -> Any:
+    if name not in _NESTED:
+        return cell
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError) as error:
+        raise MalformedRecord(
+            f"{position}: {name} is no valid JSON: {error}", allowed="a list, written as JSON"
+        ) from error

@@ -15,10 +15,10 @@ from unigen_ds.config.registry import SOURCES, resolve
 from unigen_ds.core.errors import ConfigError, DataError, suggestion
 from unigen_ds.data.cache.array_cache import cache_folder
 from unigen_ds.data.records.data_file import instead_of
-from unigen_ds.data.sources import csv_rows, parquet, tables, texts  # noqa: F401 - registers them
+from unigen_ds.data.sources import csv_rows, tables, texts  # noqa: F401 - registers them
 from unigen_ds.data.sources.base import Joined, RecordSource
 from unigen_ds.data.sources.huggingface import is_saved
-from unigen_ds.data.sources.image_folder import METADATA, is_image_folder, metadata_below
+from unigen_ds.data.sources.image_folder import METADATA, is_image_folder, metadata_below, visible
 from unigen_ds.data.sources.unpacked import COMPRESSED, unpacked_file
 from unigen_ds.data.sources.webdataset import IMAGES
 from unigen_ds.system.log import notice
@@ -26,7 +26,7 @@ from unigen_ds.system.log import notice
 DataPath = str | Path | Sequence[str | Path]
 JSON, TEXT = "json", "text"
 
-_SHOWN = 5
+_MOST_SUFFIXES = 5
 """Suffixes of files that are not read."""
 _NUMBER = re.compile(r"(\d+)")
 PATTERN = re.compile(r"[*?\[]")
@@ -54,26 +54,19 @@ def open_source(
     Raises ``DataError`` where there are no such files, or files of several formats; ``ConfigError`` for an unknown
     format, or a setting that it does not have.
     """
-    spec = {"type": format} if isinstance(format, str) else dict(format or {})
-    given = [data_path] if isinstance(data_path, (str, Path)) else list(data_path)
-    if spec.get("type") != "huggingface" and (urls := [str(one) for one in given if "://" in str(one)]):
+    paths, cls, options = requested(data_path, format)
+    is_hub = cls is not None and cls is SOURCES.module_dict["huggingface"]
+    if not is_hub and (urls := [str(path) for path in paths if "://" in str(path)]):
         raise ConfigError(
             f"data_path {urls[0]!r} is a url",
             allowed="files and folders of this machine; urls with streaming=True",
             remedy="streaming=True of the data set",
         )
-    if spec and spec.get("type") not in SOURCES.module_dict and isinstance(spec.get("type"), str):
-        raise ConfigError(
-            f"format is {spec['type']!r}",
-            allowed=", ".join(sorted(SOURCES.module_dict)),
-            remedy=suggestion(spec["type"], SOURCES.module_dict),
-        )
-    paths = [path for one in given for path in matching(one, spec.get("type"))]
-    if not paths:
+    matches = [Path(path) for path in paths] if is_hub else [one for path in paths for one in matching(path)]
+    if not matches:
         raise ConfigError("data_path is an empty list", allowed="a file, a folder, a pattern, or a list of files")
-    spec["type"] = spec.get("type") or one_format(paths)
-    cls, options = resolve(SOURCES, spec, where="format")
-    files = [file for path in paths for file in files_of(path, cls)]
+    cls = cls or SOURCES.module_dict[one_format(matches)]
+    files = [file for path in matches for file in files_of(path, cls)]
     for file, number in Counter(files).items():
         if number > 1:
             notice(f"data_path has {file} {number} times: its records are used as often.")
@@ -82,7 +75,23 @@ def open_source(
         source.columns = columns or {}
     if len(sources) == 1:
         return sources[0]
-    return Joined(sources, f"{', '.join(map(str, given))} ({len(sources)} files)")
+    return Joined(sources, f"{', '.join(map(str, paths))} ({len(sources)} files)")
+
+
+def requested(
+    data_path: DataPath, format: str | Mapping[str, Any] | None
+) -> tuple[list[str | Path], type | None, dict[str, Any]]:
+    """Return the paths, the class of the format and its settings; None and {} where the format follows from the files.
+
+    Raises ``ConfigError`` for an unknown format, or a setting that it does not have.
+    """
+    spec = {"type": format} if isinstance(format, str) else dict(format or {})
+    paths = [data_path] if isinstance(data_path, (str, Path)) else list(data_path)
+    kind = spec.get("type")
+    if isinstance(kind, str) and kind not in SOURCES.module_dict:
+        valid = sorted(SOURCES.module_dict)
+        raise ConfigError(f"format is {kind!r}", allowed=", ".join(valid), remedy=suggestion(kind, valid))
+    return paths, *(resolve(SOURCES, spec, where="format") if spec else (None, {}))
 
 
 def open_file(
@@ -90,7 +99,7 @@ def open_file(
 ) -> RecordSource:
     """One file of a known format. ``label``: how messages call it; None: by its path."""
     packed = path.suffix.lower() in (*COMPRESSED, ".tgz")
-    folder = cache_folder(path, cache_dir) if packed or path.suffix.lower() in parquet.ParquetSource.suffixes else None
+    folder = cache_folder(path, cache_dir) if packed or path.suffix.lower() in tables.ParquetSource.suffixes else None
     source: RecordSource = cls(
         unpacked_file(path, folder) if packed else path, label=label or str(path), folder=folder, **options
     )
@@ -100,15 +109,15 @@ def open_file(
     return source
 
 
-def matching(given: str | Path, kind: object) -> list[Path]:
-    """The paths that a pattern matches; any other path is itself."""
-    text = str(given)
-    if not PATTERN.search(text) or os.path.exists(text) or kind == "huggingface":
+def matching(path: str | Path) -> list[Path]:
+    """Return the paths that a pattern matches; any other path is itself."""
+    text = str(path)
+    if not PATTERN.search(text) or os.path.exists(text):
         return [Path(text)]
-    found = in_order(Path(name) for name in glob.glob(text, recursive=True))
-    if not found:
+    matches = in_order(map(Path, glob.glob(text, recursive=True)))
+    if not matches:
         raise DataError(f"no file matches {text}")
-    return found
+    return matches
 
 
 def in_order(paths: Iterator[Path]) -> list[Path]:
@@ -121,23 +130,24 @@ def by_numbers(name: str) -> list[tuple[int, int, str]]:
 
 
 def one_format(paths: Sequence[Path]) -> str:
-    found = {path: _format(path) for path in paths}
-    kinds = sorted(set(found.values()))
-    if len(kinds) > 1:
-        shown = ", ".join(f"{path.name}: {kind}" for path, kind in list(found.items())[:5])
+    """Return the format of some files and folders. Raises ``DataError`` where they have several."""
+    kinds = {path: _format(path) for path in paths}
+    if len(set(kinds.values())) > 1:
+        first = ", ".join(f"{path.name}: {kind}" for path, kind in list(kinds.items())[:5])
         raise DataError(
-            f"the files of data_path have several formats ({shown})",
+            f"the files of data_path have several formats ({first})",
             remedy="a data set for each of them: train_dataloader.dataset is a list then",
         )
-    return kinds[0]
+    return kinds[paths[0]]
 
 
 def by_suffix() -> dict[str, str]:
+    """Return the name of the format of each suffix."""
     return {suffix: name for name, cls in SOURCES.module_dict.items() for suffix in getattr(cls, "suffixes", ())}
 
 
 def suffix_of(path: Path) -> str:
-    """The last suffix, of a compressed file the one before."""
+    """Return the last suffix, of a compressed file the one before."""
     return Path(path.stem).suffix.lower() if path.suffix.lower() in COMPRESSED else path.suffix.lower()
 
 
@@ -145,82 +155,67 @@ def _format(path: Path) -> str:
     """Of one file or folder. A file with an unknown suffix is JSON, as it was when there was nothing else."""
     if path.is_dir():
         return _format_of_folder(path)
-    found = by_suffix().get(suffix_of(path), JSON)
-    if found == TEXT and path.suffix.lower() == ".txt" and path.is_file():  # Markdown may begin with a link
+    kind = by_suffix().get(suffix_of(path), JSON)
+    if kind == TEXT and path.suffix.lower() == ".txt" and path.is_file():  # Markdown may begin with a link
         with path.open("rb") as stream:
             first = stream.read(256).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
         return JSON if first in (b"{", b"[") else TEXT
-    return found
+    return kind
 
 
 def _format_of_folder(folder: Path) -> str:
     if is_saved(folder):
         return "huggingface"
-    if any((folder / name).is_file() for name in METADATA):
+    formats = by_suffix()
+    numbers = Counter(
+        formats[suffix] for path in visible(folder) if path.is_file() and (suffix := suffix_of(path)) in formats
+    )
+    num_texts = numbers.pop(TEXT, 0)
+    has_metadata = any((folder / name).is_file() for name in METADATA)
+    if has_metadata or numbers.total() == len(metadata_below(folder)) > 0:
         return "image_folder"
-    known = by_suffix()
-    counted = Counter(known[suffix] for path in _inside(folder) if (suffix := suffix_of(path)) in known)
-    texts_there = counted.pop(TEXT, 0)
-    if sum(counted.values()) == len(metadata_below(folder)) > 0:
-        return "image_folder"
-    if len(counted) > 1:
-        shown = ", ".join(f"{number} of {kind}" for kind, number in counted.most_common())
-        raise DataError(f"folder {folder} has files of several formats: {shown}",
-                        remedy=f"format={counted.most_common(1)[0][0]!r} chooses one")  # fmt: skip
-    if counted:
-        kind = next(iter(counted))
-        if texts_there:
-            notice(f"{folder}: {counted[kind]} files are read as {kind}, {texts_there} of text are not read.")
+    if len(numbers) > 1:
+        each = ", ".join(f"{number} of {kind}" for kind, number in numbers.most_common())
+        remedy = f"format={numbers.most_common(1)[0][0]!r} chooses one"
+        raise DataError(f"folder {folder} has files of several formats: {each}", remedy=remedy)
+    for kind, number in numbers.items():
+        if num_texts:
+            notice(f"{folder}: {number} files are read as {kind}, {num_texts} of text are not read.")
         return kind
     if is_image_folder(folder):
         return "image_folder"
-    if texts_there:
+    if num_texts:
         return TEXT
     raise DataError(
         f"folder {folder} has no data file",
-        allowed=f"files with one of the suffixes {', '.join(sorted(known))} (and {', '.join(COMPRESSED)}), images with"
-        " captions, or a folder of save_to_disk",
+        allowed=f"files with one of the suffixes {', '.join(sorted(formats))} (and {', '.join(COMPRESSED)}), images"
+        " with captions, or a folder of save_to_disk",
     )
 
 
-def _inside(folder: Path) -> Iterator[Path]:
-    """Files in it and below, without hidden ones."""
-    for path in folder.rglob("*"):
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
-            yield path
-
-
 def files_of(path: Path, cls: type) -> list[Path]:
-    """The files of a format in a folder; any other path is itself."""
+    """Return the files of a format in a folder; any other path is itself."""
     suffixes = getattr(cls, "suffixes", ())
     if suffixes and not path.exists():
+        is_name = not path.suffix and is_hub_name(str(path))
+        of_hub = f"; format='huggingface' for the data set {path} of the hub" if is_name else ""
         raise DataError(
             f"data file {path} does not exist",
             allowed=f"a file with the suffix {' or '.join(suffixes)}",
-            remedy=instead_of(path, suffixes)
-            + (
-                f"; format='huggingface' for the data set {path} of the hub"
-                if not path.suffix and is_hub_name(str(path))
-                else ""
-            ),
+            remedy=instead_of(path, suffixes) + of_hub,
         )
     if not suffixes or not path.is_dir():
         return [path]
-    inside = list(_inside(path))
-    found = in_order(file for file in inside if suffix_of(file) in suffixes)
-    if not found:
+    inside = [file for file in visible(path) if file.is_file()]
+    files = in_order(file for file in inside if suffix_of(file) in suffixes)
+    if not files:
         raise DataError(f"folder {path} has no file with the suffix {' or '.join(suffixes)}")
-    others = Counter(_title(file) for file in inside if suffix_of(file) not in suffixes and not _is_image(file))
+    others = Counter(
+        file.suffix.lower() or "without a suffix"
+        for file in inside
+        if suffix_of(file) not in suffixes and file.suffix[1:].lower() not in IMAGES  # which records may name
+    )
     if others:
-        each = ", ".join(f"{number} {title}" for title, number in others.most_common(_SHOWN))
-        notice(f"{path}: {len(found)} files are read, {others.total()} others are not: {each}.")
-    return found
-
-
-def _is_image(file: Path) -> bool:
-    """Whether records may name it."""
-    return file.suffix[1:].lower() in IMAGES
-
-
-def _title(file: Path) -> str:
-    return file.suffix.lower() or "without a suffix"
+        each = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common(_MOST_SUFFIXES))
+        notice(f"{path}: {len(files)} files are read, {others.total()} others are not: {each}.")
+    return files

@@ -7,7 +7,7 @@ data set is executed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,39 +54,46 @@ class HuggingFaceSource(Joined):
         if is_saved(Path(path)):
             files = _saved(Path(path), split)
         else:
-            given = {"name": config, "data_files": data_files, "revision": revision}
-            files = _loaded(str(path), split, given)
+            files = _loaded(str(path), split, {"name": config, "data_files": data_files, "revision": revision})
         name = label or str(path)
         labels = [name if len(files) == 1 else f"{name}/{file.name}" for file in files]
         super().__init__([ArrowSource(file, label=one) for file, one in zip(files, labels, strict=True)], str(path))
 
 
 def _saved(folder: Path, split: str | None) -> list[Path]:
+    """The Arrow files of a folder of ``save_to_disk``."""
     if (folder / SPLITS).is_file():
-        splits = _json(folder / SPLITS).get("splits")
-        if not isinstance(splits, list) or not splits or not all(map(_is_name, splits)):
-            raise DataError(f"{folder / SPLITS} names no splits", allowed="a folder that save_to_disk wrote")
+        splits = _names(folder / SPLITS, "splits", lambda content: content["splits"])
         folder = folder / chosen_split(split, splits, str(folder))
-    state = _json(folder / STATE)
-    if state.get("_indices_data_files"):
+    if _json(folder / STATE).get("_indices_data_files"):
         raise DataError(
             f"{folder} was saved with a selection of its rows",
             remedy="dataset.flatten_indices().save_to_disk(...) writes the selected rows alone",
         )
-    files = state.get("_data_files")
-    names: list[Any] = [file.get("filename") if isinstance(file, Mapping) else None for file in _listed(files)]
-    if not names or not all(map(_is_name, names)):
-        raise DataError(f"{folder / STATE} names no files", allowed="a folder that save_to_disk wrote")
+    names = _names(folder / STATE, "files", lambda content: [file["filename"] for file in content["_data_files"]])
     return [folder / name for name in names]
 
 
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else ()
+def _names(path: Path, what: str, names_of: Callable[[Any], Any]) -> list[str]:
+    """The names that a JSON file has of files or folders beside it. Raises ``DataError`` where they are none."""
+    content = _json(path)
+    try:
+        names = list(names_of(content))
+        if names and all(Path(name).name == name and (path.parent / name).exists() for name in names):
+            return names
+    except (LookupError, TypeError, ValueError, OSError):  # of another structure; a name that no file can have
+        pass
+    raise DataError(f"{path} names no {what} that are there", allowed="a folder that save_to_disk wrote")
 
 
-def _is_name(value: Any) -> bool:
-    """Whether it is the name of a file or folder, without a path."""
-    return isinstance(value, str) and "\0" not in value and len(value) < 256 and Path(value).name == value
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, Mapping):
+        raise DataError(f"{path} is no JSON object")
+    return content
 
 
 def chosen_split(split: str | None, splits: Sequence[str], what: str) -> str:
@@ -101,36 +108,27 @@ def chosen_split(split: str | None, splits: Sequence[str], what: str) -> str:
     return split
 
 
-def _json(path: Path) -> Mapping[str, Any]:
+def _loaded(path: str, split: str | None, settings: Mapping[str, Any]) -> list[Path]:
+    """The Arrow files that ``load_dataset`` has made."""
+    what = f"the Hugging Face data set {path!r}"
+    datasets, arrow = needed("datasets", what), needed("pyarrow", what)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, Mapping):
-        raise DataError(f"{path} is no JSON object")
-    return found
-
-
-def _loaded(path: str, split: str | None, given: Mapping[str, Any]) -> list[Path]:
-    datasets = needed("datasets", f"the Hugging Face data set {path!r}")
-    try:
-        found = datasets.load_dataset(path, split=split, **{key: one for key, one in given.items() if one is not None})
-        if isinstance(found, Mapping):
-            found = found[chosen_split(None, list(found), path)]
+        rows = datasets.load_dataset(path, split=split, **{k: one for k, one in settings.items() if one is not None})
+        if isinstance(rows, Mapping):
+            rows = rows[chosen_split(None, list(rows), path)]
     except DataError:
         raise
     except Exception as error:  # the package raises anything, also what its readers of files do
         text = str(error).splitlines()[0] if str(error) else ""
         raise DataError(
-            f"the Hugging Face data set {path!r} cannot be loaded: {type(error).__name__}: {text}",
+            f"{what} cannot be loaded: {type(error).__name__}: {text}",
             remedy=download_first(path) if is_hub_name(path) else None,
         ) from error
-    files = [Path(file["filename"]) for file in found.cache_files]
-    arrow = needed("pyarrow", f"the Hugging Face data set {path!r}")
-    rows = sum(arrow.ipc.open_stream(arrow.memory_map(str(file))).read_all().num_rows for file in files)
-    if not files or rows != len(found):
+    files = [Path(file["filename"]) for file in rows.cache_files]
+    number = sum(arrow.ipc.open_stream(arrow.memory_map(str(file))).read_all().num_rows for file in files)
+    if not files or number != len(rows):
         raise DataError(
-            f"the Hugging Face data set {path!r}, split {split!r}, is {len(found):,} of {rows:,} rows",
+            f"{what}, split {split!r}, is {len(rows):,} of {number:,} rows",
             allowed="a whole split: 'train', not 'train[:100]'",
         )
     return files

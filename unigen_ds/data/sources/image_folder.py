@@ -17,12 +17,21 @@ import numpy as np
 
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
+from unigen_ds.data.images.stored_image import lost
 from unigen_ds.data.records.data_file import MalformedRecord, no_utf8
-from unigen_ds.data.records.record_values import shown_value
-from unigen_ds.data.sources.base import Arrays, FoundRecord, Joined, RecordSource, Row
+from unigen_ds.data.records.turn import format_value
+from unigen_ds.data.sources.base import (
+    Arrays,
+    FoundRecord,
+    Joined,
+    Names,
+    RecordSource,
+    Row,
+    counts_from_array,
+    counts_to_array,
+)
 from unigen_ds.data.sources.csv_rows import CsvSource
-from unigen_ds.data.sources.json_lines import JsonSource, read_bytes
-from unigen_ds.data.sources.names import Names
+from unigen_ds.data.sources.json_lines import JsonSource
 from unigen_ds.data.sources.webdataset import IMAGES
 
 METADATA = ("metadata.csv", "metadata.jsonl")
@@ -40,8 +49,8 @@ def is_image_folder(folder: Path) -> bool:
 
 def metadata_below(folder: Path) -> list[Path]:
     """Metadata of images in the folders below, by their names and their first line, in order."""
-    found = sorted(path for name in METADATA for path in folder.rglob(name) if not _hidden(path, folder))
-    return [path for path in found if path.parent != folder and _names_files(path)]
+    paths = sorted(path for name in METADATA for path in folder.rglob(name) if not _hidden(path, folder))
+    return [path for path in paths if path.parent != folder and _names_files(path)]
 
 
 def _names_files(metadata: Path) -> bool:
@@ -54,27 +63,16 @@ def _hidden(path: Path, folder: Path) -> bool:
 
 
 def _images(folder: Path) -> Iterator[Path]:
-    for path in _visible(folder):
+    for path in visible(folder):
         if path.suffix[1:].lower() in IMAGES and path.is_file():
             yield path
 
 
-def _visible(folder: Path) -> Iterator[Path]:
+def visible(folder: Path) -> Iterator[Path]:
+    """Return what is in a folder and below, without hidden files and folders."""
     for path in folder.rglob("*"):
         if not _hidden(path, folder):
             yield path
-
-
-def _others(folder: Path, used: Collection[str]) -> Counter[str]:
-    """Files that are neither images nor ``used``, by their kind; links that lead nowhere, too."""
-    found: Counter[str] = Counter()
-    for path in _visible(folder):
-        if path.is_file() and path.suffix[1:].lower() not in IMAGES:
-            if path.relative_to(folder).as_posix() not in used:
-                found[path.suffix.lower() or "without a suffix"] += 1
-        elif path.is_symlink() and not path.exists():
-            found[f"{path.suffix.lower()} (a link to a file that is not there)".lstrip()] += 1
-    return found
 
 
 @SOURCES.register_module(name="image_folder")
@@ -85,25 +83,25 @@ class ImageFolderSource(RecordSource):
 
     def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
         super().__init__(path, label=label, folder=folder)
-        self._rows: RecordSource | None = None
         self._names, self._without = Names.of(()), 0
-        self._not_read_of: dict[str, int] = {}
-        given = [path for name in METADATA if (path := self.path / name).is_file()] or metadata_below(self.path)
-        double = [path.parent for path in given if sum(other.parent == path.parent for other in given) > 1]
+        self._others: dict[str, int] = {}
+        metadata = [path for name in METADATA if (path := self.path / name).is_file()] or metadata_below(self.path)
+        double = [folder for folder, number in Counter(path.parent for path in metadata).items() if number > 1]
         if double:
             raise DataError(f"folder {double[0]} has {' and '.join(METADATA)}", allowed="one of them")
-        if given:
-            rows = [self._metadata(path) for path in given]
-            self._rows = rows[0] if len(rows) == 1 else Joined(rows, self.label)
-        self._suffix = _TEXTS[0]
-        self._captions: tuple[Path, ...] = ()
-        for suffix in () if given else _TEXTS:
+        rows = [self._metadata(path) for path in metadata]
+        self._rows: RecordSource | None = Joined(rows, self.label) if rows else None
+        self._suffix, self._captions = _TEXTS[0], tuple[Path, ...]()
+        for suffix in () if rows else _TEXTS:
             if not self._captions:
                 self._suffix, self._captions = suffix, self._texts(suffix)
 
     def _metadata(self, path: Path) -> RecordSource:
         kind = CsvSource if path.suffix == ".csv" else JsonSource
-        return kind(path, label=f"{self.label}/{path.relative_to(self.path).as_posix()}")
+        return kind(path, label=f"{self.label}/{self._relative(path)}")
+
+    def _relative(self, path: Path) -> str:
+        return path.relative_to(self.path).as_posix()
 
     def _texts(self, suffix: str) -> tuple[Path, ...]:
         """The caption of each image that has one, in the order of their names."""
@@ -122,36 +120,42 @@ class ImageFolderSource(RecordSource):
         return self._rows.files if self._rows is not None else self._captions
 
     def scan(self) -> Arrays:
-        images = sorted(image.relative_to(self.path).as_posix() for image in _images(self.path))
+        images = sorted(map(self._relative, _images(self.path)))
         if self._rows is not None:
             arrays = self._rows.scan()
             self._rows.use(arrays)
-            named = {self._file_name(entry) for i in range(len(self._rows)) for entry in self._rows.read(i, i + 1)}
-            without = np.asarray([sum(name not in named for name in images)], np.int64)
-            used = {path.relative_to(self.path).as_posix() for path in self._rows.files}
-            return {**arrays, "without_caption": without, **self._not_read(named | used)}
-        found = [name for name in images if (self.path / name).with_suffix(self._suffix).is_file()]
-        if not found:
-            raise DataError(
-                f"folder {self.path} has {len(images):,} images and no captions",
-                allowed=f"a .txt file beside each image, or {' or '.join(METADATA)} with file_name and text",
-                remedy="a caption has the name of its image: photos/1.txt beside photos/1.jpg",
-            )
-        names = Names.of(found)
-        left = np.asarray([len(images) - len(found)], np.int64)
-        others = self._not_read({Path(name).with_suffix(self._suffix).as_posix() for name in found})
-        return {"image_letters": names.letters, "image_name_ends": names.ends, "without_caption": left, **others}
+            rows = self._rows
+            known = {self._file_name(entry) for i in range(len(rows)) for entry in rows.read(i, i + 1)}
+            number = sum(name in known for name in images)
+            known |= set(map(self._relative, self.files))
+        else:
+            captions = {name: self._relative((self.path / name).with_suffix(self._suffix)) for name in images}
+            with_caption = [name for name in images if (self.path / captions[name]).is_file()]
+            if not with_caption:
+                raise DataError(
+                    f"folder {self.path} has {len(images):,} images and no captions",
+                    allowed=f"a .txt file beside each image, or {' or '.join(METADATA)} with file_name and text",
+                    remedy="a caption has the name of its image: photos/1.txt beside photos/1.jpg",
+                )
+            names = Names.of(with_caption)
+            arrays = {"image_letters": names.letters, "image_name_ends": names.ends}
+            number, known = len(with_caption), {captions[name] for name in with_caption}
+        without = np.asarray([len(images) - number], np.int64)
+        return {**arrays, "without_caption": without, "files_not_read": counts_to_array(self._count_others(known))}
 
-    def _not_read(self, used: Collection[str]) -> Arrays:
-        """Numbers and kinds of the files that are neither images nor ``used``."""
-        found = _others(self.path, used)
-        kinds = Names.of(list(found))
-        numbers = np.asarray(list(found.values()), np.int64)
-        return {"not_read": numbers, "not_read_letters": kinds.letters, "not_read_name_ends": kinds.ends}
+    def _count_others(self, known: Collection[str]) -> Counter[str]:
+        """Files that are neither images nor ``known``, by their kind; links that lead nowhere, too."""
+        numbers: Counter[str] = Counter()
+        for path in visible(self.path):
+            if path.is_file() and path.suffix[1:].lower() not in IMAGES:
+                if self._relative(path) not in known:
+                    numbers[path.suffix.lower() or "without a suffix"] += 1
+            elif path.is_symlink() and not path.exists():
+                numbers[f"{path.suffix.lower()} (a link to a file that is not there)".lstrip()] += 1
+        return numbers
 
     def use(self, arrays: Arrays) -> None:
-        kinds = Names(arrays["not_read_letters"], arrays["not_read_name_ends"])
-        self._not_read_of = {kinds[i]: number for i, number in enumerate(arrays["not_read"].tolist())}
+        self._others = counts_from_array(arrays["files_not_read"])
         self._without = int(arrays["without_caption"].sum())
         if self._rows is not None:
             self._rows.use(arrays)
@@ -159,11 +163,9 @@ class ImageFolderSource(RecordSource):
             self._names = Names(arrays["image_letters"], arrays["image_name_ends"])
 
     def notes(self) -> Sequence[str]:
-        where = (
-            f"have no {self._suffix} file beside them" if self._rows is None else f"are not in {self._rows.path.name}"
-        )
+        where = "have no caption beside them" if self._rows is None else "are not in the metadata"
         notes = [f"{self._without:,} images {where}: they are not used"] if self._without else []
-        others = ", ".join(f"{number:,} {kind}" for kind, number in self._not_read_of.items())
+        others = ", ".join(f"{number:,} {kind}" for kind, number in self._others.items())
         return [*notes, f"files that are not read: {others}"] if others else notes
 
     def __len__(self) -> int:
@@ -176,9 +178,11 @@ class ImageFolderSource(RecordSource):
 
     def _beside(self, name: str) -> FoundRecord:
         text = (self.path / name).with_suffix(self._suffix)
-        where = f"{self.label}/{text.relative_to(self.path).as_posix()}"
+        where = f"{self.label}/{self._relative(text)}"
         try:
-            caption = read_bytes(text, 0, -1).decode("utf-8-sig").strip()
+            caption = text.read_bytes().decode("utf-8-sig").strip()
+        except OSError as error:
+            raise lost(text, error.strerror) from error
         except UnicodeDecodeError as error:
             raise no_utf8(text, where, error.start) from error
         return Row({"image": name, "caption": caption}, where)
@@ -186,30 +190,29 @@ class ImageFolderSource(RecordSource):
     def _listed(self, entry: FoundRecord) -> FoundRecord:
         record = {key: value for key, value in entry.record.items() if key != _FILE_NAME}
         record["image"] = self._file_name(entry)
-        renamed = {name for given, name in self.columns.items() if given in record}
-        if not renamed.intersection((*_LAYOUTS, "text", "text_prompt")) and not any(key in record for key in _LAYOUTS):
-            given = [key for key in _CAPTIONS if key in record]
-            if not given:
+        renamed = {name for key, name in self.columns.items() if key in record}
+        if not renamed & {*_LAYOUTS, *_CAPTIONS} and not record.keys() & set(_LAYOUTS):
+            captions = [key for key in _CAPTIONS if key in record]
+            if not captions:
                 raise MalformedRecord(
                     f"{entry.where}: it has no caption, but {', '.join(map(str, record))}",
                     allowed=", ".join(("caption", *_CAPTIONS)),
                     remedy="columns={'name in the file': 'caption'}",
                 )
-            record["caption"] = record.pop(given[0])
+            record["caption"] = record.pop(captions[0])
         return Row(record, entry.where)
 
     def _file_name(self, entry: FoundRecord) -> str:
-        """From the top folder: in its metadata it begins at theirs."""
-        key = next((given for given, name in self.columns.items() if name == _FILE_NAME), _FILE_NAME)
+        """Return the path of an image from the top folder: in its metadata it begins at theirs."""
+        key = next((key for key, name in self.columns.items() if name == _FILE_NAME), _FILE_NAME)
         name = entry.record.get(key)
         if not isinstance(name, str) or not name:
-            shown = "missing" if name is None else shown_value(name)
             raise MalformedRecord(
-                f"{entry.where}: {key} is {shown}",
+                f"{entry.where}: {key} is {'missing' if name is None else format_value(name)}",
                 allowed="the path of an image in the folder",
                 remedy=f"columns={{'name in the file': '{_FILE_NAME}'}}" if name is None else None,
             )
         position: Any = entry.where
         folder = position.path.parent
         top = folder == self.path or Path(name).is_absolute()
-        return name if top else (folder / name).relative_to(self.path).as_posix()
+        return name if top else self._relative(folder / name)

@@ -9,74 +9,33 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import re
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.images.stored_image import lost
-from unigen_ds.data.records.data_file import LATIN1, MalformedRecord, check_data_file, no_record
-from unigen_ds.data.records.record_values import shown_value
+from unigen_ds.data.records.data_file import LATIN1, MalformedRecord, no_record
 from unigen_ds.data.records.records import Captions
-from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
+from unigen_ds.data.records.turn import format_value
+from unigen_ds.data.sources.base import Arrays, FoundRecord, Position, RangeSource, ranges
 from unigen_ds.system.files import quick_digest
 
 _BOM = b"\xef\xbb\xbf"
-_BLOCK = 1 << 20
-_NEWLINE, _SPACE = 10, 32
-_SCAN: Any = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 """All that determines the structure of a JSON text: whole strings (to be skipped), brackets and commas."""
 
 
-_COUNTED = threading.local()
-"""Of a thread the last file, line and byte: many bad records follow each other, and the file is read once for all."""
-
-
-class Place(NamedTuple):
-    """Where a record begins. As text: ``train.jsonl:17``; the file is read for the line number only then."""
-
-    path: Path
-    offset: int
-    label: str = ""
-    """How the file is called; empty: by its name."""
-
-    def __str__(self) -> str:
-        with self.path.open("rb") as stream:
-            status = os.fstat(stream.fileno())
-            file = self.path, status.st_ino, status.st_mtime_ns
-            known, lines, at = getattr(_COUNTED, "last", (None, 1, 0))
-            if known != file or at > self.offset:
-                lines, at = 1, 0
-            stream.seek(at)
-            while at < self.offset and (block := stream.read(min(self.offset - at, 1 << 20))):
-                lines += block.count(b"\n")
-                at += len(block)
-        _COUNTED.last = file, lines, at
-        return f"{self.label or self.path}:{lines}"
-
-
-def scan(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Byte offset and byte length of every record of a JSONL file (blank lines skipped) or a JSON array.
+def scan(path: Path) -> Arrays:
+    """Return byte offset and byte length of every record of a JSONL file (blank lines skipped) or a JSON array.
 
     The first character decides which of the two it is, not the name of the file.
     """
-    check_data_file(path)
-    if path.stat().st_size and _is_array(path):
-        found = np.asarray([*_array_elements(path)], dtype=np.int64).reshape(-1, 2)
-        offsets, lengths = found[:, 0].copy(), found[:, 1].copy()
-    else:
-        offsets, lengths = line_spans(path)
-    if not offsets.size:
+    arrays = ranges(_array_elements(path)) if _is_array(path) else line_ranges(path)
+    if not arrays["offsets"].size:
         raise no_record(path)
-    return offsets, lengths
+    return arrays
 
 
 def _is_array(path: Path) -> bool:
@@ -88,42 +47,20 @@ def _is_array(path: Path) -> bool:
     return False
 
 
-def line_spans(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of the lines, without white space around them; a block of lines at a time, since a file may have millions."""
-    starts, stops = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+def line_ranges(path: Path) -> Arrays:
+    """Return the ranges of the lines that are not blank, without white space around them."""
+    return ranges(_lines(path))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int]]:
     with path.open("rb") as stream:
-        rest = stream.read(len(_BOM))
-        position, rest = (len(_BOM), b"") if rest == _BOM else (0, rest)
-        while True:
-            block = stream.read(max(_BLOCK, len(rest)))  # a line may be longer than a block
-            data = rest + block if block else rest + b"\n"
-            codes = np.frombuffer(data, np.uint8)
-            ends = np.flatnonzero(codes == _NEWLINE)
-            begins = np.concatenate([[0], ends[:-1] + 1])[: ends.size]
-            begins, ends = _stripped(data, codes, begins, ends)
-            starts.append(begins + position)
-            stops.append(ends + position)
-            kept = data.rfind(b"\n") + 1
-            position, rest = position + kept, data[kept:]
-            if not block:
-                break
-    offsets = np.concatenate(starts)
-    return offsets, np.concatenate(stops) - offsets
-
-
-def _stripped(
-    data: bytes, codes: NDArray[np.uint8], begins: NDArray[np.int64], ends: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Lines of ``data`` without white space around them, blank ones left out."""
-    blank = begins == ends
-    plain = ~blank & (codes[np.where(blank, 0, begins)] > _SPACE) & (codes[ends - 1] > _SPACE)
-    for i in np.flatnonzero(~plain & ~blank).tolist():
-        line = data[begins[i] : ends[i]]
-        text = line.strip()
-        begins[i] += len(line) - len(line.lstrip())
-        ends[i] = begins[i] + len(text)
-    kept = begins < ends
-    return begins[kept], ends[kept]
+        if stream.read(len(_BOM)) != _BOM:
+            stream.seek(0)
+        start = stream.tell()
+        for line in stream:
+            if text := line.strip():
+                yield start + len(line) - len(line.lstrip()), len(text)
+            start += len(line)
 
 
 def _array_elements(path: Path) -> Iterator[tuple[int, int]]:
@@ -145,7 +82,7 @@ def _array_elements(path: Path) -> Iterator[tuple[int, int]]:
                     rest = data[match.end() :].strip()
                     if rest:
                         raise DataError(
-                            f"{Place(path, match.end())}: text after the end of the array: {rest[:40]!r}",
+                            f"{Position(path, match.end())}: text after the end of the array: {rest[:40]!r}",
                             allowed="one array alone, or one object a line",
                             remedy="remove it; if the file is no JSON but plain text: format='text'",
                         )
@@ -160,53 +97,29 @@ def _element(path: Path, data: mmap.mmap, start: int, stop: int) -> tuple[int, i
     raw = data[start:stop]
     text = raw.strip()
     if not text:
-        raise DataError(f"{Place(path, start)}: an empty element", remedy="remove the comma too many")
+        raise DataError(f"{Position(path, start)}: an empty element", remedy="remove the comma too many")
     return start + raw.index(text[:1]), len(text)
 
 
-def read_bytes(path: Path, offset: int, length: int) -> bytes:
-    """That byte range, during a run. Raises ``DataError`` where the file was removed after its index was made."""
-    try:
-        with path.open("rb") as stream:
-            stream.seek(offset)
-            return stream.read(length)
-    except OSError as error:
-        raise lost(path, error.strerror) from error
-
-
-def read_record(path: Path, offset: int, length: int) -> dict[str, Any]:
-    """Parse the record in that byte range. Raises ``DataError`` where it is no JSON object."""
-    return load_record(read_bytes(path, offset, length), Place(path, offset))
-
-
-def load_record(raw: bytes, location: object) -> dict[str, Any]:
+def load_record(raw: bytes, position: object) -> dict[str, Any]:
     """Parse the bytes of one record. Raises ``DataError`` where it is no JSON object."""
     try:
-        if raw.startswith(b"{"):
-            text = raw.decode("utf-8", "surrogatepass")
-            try:  # as json.loads, but for what it does around it: a quarter of the time for a short record
-                record, end = _SCAN(text, 0)
-            except StopIteration:
-                end = -1
-            if end != len(text):  # an error that names the position
-                record = json.loads(text)
-        else:  # json looks for another encoding itself
-            record = json.loads(raw)
+        record = json.loads(raw)
     except (ValueError, RecursionError) as error:  # ValueError: of the JSON, its encoding, or a number of 4,300 digits
         raise MalformedRecord(
-            f"{location}: no valid JSON: {error}",
+            f"{position}: no valid JSON: {error}",
             allowed="one object a line, or one array of objects",
-            remedy=_mended(raw, error, location),
+            remedy=_remedy(raw, error, position),
         ) from error
     if not isinstance(record, dict):
-        raise MalformedRecord(f"{location}: the record is {shown_value(record)}", allowed="a JSON object")
+        raise MalformedRecord(f"{position}: the record is {format_value(record)}", allowed="a JSON object")
     return record
 
 
-def _mended(raw: bytes, error: Exception, location: object) -> str:
+def _remedy(raw: bytes, error: Exception, position: object) -> str:
     """How a record that is no valid JSON may become one."""
     if isinstance(error, UnicodeDecodeError):
-        name = Path(getattr(location, "path", "FILE")).name
+        name = Path(getattr(position, "path", "FILE")).name
         return f"convert it: {LATIN1.format(name, Path(name).suffix)}"
     if not raw.rstrip().endswith((b"}", b"]")):
         return "the record ends early: if the file was copied or is still written, copy it again; else mend that line"
@@ -214,46 +127,32 @@ def _mended(raw: bytes, error: Exception, location: object) -> str:
 
 
 class JsonText(NamedTuple):
-    """A record that is parsed when its values are asked for. It is its own position: one object for each record."""
+    """A record that is parsed when its values are asked for."""
 
     content: bytes
-    path: Path
-    offset: int
-    label: str
-
-    def __str__(self) -> str:
-        return str(Place(self.path, self.offset, self.label))
-
-    @property
-    def where(self) -> JsonText:
-        return self
+    where: Position
 
     @property
     def record(self) -> dict[str, Any]:
-        return load_record(self.content, self)
+        return load_record(self.content, self.where)
 
     @property
     def values(self) -> bytes:
         try:
             return json.dumps(self.record, sort_keys=True, separators=(",", ":")).encode()
         except RecursionError as error:
-            raise DataError(f"{self}: its values are nested too deeply") from error
+            raise DataError(f"{self.where}: its values are nested too deeply") from error
 
 
 @SOURCES.register_module(name="json")
-class JsonSource(RecordSource):
+class JsonSource(RangeSource):
     """One JSON or JSONL file. Its index and its digests are those of versions that read nothing else."""
 
     captions: ClassVar[Captions | None] = None
     suffixes = (".json", ".jsonl", ".ndjson")
 
-    def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
-        super().__init__(path, label=label, folder=folder)
-        self.offsets = self.lengths = np.empty(0, np.int64)
-        check_data_file(self.path)
-
     def identity(self, content: str) -> tuple[object, ...]:
-        """A quick digest: a change that it misses shows in the digests of the records."""
+        """Return a quick digest: a change that it misses shows in the digests of the records."""
         return (quick_digest(self.path),)
 
     @property
@@ -261,24 +160,7 @@ class JsonSource(RecordSource):
         return ()
 
     def scan(self) -> Arrays:
-        offsets, lengths = scan(self.path)
-        return {"offsets": offsets, "lengths": lengths}
+        return scan(self.path)
 
-    def use(self, arrays: Arrays) -> None:
-        self.offsets, self.lengths = arrays["offsets"], arrays["lengths"]
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
-        """The bytes of records that follow each other, in one call: threads wait for each other at each."""
-        offsets, lengths = self.offsets[start:stop].tolist(), self.lengths[start:stop].tolist()
-        if not offsets:
-            return ()
-        first = offsets[0]
-        block = read_bytes(self.path, first, offsets[-1] + lengths[-1] - first)
-        path, label = self.path, self.label
-        return [
-            JsonText(block[offset - first : offset - first + length], path, offset, label)
-            for offset, length in zip(offsets, lengths, strict=True)
-        ]
+    def entry(self, raw: bytes, position: Position) -> FoundRecord:
+        return JsonText(raw, position)

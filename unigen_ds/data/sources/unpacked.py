@@ -61,27 +61,42 @@ def copy_of(path: Path, folder: Path | None, *, suffix: str, size: int, write: C
     if target.exists():
         return target
     with held(target.with_name(f".{target.name}.lock")):
-        if target.exists():  # another process was first
-            return target
-        free = shutil.disk_usage(target.parent).free
-        if free < size + _SPARE:
-            raise _no_space(path, target, f"about {_shown(size)} are needed and {_shown(free)} are free")
-        try:
-            write_atomic(target, write)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise _no_space(path, target, str(error.strerror)) from error
-    notice(f"{path} was unpacked once into {target}: {_shown(target.stat().st_size)}.")
+        if not target.exists():  # else another process was first
+            write_where_space(target, size, write, f"data file {path} cannot be unpacked into {target.parent}")
+            notice(f"{path} was unpacked once into {target}: {shown(target.stat().st_size)}.")
     return target
 
 
-def _no_space(path: Path, target: Path, why: str) -> DataError:
-    return DataError(
-        f"data file {path} cannot be unpacked into {target.parent}: {why}",
-        remedy="make space there, or name a folder of another disk: cache_dir=FOLDER of the data set (it is used where"
-        " the data's own folder is not writable); or unpack the file yourself",
-    )
+def write_where_space(target: Path, size: int, write: Callable[[Path], None], problem: str) -> None:
+    """Make a file by ``write``, whole or not at all. ``size``: about how many bytes it has.
+
+    Raises ``DataError``, which begins with ``problem``, where the disk has no space for it.
+    """
+
+    def error(why: str) -> DataError:
+        return DataError(
+            f"{problem}: {why}",
+            remedy="make space there, or name a folder of another disk: cache_dir=FOLDER of the data set (of local data"
+            " it is used where their own folder is not writable)",
+        )
+
+    free = shutil.disk_usage(target.parent).free
+    if free < size + _SPARE:
+        raise error(f"about {shown(size)} are needed and {shown(free)} are free")
+    try:
+        write_atomic(target, write)
+    except OSError as full:
+        if full.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise error(str(full.strerror)) from full
+
+
+def shown(size: int) -> str:
+    """Return a number of bytes for a message."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size / 1024:,.1f} KiB"
 
 
 def _decompressing(path: Path) -> Any:
@@ -99,10 +114,6 @@ def _whole_size(path: Path) -> int:
     with path.open("rb") as stream:
         stream.seek(-4, 2)
         return max(size, int.from_bytes(stream.read(4), "little"))
-
-
-def _shown(size: int) -> str:
-    return f"{size / (1 << 30):,.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"
 
 
 # Packages that some formats need, imported when a file of such a format is opened.

@@ -23,8 +23,15 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.stored_image import Span, StoredImage
 from unigen_ds.data.records.data_file import MalformedRecord
 from unigen_ds.data.records.unused import BESIDE_JSON, IMAGE_BESIDE_JSON, SECOND_TEXT
-from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
-from unigen_ds.data.sources.names import Names
+from unigen_ds.data.sources.base import (
+    Arrays,
+    FoundRecord,
+    Names,
+    RecordSource,
+    Row,
+    counts_from_array,
+    counts_to_array,
+)
 from unigen_ds.data.sources.unpacked import AGAIN
 
 IMAGES = frozenset((
@@ -33,7 +40,7 @@ IMAGES = frozenset((
 """Last suffixes of images."""
 PICKLED = frozenset(("pyd", "pkl", "pickle", "pth", "pt", "joblib", "dill"))
 _TEXTS = ("txt", "caption", "text")
-_SHOWN = 5
+_MOST_REASONS = 5
 _IMAGE_KEYS = (
     "image", "images", "image_path", "image_list", "input_image", "input_images", "output_image", "output_images",
     "image_url", "url", "path",
@@ -69,24 +76,17 @@ class WebDatasetSource(RecordSource):
         self._spans = np.empty((0, 2), np.int64)
         self._firsts = np.zeros(1, np.int64)
         self._names = Names.of(())
-        self._left_out = np.empty(0, np.int64)
-        self._reasons = Names.of(())
+        self._left_out: dict[str, int] = {}
 
     @property
     def fingerprint(self) -> str:
         return f"webdataset, pickled: {self.pickled}"
 
-    @property
-    def cache_facts(self) -> tuple[object, ...]:
-        """An index of before has no images that a ``.json`` does not name, or names with a folder."""
-        return (self.fingerprint, IMAGE_BESIDE_JSON, "names with a folder")
-
     def scan(self) -> Arrays:
         groups: dict[str, dict[str, tuple[int, int]]] = {}
         left_out: Counter[str] = Counter()
         for member in self._members():
-            folder, slash, base = member.name.rpartition("/")
-            stem, dot, suffix = base.partition(".")
+            key, stem, suffix = _parts(member.name)
             last = suffix.rpartition(".")[2].lower()
             if not member.isreg() or member.issparse():
                 left_out["folders, links and other special members"] += not member.isdir()
@@ -98,27 +98,27 @@ class WebDatasetSource(RecordSource):
                         remedy="format=dict(type='webdataset', pickled='skip') leaves them out, and counts them",
                     )
                 left_out[f"pickled (.{last}), never loaded"] += 1
-            elif not stem or not dot or not (last in IMAGES or last == "json" or suffix.lower() in _TEXTS):
-                left_out[f"of another kind (.{last})" if stem and dot else "without a suffix"] += 1
+            elif not stem or not suffix:
+                left_out["without a suffix"] += 1
+            elif last not in IMAGES and last != "json" and suffix.lower() not in _TEXTS:
+                left_out[f"of another kind (.{last})"] += 1
             else:
-                group = groups.setdefault(folder + slash + stem, {})
+                group = groups.setdefault(key, {})
                 if suffix in group:
                     raise DataError(
                         f"{self.label} has the member {member.name} twice", remedy="write the tar again, without one"
                     )
                 group[suffix] = (member.offset_data, member.size)
         if not groups:
-            raise DataError(f"data file {self.path} holds no record: {self._told(left_out) or 'it is empty'}")
+            raise DataError(f"data file {self.path} holds no record: {_largest(left_out) or 'it is empty'}")
         members = [(f"{key}.{suffix}", span) for key, group in groups.items() for suffix, span in sorted(group.items())]
-        names, reasons = Names.of([name for name, _ in members]), Names.of(list(left_out))
+        names = Names.of([name for name, _ in members])
         return {
             "member_spans": np.asarray([span for _, span in members], np.int64).reshape(-1),
             "member_letters": names.letters,
             "member_name_ends": names.ends,
             "members_of_record": np.asarray([len(group) for group in groups.values()], np.int64),
-            "left_out": np.asarray(list(left_out.values()), np.int64),
-            "left_out_letters": reasons.letters,
-            "left_out_name_ends": reasons.ends,
+            "members_left_out": counts_to_array(left_out),
         }
 
     def _members(self) -> Sequence[tarfile.TarInfo]:
@@ -134,9 +134,7 @@ class WebDatasetSource(RecordSource):
                     members.append(member)
                     tar.members = []  # type: ignore[attr-defined]  # it keeps each, and is asked for none again
                 last = tar.offset
-        except DataError:
-            raise
-        except MemoryError:
+        except (DataError, MemoryError):
             raise
         except Exception as error:  # a damaged header raises anything
             raise DataError(f"data file {self.path} is no whole tar file: {error}", remedy=AGAIN) from error
@@ -165,16 +163,11 @@ class WebDatasetSource(RecordSource):
         self._spans = arrays["member_spans"].reshape(-1, 2)
         self._names = Names(arrays["member_letters"], arrays["member_name_ends"])
         self._firsts = np.concatenate([[0], np.cumsum(arrays["members_of_record"])])
-        self._left_out = arrays["left_out"]
-        self._reasons = Names(arrays["left_out_letters"], arrays["left_out_name_ends"])
+        self._left_out = counts_from_array(arrays["members_left_out"])
 
     def notes(self) -> Sequence[str]:
-        left_out = {self._reasons[i]: int(number) for i, number in enumerate(self._left_out) if number}
-        return [f"members that are not read: {self._told(left_out)}"] if left_out else []
-
-    def _told(self, left_out: Mapping[str, int]) -> str:
-        most = sorted(left_out.items(), key=lambda item: -item[1])
-        return ", ".join(f"{number} {reason}" for reason, number in most[:_SHOWN] if number)
+        numbers = _largest(self._left_out)
+        return [f"members that are not read: {numbers}"] if numbers else []
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
@@ -184,86 +177,91 @@ class WebDatasetSource(RecordSource):
 
     def _entry(self, index: int) -> FoundRecord:
         members: dict[str, Span] = {}
-        key = ""
+        key = stem = ""
         for i in range(int(self._firsts[index]), int(self._firsts[index + 1])):
-            name = self._names[i]
-            folder, slash, base = name.rpartition("/")
-            stem, _, suffix = base.partition(".")
-            key = folder + slash + stem
+            key, stem, suffix = _parts(self._names[i])
             members[suffix] = Span(self.path, int(self._spans[i, 0]), int(self._spans[i, 1]))
         where = f"{self.label} sample {key}"
-        images = {
-            suffix: StoredImage(f"{where}: {suffix}", span)
-            for suffix, span in members.items()
-            if suffix.rpartition(".")[2].lower() in IMAGES
-        }
+        last = {suffix: suffix.rpartition(".")[2].lower() for suffix in members}
+        images = {s: StoredImage(f"{where}: {s}", span) for s, span in members.items() if last[s] in IMAGES}
         record: dict[str, Any] = {}
         for suffix, span in members.items():
-            if suffix.rpartition(".")[2].lower() == "json":
-                record |= self._object(span, f"{where}: {suffix}")
-        stem = key.rpartition("/")[2]
-        named = {**images, **{f"{stem}.{suffix}": image for suffix, image in images.items()}}
-        used: set[str] = set()
+            if last[suffix] == "json":
+                record |= _object(span, f"{where}: {suffix}")
+        by_name = {**images, **{f"{stem}.{suffix}": image for suffix, image in images.items()}}
+        names: set[str] = set()
         try:
-            record = _resolved(record, named, used)
+            record = _with_images(record, by_name, names)
         except RecursionError as error:
             raise MalformedRecord(f"{where}: its values are nested too deeply") from error
-        texts = [suffix for suffix in members if suffix.lower() in _TEXTS]
-        read = sorted(members.keys() & set(_TEXTS) or _in_capitals(members, record), key=_before)[:1]
-        of_json = {key: record[key] for key in ("caption", "text") if isinstance(record.get(key), str)}
-        for suffix in read:
-            record["caption" if images else "text"] = self._text(members[suffix], f"{where}: {suffix}")
-        beside = [suffix for suffix in images if not {suffix, f"{stem}.{suffix}"} & used]
-        if images and not {"image", "images", "image_path", "image_list", "instruction"} & record.keys():
-            listed, beside = list(images.values()), []
-            record |= {"image": listed[0]} if len(listed) == 1 else {"images": listed}
+        of_json = {name: record[name] for name in ("caption", "text") if isinstance(record.get(name), str)}
+        unused = []
+        text_key = "caption" if images else "text"
+        texts = sorted((suffix for suffix in members if suffix.lower() in _TEXTS), key=_order_of_texts)
+        if texts:
+            record[text_key] = _text(members[texts[0]], f"{where}: {texts[0]}")
+        if len(texts) > 1:
+            unused.append(SECOND_TEXT)
         if "caption" in record and "text" in record and images:
             del record["text"]  # of the .json: the .txt has the caption
-        unused = [SECOND_TEXT] if len(texts) > len(read) else []
-        own = record.get("caption" if images else "text")
-        if any(text != record.get(key) and text.strip() not in ("", own) for key, text in of_json.items()):
+        own = record.get(text_key)
+        if any(text != record.get(name) and text.strip() not in ("", own) for name, text in of_json.items()):
             unused.append(BESIDE_JSON)
-        if beside:
+        if images and not {"image", "images", "image_path", "image_list", "instruction"} & record.keys():
+            several = list(images.values())
+            record |= {"image": several[0]} if len(several) == 1 else {"images": several}
+        elif any(not {suffix, f"{stem}.{suffix}"} & names for suffix in images):
             unused.append(IMAGE_BESIDE_JSON)
         return Row(record, where, unused)
 
-    def _text(self, span: Span, where: str) -> str:
-        try:
-            return span.read().decode("utf-8-sig").strip()
-        except UnicodeDecodeError as error:
-            remedy = "write this member as UTF-8, and the tar again"
-            raise MalformedRecord(f"{where}: byte {error.start} is no UTF-8", remedy=remedy) from error
 
-    def _object(self, span: Span, where: str) -> dict[str, Any]:
-        try:
-            found = json.loads(span.read())
-        except (ValueError, RecursionError) as error:
-            raise MalformedRecord(f"{where}: no valid JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise MalformedRecord(f"{where}: it is a {type(found).__name__}", allowed="a JSON object")
-        return found
+def _parts(name: str) -> tuple[str, str, str]:
+    """Return a member's key (of its record), the key without its folder, and the suffix."""
+    folder, slash, base = name.rpartition("/")
+    stem, _, suffix = base.partition(".")
+    return folder + slash + stem, stem, suffix
 
 
-def _in_capitals(members: Mapping[str, Span], record: Mapping[str, Any]) -> list[str]:
-    """Texts with a suffix in capitals, of a sample that has nothing else to learn from."""
-    return [] if record else [suffix for suffix in members if suffix.lower() in _TEXTS]
+def _largest(left_out: Mapping[str, int]) -> str:
+    most = sorted(left_out.items(), key=lambda item: -item[1])
+    return ", ".join(f"{number} {reason}" for reason, number in most[:_MOST_REASONS] if number)
 
 
-def _before(suffix: str) -> tuple[int, str]:
-    """The order in which the texts of a record are looked for: the first one is read."""
-    return _TEXTS.index(suffix.lower()), suffix
+def _text(span: Span, where: str) -> str:
+    try:
+        return span.read().decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        remedy = "write this member as UTF-8, and the tar again"
+        raise MalformedRecord(f"{where}: byte {error.start} is no UTF-8", remedy=remedy) from error
 
 
-def _resolved(value: Any, images: Mapping[str, StoredImage], used: set[str], named: bool = False) -> Any:
-    """``value`` with the images in place of their names, under the keys that images have; ``used`` gets these names."""
+def _object(span: Span, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(span.read())
+    except (ValueError, RecursionError) as error:
+        raise MalformedRecord(f"{where}: no valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise MalformedRecord(f"{where}: it is a {type(value).__name__}", allowed="a JSON object")
+    return value
+
+
+def _order_of_texts(suffix: str) -> tuple[int, str]:
+    """The first text of a record is read; those with a suffix in capitals after the others."""
+    return _TEXTS.index(suffix.lower()), suffix.swapcase()
+
+
+def _with_images(value: Any, images: Mapping[str, StoredImage], names: set[str], of_image: bool = False) -> Any:
+    """Return ``value`` with the images in place of their names, under the keys that images have; ``names`` gets these
+    names.
+    """
     if isinstance(value, str):
         name = value if value in images else value.rpartition("/")[2]
-        if not named or name not in images or ("." not in name and name != value):
+        if not of_image or name not in images or ("." not in name and name != value):
             return value
-        used.add(name)
+        names.add(name)
         return images[name]
     if isinstance(value, list):
-        return [_resolved(one, images, used, named) for one in value]
+        return [_with_images(one, images, names, of_image) for one in value]
     if isinstance(value, dict):
-        return {key: _resolved(one, images, used, key in _IMAGE_KEYS) for key, one in value.items()}
+        return {key: _with_images(one, images, names, key in _IMAGE_KEYS) for key, one in value.items()}
     return value

@@ -100,15 +100,6 @@ def encode_chats(tokenizer: Any, chats: Sequence[tuple[str, Mapping[str, str]]])
         yield tokenizer.special.encode_shielded(text, signs) if signs else next(together)
 
 
-def chat_ids(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, reply: bool = False
-) -> tuple[list[int], list[bool]]:
-    """Ids of one conversation and, for each, whether it is the assistant's (``RenderedChat``)."""
-    chat = RenderedChat.of(tokenizer, messages, reply=reply)
-    ((ids, starts),) = encode_rendered(tokenizer, [chat.text])
-    return ids, chat.from_assistant(starts)
-
-
 def next_token_labels(ids: Sequence[int], from_assistant: Sequence[bool]) -> list[int]:
     """What each position predicts: the next id where it is the assistant's, else -100."""
     return [i if learned else IGNORED for i, learned in zip(ids[1:], from_assistant[1:], strict=True)] + [
@@ -142,22 +133,22 @@ def _render_marked(
     """The text, and where its ``{% generation %}`` blocks begin and end."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    rendered, found = render_jinja_template(
+    rendered, blocks = render_jinja_template(
         [[dict(message) for message in messages]],
         chat_template=tokenizer.chat_template,
         return_assistant_tokens_mask=True,
         add_generation_prompt=reply,
         **tokenizer.special_tokens_map,
     )
-    return rendered[0], tuple(bound for block in found[0] for bound in block)
+    return rendered[0], tuple(bound for block in blocks[0] for bound in block)
 
 
 def _opening(tokenizer: Any, text: str) -> str:
     """The text before the assistant's words in a chat that it begins. Templates render no empty conversation."""
     question = [{"role": "user", "content": "?"}]
     prompt = _render(tokenizer, question, reply=True).removeprefix(_render(tokenizer, question))
-    before, found, _ = text.partition(prompt)
-    return before + found
+    before, separator, _ = text.partition(prompt)
+    return before + separator
 
 
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, reply: bool = False) -> str:

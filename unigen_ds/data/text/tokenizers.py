@@ -4,20 +4,107 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
 from unigen_ds.config.hub import download, folder_of
 from unigen_ds.config.paths import download_remedy
 from unigen_ds.config.registry import TOKENIZERS, checked
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, TILE_TOKENS
-from unigen_ds.data.text.special import Special
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 _MOST_BYTES = 4
 """Of a character in UTF-8."""
+
+
+_PRIVATE = range(0xF0000, 0xFFFFE)
+"""Unicode's private use: characters that mean nothing by themselves."""
+
+
+class Special:
+    """The special tokens of a fast tokenizer of transformers, and texts of users that spell one (``<|im_end|>``,
+    ``<image>``), which are encoded as the ordinary text that they are.
+
+    Otherwise a record could forge a turn of its conversation, an image, or its own end. Only what users wrote is
+    protected: the tokens of a chat template and of an image stay. A text without such a spelling is encoded as usual.
+
+    Args:
+        tokenizer: the tokenizer.
+        names: further tokens that control a sequence, special by their entry in the tokenizer or not.
+    """
+
+    def __init__(self, tokenizer: Any, names: Iterable[str]) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        spelled = {token.content: number for number, token in added.items() if token.special}
+        spelled |= {name: tokenizer.convert_tokens_to_ids(name) for name in names}
+        self._ids = spelled
+        self._forbidden = {number for number in spelled.values() if number != tokenizer.unk_token_id}
+        longest_first = sorted(map(re.escape, spelled), key=len, reverse=True)
+        self._pattern = re.compile("|".join(longest_first))
+
+    def is_spelled_in(self, text: str) -> bool:
+        """Whether ``text`` spells a special token."""
+        return self._pattern.search(text) is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text`` as ordinary text, whatever it spells."""
+        return self._ordinary(text)[0]
+
+    def _ordinary(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids of a text without special tokens, and where each begins."""
+        encoded = self._tokenizer(
+            text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True
+        )
+        ids = list(encoded["input_ids"])
+        if self._forbidden.isdisjoint(ids):
+            return ids, [start for start, _ in encoded["offset_mapping"]]
+        # the vocabulary itself, or an added token that is not marked special, has the spelling: split into characters
+        edges = {p for match in self._pattern.finditer(text) for p in range(match.start(), match.end() + 1)}
+        bounds = sorted({0, len(text), *edges})
+        ids, starts = [], []
+        for first, last in zip(bounds, bounds[1:], strict=False):
+            part = self._tokenizer(text[first:last], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            if not self._forbidden.isdisjoint(part):
+                raise DataError(f"the tokenizer can only encode {text[first:last][:60]!r} as a special token")
+            ids += part
+            starts += [first] * len(part)
+        return ids, starts
+
+    def shield(self, texts: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """The texts with a character that none of them has in place of each spelling, and the spelling of each."""
+        spellings = sorted({match for text in texts for match in self._pattern.findall(text)})
+        if not spellings:
+            return list(texts), {}
+        present = set("".join(texts))
+        free = (chr(code) for code in _PRIVATE if chr(code) not in present)
+        signs = dict(zip(spellings, free, strict=False))
+        shielded = [self._pattern.sub(lambda match: signs[match.group()], text) for text in texts]
+        return shielded, {sign: spelling for spelling, sign in signs.items()}
+
+    def encode_shielded(self, text: str, signs: Mapping[str, str]) -> tuple[list[int], list[int]]:
+        """Ids of a rendered chat, and where in ``text`` each begins: its own special tokens stay, not shielded ones."""
+        ids: list[int] = []
+        starts: list[int] = []
+        done = 0
+        for match in [*self._pattern.finditer(text), None]:
+            segment = text[done : match.start() if match else len(text)]
+            if segment:
+                widths = [len(signs.get(character, " ")) for character in segment]
+                offsets = [0, *accumulate(widths)]
+                part, begins = self._ordinary("".join(signs.get(character, character) for character in segment))
+                ids += part
+                starts += [done + min(bisect_right(offsets, begin), len(segment)) - 1 for begin in begins]
+            if match:
+                ids.append(self._ids[match.group()])
+                starts.append(match.start())
+                done = match.end()
+        return ids, starts
 
 
 class _Tokenizer:
@@ -47,18 +134,15 @@ class _Tokenizer:
         return self.encode_texts([text])[0]
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts that users wrote: one that spells a special token is ordinary text."""
-        spelled = set(self.special.spelled_in(texts))
-        if not spelled:
-            return self.encode_texts_unprotected(texts)
-        rest = iter(self.encode_texts_unprotected([text for text in texts if text not in spelled]))
-        return [self.special.encode(text) if text in spelled else next(rest) for text in texts]
+        """Return ids of texts that users wrote: one that spells a special token is ordinary text."""
+        ordinary = iter(self._encoded([text for text in texts if not self.special.is_spelled_in(text)]))
+        return [self.special.encode(text) if self.special.is_spelled_in(text) else next(ordinary) for text in texts]
 
     def encode_unprotected(self, text: str) -> list[int]:
-        """Ids of a text of a template: what is spelled becomes the token."""
-        return self.encode_texts_unprotected([text])[0]
+        """Return ids of a text of a template: what is spelled becomes the token."""
+        return self._encoded([text])[0]
 
-    def encode_texts_unprotected(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode_unprotected`` of each, in one call: several times as fast for short texts."""
         backend = self._tokenizer.backend_tokenizer
         backend.encode_special_tokens = False  # a call for a text that spells a special token leaves it on
@@ -66,11 +150,7 @@ class _Tokenizer:
 
     def spells_special(self, text: str) -> bool:
         """Whether a text spells a special token."""
-        return self.special.spelled(text)
-
-    def spelling_special(self, texts: Sequence[str]) -> Sequence[str]:
-        """Those of some texts that spell a special token."""
-        return self.special.spelled_in(texts)
+        return self.special.is_spelled_in(text)
 
     def decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
@@ -233,10 +313,10 @@ class ModelTokenizer(_Tokenizer):
 
     def _stored(self, name: str) -> dict[str, Any]:
         try:
-            found = json.loads(self.files.get(name, b"{}"))
+            content = json.loads(self.files.get(name, b"{}"))
         except ValueError as error:
             raise ConfigError(f"tokenizer.path {self.name!r}: {name} cannot be read: {error}") from error
-        return found if isinstance(found, dict) else {}
+        return content if isinstance(content, dict) else {}
 
     @property
     def chat(self) -> Any:

@@ -13,7 +13,6 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -24,15 +23,15 @@ from typing import TypeVar
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import fingerprint
-from unigen_ds.system.files import delete_inside, write_atomic
+from unigen_ds.data.sources.unpacked import shown as shown
+from unigen_ds.data.sources.unpacked import write_where_space
+from unigen_ds.system.files import delete_inside
 from unigen_ds.system.log import logger
 
 _T = TypeVar("_T")
 _UNUSUAL = re.compile(r"[^\w.\-]")
 _COPY = re.compile(r"[0-9a-f]{16}-")
 _LONGEST_NAME = 100
-_SPARE = 64 << 20
-"""Bytes that are left free on a disk."""
 _LONGEST_WAIT_S = 30.0
 _LONGEST_ASKED_S = 600.0
 """Wait that a server may ask for."""
@@ -143,12 +142,8 @@ class Spool:
             times = self._fetched[name] = self._fetched.get(name, 0) + 1
             if times > 1:
                 logger().info("shard %s was removed to make space and is fetched again (time %d)", shard.name, times)
-            try:
-                write_atomic(file, lambda target: self._copy(shard, target))
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                raise _no_space(shard, self.folder, str(error.strerror)) from error
+            problem = f"shard {shard.name} cannot be stored in {self.folder}"
+            write_where_space(file, shard.copied, lambda target: self._copy(shard, target), problem)
 
     def _copy(self, shard: DataShard, target: Path) -> None:
         """``fetch`` into an empty file, with several attempts."""
@@ -179,9 +174,6 @@ class Spool:
                 break
             if folder.name != _key(shard) and self._removed(folder):
                 total -= size
-        free = shutil.disk_usage(self.folder).free
-        if free < needed + _SPARE:
-            raise _no_space(shard, self.folder, f"about {shown(needed)} are needed and {shown(free)} are free")
 
     def _removed(self, folder: Path) -> bool:
         """Remove a copy; False: somebody reads it, or fetches it."""
@@ -220,10 +212,10 @@ def _key(shard: DataShard) -> str:
 def _is_whole(file: Path, shard: DataShard) -> bool:
     """Whether a copy is there, as far as its size shows it."""
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return False
-    return stat.S_ISREG(found.st_mode) and shard.size in (None, found.st_size)
+    return stat.S_ISREG(status.st_mode) and shard.size in (None, status.st_size)
 
 
 def _copies(folder: Path) -> Iterator[tuple[float, int, Path]]:
@@ -259,8 +251,8 @@ def attempted(what: str, attempts: int, act: Callable[[], _T], *, progress: Call
             raise
         except Missing as error:
             raise DataError(f"{what}: {error}", remedy="check its name, and who may read it") from error
-        except Exception as found:  # every protocol has errors of its own
-            failure = found
+        except Exception as error:  # every protocol has errors of its own
+            failure = error
             if getattr(failure, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 raise
             text = str(failure).splitlines()
@@ -286,18 +278,3 @@ def _asked_wait(error: Exception) -> float:
         if text.isdecimal():
             return min(float(text), _LONGEST_ASKED_S)
     return 0.0
-
-
-def _no_space(shard: DataShard, folder: Path, why: str) -> DataError:
-    return DataError(
-        f"shard {shard.name} cannot be stored in {folder}: {why}",
-        remedy="make space there, or name a folder of another disk: cache_dir=FOLDER of the data set",
-    )
-
-
-def shown(size: int) -> str:
-    """Bytes, for a message."""
-    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
-        if size >= unit:
-            return f"{size / unit:,.1f} {name}"
-    return f"{size / 1024:,.1f} KiB"

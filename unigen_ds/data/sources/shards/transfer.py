@@ -33,13 +33,13 @@ _PAGE = re.compile(rb"\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
 def filesystem_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """The file system of a url, and its path there. Raises ``DataError`` where a package is missing."""
     fsspec = needed("fsspec.core", f"the url {url}")
-    given = dict(options)
+    settings = dict(options)
     if url.startswith("http"):
         aiohttp = needed("aiohttp", f"the url {url}")
         limits = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
-        given.setdefault("client_kwargs", {"timeout": limits})
+        settings.setdefault("client_kwargs", {"timeout": limits})
     try:
-        filesystem, path = fsspec.url_to_fs(url, **given)
+        filesystem, path = fsspec.url_to_fs(url, **settings)
     except (ImportError, ValueError) as error:  # a package of the protocol, or no such protocol
         raise DataError(
             f"{url}: {error}", remedy="install the package that it names, or use another protocol"
@@ -48,9 +48,9 @@ def filesystem_of(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def protocols(filesystem: Any) -> Sequence[str]:
-    """Names of a file system."""
-    found = filesystem.protocol
-    return (found,) if isinstance(found, str) else tuple(found)
+    """Return the names of a file system."""
+    names = filesystem.protocol
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def looked_at(filesystem: Any, path: str) -> tuple[int | None, str | None]:
@@ -69,8 +69,8 @@ def _version(info: Mapping[str, Any]) -> str | None:
     lfs = info.get("lfs")
     digest = lfs.get("sha256") if isinstance(lfs, Mapping) else getattr(lfs, "sha256", None)
     names = ("blob_id", "ETag", "etag", "md5Hash", "checksum", "LastModified", "Last-Modified", "mtime")
-    found = next((value for value in (digest, *map(info.get, names)) if value), None)
-    return None if found is None else str(found)
+    version = next((value for value in (digest, *map(info.get, names)) if value), None)
+    return None if version is None else str(version)
 
 
 def copy_of(shard: DataShard, target: Path, options: Mapping[str, Any]) -> None:
@@ -91,12 +91,15 @@ def copy_of(shard: DataShard, target: Path, options: Mapping[str, Any]) -> None:
         while block := stream.read(_BLOCK):
             copy.write(block)
         headers = getattr(getattr(stream, "r", None), "headers", {})  # of a response over HTTP
-    if str(headers.get("Content-Type", "")).startswith("text/html") and _PAGE.match(_head(target)):
-        _discard(target)
-        raise OSError("the server answers with an HTML page in place of the file")
+    if str(headers.get("Content-Type", "")).startswith("text/html"):
+        with target.open("rb") as copy:
+            is_page = _PAGE.match(copy.read(512))
+        if is_page:
+            target.write_bytes(b"")
+            raise OSError("the server answers with an HTML page in place of the file")
     listed, now = (shard.size, shard.version), looked_at(filesystem, path)
     if now != listed:
-        _discard(target)
+        target.write_bytes(b"")
         raise OSError(f"it changed: size and version are {now}, and were {listed} when the shards were listed")
 
 
@@ -134,20 +137,10 @@ def _opened(filesystem: Any, path: str, begin: int) -> Iterator[tuple[Any, int |
 
 def _exactly(stream: Any, number: int) -> bytes:
     """So many bytes, or all that are left: a stream may return fewer at a time."""
-    found = b""
-    while len(found) < number and (block := stream.read(number - len(found))):
-        found += block
-    return found
-
-
-def _head(target: Path) -> bytes:
-    with target.open("rb") as stream:
-        return stream.read(512)
-
-
-def _discard(target: Path) -> None:
-    """What is here is not the beginning of the file."""
-    target.write_bytes(b"")
+    content = b""
+    while len(content) < number and (block := stream.read(number - len(content))):
+        content += block
+    return content
 
 
 def refused(act: Callable[[], _T]) -> _T:

@@ -25,25 +25,9 @@ TEMPLATE = (
 )
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|image|>", "<|global_image|>", "<row_1_col_1>")
 PIECES = [
-    "a",
-    "the ",
-    " cat",
-    "\n",
-    "\n\n",
-    "  ",
-    "é",
-    "日本",
-    "<",
-    ">",
-    "|",
-    "<|",
-    "im_end",
-    "|>",
-    "user\n",
-    "’s",
-    "1234",
-    "\t",
-]
+    "a", "the ", " cat", "\n", "\n\n", "  ", "é", "日本", "<", ">", "|", "<|", "im_end", "|>", "user\n", "’s",
+    "1234", "\t",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -167,18 +151,14 @@ def test_llavas_placeholders_are_images() -> None:
     answer = ("assistant", "text", "yes <image>")
     assert shown(llava("<image>\nWhat?", "1.png")) == [("user", "image", "1.png"), ("user", "text", "What?"), answer]
     two = [
-        ("user", "image", "1.png"),
-        ("user", "text", "or"),
-        ("user", "image", "2.png"),
-        ("user", "text", "?"),
-        answer,
+        ("user", kind, value) for kind, value in (("image", "1.png"), ("text", "or"), ("image", "2.png"), ("text", "?"))
     ]
-    assert shown(llava("<image>or<image>\n?", ["1.png", "2.png"])) == two
+    assert shown(llava("<image>or<image>\n?", ["1.png", "2.png"])) == [*two, answer]
     assert shown(llava("What?", None)) == [("user", "text", "What?"), answer]
-    for record, numbers in ((llava("<image>", ["1.png", "2.png"]), "1 <image> and the record has 2"),
-                            (llava("<image><image>", "1.png"), "2 <image> and the record has 1"),
-                            (llava("?", "1.png"), "0 <image> and the record has 1")):  # fmt: skip
-        with pytest.raises(DataError, match=f"w: the human turns have {numbers} images"):
+    for record, numbers in ((llava("<image>", ["1.png", "2.png"]), "1 images and the record has 2"),
+                            (llava("<image><image>", "1.png"), "2 images and the record has 1"),
+                            (llava("?", "1.png"), "0 images and the record has 1")):  # fmt: skip
+        with pytest.raises(DataError, match=f"w: the human turns ask for {numbers}"):
             parse_record(record, "w")
     with pytest.raises(DataError, match=r"w: conversations\[0\]\.from is 'robot'"):
         parse_record({"conversations": [{"from": "robot", "value": "x"}]}, "w")
