@@ -450,7 +450,7 @@ def test_a_users_own_model_is_checked_by_its_annotations(plain: dict[str, Any]) 
         Settings.from_config(plain)
     text = str(raised.value)
     assert all(
-        words in text for words in ("model.llm is {'any': '3'}", "model.width is '4'", "model.vit: valid: llm, width")
+        words in text for words in ("model.llm is {'any': '3'}", "model.width is '4'", "model has no key 'vit'; valid: llm, width")
     ), text
 
 
