@@ -303,7 +303,7 @@ def test_a_config_for_several_processes_is_checked_for_as_many(config, capsys):
     assert main([path, "--dry-run", "--json", "--cfg-options", "world_size=4", *LATER]) == 0
     assert "2 per device x 4 process(es)" in results(capsys)["engine"][0][1]
     assert main([path, "--dry-run", "--json", "--world-size", "6", *LATER]) == 1
-    assert "num_shard is 4 and there are 6 process(es)" in results(capsys)["config"][0][1]
+    assert "num_shard is 4 and there are 6 process(es)" in results(capsys)["engine"][0][1]
 
 
 @pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])

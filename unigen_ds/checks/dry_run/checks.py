@@ -149,7 +149,8 @@ def check_folders(known: Known) -> Iterator[Checked]:
 
 def check_engine(known: Known) -> Iterator[Checked]:
     """Adds ``backend`` and ``geometry``: versions, precision and the split of the batch."""
-    settings: Settings = known.section("backend", "optim_wrapper")
+    known.section("backend").backend.build()  # refuses what the engine cannot do with any optimizer
+    settings = known.section("backend", "optim_wrapper")
     hardware = known.hardware
     precision = settings.optim_wrapper.precision
     if hardware is not None and hardware.count:
