@@ -101,10 +101,10 @@ def test_a_config_with_many_mistakes_has_a_problem_for_each(config, tmp_path, ca
     parts = (
         "hidden_size 33",
         "lr is 'fast'",
-        "was started with 2 processes",
         "no key 'seq_len'",
         "missing/one.jsonl",
         "is not a folder",
+        "was started with 2 processes",
         "WANDB_API_KEY",
     )
     assert len(wrong) == len(parts) and all(part in line for part, line in zip(parts, wrong, strict=True)), text
