@@ -85,30 +85,31 @@ class Of:
         found = {**Component(cls, provided=self.provided).plain(), **given}
         parts = {key: nested(hint) for key, hint in argument_hints(cls).items() if key in found}
         return {
-            key: value if (part := parts.get(key)) is None else part.argument_completed(value, beside=given)
+            key: part.argument_completed(value, elsewhere=bool(given.get(part.rest_from)))
+            if (part := parts.get(key)) is not None
+            else value
             for key, value in found.items()
         }
 
-    def argument_problems(self, given: Any, *, where: str, beside: Mapping[str, Any]) -> list[ConfigError]:
-        """See ``values.Nested``."""
+    def argument_problems(self, given: Any, *, where: str, elsewhere: bool) -> list[ConfigError]:
+        """What is wrong with an argument; ``elsewhere``: another argument (``rest_from``) has what is left out."""
         if self.many:
             each = enumerate(one_or_many(given))
             return [problem for i, one in each for problem in self.problems(one, where=f"{where}[{i}]")]
-        if self.rest_from is not None and beside.get(self.rest_from) and "type" not in (given or {}):
+        if elsewhere and "type" not in (given or {}):
             return []
         if given is None:
             return [ConfigError(f"{where} is not given", allowed="dict(type='...', ...)")] if self.rest_from else []
         return self.problems(given, where=where)
 
-    def argument_completed(self, given: Any, *, beside: Mapping[str, Any]) -> Any:
-        """See ``values.Nested``."""
+    def argument_completed(self, given: Any, *, elsewhere: bool) -> Any:
+        """An argument with every default that does not depend on a file."""
         if self.many:
             return [self.completed(one) for one in one_or_many(given)]
-        left = self.rest_from is not None and beside.get(self.rest_from)
-        return given if given is None or left else self.completed(given)
+        return given if given is None or elsewhere else self.completed(given)
 
     def argument_converted(self, given: Any) -> Any:
-        """See ``values.Nested``."""
+        """An argument with ``'1e-5'`` as a number where one is allowed."""
         if "type" not in (spec := self._typed(given)):
             return given
         typed = _arguments(find(self.registry, spec, where=""), given)
@@ -185,22 +186,20 @@ class Section(BaseModel):
         return found
 
     @classmethod
-    def argument_problems(cls, given: Any, *, where: str, beside: Mapping[str, Any]) -> list[ConfigError]:
-        """See ``values.Nested``."""
-        left = cls.rest_from is not None and bool(beside.get(cls.rest_from))
-        if given is None and (left or cls.rest_from is None):
+    def argument_problems(cls, given: Any, *, where: str, elsewhere: bool) -> list[ConfigError]:
+        """See ``Of``."""
+        if given is None and (elsewhere or cls.rest_from is None):
             return []
-        return cls.checked(given, where=where, missing=not left)[1]
+        return cls.checked(given, where=where, missing=not elsewhere)[1]
 
     @classmethod
-    def argument_completed(cls, given: Any, *, beside: Mapping[str, Any]) -> Any:
-        """See ``values.Nested``."""
-        left = cls.rest_from is None if given is None else cls.rest_from is not None and beside.get(cls.rest_from)
-        return given if left else cls.completed(given)
+    def argument_completed(cls, given: Any, *, elsewhere: bool) -> Any:
+        """See ``Of``."""
+        return given if elsewhere or (given is None and cls.rest_from is None) else cls.completed(given)
 
     @classmethod
     def argument_converted(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """See ``values.Nested``; without a user's own names."""
+        """See ``Of``; without a user's own names."""
         hints = {name: info.annotation for name, info in cls.model_fields.items()}
         return {key: converted(value, hints.get(key, Any)) for key, value in _without_own(given).items()}
 
