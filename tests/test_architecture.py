@@ -13,13 +13,22 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.processes import run
+from tests.tiny import tiny_config
+from tools.train import main
+from unigen_ds.config import overrides
+from unigen_ds.config.section import Component
+from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import tree as settings_tree
+from unigen_ds.runner.settings.tree import Settings, load_config, load_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
@@ -418,7 +427,7 @@ def test_the_search_for_banned_words_finds_them() -> None:
 
 MOST_LINES = {"unigen_ds": 56_900, "tests": 53_200}
 """A change of these limits, and of those below, needs a sentence in ``docs/decisions.md``."""
-MOST_ENTERED = {"load_config": 33, "a record on its way to a packed row": 29, "a save": 43, "a restore": 30}
+MOST_ENTERED = {"load_config": 25, "a record on its way to a packed row": 29, "a save": 43, "a restore": 30}
 """Modules that a journey may enter (``tests/journeys.py``)."""
 
 
@@ -433,3 +442,54 @@ def test_journeys_enter_few_modules() -> None:
     assert done.returncode == 0, done.stderr
     entered = json.loads(done.stdout.splitlines()[-1])
     assert {name: len(modules) for name, modules in entered.items() if len(modules) > MOST_ENTERED[name]} == {}
+    packages = ("hooks/", "data/", "families/", "backends/", "schedule/", "tracking/", "evaluation/")
+    of_components = {name: calls for name, calls in entered["load_config"].items() if name.startswith(packages)}
+    assert [name for name, calls in of_components.items() if {"__init__", "__post_init__"} & {*calls}] == []
+
+
+def test_a_start_checks_and_translates_a_config_once_and_builds_no_component_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the tool, from a loaded config, from a mapping, and by the dry run."""
+    counts = Counter[str]()
+
+    def count(owner: Any, name: str, as_name: str) -> None:
+        function = getattr(owner, name)
+
+        def counting(*arguments: Any, **options: Any) -> Any:
+            counts[as_name] += 1
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    config = tiny_config(tmp_path / "run", tmp_path / "digits")
+    import_module("unigen_ds.examples.digits")
+    config.custom_imports = {}  # what a module registers is known only when it is imported
+    config.dump(str(tmp_path / "config.py"))
+    name = str(tmp_path / "config.py")
+    monkeypatch.setattr(Settings, "model_validate", classmethod(_counted(Settings.model_validate.__func__, counts)))
+    count(settings_tree, "translate", "translations")
+    count(overrides, "translate", "translations")
+    count(Component, "build", "components")
+    starts: dict[str, Callable[[], object]] = {
+        "settings": lambda: load_settings(name),
+        "tool": lambda: main([name, "--max-updates", "1"]),
+        "loaded": lambda: Runner.from_cfg(load_config(name, {"work_dir": str(tmp_path / "a")}), max_updates=1),
+        "mapping": lambda: Runner.from_cfg({**config.to_dict(), "work_dir": str(tmp_path / "b")}, max_updates=1),
+        "printed": lambda: main([name, "--print-config"]),
+        "dry run": lambda: main([name, "--dry-run", "--skip", "memory"]),
+    }
+    for title, start in starts.items():
+        counts.clear()
+        start()
+        assert (counts["validations"], counts["translations"]) == (1, 1), (title, counts)
+        if title in ("settings", "printed"):
+            assert counts["components"] == 0, title
+
+
+def _counted(validate: Callable[..., Any], counts: Counter[str]) -> Callable[..., Any]:
+    def counting(cls: type, *arguments: Any, **options: Any) -> Any:
+        counts["validations"] += 1
+        return validate(cls, *arguments, **options)
+
+    return counting

@@ -8,14 +8,11 @@ is looked up in the registry of the field's ``Of``, and the arguments are checke
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
-from mmengine.config import ConfigDict
 from mmengine.registry import Registry
 from pydantic import BaseModel, BeforeValidator, ValidationError, model_validator
 from pydantic import ConfigDict as ModelConfig
@@ -23,75 +20,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 from typing_extensions import Self
 
-from unigen_ds.config.registry import component_problems, counterpart, find, registered_name
+from unigen_ds.config.registry import Component as Component
+from unigen_ds.config.registry import argument_defaults as argument_defaults
+from unigen_ds.config.registry import component_problems, find
+from unigen_ds.config.registry import plain as plain
 from unigen_ds.config.translation import hint
 from unigen_ds.config.values import argument_hints, as_tuple, converted, described, nested
-from unigen_ds.core.errors import ConfigError, DataError, UnknownKey, raise_any
-from unigen_ds.system.log import logger
-
-
-@dataclass(frozen=True)
-class Component:
-    """``dict(type=..., **arguments)``: checked, not yet built."""
-
-    cls: type
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """As given: defaults are the constructor's."""
-    given: Any = None
-    """``type`` as the config has it; None: the default of its field."""
-    where: str = ""
-    """Its dotted path in the config."""
-    registry: Registry | None = field(default=None, repr=False, compare=False)
-    provided: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    """Arguments that the run sets."""
-
-    @property
-    def name(self) -> str:
-        """As a config names it."""
-        return registered_name(self.cls) or f"{self.cls.__module__}.{self.cls.__qualname__}"
-
-    def get(self, argument: str, default: Any = None) -> Any:
-        """The argument as given, else the constructor's default, else ``default``."""
-        if argument in self.arguments:
-            return self.arguments[argument]
-        return argument_defaults(self.cls).get(argument, default)
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """``dict(type=..., **arguments)``: a copy."""
-        return {"type": self.cls if self.given is None else self.given, **_attributes(self.arguments)}
-
-    def build(self, **extra: Any) -> Any:
-        """An object, with ``extra`` arguments that no config sets. Raises what its constructor raises."""
-        if self.registry is not None and self.given is not None and counterpart(self.registry, self.given) is not None:
-            logger().info("%s: %s is read as the class of that name in unigen_ds", self.where, self.given)
-        try:
-            return self.cls(**_attributes(self.arguments), **extra)
-        except DataError as error:
-            raise error.at(self.where) if self.where else error  # noqa: B904 - the same error
-        except TypeError as error:
-            if "argument" in str(error):
-                raise ConfigError(f"{self.where} cannot be built: {error}") from error
-            raise
-
-    def plain(self) -> dict[str, Any]:
-        """With the constructor's defaults, as plain values."""
-        defaults = {key: plain(value) for key, value in argument_defaults(self.cls).items() if key not in self.provided}
-        return {"type": self.name, **defaults, **plain(self.arguments)}
-
-
-def _attributes(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy whose mappings are mmengine's, whose keys are attributes as well: constructors were always given those."""
-    return dict(ConfigDict(copy.deepcopy(dict(arguments))).items())
-
-
-def argument_defaults(cls: Any) -> dict[str, Any]:
-    """Argument -> default of a constructor, of those that have one."""
-    try:
-        parameters = inspect.signature(cls).parameters.values()
-    except (TypeError, ValueError):
-        return {}
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
+from unigen_ds.core.errors import ConfigError, UnknownKey, raise_any
 
 
 @dataclass(frozen=True)
@@ -103,8 +38,6 @@ class Of:
     """The class where the config has no ``type``."""
     provided: tuple[str, ...] = ()
     """Arguments that the run sets: a config cannot."""
-    trial: bool = False
-    """Whether the constructor has no side effect: then it is called once to find what only it can refuse."""
     rest_from: str | None = None
     """Of a component that is an argument of another: see ``Section.rest_from``."""
     many: bool = False
@@ -137,8 +70,7 @@ class Of:
         if isinstance(spec, Mapping) and (both := sorted(set(self.provided) & set(spec))):
             problem = f"{where}.{both[0]} cannot be given here: it follows from the rest of the config"
             return [ConfigError(problem, remedy="leave it out")]
-        found = component_problems(self.registry, spec, where=where, provided=self.provided)
-        return found or self._tried(spec, where)
+        return component_problems(self.registry, spec, where=where, provided=self.provided)
 
     def completed(self, given: Any) -> Any:
         """See ``Section.completed``."""
@@ -153,45 +85,35 @@ class Of:
         found = {**Component(cls, provided=self.provided).plain(), **given}
         parts = {key: nested(hint) for key, hint in argument_hints(cls).items() if key in found}
         return {
-            key: value if (part := parts.get(key)) is None else part.argument_completed(value, beside=given)
+            key: part.argument_completed(value, elsewhere=bool(given.get(part.rest_from)))
+            if (part := parts.get(key)) is not None
+            else value
             for key, value in found.items()
         }
 
-    def argument_problems(self, given: Any, *, where: str, beside: Mapping[str, Any]) -> list[ConfigError]:
-        """See ``values.Nested``."""
+    def argument_problems(self, given: Any, *, where: str, elsewhere: bool) -> list[ConfigError]:
+        """What is wrong with an argument; ``elsewhere``: another argument (``rest_from``) has what is left out."""
         if self.many:
             each = enumerate(one_or_many(given))
             return [problem for i, one in each for problem in self.problems(one, where=f"{where}[{i}]")]
-        if self.rest_from is not None and beside.get(self.rest_from) and "type" not in (given or {}):
+        if elsewhere and "type" not in (given or {}):
             return []
         if given is None:
             return [ConfigError(f"{where} is not given", allowed="dict(type='...', ...)")] if self.rest_from else []
         return self.problems(given, where=where)
 
-    def argument_completed(self, given: Any, *, beside: Mapping[str, Any]) -> Any:
-        """See ``values.Nested``."""
+    def argument_completed(self, given: Any, *, elsewhere: bool) -> Any:
+        """An argument with every default that does not depend on a file."""
         if self.many:
             return [self.completed(one) for one in one_or_many(given)]
-        left = self.rest_from is not None and beside.get(self.rest_from)
-        return given if given is None or left else self.completed(given)
+        return given if given is None or elsewhere else self.completed(given)
 
     def argument_converted(self, given: Any) -> Any:
-        """See ``values.Nested``."""
+        """An argument with ``'1e-5'`` as a number where one is allowed."""
         if "type" not in (spec := self._typed(given)):
             return given
         typed = _arguments(find(self.registry, spec, where=""), given)
         return {**typed, **{key: given[key] for key in given if key == "type"}}
-
-    def _tried(self, spec: Mapping[str, Any], where: str) -> list[ConfigError]:
-        """Errors that only a constructor finds, of classes of this package; a user's own is called once, later."""
-        cls = find(self.registry, spec, where=where)
-        if not self.trial or not cls.__module__.startswith("unigen_ds."):
-            return []
-        try:
-            Component(cls, _arguments(cls, spec), where=where).build()
-        except ConfigError as error:
-            return [error.at(where)]
-        return []
 
 
 def _arguments(cls: type, spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,22 +186,20 @@ class Section(BaseModel):
         return found
 
     @classmethod
-    def argument_problems(cls, given: Any, *, where: str, beside: Mapping[str, Any]) -> list[ConfigError]:
-        """See ``values.Nested``."""
-        left = cls.rest_from is not None and bool(beside.get(cls.rest_from))
-        if given is None and (left or cls.rest_from is None):
+    def argument_problems(cls, given: Any, *, where: str, elsewhere: bool) -> list[ConfigError]:
+        """See ``Of``."""
+        if given is None and (elsewhere or cls.rest_from is None):
             return []
-        return cls.checked(given, where=where, missing=not left)[1]
+        return cls.checked(given, where=where, missing=not elsewhere)[1]
 
     @classmethod
-    def argument_completed(cls, given: Any, *, beside: Mapping[str, Any]) -> Any:
-        """See ``values.Nested``."""
-        left = cls.rest_from is None if given is None else cls.rest_from is not None and beside.get(cls.rest_from)
-        return given if left else cls.completed(given)
+    def argument_completed(cls, given: Any, *, elsewhere: bool) -> Any:
+        """See ``Of``."""
+        return given if elsewhere or (given is None and cls.rest_from is None) else cls.completed(given)
 
     @classmethod
     def argument_converted(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """See ``values.Nested``; without a user's own names."""
+        """See ``Of``; without a user's own names."""
         hints = {name: info.annotation for name, info in cls.model_fields.items()}
         return {key: converted(value, hints.get(key, Any)) for key, value in _without_own(given).items()}
 
@@ -296,15 +216,15 @@ class Section(BaseModel):
             return given
         found = dict(given or {})
         for name, info in cls.model_fields.items():
-            inner, (of, many) = section_of(info), component_of(info)
+            part, many = part_of(info.annotation, info.metadata)
             default = None if info.is_required() else plain(info.get_default(call_default_factory=True))
             value = found.get(name, default)
-            if inner is not None:
-                value = None if value is None and type(None) in get_args(info.annotation) else inner.completed(value)
-            elif of is not None and many:
-                value = [of.completed(one) for one in one_or_many(value)]
-            elif of is not None:
-                value = of.completed({} if value is None and name not in found and of.default else value)
+            if isinstance(part, Of) and many:
+                value = [part.completed(one) for one in one_or_many(value)]
+            elif isinstance(part, Of):
+                value = part.completed({} if value is None and name not in found and part.default else value)
+            elif part is not None and not many and (value is not None or type(None) not in get_args(info.annotation)):
+                value = part.completed(value)
             found[name] = value
         return found
 
@@ -312,17 +232,6 @@ class Section(BaseModel):
 def _without_own(given: Mapping[Any, Any]) -> Mapping[Any, Any]:
     own = any(isinstance(key, str) and key.startswith("_") for key in given)
     return {k: v for k, v in given.items() if not (isinstance(k, str) and k.startswith("_"))} if own else given
-
-
-def plain(value: Any) -> Any:
-    """Sections, components and classes as what a config has for them."""
-    if isinstance(value, (Section, Component)):
-        return value.plain()
-    if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(plain(inner) for inner in value)
-    return registered_name(value) or value if isinstance(value, type) else value
 
 
 def _components(value: Any, path: str) -> Iterator[tuple[Component, str]]:
@@ -339,30 +248,24 @@ def _components(value: Any, path: str) -> Iterator[tuple[Component, str]]:
 # ---- what a field is ------------------------------------------------------------------------------------------------
 
 
+def part_of(hint: Any, metadata: Sequence[Any] = ()) -> tuple[type[Section] | Of | None, bool]:
+    """The section or the ``Of`` in the annotation of a field, and whether the field is a list or mapping of them."""
+    if (of := next((one for one in metadata if isinstance(one, Of)), None)) is not None:
+        return of, False
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return hint, False
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return part_of(inner[0], inner[1:])
+    parts = (part_of(one) for one in inner)
+    part, many = next((one for one in parts if one[0] is not None), (None, False))
+    return part, many or (part is not None and origin not in (Union, UnionType))
+
+
 def section_of(info: FieldInfo) -> type[Section] | None:
     """The section that a field is, also where it may be None."""
-    options = get_args(info.annotation) if get_origin(info.annotation) in (Union, UnionType) else (info.annotation,)
-    return next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
-
-
-def member_of(info: FieldInfo) -> type[Section] | None:
-    """The section that each member of a field's list or mapping is."""
-    if get_origin(info.annotation) in (Union, UnionType):
-        return None
-    return next((one for one in get_args(info.annotation) if isinstance(one, type) and issubclass(one, Section)), None)
-
-
-def component_of(info: FieldInfo) -> tuple[Of | None, bool]:
-    """The registry of a field's components, and whether the field is a list of them."""
-    for one in info.metadata:
-        if isinstance(one, Of):
-            return one, False
-    for inner in get_args(info.annotation):
-        if get_origin(inner) is Annotated:
-            found = next((one for one in get_args(inner)[1:] if isinstance(one, Of)), None)
-            if found is not None:
-                return found, get_origin(info.annotation) is tuple
-    return None, False
+    part, many = part_of(info.annotation, info.metadata)
+    return part if isinstance(part, type) and not many else None
 
 
 def keys(section: type[Section]) -> dict[str, Any]:
@@ -413,21 +316,20 @@ def _explain(root: type[Section], given: Any, one: Any, *, where: str) -> Iterat
     info: FieldInfo | None = None
     hints: tuple[Any, Any] | None = None
     for number, step in enumerate(one["loc"], 1):
-        if info is not None and (member := member_of(info)) is not None:  # a list or a mapping of sections
+        part, many = (section, False) if info is None else part_of(info.annotation, info.metadata)
+        if many and part is not None:  # a list or a mapping
             value = one_or_many(value)[step] if isinstance(step, int) else value[step]
             path = f"{path}[{step}]" if isinstance(step, int) else f"{path}.{step}"
-            section, info = member, None
+            if isinstance(part, Of):
+                break
+            section, info = part, None
             continue
-        if info is not None and isinstance(step, int) and component_of(info)[1]:
-            value, path = one_or_many(value)[step], f"{path}[{step}]"
-            break
-        inner = section if info is None else section_of(info)
-        if inner is None:
+        if not isinstance(part, type):
             if info is not None and get_origin(info.annotation) is Mapping and step in value:  # a value of a mapping
                 hints = (get_args(info.annotation)[1], ())
                 value, path = value[step], f"{path}.{step}"
             break
-        section, below = inner, f"{path}.{step}" if path else str(step)
+        section, below = part, f"{path}.{step}" if path else str(step)
         if step not in section.model_fields:
             if one["type"] == "extra_forbidden":
                 advice = hint(below, keys(section if where else root))

@@ -47,6 +47,8 @@ class Change:
     path: str = ""
     """Of the key of ours that it is read as."""
     meaning: str = ""
+    sources: Sequence[str] = ()
+    """Dotted paths of the keys that are read as it."""
 
     def __str__(self) -> str:
         return f"Config: {self.source} " + (f"is left out: {self.why}." if self.why else f"is read as {self.meaning}.")
@@ -170,15 +172,6 @@ FOREIGN = frozenset((
     "val_cfg", "val_evaluator", "test_cfg", "test_dataloader", "test_evaluator",
 ))  # fmt: skip
 """Sections of mmengine's that this project does not have."""
-_READ = ("train_cfg.val_interval", "default_hooks.checkpoint.save_best", "default_hooks.checkpoint.rule")
-"""Keys that are read beside those of the table."""
-SETTINGS = (
-    "batch_size", "accumulative_counts", "max_epochs", "max_iters", "max_updates", "max_tokens", "save_steps",
-    "save_total_limit", "lr", "betas", "weight_decay", "max_norm", "warmup_ratio", "seq_length", "max_length",
-    "dataloader_num_workers", "data_path", "precision", "optim_type", "log_every",
-)  # fmt: skip
-"""Names that xtuner's configs give their helper variables. At the top of a file they have an effect only where the file
-itself reads them."""
 
 
 # ---- advice ---------------------------------------------------------------------------------------------------------
@@ -200,11 +193,6 @@ def argument_hint(name: str) -> str | None:
     return key.advice if key is not None and name not in RENAMED else None
 
 
-def is_setting(name: str, schema: Mapping[str, Any]) -> bool:
-    """Whether a name at the top of a file is a setting of a section, or what another trainer calls one."""
-    return name in SETTINGS or hint(name, schema) is not None
-
-
 def _paths(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """(last name, whole path) of every key of a schema below its top."""
     for key, inner in schema.items():
@@ -214,12 +202,6 @@ def _paths(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
             yield key, f"{prefix}.{key}"
         if isinstance(inner, Mapping):
             yield from _paths(inner, f"{prefix}.{key}" if prefix else key)
-
-
-def is_translated(path: Sequence[str]) -> bool:
-    """Whether ``translate`` reads that key, or one that contains it, with some value."""
-    dotted = [".".join(path[: k + 1]) for k in range(len(path))]
-    return path[0] in FOREIGN or any(("." in key and key in KEYS) or key in _READ for key in dotted)
 
 
 # ---- the translation ------------------------------------------------------------------------------------------------
@@ -240,7 +222,7 @@ def translate(config: dict[str, Any]) -> list[Change]:
     work.best()
     for path in sorted(KEYS, key=lambda path: -path.count(".")):  # a section after what is in it
         node, last = work.above(path)
-        if last in node and (path in FOREIGN or "." in path) and KEYS[path].ignores(node[last]):
+        if last in node and KEYS[path].ignores(node[last]):
             work.drop(path, KEYS[path].why)
     return work.changes
 
@@ -292,7 +274,7 @@ class _Translation:
             self.changes.append(Change(source, f"the config has {path}={node[key]!r}"))
         else:
             node[key] = value
-            self.changes.append(Change(source, path=path, meaning=f"{path}={value!r}"))
+            self.changes.append(Change(source, path=path, meaning=f"{path}={value!r}", sources=sources))
 
     def read(self, source: str, path: str, meaning: Callable[[Any], Any]) -> None:
         """Replace a key by one of ours; where ``meaning`` is None the value has none, and stays."""
@@ -392,7 +374,8 @@ class _Translation:
 
     def _set_hooks(self, source: str, hooks: list[Any], meaning: str) -> None:
         self.config["custom_hooks"] = hooks
-        self.changes.append(Change(source, path="custom_hooks", meaning=meaning))
+        keys = (source.partition("=")[0],)
+        self.changes.append(Change(source, path="custom_hooks", meaning=meaning, sources=keys))
 
     def _hooks(self) -> list[Any]:
         """``custom_hooks``, which may be one hook alone."""

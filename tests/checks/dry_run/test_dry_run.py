@@ -24,10 +24,10 @@ from unigen_ds.checks.dry_run.job import launcher_results, slurm_results, time_l
 from unigen_ds.checks.dry_run.rank_calls import Call, Traces, compare
 from unigen_ds.checks.dry_run.resources import num_kept, num_saves, seconds_of_update
 from unigen_ds.config.registry import HOOKS
+from unigen_ds.config.text import config_text
 from unigen_ds.core.progress import Geometry, Ruler
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
-from unigen_ds.runner.start.parts import config_text
 from unigen_ds.system import versions
 from unigen_ds.tracking.wandb import WandbVisBackend
 
@@ -101,10 +101,10 @@ def test_a_config_with_many_mistakes_has_a_problem_for_each(config, tmp_path, ca
     parts = (
         "hidden_size 33",
         "lr is 'fast'",
-        "was started with 2 processes",
         "no key 'seq_len'",
         "missing/one.jsonl",
         "is not a folder",
+        "was started with 2 processes",
         "WANDB_API_KEY",
     )
     assert len(wrong) == len(parts) and all(part in line for part, line in zip(parts, wrong, strict=True)), text
@@ -303,7 +303,7 @@ def test_a_config_for_several_processes_is_checked_for_as_many(config, capsys):
     assert main([path, "--dry-run", "--json", "--cfg-options", "world_size=4", *LATER]) == 0
     assert "2 per device x 4 process(es)" in results(capsys)["engine"][0][1]
     assert main([path, "--dry-run", "--json", "--world-size", "6", *LATER]) == 1
-    assert "num_shard is 4 and there are 6 process(es)" in results(capsys)["config"][0][1]
+    assert "num_shard is 4 and there are 6 process(es)" in results(capsys)["engine"][0][1]
 
 
 @pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])

@@ -24,8 +24,8 @@ from unigen_ds.checks.dry_run.rank_calls import check_collectives
 from unigen_ds.checks.dry_run.resources import check_disk, check_memory, check_time, check_workers
 from unigen_ds.checks.dry_run.result import Checked, find_hardware, ok, problem, problems_of, unchecked, warning
 from unigen_ds.checks.resume import announced
+from unigen_ds.config.overrides import stated_world_size
 from unigen_ds.config.paths import expand_paths
-from unigen_ds.config.readable import given_values, given_world_size
 from unigen_ds.config.registry import DRY_RUN_CHECKS, TOKENIZERS, build
 from unigen_ds.config.section import Component
 from unigen_ds.core.choices import AUTO
@@ -35,7 +35,7 @@ from unigen_ds.data.datasets.dataset import check_readable
 from unigen_ds.optim.optimizer import AUTO as AUTO_PRECISION
 from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan, plan_resume
 from unigen_ds.runner.settings.naming import PLACE, name_and_folder
-from unigen_ds.runner.settings.tree import Settings, load_config
+from unigen_ds.runner.settings.tree import Settings, read_config
 from unigen_ds.runner.start.begin import build_start, check_resume, settle, with_base, with_choices
 from unigen_ds.runner.start.build import build_hooks, build_model, build_processor, check_states
 from unigen_ds.runner.start.parts import build_engine
@@ -73,15 +73,14 @@ def check_devices(known: Known) -> Iterator[Checked]:
 
 def check_config(known: Known) -> Iterator[Checked]:
     """Adds ``given``, also of a config with mistakes, the number of processes, and ``settings`` of one without."""
-    known.given = given_values(known.asked.config, known.asked.overrides)
+    config = read_config(known.asked.config, known.asked.overrides)
+    known.given = config.values
     with suppress(ConfigError):  # reported by ``check_job``
         _count_processes(known)
     with announced(known.world_size, per_node=known.per_node):
         try:
-            config = load_config(known.asked.config, known.asked.overrides, whole=True)
-            if known.asked.resume_auto:
-                config["resume"] = config.get("resume") or AUTO
-            known.settings = Settings.from_config(config)
+            settings = Settings.from_config(config)
+            known.settings = settings.with_resume(AUTO) if known.asked.resume_auto else settings
         except ConfigError as error:
             yield from problems_of(error)
             known.settings, known.changed, known.replaced = usable_settings(known.given)
@@ -101,7 +100,7 @@ def _count_processes(known: Known) -> None:
         except ConfigError as error:
             missing = error
     started = launched_world_size(os.environ)
-    known.world_size = known.asked.world_size or started or given_world_size(known.given)
+    known.world_size = known.asked.world_size or started or stated_world_size(known.given)
     on_node = dist.env_processes_per_node() if started == known.world_size and started > 1 else None
     known.per_node = min(known.asked.per_node or on_node or 8, known.world_size)
     if missing is not None:
@@ -150,7 +149,8 @@ def check_folders(known: Known) -> Iterator[Checked]:
 
 def check_engine(known: Known) -> Iterator[Checked]:
     """Adds ``backend`` and ``geometry``: versions, precision and the split of the batch."""
-    settings: Settings = known.section("backend", "optim_wrapper")
+    known.section("backend").backend.build()  # refuses what the engine cannot do with any optimizer
+    settings = known.section("backend", "optim_wrapper")
     hardware = known.hardware
     precision = settings.optim_wrapper.precision
     if hardware is not None and hardware.count:

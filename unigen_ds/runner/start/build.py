@@ -41,9 +41,7 @@ from unigen_ds.models.lora import add_adapters
 from unigen_ds.optim.optimizer import (
     OptimizerConfig,
     ParamGroup,
-    build_torch_optimizer,
     default_fused,
-    element_wise,
     settled_precision,
 )
 from unigen_ds.optim.optimizer_state import state_of
@@ -286,7 +284,7 @@ def recorded_fused(settings: Settings, manifest: Manifest | None) -> bool | None
 def build_optimizer_config(settings: Settings, *, fused: bool | None = None) -> OptimizerConfig:
     """``fused``: ``recorded_fused``'s value."""
     wrapper = settings.optim_wrapper
-    found = OptimizerConfig(
+    config = OptimizerConfig(
         type=wrapper.optimizer.type,
         arguments=wrapper.optimizer.arguments,
         adamw=wrapper.optimizer.adamw.arguments if wrapper.optimizer.adamw else {},
@@ -295,14 +293,8 @@ def build_optimizer_config(settings: Settings, *, fused: bool | None = None) -> 
         loss_scale=wrapper.loss_scale.arguments,
         fused=bool(fused),
     )
-    one = ParamGroup("default", lr=1.0, weight_decay=0.0, parameters=("one",))
-    groups = [(one, [nn.Parameter(torch.zeros(1, 1))])]
-    if not element_wise(found.type):
-        rest = replace(one, name="adamw", parameters=("other",), by_adamw=True)
-        groups.append((rest, [nn.Parameter(torch.zeros(1))]))
-    build_torch_optimizer(found, groups)  # refuses arguments before processes join, and so does the next
-    state_of(found)
-    return found
+    state_of(config)  # refuses a user's own optimizer whose state cannot be stored, before processes join
+    return config
 
 
 def build_schedules(
