@@ -27,6 +27,10 @@ class OfFamily(dict[str, Any]):
     """Keys of a section that a family of models may add to."""
 
 
+class MayBeSeveral(dict[str, Any]):
+    """Keys of a section in place of which a config may have several sections by name."""
+
+
 def config_path(name: str | Path) -> Path:
     """A path that exists, or the shipped config of that name, in the ``configs/`` of a family or an example."""
     path = Path(name)
@@ -218,7 +222,8 @@ def _apply(config: Any, dotted: str, value: Any, whole: Mapping[str, Any]) -> No
             remedy=hint(last, whole) or f"override the key that {last!r} was used for",
         )
     for key in parents:
-        schema = schema.get(key) if isinstance(schema, Mapping) else None
+        if not (isinstance(schema, MayBeSeveral) and key not in schema):  # else the name of one of several sections
+            schema = schema.get(key) if isinstance(schema, Mapping) else None
         if isinstance(node, _NODES) and node.get(key) is None and isinstance(schema, Mapping):
             node[key] = ConfigDict()  # a section with known keys that is left out, or None
         of_component = of_component or (isinstance(node, _NODES) and "type" in node)

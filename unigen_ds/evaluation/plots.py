@@ -8,9 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.evaluation.metric_lines import Line, interpolated, known_sequences, read_updates, read_values
-
-VALIDATION = "val/loss"
+from unigen_ds.evaluation.metric_lines import (
+    Line,
+    interpolated,
+    known_sequences,
+    read_updates,
+    read_values,
+    validation_losses,
+)
+from unigen_ds.system.journals import parse_lines
 
 _PANELS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("loss", (), "log"),
@@ -39,10 +45,9 @@ def plot_curves(metrics_files: Path | Mapping[str, Path], path: Path) -> None:
                 if points:
                     axis.plot(*zip(*points, strict=True), label=name if several else key, linewidth=1.2, **color)
                 drawn += 1
-            evaluated = _validation(files[name], lines) if not given else []
-            if evaluated:
+            for key, evaluated in _validation(files[name], lines).items() if not given else ():
                 style = {"linestyle": "--", "marker": ".", "linewidth": 1.2, **color}
-                axis.plot(*zip(*evaluated, strict=True), label=f"{name} {VALIDATION}".strip(), **style)
+                axis.plot(*zip(*evaluated, strict=True), label=f"{name} {key}".strip(), **style)
                 drawn += 1
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("sequences consumed", fontsize=9)
@@ -72,11 +77,14 @@ def _updates(metrics_file: Path) -> list[Line]:
     return lines
 
 
-def _validation(metrics_file: Path, lines: list[Line]) -> list[tuple[float, float]]:
-    """(sequences consumed, ``val/loss``) of each evaluation."""
-    known = known_sequences(lines)
-    pairs = [(interpolated(known, update), value) for update, value in read_values(metrics_file, VALIDATION)]
-    return [(at, value) for at, value in pairs if at is not None]
+def _validation(metrics_file: Path, lines: list[Line]) -> dict[str, list[tuple[float, float]]]:
+    """``val/loss``, or that of each set -> (sequences consumed, value) of each evaluation."""
+    known, curves = known_sequences(lines), {}
+    for key in validation_losses(key for line in parse_lines(metrics_file)[0] for key in line):
+        pairs = [(interpolated(known, update), value) for update, value in read_values(metrics_file, key)]
+        if points := [(at, value) for at, value in pairs if at is not None]:
+            curves[key] = points
+    return curves
 
 
 def _losses(lines: list[Line]) -> tuple[str, ...]:

@@ -28,6 +28,14 @@ class Result:
     replicates: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Name -> the values of bootstrap samples, of which draw r is the same samples in every result."""
 
+    def named(self, set_name: str) -> Result:
+        """The same, with ``set_name`` before all names: of one of several sets of validation data."""
+        return Result(
+            {f"{set_name}{name}": value for name, value in self.values.items()},
+            {**self.provenance, "metric": f"{set_name}{self.provenance['metric']}"},
+            {f"{set_name}{name}": drawn for name, drawn in self.replicates.items()},
+        )
+
     def as_json(self) -> dict[str, Any]:
         """Plain values; a number that is not finite is null, which JSON has."""
         return {

@@ -82,36 +82,54 @@ class Answering:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of one set of validation data; the same on all ranks."""
+    """Of all sets of validation data; the same on all ranks."""
 
-    losses: Result
-    """Its values are those of ``Validation.losses``."""
-    metrics: Sequence[Result]
-    """Of those that have a value."""
+    results: Sequence[Result]
+    """Of each set the losses, with the values of ``Validation.losses``, then the metrics that have a value."""
     failed: Mapping[str, str]
     """Name of each other metric -> why it has none."""
 
     @property
-    def results(self) -> list[Result]:
-        """The losses, then the metrics."""
-        return [self.losses, *self.metrics]
-
-    @property
     def values(self) -> dict[str, float]:
-        """The losses, and the metrics as ``val/<name>``."""
-        scored = {f"val/{name}": value for result in self.metrics for name, value in result.values.items()}
-        return {**self.losses.values, **scored}
+        """The losses, and the metrics as ``val/<name>``, or ``val/<set>/<name>``."""
+        values = {name: value for result in self.results for name, value in result.values.items()}
+        return {name if name.startswith("val/") else f"val/{name}": value for name, value in values.items()}
+
+
+def of_set(validation: Validation, metrics: Sequence[Metric]) -> list[Metric]:
+    """The metrics that score this set."""
+    return [metric for metric in metrics if metric.sets is None or validation.data.name in metric.sets]
 
 
 def check(
     metrics: Sequence[Metric],
     backend: Any,
-    validation: Validation,
+    sets: Sequence[Validation],
     *,
     where: str = "metrics",
     answering: Answering = Answering(),
 ) -> None:
     """Raise ``ConfigError`` on all ranks where the model or the data cannot give what a metric scores. Collective."""
+    known = [one.data.name for one in sets]
+    for number, metric in enumerate(metrics):
+        for name in metric.sets or ():
+            if name not in known:
+                allowed = ", ".join(filter(None, known)) or "no name: val_dataloader is one section"
+                raise ConfigError(f"{where}[{number}].sets has {name!r}", allowed=allowed)
+    for validation in sets:
+        _check_set(of_set(validation, metrics), metrics, backend, validation, where=where, answering=answering)
+
+
+def _check_set(
+    metrics: Sequence[Metric],
+    listed: Sequence[Metric],
+    backend: Any,
+    validation: Validation,
+    *,
+    where: str,
+    answering: Answering,
+) -> None:
+    """``listed``: all metrics, as the config has them."""
     data, limit = validation.data, getattr(backend.model, "max_document_tokens", None)
     for metric in metrics:
         if metric.predicts not in (*KINDS, "loss"):
@@ -124,22 +142,24 @@ def check(
         try:
             check_answers(inferencer_of(backend, data.processor)[1], kind)
         except ConfigError as error:
-            number = next(k for k, metric in enumerate(metrics) if metric.predicts == kind)
-            cls = type(metrics[number]).__name__
+            number = next(k for k, metric in enumerate(listed) if metric.predicts == kind)
+            cls = type(listed[number]).__name__
             problem = f"{where}[{number}]: {cls} needs {_WORDS[kind]} ({names}), and {error.problem}"
             remedy = error.remedy or f"delete {cls} from the metrics{by_hand}"
             raise ConfigError(problem, allowed=error.allowed, remedy=remedy) from error
         asked, _ = dist.on_main(partial(ask, data, wanted=kind, max_samples=1, limit=limit))
         if not asked:
             raise ConfigError(
-                f"no validation record has an answer of kind {kind} with a prompt before it, as {names} needs",
-                remedy=f"other records in val_dataloader, or leave out the metric{by_hand}",
+                f"no validation record{f' of {data.name}' if data.name else ''} has an answer of kind {kind} with a"
+                f" prompt before it, as {names} needs",
+                remedy=f"other records in val_dataloader, or leave out the metric{by_hand}"
+                + ("; or sets=[...] in it: the sets that it scores" if data.name else ""),
             )
 
 
 def evaluate(
     backend: Any,
-    validation: Validation,
+    sets: Sequence[Validation],
     metrics: Sequence[Metric] = (),
     *,
     checkpoint: str = "",
@@ -150,7 +170,7 @@ def evaluate(
     made_by: Mapping[str, str] | None = None,
     logged: set[str] | None = None,
 ) -> Evaluation:
-    """Losses and metrics of the model with its present weights, on one set of validation data. Collective; the same on
+    """Losses and metrics of the model with its present weights, on each set of validation data. Collective; the same on
     all ranks.
 
     Args:
@@ -165,34 +185,50 @@ def evaluate(
 
     A metric that fails is a warning that names it, and is in ``failed``.
     """
+    results: list[Result] = []
+    failed: dict[str, str] = {}
     with kept_generators():
-        texts, samples = TextLosses(), SampleLosses(validation)
-        watching: list[Watch] = [texts] if any(metric.predicts == "loss" for metric in metrics) else []
-        values = validation.losses(
-            backend, max_batches=max_batches, watching=watching if resamples == 0 else [*watching, samples]
-        )
-        replicates, resampling = ({}, "0 draws") if resamples == 0 else samples.resampled()
-        precision = str((made_by or {}).get("precision"))
-        facts = _loss_provenance(validation, max_batches=max_batches, checkpoint=checkpoint, precision=precision)
-        losses = Result(values, {**facts, "resampling": resampling}, replicates)
-        if max_samples is None and max_batches is not None:
-            max_samples = max_batches * validation.data.batch_size
-        answers_of: dict[str, Answers | str] = {}
-        for kind, names in _kinds(metrics).items():
-            answers_of[kind] = _answers(backend, validation, kind, answering, max_samples)
-            _report_left_out(answers_of[kind], f"Metrics of {_WORDS[kind]} ({names})", logged)
-        made_by = {**answering.recorded(), **(made_by or {})}
-        results, failed = [], {}
-        for metric in metrics:
-            scored = _scored(metric, answers_of.get(metric.predicts, texts),
-                             checkpoint=checkpoint, resamples=resamples, made_by=made_by)  # fmt: skip
-            if isinstance(scored, Result):
-                results.append(scored)
-                continue
-            failed[metric.name] = scored
-            if dist.is_main():
-                logger().warning("The metric %s has no value this time: %s", metric.name, scored)
-    return Evaluation(losses, results, failed)
+        for validation in sets:
+            own = of_set(validation, metrics)
+            per_text = TextLosses() if any(metric.predicts == "loss" for metric in own) else None
+            results.append(_losses(backend, validation, per_text, checkpoint=checkpoint, max_batches=max_batches,
+                                   resamples=resamples, precision=str((made_by or {}).get("precision"))))  # fmt: skip
+            limit = max_samples
+            if limit is None and max_batches is not None:
+                limit = max_batches * validation.data.batch_size
+            answers_of: dict[str, Answers | TextLosses | str | None] = {"loss": per_text}
+            for kind, names in _kinds(own).items():
+                answered = answers_of[kind] = _answers(backend, validation, kind, answering, limit)
+                _report_left_out(answered, f"Metrics of {_WORDS[kind]} ({names})", logged)
+            for metric in own:
+                scored = _scored(metric, answers_of[metric.predicts], checkpoint=checkpoint, resamples=resamples,
+                                 made_by={**answering.recorded(), **(made_by or {})})  # fmt: skip
+                if isinstance(scored, Result):
+                    results.append(scored.named(validation.own))
+                    continue
+                failed[f"{validation.own}{metric.name}"] = scored
+                if dist.is_main():
+                    logger().warning("The metric %s%s has no value this time: %s", validation.own, metric.name, scored)
+    return Evaluation(results, failed)
+
+
+def _losses(
+    backend: Any,
+    validation: Validation,
+    per_text: TextLosses | None,
+    *,
+    checkpoint: str,
+    max_batches: int | None,
+    resamples: int | None,
+    precision: str,
+) -> Result:
+    """The losses with their provenance; ``per_text`` gets those of each text. Collective."""
+    per_sample = None if resamples == 0 else SampleLosses(validation)
+    watching: list[Watch] = [one for one in (per_text, per_sample) if one is not None]
+    values = validation.losses(backend, max_batches=max_batches, watching=watching)
+    replicates, resampling = ({}, "0 draws") if per_sample is None else per_sample.resampled()
+    facts = _loss_provenance(validation, max_batches=max_batches, checkpoint=checkpoint, precision=precision)
+    return Result(values, {**facts, "resampling": resampling}, replicates)
 
 
 def _loss_provenance(
@@ -204,7 +240,7 @@ def _loss_provenance(
     limit = None if max_batches is None else max_batches * data.batch_size
     chosen = [draw.sample_id(data.names) for draws in data.draws(limit) for draw in draws]
     return {
-        "metric": "val/loss",
+        "metric": f"val/{validation.own}loss",
         "version": f"unigen_ds definition {DEFINITION}",
         "settings": json.dumps(settings, sort_keys=True, default=str),
         "resize": NOT_USED,
@@ -231,7 +267,8 @@ def provenance_of(
     alike where ``comparison.unlike`` finds no difference. Rank 0.
     """
     losses = _loss_provenance(validation, max_batches=max_batches, checkpoint="", precision=made_by["precision"])
-    named = [metric for metric in metrics if name.removeprefix("val/").startswith(metric.name)]
+    own = name.removeprefix(f"val/{validation.own}")
+    named = [metric for metric in of_set(validation, metrics) if own.startswith(metric.name)]
     if not named:
         return {**losses, **made_by}
     metric = max(named, key=lambda one: len(one.name))
@@ -274,8 +311,9 @@ def _report_left_out(answered: Answers | str, what: str, logged: set[str] | None
             logged.add(line)
 
 
-def _scored(metric: Metric, answered: Answers | TextLosses | str, **options: Any) -> Result | str:
+def _scored(metric: Metric, answered: Answers | TextLosses | str | None, **options: Any) -> Result | str:
     """The metric's result, or on all ranks why it has none. Collective."""
+    assert answered is not None, "each metric's kind is answered"
     if isinstance(answered, str):
         return answered
     problem = None

@@ -545,23 +545,22 @@ class ValLoopView(_View):
 
     @property
     def dataloader(self) -> DataLoaderView:
-        """Of an evaluation: the batches of this rank, and the samples of all ranks.
+        """Of an evaluation of all sets: the batches of this rank, and the samples of all ranks.
 
         Raises ``NoSuchAttribute`` where the config has none.
         """
-        validation = getattr(self._run, "validation", None)
-        if validation is None:
+        sets = [one.data for one in getattr(self._run, "validation", ())]
+        if not sets:
             raise NoSuchAttribute(
                 "a hook of mmengine uses runner.val_dataloader, and the config has no val_dataloader",
                 remedy="add val_dataloader=dict(...) (docs/evaluation.md)",
             )
-        data, hooks = validation.data, self._run.hooks
-        limit = next((hook.max_batches for hook in hooks if isinstance(hook, EvaluateHook)), None)
+        limit = next((hook.max_batches for hook in self._run.hooks if isinstance(hook, EvaluateHook)), None)
         return DataLoaderView(
             "runner.val_dataloader",
-            lambda: data.num_batches(limit, dp_size=self._run.backend.dp_size),
-            lambda: len(data),
-            batch_size=lambda: data.batch_size,
+            lambda: sum(one.num_batches(limit, dp_size=self._run.backend.dp_size) for one in sets),
+            lambda: sum(map(len, sets)),
+            batch_size=lambda: sets[0].batch_size,
         )
 
 

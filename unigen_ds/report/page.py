@@ -40,7 +40,8 @@ def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
     rows = []
     for name, run in runs.items():
         spent, last = total_spent(run.starts), run.last
-        best = min((one.values["val/loss"] for one in run.evaluations if "val/loss" in one.values), default=None)
+        key = run.validation_loss
+        best = min((one.values[key] for one in run.evaluations if key in one.values), default=None)
         rows.append((
             name, last.get("update"), last.get("sequences"), number(last.get("loss")), best,
             number(last.get("tokens_per_second")), spent.goodput, spent.total, len(run.starts),

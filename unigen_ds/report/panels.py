@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from unigen_ds.evaluation.metric_lines import Line, interpolated, known_sequences, number
+from unigen_ds.evaluation.metric_lines import Line, interpolated, known_sequences, number, validation_losses
 from unigen_ds.report.charts import Figure, Mark, Series, chart
 from unigen_ds.report.goodput import changes
 from unigen_ds.report.reading import WorkDir
@@ -119,9 +119,13 @@ def label(key: str) -> str:
 def validation_curves(run: WorkDir) -> list[Figure]:
     """A chart for each group of values: the total, then terms with their parts, then each metric."""
     groups: dict[str, dict[str, dict[float, float]]] = {}
+    several = validation_losses(key for evaluated in run.evaluations for key in evaluated.values)
+    sets = {key.split("/")[1] for key in several if key != "val/loss"}
     for evaluated in run.evaluations:
         for key, value in evaluated.values.items() if evaluated.update is not None else ():
             parts = key.split("/")
+            if len(parts) > 2 and parts[1] in sets:
+                parts = ["/".join(parts[:2]), *parts[2:]]
             group = "/".join(parts[: min(len(parts) - 1, 3)]) if len(parts) > 2 else key
             groups.setdefault(group, {}).setdefault(key, {})[float(evaluated.update or 0)] = value
     figures = []
@@ -151,7 +155,7 @@ def overlay(runs: Mapping[str, WorkDir]) -> list[Figure]:
         if key != "val/loss":
             return points(run.updates, key, x="sequences")
         known = known_sequences(run.updates)
-        values = [(one.update, one.values.get(key)) for one in run.evaluations]
+        values = [(one.update, one.values.get(run.validation_loss)) for one in run.evaluations]
         pairs = [(interpolated(known, update), value) for update, value in values if update is not None]
         return sorted((x, y) for x, y in pairs if x is not None and y is not None)
 

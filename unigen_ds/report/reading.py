@@ -26,6 +26,7 @@ from unigen_ds.evaluation.metric_lines import (
     is_count,
     lines_of_updates,
     number,
+    validation_losses,
     well_formed,
 )
 from unigen_ds.report import results
@@ -95,6 +96,12 @@ class WorkDir:
     config_text: str | None
     problems: Sequence[tuple[str, str]] = field(default_factory=list)
     """File and what is wrong with it."""
+
+    @property
+    def validation_loss(self) -> str:
+        """``val/loss``, or of several sets that of the first."""
+        names = validation_losses(key for evaluated in self.evaluations for key in evaluated.values)
+        return next(iter(names), "val/loss")
 
     @property
     def last(self) -> Line:

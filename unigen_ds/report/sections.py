@@ -28,7 +28,8 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
     """Everything that the template displays of a run. ``budget``: bytes of its pictures."""
     last = run.last
     pictures, picture_notes = previews_of(run, budget=budget)
-    losses = [(one.values["val/loss"], one.update) for one in run.evaluations if "val/loss" in one.values]
+    key = run.validation_loss
+    losses = [(one.values[key], one.update) for one in run.evaluations if key in one.values]
     main, more = curves(run) if run.updates else ([], [])
     return {
         "run": run,

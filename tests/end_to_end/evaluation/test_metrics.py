@@ -81,8 +81,7 @@ class KeepAnswers(Hook):
 
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
         self.values[run.progress.updates] = dict(metrics)
-        assert run.validation is not None
-        data, options = run.validation.data, dict(self.options)
+        data, options = run.validation[0].data, dict(self.options)
         flow = options.pop("flow", None)
         if flow is not None:
             options["flow"] = flow_for(run.backend.model, flow)
@@ -95,8 +94,7 @@ class KeepAnswers(Hook):
 
 def cross_entropy(run: Run) -> float:
     """Mean over all target tokens of the validation records, one at a time, none weighted."""
-    assert run.validation is not None
-    data, total, number = run.validation.data, 0.0, 0
+    data, total, number = run.validation[0].data, 0.0, 0
     (source,), model = data.sources, run.backend.model
     model.eval()
     for (draw,) in [(draw,) for draws in data.draws() for draw in draws]:
@@ -337,8 +335,7 @@ def test_records_that_are_left_out_are_counted(tmp_path: Path) -> None:
     mixed = [record for pair in zip(records(20), [{"text": "two three"}] * 20, strict=True) for record in pair]
     run = text_run(tmp_path, evaluating("ExactMatch"), data=mixed, updates=2)
     run.train()
-    assert run.validation is not None
-    (draws_,) = run.validation.data.draws()
+    (draws_,) = run.validation[0].data.draws()
     plain = sum(draw.index % 2 for draw in draws_)
     why = "without such an answer, or without a prompt before it"
     assert plain and f"{plain} validation records are left out, {why}; {len(draws_) - plain} are answered" in log(
@@ -404,7 +401,8 @@ def test_a_preview_shows_the_held_out_share(tmp_path: Path) -> None:
     preview = {"type": "PreviewHook", "num_held_out": 3, "interval": 2, "max_new_tokens": 4}
     run = text_run(tmp_path, preview, {"type": "KeepAnswers", "max_samples": 3, "max_new_tokens": 4}, updates=2)
     run.train()
-    assert run.validation is not None
-    held = [draw.sample_id(run.validation.data.names).rpartition(":")[0] for draw in run.validation.data.draws()[0]]
+    held = [
+        draw.sample_id(run.validation[0].data.names).rpartition(":")[0] for draw in run.validation[0].data.draws()[0]
+    ]
     made = json.loads((tmp_path / "run" / "previews" / "2.json").read_text())
     assert [row["record"] for row in made] == held[:3]

@@ -58,6 +58,8 @@ class Metric:
     """Of a metric that this package computes: another number means that values changed."""
     resamples = 1000
     """How often ``resampled`` draws the samples by default."""
+    sets: Sequence[str] | None = None
+    """Names of the sets of validation data that it scores; None: every set."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings

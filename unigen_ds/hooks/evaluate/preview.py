@@ -286,13 +286,15 @@ class PreviewHook(Hook):
         if self._held_out is not None:
             datasets = [build(DATASETS, self._held_out, where="PreviewHook.held_out", processor=run.processor)]
             return Records(datasets, source_names(datasets), run.processor)
-        validation = getattr(run, "validation", None)
-        if validation is None:
+        sets = [one.data for one in getattr(run, "validation", ())]
+        if not sets:
             raise ConfigError(
                 "PreviewHook.num_held_out needs validation data, and the config has no val_dataloader",
                 remedy="val_dataloader=..., or PreviewHook(held_out=dict(type=..., data_path=...))",
             )
-        return Records(validation.data.datasets, validation.data.names, run.processor)
+        datasets = [dataset for one in sets for dataset in one.datasets]
+        names = [f"{one.name}/{name}" if one.name else name for one in sets for name in one.names]
+        return Records(datasets, names, run.processor)
 
     def _show(self, run: Run, made: Sequence[_Made]) -> None:
         """On rank 0."""

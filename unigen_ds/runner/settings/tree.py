@@ -116,7 +116,9 @@ class Settings(ModelSettings):
     """One field for each key of a config."""
 
     train_dataloader: TrainDataloader = Field(description="the data")
-    val_dataloader: ValDataloader | None = Field(default=None, description="what is evaluated on; None: nothing")
+    val_dataloader: ValDataloader | None = Field(
+        default=None, description="what is evaluated on: one section, or several by name; None: nothing"
+    )
     optim_wrapper: OptimWrapper = Field(description="the optimizer, and what an update is made of")
     loss_weights: Mapping[str, Finite] = Field(
         default={}, description="term of the loss -> weight of its mean; 1 by default"
@@ -342,6 +344,7 @@ def known_keys() -> dict[str, Any]:
     of_family = {"processor": PROCESSOR_KEYS, "loss_weights": Bagel.terms}
     found = keys(Settings)
     found["default_hooks"] = {name: files.OfFamily() for name in found["default_hooks"]}  # components with a default
+    found["val_dataloader"] = files.MayBeSeveral(found["val_dataloader"])
     return {**found, **{key: files.OfFamily(dict.fromkeys(names)) for key, names in of_family.items()}}
 
 
