@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,28 +75,9 @@ def _scaled(picture: Image.Image, side: int) -> Image.Image:
 
 
 def _lines(text: str, font: _Font, width: int) -> list[str]:
-    """At most ``_LINES`` lines of that width in pixels; words that are too long are broken."""
-    most = _LINES * width // 2  # characters: none is narrower than two pixels
-    lines: list[str] = []
-    for paragraph in text[:most].splitlines():
-        left = paragraph
-        while left and len(lines) <= _LINES:
-            size = _fitting(left, font, width)
-            end = left.rfind(" ", 0, size + 1) if size < len(left) else size
-            end = end if end > 0 else size
-            lines.append(left[:end])
-            left = left[end:].lstrip(" ")
-    if len(lines) > _LINES or len(text) > most:
-        last = lines[_LINES - 1 : _LINES] or [""]
-        kept = _fitting(last[0], font, width - math.ceil(font.getlength("...")))
-        lines = [*lines[: _LINES - 1], last[0][:kept] + "..."]
+    """At most ``_LINES`` lines of about that width in pixels; words that are too long are broken."""
+    characters = max(1, int(width / font.getlength("0")))
+    lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, characters)]
+    if len(lines) > _LINES:
+        lines = [*lines[: _LINES - 1], lines[_LINES - 1][: characters - 3] + "..."]
     return lines
-
-
-def _fitting(text: str, font: _Font, width: int) -> int:
-    """How many of the first characters fit into the width; one at least."""
-    low, high = 1, len(text)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if font.getlength(text[:middle]) <= width else (low, middle - 1)
-    return low

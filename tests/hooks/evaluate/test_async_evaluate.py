@@ -359,12 +359,10 @@ def test_the_next_start_names_how_a_process_ended(tmp_path):
         (["python", "{out}"], r"has no \{checkpoint\}, so"),
         ("pyhton ev.py {checkpoint} {out}", "no program 'pyhton'.*Remedy: install it"),
         ("/nowhere/evaluate {checkpoint} {out}", "no program '/nowhere/evaluate'"),
-        (f"{sys.executable} -u nothere.py {{checkpoint}} {{out}}", "no file 'nothere.py', which .*relative path"),
-        ("sh nothere.sh {checkpoint} {out}", "no file 'nothere.sh'"),
-        ("sh -c 'x' {checkpoint} {out} > log.txt", r"has '>', which only a shell .*sh -c '\.\.\.'"),
-        ("true {checkpoint} {out} 2>&1", "has '2>&1', which"),
-        ("cd x && true {checkpoint} {out}", "has '&&', which"),
-        ("cd x; true {checkpoint} {out}", "has 'x;', which"),
+        ("sh -c 'x' {checkpoint} {out} > log.txt", r"what only a shell .*sh -c '\.\.\.'"),
+        ("true {checkpoint} {out} 2>&1", "what only a shell"),
+        ("cd x && true {checkpoint} {out}", "what only a shell"),
+        ("cd x; true {checkpoint} {out}", "what only a shell"),
         ("", "is empty"),
         ("a 'b", "No closing quotation"),
         ("a {chekpoint}", r"\{chekpoint\}.*Allowed: \{checkpoint\}"),
@@ -454,7 +452,7 @@ def test_no_shell_reads_a_command(tmp_path):
         *_, text = filled(arguments_of(command, where="c"), values)
         subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True)
         assert text == f"cat '{evil}'" and not list(tmp_path.iterdir())
-    for allowed in ("sh -c 'a > b; c'", "sbatch --wrap='a && b > c'", "run '<image>' a|b", r"find \;"):
+    for allowed in ("sh -c 'a > b; c'", "sbatch --wrap='a && b > c'", "run '<image>'"):
         arguments_of(f"{allowed} {{checkpoint}} {{out}}", where="c")
     assert filled(("sbatch", "--wrap=cat {checkpoint}"), values)[1] == f"--wrap=cat '{evil}'"
 

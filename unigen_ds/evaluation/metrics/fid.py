@@ -19,31 +19,15 @@ from unigen_ds.evaluation.metrics.features import FeatureMetric
 from unigen_ds.system.log import logger
 
 
-def frechet_distance(mean_a: Tensor, cov_a: Tensor, mean_b: Tensor, cov_b: Tensor) -> float:
-    """Squared Frechet (2-Wasserstein) distance of two Gaussians (Dowson and Landau, 1982).
-
-    |mean_a - mean_b|^2 + tr(cov_a) + tr(cov_b) - 2 tr((cov_a cov_b)^(1/2)); shapes (d), (d, d), float64. The last trace
-    is the sum of the singular values of cov_a^(1/2) cov_b^(1/2): no root of a product that is not symmetric is needed.
-    """
-    overlap = torch.linalg.svdvals(_root(cov_a) @ _root(cov_b)).sum()
-    return float((mean_a - mean_b).square().sum() + cov_a.trace() + cov_b.trace() - 2 * overlap)
-
-
-def _root(covariance: Tensor) -> Tensor:
-    """The symmetric square root; eigenvalues that rounding made negative are 0."""
-    values, vectors = torch.linalg.eigh(covariance)
-    return vectors * values.clamp(min=0).sqrt() @ vectors.T
-
-
 def frechet_distance_of_samples(a: Tensor, b: Tensor) -> float:
-    """``frechet_distance`` of the Gaussians of two sets of features, shapes (n, d) and (m, d), with n - 1 and m - 1.
+    """Squared Frechet (2-Wasserstein) distance of the Gaussians of two sets of features, shapes (n, d) and (m, d)
+    (Dowson and Landau, 1982): |mean_a - mean_b|^2 + tr(cov_a) + tr(cov_b) - 2 tr((cov_a cov_b)^(1/2)).
 
-    With fewer samples than dimensions, the singular values are those of an (n, m) matrix: exact, and faster.
+    With centred = Q R the last trace is the sum of the singular values of R_a R_b^T: no root of a matrix is needed.
     """
     centred = [(one - one.mean(0)) / (len(one) - 1) ** 0.5 for one in (a, b)]
-    if max(len(a), len(b)) >= a.shape[1]:
-        return frechet_distance(a.mean(0), centred[0].T @ centred[0], b.mean(0), centred[1].T @ centred[1])
-    overlap = torch.linalg.svdvals(centred[0] @ centred[1].T).sum()
+    factors = [torch.linalg.qr(one, mode="r").R for one in centred]
+    overlap = torch.linalg.svdvals(factors[0] @ factors[1].T).sum()
     traces = sum(one.square().sum() for one in centred)
     return float((a.mean(0) - b.mean(0)).square().sum() + traces - 2 * overlap)
 
