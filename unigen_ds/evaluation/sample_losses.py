@@ -16,8 +16,8 @@ from torch import Tensor
 
 from unigen_ds.core.batch import Batch, LossTerms
 from unigen_ds.core.errors import DataError
-from unigen_ds.evaluation.comparison import NO_DRAWS
 from unigen_ds.evaluation.metrics.base import draws
+from unigen_ds.evaluation.provenance import NO_DRAWS
 from unigen_ds.evaluation.validation import Key, Validation
 from unigen_ds.system import dist
 

@@ -264,7 +264,7 @@ def provenance_of(
     made_by: Mapping[str, str],
 ) -> dict[str, str]:
     """Where the values ``name`` of all evaluations of a run come from, known before the first: values of two runs are
-    alike where ``comparison.unlike`` finds no difference. Rank 0.
+    alike where ``unlike`` finds no difference. Rank 0.
     """
     losses = _loss_provenance(validation, max_batches=max_batches, checkpoint="", precision=made_by["precision"])
     own = name.removeprefix(f"val/{validation.own}")

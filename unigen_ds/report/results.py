@@ -92,7 +92,7 @@ def _of_process(file: Path, content: Line, update: int, prefix: str) -> list[Eva
 
 
 def of_files(path: Path, problems: Problems, *, prefix: str | None) -> list[Evaluated]:
-    """``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what ``provenance.write_results`` wrote,
+    """``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what ``write_results`` wrote,
     ``{"values", "provenance"}``, or names and numbers.
     """
     scores = sorted((path / SCORES).glob("*.json"), key=lambda file: (len(file.name), file.name))

@@ -262,6 +262,26 @@ def text_pairs(
     ]
 
 
+def picture(value: Any, *, what: str, key: str) -> Image.Image:
+    """A picture in RGB. Raises ``DataError`` for anything else: grey or transparent ones are not converted."""
+    if not isinstance(value, Image.Image):
+        raise DataError(f"sample {key!r}: {what} is {type(value).__name__}", allowed="a PIL image in RGB")
+    if value.mode != "RGB":
+        raise DataError(
+            f"sample {key!r}: {what} is an image of mode {value.mode}",
+            allowed="RGB",
+            remedy="convert it where it is made: image.convert('RGB')",
+        )
+    if min(value.size) < 1:
+        raise DataError(f"sample {key!r}: {what} is {value.width} x {value.height} pixels", allowed="at least 1 x 1")
+    return value
+
+
+def pictures(values: Sequence[Any], keys: Sequence[str], *, what: str) -> list[Image.Image]:
+    """``picture`` of each."""
+    return [picture(value, what=what, key=key) for value, key in zip(values, keys, strict=True)]
+
+
 def _digest(reference: Any) -> str:
     """Of a reference, so that values against other references are unlike."""
     digest = blake2b(digest_size=8)

@@ -16,9 +16,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from unigen_ds.config.registry import MODELS, build
-from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.metrics.base import NOT_USED, Metric
-from unigen_ds.evaluation.metrics.images import as_tensor, pictures
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.evaluation.metrics.base import NOT_USED, Metric, pictures
 from unigen_ds.evaluation.metrics.inception import SIZE, inception
 from unigen_ds.evaluation.metrics.local_model import LocalModel, default_device, exact, pooled
 
@@ -136,6 +135,30 @@ def extractor_of(value: Any, *, where: str, name: str | None, resize: int | None
     if not callable(module):
         raise ConfigError(f"{where}.extractor is {value!r}", allowed=ALLOWED)
     return ModuleExtractor(module, name, resize, device)
+
+
+def as_tensor(images: Sequence[Image.Image], size: int | None) -> Tensor:
+    """Pictures as float32 of shape (n, 3, height, width), values 0 to 255.
+
+    ``size``: height and width after resizing, bicubic with antialiasing in float32, as clean-fid does it (Parmar et
+    al., "On Aliased Resizing and Surprising Subtleties in GAN Evaluation", CVPR 2022); None: as they are, which must be
+    one size. Raises ``DataError``.
+    """
+    sizes = {image.size for image in images}
+    if size is None and len(sizes) > 1:
+        shown = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:3])
+        raise DataError(f"the images have {len(sizes)} sizes: {shown}", remedy="give resize, or images of one size")
+    return torch.from_numpy(np.stack([_resized(image, size) for image in images])).permute(0, 3, 1, 2)
+
+
+def _resized(image: Image.Image, size: int | None) -> np.ndarray:
+    """float32, shape (height, width, 3)."""
+    if size is None or image.size == (size, size):
+        return np.asarray(image, dtype=np.float32)
+    bands = [
+        band.convert("F").resize((size, size), Image.Resampling.BICUBIC, reducing_gap=None) for band in image.split()
+    ]
+    return np.stack([np.asarray(band, dtype=np.float32) for band in bands], axis=-1).clip(0, 255)
 
 
 class FeatureMetric(Metric):

@@ -22,8 +22,7 @@ from unigen_ds.checkpoint.home import same
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.saver import CONFIG_FILE, TOKENIZER
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.evaluation.comparison import unlike
-from unigen_ds.evaluation.provenance import Result
+from unigen_ds.evaluation.provenance import Result, unlike
 from unigen_ds.hooks.base import Run
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.system import dist

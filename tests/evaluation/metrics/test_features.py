@@ -23,8 +23,8 @@ from tests.evaluation.tiny_models import Convolution, noise, plain
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.evaluation.metrics import Metric, build_metrics, gathered
 from unigen_ds.evaluation.metrics.clip_score import CLIPScore, MultimodalConsistency
+from unigen_ds.evaluation.metrics.features import as_tensor
 from unigen_ds.evaluation.metrics.fid import FID, KID, frechet_distance_of_samples
-from unigen_ds.evaluation.metrics.images import as_tensor
 from unigen_ds.evaluation.metrics.inception import Inception
 from unigen_ds.evaluation.metrics.text import BERTScore
 from unigen_ds.evaluation.metrics.text_rendering import TextRendering
