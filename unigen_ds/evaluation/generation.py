@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
+from annotated_types import Ge
 from PIL import Image
 
 from unigen_ds.backends.base import Backend
+from unigen_ds.config.registry import check_arguments
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.data.datasets.dataset import PlannedDataset
@@ -42,7 +44,6 @@ Weights = Callable[[], AbstractContextManager[None]]
 Prediction = str | Image.Image | tuple[str, Image.Image]
 NO_ANSWER = "without such an answer, or without a prompt before it"
 UNREADABLE, TOO_LONG = "with an unreadable image", "with a prompt longer than the model has positions"
-LIKELIEST = Sampling()
 
 
 class GenerationError(TrainingError):
@@ -59,6 +60,49 @@ class Records:
     names: Sequence[str]
     """Of the sources, for sample ids."""
     processor: Any
+    seed: int = 0
+    batch_size: int = 8
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How the model answers validation records for metrics. Raises ``ConfigError``."""
+
+    max_new_tokens: Annotated[int, Ge(1)] = 64
+    """Of a text."""
+    temperature: float = 0.0
+    """Of texts; 0 chooses the likeliest token."""
+    top_p: float = 1.0
+    """Of texts: only the likeliest tokens are drawn, which have this probability together."""
+    batch_size: Annotated[int, Ge(1)] | None = None
+    """Records that are answered together; None: ``val_dataloader.batch_size``."""
+    seed: int | None = None
+    """Of every random number; None: that of ``val_dataloader``."""
+    flow: Mapping[str, Any] | None = None
+    """Of pictures: settings of drawing as of ``PreviewHook.flow``."""
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], *, where: str) -> Answering:
+        """From a config. Raises ``ConfigError`` for unknown keys and wrong values."""
+        check_arguments(cls, dict(arguments), where=where)
+        answering = cls(**arguments)
+        try:
+            answering.sampling  # noqa: B018 - checks its values
+        except ConfigError as error:
+            raise error.at(where) from error
+        return answering
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p)
+
+    def drawing(self, backend: Any) -> Any:
+        """The settings of drawing of the family of the engine's model. Raises ``ConfigError``."""
+        return trained_family(backend)[0].drawing_settings(backend.model, self.flow or {}, where="generation.flow")
+
+    def recorded(self) -> dict[str, str]:
+        """For a provenance: all that may change an answer."""
+        return {key: str(value) for key, value in vars(self).items() if key != "batch_size"}
 
 
 @dataclass(frozen=True)
@@ -282,43 +326,36 @@ def generate_all(
 def answers(
     backend: Backend,
     data: Records | ValidationData,
+    kind: Kind,
+    answering: Answering = Answering(),
     *,
-    wanted: Kind,
-    seed: int,
     max_samples: int | None = None,
-    batch_size: int = 8,
-    max_new_tokens: int = 64,
-    sampling: Sampling = LIKELIEST,
-    flow: Any = None,
-    weights: Weights = nullcontext,
 ) -> Answers:
-    """The model's answers to records of validation data. Collective.
+    """The model's answers to records of validation data, which are asked in turns, one of each source. Collective.
 
     Args:
         backend: prepared; the model has the family's inferencer, and that ``answers`` and ``complete``.
-        data: the sources; their records are asked in turns, one of each source.
-        wanted: ``text``, ``image``, or both in one answer (``BOTH``).
-        seed: of every random number, together with the sample's id.
+        kind: ``text``, ``image``, or both in one answer (``BOTH``).
+        answering: how; a batch size or seed of None is that of ``data``.
         max_samples: so many records at most that have such an answer; None: all.
-        batch_size: records that are computed together (an ``InterleaveInferencer`` computes one at a time).
-        max_new_tokens: of a text.
-        sampling: how tokens are chosen.
-        flow: ``FlowSettings`` of pictures; None: the model's own.
-        weights: the context with the weights to evaluate; by default those of the training.
 
     Raises ``ConfigError`` where the family cannot do this, and ``GenerationError``.
     """
-    check_answers(inferencer_of(backend, data.processor)[1], wanted)
+    check_answers(inferencer_of(backend, data.processor)[1], kind)
     limit = getattr(backend.model, "max_document_tokens", None)
-    asked, left_out = dist.on_main(lambda: ask(data, wanted=wanted, max_samples=max_samples, limit=limit))
-    groups = [asked[i : i + batch_size] for i in range(0, len(asked), batch_size)]
-    options = {"max_new_tokens": max_new_tokens, "sampling": sampling, **({} if flow is None else {"flow": flow})}
+    asked, left_out = dist.on_main(lambda: ask(data, wanted=kind, max_samples=max_samples, limit=limit))
+    size = answering.batch_size or data.batch_size
+    groups = [asked[i : i + size] for i in range(0, len(asked), size)]
+    seed = data.seed if answering.seed is None else answering.seed
+    options: dict[str, Any] = {"max_new_tokens": answering.max_new_tokens, "sampling": answering.sampling}
+    if kind != "text":
+        options["flow"] = answering.drawing(backend)
 
     def make(inferencer: Any, group: Sequence[tuple[int, int]]) -> list[Answer]:
-        questions = [question_at(data, wanted, *each) for each in group]
+        questions = [question_at(data, kind, *each) for each in group]
         return _answered(inferencer, data.processor, questions, seed, **options)
 
-    made = generate_all(backend, data.processor, groups, make, weights=weights)
+    made = generate_all(backend, data.processor, groups, make)
     mine = [answer for number in sorted(made) for answer in made[number]]
     [unreadable] = dist.sum_floats([float(sum(len(groups[number]) - len(made[number]) for number in made))])
     left_out[UNREADABLE] += int(unreadable)

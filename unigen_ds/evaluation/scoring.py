@@ -11,20 +11,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Ge
 from PIL import Image
 
-from unigen_ds.config.registry import check_arguments
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.generation import Answers, answers, ask, check_answers, inferencer_of, trained_family
+from unigen_ds.evaluation.generation import Answering, Answers, answers, ask, check_answers, inferencer_of
 from unigen_ds.evaluation.metrics import Metric, evaluated
 from unigen_ds.evaluation.provenance import Result
 from unigen_ds.evaluation.sample_losses import SampleLosses, TextLosses
 from unigen_ds.evaluation.validation import Validation, Watch
 from unigen_ds.inference.generated import BOTH, Kind
-from unigen_ds.inference.sampling import Sampling
 from unigen_ds.system import dist
 from unigen_ds.system.journals import sample_digest
 from unigen_ds.system.log import logger
@@ -37,47 +34,6 @@ NOT_USED = "none"
 """In a provenance: there is no such thing."""
 DEFINITION = 1
 """Of ``val/loss`` and its parts; another number means that values changed."""
-
-
-@dataclass(frozen=True)
-class Answering:
-    """How the model answers validation records for metrics. Raises ``ConfigError``."""
-
-    max_new_tokens: Annotated[int, Ge(1)] = 64
-    """Of a text."""
-    temperature: float = 0.0
-    """Of texts; 0 chooses the likeliest token."""
-    top_p: float = 1.0
-    """Of texts: only the likeliest tokens are drawn, which have this probability together."""
-    batch_size: Annotated[int, Ge(1)] | None = None
-    """Records that are answered together; None: ``val_dataloader.batch_size``."""
-    seed: int | None = None
-    """Of every random number; None: that of ``val_dataloader``."""
-    flow: Mapping[str, Any] | None = None
-    """Of pictures: settings of drawing as of ``PreviewHook.flow``."""
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any], *, where: str) -> Answering:
-        """From a config. Raises ``ConfigError`` for unknown keys and wrong values."""
-        check_arguments(cls, dict(arguments), where=where)
-        answering = cls(**arguments)
-        try:
-            answering.sampling  # noqa: B018 - checks its values
-        except ConfigError as error:
-            raise error.at(where) from error
-        return answering
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p)
-
-    def drawing(self, backend: Any) -> Any:
-        """The settings of drawing of the family of the engine's model. Raises ``ConfigError``."""
-        return trained_family(backend)[0].drawing_settings(backend.model, self.flow or {}, where="generation.flow")
-
-    def recorded(self) -> dict[str, str]:
-        """For a provenance: all that may change an answer."""
-        return {key: str(value) for key, value in vars(self).items() if key != "batch_size"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +63,7 @@ def check(
     sets: Sequence[Validation],
     *,
     where: str = "metrics",
-    answering: Answering = Answering(),
+    answering: Answering,
 ) -> None:
     """Raise ``ConfigError`` on all ranks where the model or the data cannot give what a metric scores. Collective."""
     known = [one.data.name for one in sets]
@@ -165,7 +121,7 @@ def evaluate(
     checkpoint: str = "",
     max_batches: int | None = None,
     max_samples: int | None = None,
-    answering: Answering = Answering(),
+    answering: Answering,
     resamples: int | None = None,
     made_by: Mapping[str, str] | None = None,
     logged: set[str] | None = None,
@@ -283,20 +239,13 @@ def _kinds(metrics: Sequence[Metric]) -> dict[Kind, str]:
 
 
 def _answers(
-    backend: Any, validation: Validation, wanted: Kind, answering: Answering, max_samples: int | None
+    backend: Any, validation: Validation, kind: Kind, answering: Answering, max_samples: int | None
 ) -> Answers | str:
     """The model's answers, or on all ranks why there are none. Collective."""
-    data = validation.data
     try:
-        return answers(
-            backend, data, wanted=wanted,
-            seed=data.seed if answering.seed is None else answering.seed, max_samples=max_samples,
-            batch_size=answering.batch_size or data.batch_size, max_new_tokens=answering.max_new_tokens,
-            sampling=answering.sampling,
-            flow=None if wanted == "text" else answering.drawing(backend),
-        )  # fmt: skip
+        return answers(backend, validation.data, kind, answering, max_samples=max_samples)
     except Exception as error:  # ``answers`` fails on every rank alike
-        return f"no {wanted} could be generated: {type(error).__name__}: {error}"
+        return f"no {kind} could be generated: {type(error).__name__}: {error}"
 
 
 def _report_left_out(answered: Answers | str, what: str, logged: set[str] | None) -> None:

@@ -28,12 +28,11 @@ from unigen_ds.config.registry import HOOKS, METRICS, MODELS
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.batches.collate import collate
 from unigen_ds.data.order.order import Draw
-from unigen_ds.evaluation.generation import Answer, answers
+from unigen_ds.evaluation.generation import Answer, Answering, answers
 from unigen_ds.evaluation.metrics import base
 from unigen_ds.evaluation.metrics.fid import frechet_distance_of_samples
 from unigen_ds.evaluation.metrics.short_answers import ExactMatch
 from unigen_ds.evaluation.provenance import read_results
-from unigen_ds.families.bagel.flow_settings import flow_for
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.report.reading import read_work_dir
 from unigen_ds.runner import Runner
@@ -81,14 +80,11 @@ class KeepAnswers(Hook):
 
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
         self.values[run.progress.updates] = dict(metrics)
-        data, options = run.validation[0].data, dict(self.options)
-        flow = options.pop("flow", None)
-        if flow is not None:
-            options["flow"] = flow_for(run.backend.model, flow)
-        given = {"wanted": "text", "seed": data.seed, "batch_size": data.batch_size, **options}
-        found = answers(run.backend, data, **given)
+        options = {"wanted": "text", "max_samples": None, **self.options}
+        kind, most = options.pop("wanted"), options.pop("max_samples")
+        found = answers(run.backend, run.validation[0].data, kind, Answering(**options), max_samples=most)
         self.found[run.progress.updates] = list(found.mine)
-        if options.get("wanted") != "image":
+        if kind != "image":
             self.mean[run.progress.updates] = cross_entropy(run)
 
 

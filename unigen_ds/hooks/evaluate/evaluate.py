@@ -17,7 +17,7 @@ from unigen_ds.config.registry import HOOKS, METRICS, component_problems
 from unigen_ds.core.errors import ConfigError, raise_any, suggestion
 from unigen_ds.core.progress import Duration, Progress
 from unigen_ds.evaluation import scoring
-from unigen_ds.evaluation.generation import trained_family
+from unigen_ds.evaluation.generation import Answering, trained_family
 from unigen_ds.evaluation.metrics import Metric, build_metrics
 from unigen_ds.evaluation.provenance import write_results
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
@@ -95,7 +95,7 @@ class EvaluateHook(Hook):
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
         self.at_start, self.max_batches, self.use_ema = at_start, max_batches, use_ema
         self.empty_cache, self.max_samples = empty_cache, max_samples
-        self._answering = scoring.Answering.of(generation or {}, where="EvaluateHook.generation")
+        self._answering = Answering.of(generation or {}, where="EvaluateHook.generation")
         self._metrics, self._intervals = _metrics_of(metrics, interval=metric_interval, unit=self.unit)
         self.save_best = save_best
         self._best_options: dict[str, Any] = {"rule": rule, "weights_only": best_weights_only, "ema": use_ema}

@@ -26,8 +26,9 @@ from unigen_ds.core.shards import EMA
 from unigen_ds.data.datasets.overflow import check_overflow
 from unigen_ds.data.rules import check_rules
 from unigen_ds.data.settings import ValDataloader
+from unigen_ds.evaluation.generation import Answering
 from unigen_ds.evaluation.metrics import build_metrics
-from unigen_ds.evaluation.scoring import Answering, Evaluation, check
+from unigen_ds.evaluation.scoring import Evaluation, check
 from unigen_ds.evaluation.scoring import evaluate as score
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.families.directories import published_format
