@@ -183,13 +183,6 @@ def assert_same_training(a: Path, b: Path) -> None:
     assert (a / "run" / "ledger.jsonl").read_bytes() == (b / "run" / "ledger.jsonl").read_bytes()
 
 
-def test_the_mode_of_each_module_is_kept(tmp_path: Path, digits: Path) -> None:
-    run = digits_run(tmp_path, digits, val_dataloader=held_digits(digits), custom_hooks=[{**EVERY, "max_batches": 1}])
-    run.train()
-    model: Any = run.backend.model
-    assert model.training and model.norm.training and not model.fixed.training
-
-
 # --- what the values are ----------------------------------------------------------------------------------------------
 
 
@@ -360,18 +353,6 @@ def test_a_pause_is_not_the_end(tmp_path: Path) -> None:
 
 
 @HOOKS.register_module(force=True)
-class FailOnce(Hook):
-    """Ends the process's training after the evaluation of an update, and before its checkpoint."""
-
-    def __init__(self, *, at_update: int) -> None:
-        self.at_update = at_update
-
-    def after_update(self, run: Run, result: UpdateResult) -> None:
-        if run.progress.updates == self.at_update:
-            raise RuntimeError("killed")
-
-
-@HOOKS.register_module(force=True)
 class KillOnce(Hook):
     """SIGKILL after an update, whose evaluation is in the log and whose checkpoint is not written."""
 
@@ -409,30 +390,10 @@ def test_sigkill_of_a_run_with_a_share(tmp_path: Path) -> None:
     assert training(killed) == training(tmp_path / "straight")
 
 
-def test_killed_with_a_share_and_resumed(tmp_path: Path) -> None:
-    """The line of the update that was lost is void; the repeated one has the same values."""
-    hooks = [{**EVERY, "interval": 1}, {"type": "EMAHook"}]
-    text_run(tmp_path / "straight", val_dataloader=SPLIT, custom_hooks=hooks).train()
-    with pytest.raises(RuntimeError, match="killed"):
-        text_run(
-            tmp_path / "killed", val_dataloader=SPLIT, custom_hooks=[*hooks, {"type": "FailOnce", "at_update": 5}]
-        ).train()
-    text_run(tmp_path / "killed", val_dataloader=SPLIT, custom_hooks=hooks, resume=True).train()
-    written = (tmp_path / "killed" / "run" / "metrics.jsonl").read_text().count('"event": "evaluation", "update": 5')
-    assert written == 2 and [line["update"] for line in evaluations(tmp_path / "killed")] == [1, 2, 3, 4, 5, 6]
-    assert evaluations(tmp_path / "killed") == evaluations(tmp_path / "straight")
-    assert training(tmp_path / "killed") == training(tmp_path / "straight")
-
-
 @pytest.mark.parametrize("interval", [0, -2, 0.0])
 def test_wrong_intervals(tmp_path: Path, interval: float) -> None:
     with pytest.raises(ConfigError, match=r"EvaluateHook\.interval is"):
         text_run(tmp_path, val_dataloader=SPLIT, custom_hooks=[{**EVERY, "interval": interval}])
-
-
-def test_unknown_metrics_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"metrics\[0\].type is 'NoSuchMetric'"):
-        text_run(tmp_path, val_dataloader=SPLIT, custom_hooks=[{**EVERY, "metrics": [{"type": "NoSuchMetric"}]}])
 
 
 # --- a share of the training records ----------------------------------------------------------------------------------

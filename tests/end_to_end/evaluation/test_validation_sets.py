@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -12,33 +11,20 @@ import pytest
 
 from tests.data.support import write_jsonl
 from tests.end_to_end.evaluation.test_metrics import evaluating, evaluations, records, text_run, training
+from tests.end_to_end.evaluation.test_validation import KillOnce  # noqa: F401 - registers it
 from tests.processes import ROOT, run
 from tools.evaluate import main as evaluate
 from tools.train import main as train
 from unigen_ds.checkpoint.best_record import best_of
-from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.plots import plot_curves
 from unigen_ds.evaluation.provenance import read_results
-from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.report.page import write_report
 from unigen_ds.report.reading import read_work_dir
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import Settings, load_config
 
 METRICS = ({"type": "BLEU", "sets": "near"}, {"type": "ExactMatch", "sets": ["far"]})
-
-
-@HOOKS.register_module(force=True)
-class KillAt(Hook):
-    """SIGKILL after an update, whose evaluation is in the log and whose checkpoint is not written."""
-
-    def __init__(self, *, at_update: int) -> None:
-        self.at_update = at_update
-
-    def after_update(self, run: Run, result: UpdateResult) -> None:
-        if run.progress.updates == self.at_update:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def sets(folder: Path) -> dict[str, Any]:
@@ -70,7 +56,7 @@ def test_each_set_has_its_values_and_a_killed_run_those_of_one_that_was_not(tmp_
     assert best is not None and best.metric == "val/loss"
     assert training(alone) == training(straight), "no set changes the training"
 
-    body = f"from {__name__} import *; run_of(Path({str(killed)!r}), {{'type': 'KillAt', 'at_update': 5}}).train()"
+    body = f"from {__name__} import *; run_of(Path({str(killed)!r}), {{'type': 'KillOnce', 'at_update': 5}}).train()"
     process = run([sys.executable, "-c", body], cwd=ROOT, text=True)
     assert process.returncode == -signal.SIGKILL, process.stderr
     run_of(killed, resume=True).train()

@@ -225,12 +225,6 @@ def test_training_is_bit_equal_with_and_without_it(tmp_path, script):
     assert ledgers[0] == ledgers[1]
 
 
-def test_a_waiting_one_keeps_its_checkpoint(tmp_path, script):
-    """One process at a time: the checkpoints of updates 4 and 6 wait, and are there when their turn comes."""
-    run(tmp_path, f"{script} 0.3", updates=10, wait=(6, 7, 8, 9))
-    assert [update for update, _ in logged(tmp_path)][:3] == [2, 4, 6]
-
-
 def test_results_that_arrive_while_the_training_is_dead(tmp_path, script):
     """The training is killed by SIGKILL while an evaluation runs; the next start logs it at its update, once."""
     command = process(tmp_path, f"{script} 1.5", updates=400)

@@ -101,14 +101,6 @@ def test_what_only_an_evaluation_shows_ends_the_run_after_a_save(tmp_path: Path,
     assert [path.name for path in (tmp_path / "run").glob("*.pth")] == ["iter_1.pth"]
 
 
-def test_records_without_an_answer_are_named_once(tmp_path: Path) -> None:
-    plain = [{"text": words(4, k)} for k in range(20)]
-    hook = evaluating(metrics=[{"type": "ExactMatch"}, {"type": "ROUGE"}])
-    Runner.from_cfg(config(tmp_path, hook, records=[*RECORDS, *plain])).train()
-    lines = [line for line in log(tmp_path).splitlines() if "are left out, without such an answer" in line]
-    assert len(lines) == 1 and "Metrics of texts (exact_match, rouge): " in lines[0] and "INFO" in lines[0]
-
-
 def test_bleu_of_short_answers_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     metric = BLEU()
     caplog.set_level(logging.WARNING)
