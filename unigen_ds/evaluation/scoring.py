@@ -19,7 +19,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.generation import Answering, Answers, answers, ask, check_answers, inferencer_of
 from unigen_ds.evaluation.metrics import Metric, evaluated
 from unigen_ds.evaluation.provenance import Result
-from unigen_ds.evaluation.sample_losses import SampleLosses, TextLosses
+from unigen_ds.evaluation.sample_losses import SampleLosses
 from unigen_ds.evaluation.validation import Validation, Watch
 from unigen_ds.inference.generated import BOTH, Kind
 from unigen_ds.system import dist
@@ -146,13 +146,18 @@ def evaluate(
     with kept_generators():
         for validation in sets:
             own = of_set(validation, metrics)
-            per_text = TextLosses() if any(metric.predicts == "loss" for metric in own) else None
-            results.append(_losses(backend, validation, per_text, checkpoint=checkpoint, max_batches=max_batches,
-                                   resamples=resamples, precision=str((made_by or {}).get("precision"))))  # fmt: skip
+            samples = SampleLosses(validation)
+            scores_losses = any(metric.predicts == "loss" for metric in own)
+            watching: list[Watch] = [samples] if scores_losses or resamples != 0 else []
+            values = validation.losses(backend, max_batches=max_batches, watching=watching)
+            replicates, resampling = ({}, "0 draws") if resamples == 0 else samples.resampled()
+            facts = _loss_provenance(validation, max_batches=max_batches, checkpoint=checkpoint,
+                                     precision=str((made_by or {}).get("precision")))  # fmt: skip
+            results.append(Result(values, {**facts, "resampling": resampling}, replicates))
             limit = max_samples
             if limit is None and max_batches is not None:
                 limit = max_batches * validation.data.batch_size
-            answers_of: dict[str, Answers | TextLosses | str | None] = {"loss": per_text}
+            answers_of: dict[str, Answers | SampleLosses | str] = {"loss": samples}
             for kind, names in _kinds(own).items():
                 answered = answers_of[kind] = _answers(backend, validation, kind, answering, limit)
                 _report_left_out(answered, f"Metrics of {_WORDS[kind]} ({names})", logged)
@@ -166,25 +171,6 @@ def evaluate(
                 if dist.is_main():
                     logger().warning("The metric %s%s has no value this time: %s", validation.own, metric.name, scored)
     return Evaluation(results, failed)
-
-
-def _losses(
-    backend: Any,
-    validation: Validation,
-    per_text: TextLosses | None,
-    *,
-    checkpoint: str,
-    max_batches: int | None,
-    resamples: int | None,
-    precision: str,
-) -> Result:
-    """The losses with their provenance; ``per_text`` gets those of each text. Collective."""
-    per_sample = None if resamples == 0 else SampleLosses(validation)
-    watching: list[Watch] = [one for one in (per_text, per_sample) if one is not None]
-    values = validation.losses(backend, max_batches=max_batches, watching=watching)
-    replicates, resampling = ({}, "0 draws") if per_sample is None else per_sample.resampled()
-    facts = _loss_provenance(validation, max_batches=max_batches, checkpoint=checkpoint, precision=precision)
-    return Result(values, {**facts, "resampling": resampling}, replicates)
 
 
 def _loss_provenance(
@@ -260,15 +246,14 @@ def _report_left_out(answered: Answers | str, what: str, logged: set[str] | None
             logged.add(line)
 
 
-def _scored(metric: Metric, answered: Answers | TextLosses | str | None, **options: Any) -> Result | str:
+def _scored(metric: Metric, answered: Answers | SampleLosses | str, **options: Any) -> Result | str:
     """The metric's result, or on all ranks why it has none. Collective."""
-    assert answered is not None, "each metric's kind is answered"
     if isinstance(answered, str):
         return answered
     problem = None
     try:
         metric.reset()
-        metric.update(*(answered.columns() if isinstance(answered, TextLosses) else _columns(metric, answered)))
+        metric.update(*(answered.texts() if isinstance(answered, SampleLosses) else _columns(metric, answered)))
     except Exception as error:
         problem = f"rank {dist.rank()}: {type(error).__name__}: {error}"
     problems = [each for each in dist.gather_objects(problem) if each is not None]
