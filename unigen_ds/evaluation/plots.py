@@ -36,24 +36,24 @@ def plot_curves(metrics_files: Path | Mapping[str, Path], path: Path) -> None:
     runs = {name: _updates(file) for name, file in files.items()}
     several = len(runs) > 1
     figure = Figure(figsize=(12, 6.5 + (0.25 * len(runs) if several else 0)), layout="constrained")
-    for axis, (title, given, scale) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
-        drawn = 0
+    for axis, (title, keys, scale) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+        num_lines = 0
         for index, (name, lines) in enumerate(runs.items()):
             color = {"color": f"C{index}"} if several else {}
-            for key in given or (("loss",) if several else _losses(lines)):
+            for key in keys or (("loss",) if several else _losses(lines)):
                 points = [(line["sequences"], line[key]) for line in lines if line.get(key) is not None]
                 if points:
                     axis.plot(*zip(*points, strict=True), label=name if several else key, linewidth=1.2, **color)
-                drawn += 1
-            for key, evaluated in _validation(files[name], lines).items() if not given else ():
+                num_lines += 1
+            for key, points in _validation(files[name], lines).items() if not keys else ():
                 style = {"linestyle": "--", "marker": ".", "linewidth": 1.2, **color}
-                axis.plot(*zip(*evaluated, strict=True), label=f"{name} {key}".strip(), **style)
-                drawn += 1
+                axis.plot(*zip(*points, strict=True), label=f"{name} {key}".strip(), **style)
+                num_lines += 1
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("sequences consumed", fontsize=9)
         axis.set_yscale(scale)
         axis.grid(alpha=0.3)
-        if drawn > 1 and not several:
+        if num_lines > 1 and not several:
             axis.legend(fontsize=8)
     if several:  # one for all panels, beside none of their curves
         drawn_lines = figure.axes[0].lines

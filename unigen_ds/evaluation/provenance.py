@@ -43,12 +43,12 @@ class Result:
     replicates: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Name -> the values of bootstrap samples, of which draw r is the same samples in every result."""
 
-    def named(self, set_name: str) -> Result:
+    def with_prefix(self, set_name: str) -> Result:
         """The same, with ``set_name`` before all names: of one of several sets of validation data."""
         return Result(
             {f"{set_name}{name}": value for name, value in self.values.items()},
             {**self.provenance, "metric": f"{set_name}{self.provenance['metric']}"},
-            {f"{set_name}{name}": drawn for name, drawn in self.replicates.items()},
+            {f"{set_name}{name}": draws for name, draws in self.replicates.items()},
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Result:
         return {
             "values": {name: _finite(value) for name, value in self.values.items()},
             "provenance": dict(self.provenance),
-            "replicates": {name: [_finite(one) for one in drawn] for name, drawn in self.replicates.items()},
+            "replicates": {name: [_finite(one) for one in draws] for name, draws in self.replicates.items()},
         }
 
 
@@ -90,7 +90,7 @@ def _result(entry: Any, *, where: str) -> Result:
         return Result(
             {name: _number(value) for name, value in values.items()},
             provenance,
-            {name: [_number(one) for one in drawn] for name, drawn in replicates.items()},
+            {name: [_number(one) for one in draws] for name, draws in replicates.items()},
         )
     except TypeError as error:
         raise DataError(f"{where}: {error}") from error
@@ -161,22 +161,22 @@ def compare(a: Result, b: Result, *, level: float = 0.95) -> list[Difference]:
 
 
 def _difference(a: Result, b: Result, name: str, level: float) -> Difference:
-    drawn = [np.asarray(result.replicates.get(name, ()), dtype=np.float64) for result in (a, b)]
+    draws = [np.asarray(result.replicates.get(name, ()), dtype=np.float64) for result in (a, b)]
     note = ""
-    if not len(drawn[0]) or not len(drawn[1]):
+    if not len(draws[0]) or not len(draws[1]):
         reasons = [result.provenance.get("resampling", "") for result in (a, b)]
         why = next((one.removeprefix(NO_DRAWS) for one in reasons if one.startswith(NO_DRAWS)), "")
         note = f"no interval: {why or _WITHOUT_DRAWS}"
-    elif len(drawn[0]) != len(drawn[1]) or a.provenance.get("resampling") != b.provenance.get("resampling"):
-        recorded = [
-            result.provenance.get("resampling", f"{len(one)} draws") for result, one in zip((a, b), drawn, strict=True)
+    elif len(draws[0]) != len(draws[1]) or a.provenance.get("resampling") != b.provenance.get("resampling"):
+        descriptions = [
+            result.provenance.get("resampling", f"{len(one)} draws") for result, one in zip((a, b), draws, strict=True)
         ]
-        note = f"no interval: resampled with {recorded[0]} and {recorded[1]}"
-    elif not np.isfinite(drawn[0] - drawn[1]).all():
+        note = f"no interval: resampled with {descriptions[0]} and {descriptions[1]}"
+    elif not np.isfinite(draws[0] - draws[1]).all():
         note = "no interval: a draw has no finite value"
     if note:
         return Difference(name, a.values[name], b.values[name], None, None, note)
-    low, high = np.quantile(drawn[1] - drawn[0], [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(draws[1] - draws[0], [(1 - level) / 2, (1 + level) / 2])
     return Difference(name, a.values[name], b.values[name], float(low), float(high))
 
 

@@ -88,14 +88,14 @@ class SampleLosses:
         """Name -> the values of ``count`` draws over the samples of all ranks, as ``Metric.resampled`` draws them; and
         how they were drawn, or why there are none. The same on all ranks. Collective.
         """
-        gathered = dist.gather_to_main((self._rows, self.missing))
+        per_rank = dist.gather_to_main((self._rows, self.missing))
 
         def values() -> tuple[dict[str, list[float]], str]:
-            missing = next((why for _, why in gathered or () if why), "")
+            missing = next((why for _, why in per_rank or () if why), "")
             if missing:
                 return {}, f"{NO_DRAWS}{missing}"
-            rows = sorted((row for part, _ in gathered or () for row in part), key=lambda row: row[0])
-            return _drawn(self._validation, rows, count), f"{count} draws, seed {SEED}"
+            rows = sorted((row for part, _ in per_rank or () for row in part), key=lambda row: row[0])
+            return _replicates(self._validation, rows, count), f"{count} draws, seed {SEED}"
 
         return dist.on_main(values)
 
@@ -115,7 +115,7 @@ def _sums(sample: Tensor, values: Tensor, number: int) -> list[float]:
     return sums
 
 
-def _drawn(validation: Validation, rows: Sequence[_Row], count: int) -> dict[str, list[float]]:
+def _replicates(validation: Validation, rows: Sequence[_Row], count: int) -> dict[str, list[float]]:
     keys = sorted({key for _, row in rows for key in row})
     table = np.array([[row.get(key, (0.0, 0.0)) for key in keys] for _, row in rows]).reshape(len(rows), -1)
     replicates: dict[str, list[float]] = {}

@@ -103,8 +103,8 @@ def _check_set(
             problem = f"{where}[{number}]: {cls} needs {_WORDS[kind]} ({names}), and {error.problem}"
             remedy = error.remedy or f"delete {cls} from the metrics{by_hand}"
             raise ConfigError(problem, allowed=error.allowed, remedy=remedy) from error
-        asked, _ = dist.on_main(partial(ask, data, wanted=kind, max_samples=1, limit=limit))
-        if not asked:
+        records, _ = dist.on_main(partial(ask, data, kind=kind, max_samples=1, limit=limit))
+        if not records:
             raise ConfigError(
                 f"no validation record{f' of {data.name}' if data.name else ''} has an answer of kind {kind} with a"
                 f" prompt before it, as {names} needs",
@@ -151,25 +151,25 @@ def evaluate(
             watching: list[Watch] = [samples] if scores_losses or resamples != 0 else []
             values = validation.losses(backend, max_batches=max_batches, watching=watching)
             replicates, resampling = ({}, "0 draws") if resamples == 0 else samples.resampled()
-            facts = _loss_provenance(validation, max_batches=max_batches, checkpoint=checkpoint,
+            provenance = _loss_provenance(validation, max_batches=max_batches, checkpoint=checkpoint,
                                      precision=str((made_by or {}).get("precision")))  # fmt: skip
-            results.append(Result(values, {**facts, "resampling": resampling}, replicates))
+            results.append(Result(values, {**provenance, "resampling": resampling}, replicates))
             limit = max_samples
             if limit is None and max_batches is not None:
                 limit = max_batches * validation.data.batch_size
             answers_of: dict[str, Answers | SampleLosses | str] = {"loss": samples}
             for kind, names in _kinds(own).items():
-                answered = answers_of[kind] = _answers(backend, validation, kind, answering, limit)
-                _report_left_out(answered, f"Metrics of {_WORDS[kind]} ({names})", logged)
+                replies = answers_of[kind] = _answers(backend, validation, kind, answering, limit)
+                _log_left_out(replies, f"Metrics of {_WORDS[kind]} ({names})", logged)
             for metric in own:
-                scored = _scored(metric, answers_of[metric.predicts], checkpoint=checkpoint, resamples=resamples,
-                                 made_by={**answering.recorded(), **(made_by or {})})  # fmt: skip
-                if isinstance(scored, Result):
-                    results.append(scored.named(validation.own))
+                result = _score(metric, answers_of[metric.predicts], checkpoint=checkpoint, resamples=resamples,
+                                 made_by={**answering.facts(), **(made_by or {})})  # fmt: skip
+                if isinstance(result, Result):
+                    results.append(result.with_prefix(validation.own))
                     continue
-                failed[f"{validation.own}{metric.name}"] = scored
+                failed[f"{validation.own}{metric.name}"] = result
                 if dist.is_main():
-                    logger().warning("The metric %s%s has no value this time: %s", validation.own, metric.name, scored)
+                    logger().warning("The metric %s%s has no value this time: %s", validation.own, metric.name, result)
     return Evaluation(results, failed)
 
 
@@ -210,18 +210,18 @@ def provenance_of(
     """
     losses = _loss_provenance(validation, max_batches=max_batches, checkpoint="", precision=made_by["precision"])
     own = name.removeprefix(f"val/{validation.own}")
-    named = [metric for metric in of_set(validation, metrics) if own.startswith(metric.name)]
-    if not named:
+    candidates = [metric for metric in of_set(validation, metrics) if own.startswith(metric.name)]
+    if not candidates:
         return {**losses, **made_by}
-    metric = max(named, key=lambda one: len(one.name))
+    metric = max(candidates, key=lambda one: len(one.name))
     data = {key: losses[key] for key in ("num_samples", "samples")}
-    return {**metric.provenance, **data, **answering.recorded(), "max_samples": str(max_samples), **made_by}
+    return {**metric.provenance, **data, **answering.facts(), "max_samples": str(max_samples), **made_by}
 
 
 def _kinds(metrics: Sequence[Metric]) -> dict[Kind, str]:
     """Kind of answer -> names of the metrics that score it."""
-    named = {kind: ", ".join(metric.name for metric in metrics if metric.predicts == kind) for kind in KINDS}
-    return {kind: names for kind, names in named.items() if names}
+    names = {kind: ", ".join(metric.name for metric in metrics if metric.predicts == kind) for kind in KINDS}
+    return {kind: names for kind, names in names.items() if names}
 
 
 def _answers(
@@ -234,26 +234,26 @@ def _answers(
         return f"no {kind} could be generated: {type(error).__name__}: {error}"
 
 
-def _report_left_out(answered: Answers | str, what: str, logged: set[str] | None) -> None:
+def _log_left_out(replies: Answers | str, what: str, logged: set[str] | None) -> None:
     """Each line once."""
-    if isinstance(answered, str) or not dist.is_main():
+    if isinstance(replies, str) or not dist.is_main():
         return
-    for why, number in answered.left_out.items():
-        line = f"{what}: {number} validation records are left out, {why}; {answered.asked} are answered."
+    for why, number in replies.left_out.items():
+        line = f"{what}: {number} validation records are left out, {why}; {replies.asked} are answered."
         if logged is None or line not in logged:
             logger().info("%s", line)
         if logged is not None:
             logged.add(line)
 
 
-def _scored(metric: Metric, answered: Answers | SampleLosses | str, **options: Any) -> Result | str:
+def _score(metric: Metric, replies: Answers | SampleLosses | str, **options: Any) -> Result | str:
     """The metric's result, or on all ranks why it has none. Collective."""
-    if isinstance(answered, str):
-        return answered
+    if isinstance(replies, str):
+        return replies
     problem = None
     try:
         metric.reset()
-        metric.update(*(answered.texts() if isinstance(answered, SampleLosses) else _columns(metric, answered)))
+        metric.update(*(replies.texts() if isinstance(replies, SampleLosses) else _columns(metric, replies)))
     except Exception as error:
         problem = f"rank {dist.rank()}: {type(error).__name__}: {error}"
     problems = [each for each in dist.gather_objects(problem) if each is not None]
@@ -265,11 +265,11 @@ def _scored(metric: Metric, answered: Answers | SampleLosses | str, **options: A
         metric.reset()
 
 
-def _columns(metric: Metric, answered: Answers) -> tuple[Sequence[Any], Sequence[Any], Sequence[str]]:
+def _columns(metric: Metric, replies: Answers) -> tuple[Sequence[Any], Sequence[Any], Sequence[str]]:
     """Predictions, references and keys. A picture is compared with a picture or with the text that it was asked for."""
     prompts = metric.compares == "prompt" or (metric.predicts == "image" and metric.compares == "text")
     rows = [(_colored(one.prediction), one.prompt if prompts else _colored(one.reference), one.key)
-            for one in answered.mine]  # fmt: skip
+            for one in replies.mine]  # fmt: skip
     predictions, references, keys = zip(*rows, strict=True) if rows else ((), (), ())
     return predictions, references, keys
 

@@ -36,9 +36,9 @@ def contact_sheet(
     columns = columns or max(1, math.ceil(math.sqrt(len(cells) / widest)))
     font = ImageFont.load_default(_TEXT_SIZE)
     width = widest * (side + _GAP) + _GAP
-    drawn = [_drawn(cell, font, width, side) for cell in cells]
+    images = [_draw_cell(cell, font, width, side) for cell in cells]
     rows = [range(i, min(i + columns, len(cells))) for i in range(0, len(cells), columns)]
-    heights = [max(drawn[n].height for n in row) for row in rows]
+    heights = [max(images[n].height for n in row) for row in rows]
     top = _LINE + _GAP if title else 0
     sheet = Image.new("RGB", (columns * width, top + sum(heights)), _PAPER)
     pen = ImageDraw.Draw(sheet)
@@ -46,16 +46,16 @@ def contact_sheet(
     for row, height in zip(rows, heights, strict=True):
         for column, n in enumerate(row):
             left = column * width
-            sheet.paste(drawn[n], (left, top))
+            sheet.paste(images[n], (left, top))
             frame = (left, top, left + width - 1, top + height - 1)
             pen.rectangle(frame, outline=_WRONG if cells[n].wrong else _FRAME)
         top += height
     return sheet
 
 
-def _drawn(cell: Cell, font: _Font, width: int, side: int) -> Image.Image:
+def _draw_cell(cell: Cell, font: _Font, width: int, side: int) -> Image.Image:
     """A cell with what is free around its parts, without its frame."""
-    pictures, lines = [_scaled(picture, side) for picture in cell.pictures], _lines(cell.text, font, width - 2 * _GAP)
+    pictures, lines = [_scale(picture, side) for picture in cell.pictures], _lines(cell.text, font, width - 2 * _GAP)
     below = _GAP + max((picture.height + _GAP // 2 for picture in pictures), default=0)
     image = Image.new("RGB", (width, below + (len(lines) * _LINE + _GAP if lines else 0)), _PAPER)
     for i, picture in enumerate(pictures):
@@ -66,7 +66,7 @@ def _drawn(cell: Cell, font: _Font, width: int, side: int) -> Image.Image:
     return image
 
 
-def _scaled(picture: Image.Image, side: int) -> Image.Image:
+def _scale(picture: Image.Image, side: int) -> Image.Image:
     """At most ``side`` pixels; enlarged by whole pixels."""
     scale = side / max(picture.size)
     size = [max(1, round(length * (math.floor(scale) if scale >= 1 else scale))) for length in picture.size]

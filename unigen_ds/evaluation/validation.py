@@ -73,8 +73,8 @@ class Validation:
         terms = {key[0]: mean for key, mean in means.items() if len(key) == 1}
         name = f"val/{self.own}loss"
         total = {name: sum(self.loss_weights.get(term, 1.0) * mean for term, mean in terms.items())}
-        named = {"/".join((name, *key)): mean for key, mean in means.items()}
-        return (total if terms else {}) | named
+        parts = {"/".join((name, *key)): mean for key, mean in means.items()}
+        return (total if terms else {}) | parts
 
 
 class _Totals:
@@ -148,13 +148,13 @@ def _stored_statistics(model: nn.Module) -> Iterator[None]:
     if not own or dist.world_size() == 1:
         yield
         return
-    kept = [buffer.clone() for buffer in own]
+    former = [buffer.clone() for buffer in own]
     stored = dist.broadcast_object([buffer.cpu() for buffer in own])
     try:
         _copy(own, stored)
         yield
     finally:
-        _copy(own, kept)
+        _copy(own, former)
 
 
 def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -169,9 +169,9 @@ def _numbers(run: WorkDir) -> list[list[Any]]:
 def _validation(run: WorkDir) -> dict[str, Any]:
     """Curves, a row with the extremes and the last value of each, and where each value came from."""
     by_key: dict[tuple[str, str], list[tuple[int | None, float]]] = {}
-    for evaluated in run.evaluations:
-        for key, value in evaluated.values.items():
-            by_key.setdefault((key, evaluated.origin), []).append((evaluated.update, value))
+    for evaluation in run.evaluations:
+        for key, value in evaluation.values.items():
+            by_key.setdefault((key, evaluation.origin), []).append((evaluation.update, value))
     rows = []
     for (key, origin), pairs in by_key.items():
         values = [value for _, value in pairs]

@@ -23,7 +23,7 @@ from unigen_ds.checkpoint.home import RUN
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.jobs.evaluation_job import Job, JobFolder, arguments_of, filled, read_result
+from unigen_ds.evaluation.jobs.evaluation_job import Job, JobFolder, arguments_of, fill_fields, read_result
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
@@ -441,14 +441,14 @@ def test_no_shell_reads_a_command(tmp_path):
     evil = "/data/$(touch pwned); touch pwned {step}"
     values = {"checkpoint": evil, "step": "7", "out": "o"}
     asked = arguments_of("run 'a b' {checkpoint} x={step} {out}", where="c")
-    assert filled(asked, values) == ("run", "a b", evil, "x=7", "o")
+    assert fill_fields(asked, values) == ("run", "a b", evil, "x=7", "o")
     for command in ("bash {out} -c 'cat {checkpoint}'", "sbatch {out} --wrap 'cat {checkpoint}'"):
-        *_, text = filled(arguments_of(command, where="c"), values)
+        *_, text = fill_fields(arguments_of(command, where="c"), values)
         subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True)
         assert text == f"cat '{evil}'" and not list(tmp_path.iterdir())
     for allowed in ("sh -c 'a > b; c'", "sbatch --wrap='a && b > c'", "run '<image>'"):
         arguments_of(f"{allowed} {{checkpoint}} {{out}}", where="c")
-    assert filled(("sbatch", "--wrap=cat {checkpoint}"), values)[1] == f"--wrap=cat '{evil}'"
+    assert fill_fields(("sbatch", "--wrap=cat {checkpoint}"), values)[1] == f"--wrap=cat '{evil}'"
 
 
 def test_numbers_of_a_result(tmp_path):

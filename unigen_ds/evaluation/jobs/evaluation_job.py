@@ -118,7 +118,7 @@ def check_program(command: Sequence[str], environment: Mapping[str, str]) -> Non
         )
 
 
-def filled(command: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
+def fill_fields(command: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
     """The command with its fields replaced. What a shell will read (``sbatch --wrap``) gets them quoted."""
 
     def fill(text: str, before: str) -> str:

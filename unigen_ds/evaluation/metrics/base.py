@@ -40,7 +40,7 @@ class Metric:
         metric.check()                                       # before the run: is everything installed?
         for batch in share_of_this_rank:
             metric.update(predictions, references, keys)     # not collective
-        gathered(metric)                                     # collective: the same values on every rank
+        metric_values(metric)                                # collective: the same values on every rank
         metric.reset()
 
     ``rows`` is called on every rank, ``table`` and ``values`` on rank 0 alone.
@@ -124,8 +124,8 @@ class Metric:
         Draw r is a function of (seed, number of samples, r), so that two results of the same samples are paired.
         """
         table = self._table(merged)
-        drawn = [self.values(table[chosen]) for chosen in draws(len(table), count=count, seed=seed)]
-        return {name: [values[name] for values in drawn] for name in (drawn[0] if drawn else {})}
+        samples = [self.values(table[chosen]) for chosen in draws(len(table), count=count, seed=seed)]
+        return {name: [values[name] for values in samples] for name in (samples[0] if samples else {})}
 
     def _table(self, merged: State) -> np.ndarray:
         if not merged["rows"]:
@@ -173,7 +173,7 @@ class TextMetric(Metric):
         raise NotImplementedError
 
 
-def gathered(metric: Metric) -> Mapping[str, float]:
+def metric_values(metric: Metric) -> Mapping[str, float]:
     """The values over all ranks, equal on every rank. Raises ``DataError`` on all ranks alike. Collective."""
     states = dist.gather_to_main(metric.state())
     return dist.on_main(lambda: metric.compute(metric.merge(states or ())))
@@ -202,11 +202,11 @@ def evaluated(
     def result() -> Result:
         merged = metric.merge(states or ())
         values = metric.compute(merged)
-        scored = (f"{key} {digest}" for key, digest in zip(merged["keys"], merged["digests"], strict=True))
+        lines = (f"{key} {digest}" for key, digest in zip(merged["keys"], merged["digests"], strict=True))
         provenance = {
             **metric.provenance,
             "num_samples": str(len(merged["keys"])),
-            "samples": blake2b("\n".join(scored).encode(), digest_size=8).hexdigest(),
+            "samples": blake2b("\n".join(lines).encode(), digest_size=8).hexdigest(),
             "checkpoint": checkpoint,
             "resampling": f"{count} draws, seed {seed}",
             **{f"generation/{name}": str(value) for name, value in (made_by or {}).items()},

@@ -146,8 +146,8 @@ def as_tensor(images: Sequence[Image.Image], size: int | None) -> Tensor:
     """
     sizes = {image.size for image in images}
     if size is None and len(sizes) > 1:
-        shown = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:3])
-        raise DataError(f"the images have {len(sizes)} sizes: {shown}", remedy="give resize, or images of one size")
+        listed = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:3])
+        raise DataError(f"the images have {len(sizes)} sizes: {listed}", remedy="give resize, or images of one size")
     return torch.from_numpy(np.stack([_resized(image, size) for image in images])).permute(0, 3, 1, 2)
 
 
@@ -186,9 +186,9 @@ class FeatureMetric(Metric):
         self._extractor.check()
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        made = self._features(pictures(predictions, keys, what="the prediction"))
-        real = self._features(pictures(references, keys, what="the reference"))
-        return list(np.concatenate([made, real], axis=-1))
+        of_predictions = self._features(pictures(predictions, keys, what="the prediction"))
+        of_references = self._features(pictures(references, keys, what="the reference"))
+        return list(np.concatenate([of_predictions, of_references], axis=-1))
 
     def _features(self, images: Sequence[Image.Image]) -> np.ndarray:
         """In the extractor's own precision, shape (images, dimensions)."""

@@ -66,8 +66,8 @@ class FID(FeatureMetric):
         return super().compute(merged)
 
     def values(self, table: np.ndarray) -> dict[str, float]:
-        made, real = torch.from_numpy(table).chunk(2, dim=1)
-        return {self.name: frechet_distance_of_samples(made, real)}
+        predictions, references = torch.from_numpy(table).chunk(2, dim=1)
+        return {self.name: frechet_distance_of_samples(predictions, references)}
 
 
 def kernel(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -75,13 +75,13 @@ def kernel(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a @ b.T / a.shape[1] + 1.0) ** 3
 
 
-def unbiased_mmd(made: np.ndarray, real: np.ndarray, both: np.ndarray, weights: np.ndarray) -> float:
+def unbiased_mmd(predictions: np.ndarray, references: np.ndarray, both: np.ndarray, weights: np.ndarray) -> float:
     """The unbiased estimate from the kernels of n samples each, shapes (n, n); ``weights``: how often each counts.
 
     A sample and itself are no pair (Gretton et al., JMLR 2012, lemma 6), also where it was drawn several times.
     """
     pairs = weights.sum() ** 2 - (weights**2).sum()
-    within = sum(weights @ one @ weights - weights**2 @ np.diag(one) for one in (made, real))
+    within = sum(weights @ one @ weights - weights**2 @ np.diag(one) for one in (predictions, references))
     return float(within / pairs - 2 * weights @ both @ weights / weights.sum() ** 2)
 
 
@@ -139,9 +139,13 @@ class KID(FeatureMetric):
             return {self.name: unbiased_mmd(*kernels, np.ones(len(table)))}
         estimates = []
         for n in range(self._subsets):
-            drawn = np.random.default_rng((self._seed, n))
-            made, real = (drawn.choice(len(table), self._subset_size, replace=False) for _ in range(2))
-            parts = (kernels[0][np.ix_(made, made)], kernels[1][np.ix_(real, real)], kernels[2][np.ix_(made, real)])
+            generator = np.random.default_rng((self._seed, n))
+            predictions, references = (generator.choice(len(table), self._subset_size, replace=False) for _ in range(2))
+            parts = (
+                kernels[0][np.ix_(predictions, predictions)],
+                kernels[1][np.ix_(references, references)],
+                kernels[2][np.ix_(predictions, references)],
+            )
             estimates.append(unbiased_mmd(*parts, np.ones(self._subset_size)))
         return {self.name: float(np.mean(estimates)), f"{self.name}_std": float(np.std(estimates))}
 
@@ -157,5 +161,5 @@ class KID(FeatureMetric):
 
 
 def _kernels(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    made, real = np.split(table, 2, axis=1)
-    return kernel(made, made), kernel(real, real), kernel(made, real)
+    predictions, references = np.split(table, 2, axis=1)
+    return kernel(predictions, predictions), kernel(references, references), kernel(predictions, references)

@@ -120,9 +120,9 @@ class BestCheckpoint:
         """What was not saved at its own update is not the best one. Raises what ``offer`` found wrong."""
         self.after_train()
         if self._offered is not None and dist.is_main():
-            kept = "none is kept" if self._folder is None else f"{self._folder} stays the best checkpoint"
+            consequence = "none is kept" if self._folder is None else f"{self._folder} stays the best checkpoint"
             logger().warning("The best %s so far, %.6g at update %d, was not saved: %s.",
-                             self.metric, self._offered.value, self._offered.updates, kept)  # fmt: skip
+                             self.metric, self._offered.value, self._offered.updates, consequence)  # fmt: skip
         self._offered = None
 
     def after_train(self) -> None:
