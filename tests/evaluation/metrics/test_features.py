@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoProcessor
 from tests.evaluation import tiny_models
 from tests.evaluation.tiny_models import Convolution, noise, plain
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.evaluation.metrics import Metric, build_metrics, metric_values
+from unigen_ds.evaluation.metrics import Metric, build_metrics, evaluated
 from unigen_ds.evaluation.metrics.clip_score import CLIPScore, MultimodalConsistency
 from unigen_ds.evaluation.metrics.features import as_tensor
 from unigen_ds.evaluation.metrics.fid import FID, KID, frechet_distance_of_samples
@@ -35,7 +35,7 @@ MADE, REAL = noise(40, seed=1), noise(40, seed=2, bright=200)
 def scored(metric: Metric, predictions: list[Any], references: list[Any]) -> dict[str, float]:
     """The value over samples."""
     metric.update(predictions, references, [f"{n:04}" for n in range(len(predictions))])
-    return dict(metric_values(metric))
+    return dict(evaluated(metric, checkpoint="", resamples=0).values)
 
 
 def tensors(images: list[Image.Image]) -> torch.Tensor:
@@ -200,7 +200,7 @@ def test_wrong_pictures_are_named() -> None:
     with pytest.raises(DataError, match="1 predictions, 2 references"):
         metric.update(MADE[:1], REAL[:2], ["0000"])
     with pytest.raises(DataError, match="fid_convolution has no predictions"):
-        metric_values(metric)
+        evaluated(metric, checkpoint="", resamples=0)
     flat = FID(extractor=lambda images: images.mean(), name="flat", device="cpu")
     with pytest.raises(ConfigError, match=r"fid_flat: the extractor returned \(\) for 2 images.*\(2, dimensions\)"):
         flat.update(MADE[:2], REAL[:2], ["0000", "0001"])

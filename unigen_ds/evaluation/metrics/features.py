@@ -27,25 +27,11 @@ ALLOWED = (
 )
 
 
-class Extractor:
-    """Pictures -> features, with its name and a hash for the provenance."""
+class ModuleExtractor:
+    """A module or function: float32 (n, 3, height, width), values 0 to 255 -> (n, dimensions).
 
-    name: str
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for what is missing."""
-
-    def features(self, images: Sequence[Image.Image]) -> Tensor:
-        """Shape (images, dimensions), on any device."""
-        raise NotImplementedError
-
-    def details(self) -> dict[str, str]:
-        """``model`` and ``resize`` of a provenance."""
-        raise NotImplementedError
-
-
-class ModuleExtractor(Extractor):
-    """A module or function: float32 (n, 3, height, width), values 0 to 255 -> (n, dimensions)."""
+    Every extractor has ``name``, a part of the metric's, ``check``, ``features`` and ``details``, for the provenance.
+    """
 
     def __init__(
         self, module: Callable[[Tensor], Any], name: str | None, resize: int | None, device: str | None
@@ -53,7 +39,11 @@ class ModuleExtractor(Extractor):
         self.module, self._resize, self._device = module, resize, device
         self.name = name or getattr(module, "__name__", type(module).__name__).lower()
 
+    def check(self) -> None:
+        """Raise ``ConfigError`` for what is missing."""
+
     def features(self, images: Sequence[Image.Image]) -> Tensor:
+        """Shape (images, dimensions), on any device."""
         device = default_device(self._device)
         if isinstance(self.module, nn.Module):
             self.module.eval().to(device)
@@ -95,7 +85,7 @@ class InceptionExtractor(ModuleExtractor):
         return inception(self._path)
 
 
-class FolderExtractor(Extractor):
+class FolderExtractor:
     """A vision model of transformers in a local folder, with its own processor: CLIP-like ones, DINOv2, ViT."""
 
     def __init__(self, path: str, where: str, name: str | None, device: str | None) -> None:
@@ -121,10 +111,10 @@ class FolderExtractor(Extractor):
         return {"model": f"{self.name} {model}", "resize": self._local.resize()}
 
 
-def extractor_of(value: Any, *, where: str, name: str | None, resize: int | None, device: str | None) -> Extractor:
+def extractor_of(
+    value: Any, *, where: str, name: str | None, resize: int | None, device: str | None
+) -> ModuleExtractor | FolderExtractor:
     """What an argument ``extractor`` names. Raises ``ConfigError``."""
-    if isinstance(value, Extractor):
-        return value
     if isinstance(value, str) and Path(value).suffix in (".pth", ".pt", ".safetensors"):
         return InceptionExtractor(Path(value), f"{where}.extractor", name, resize, device)
     if isinstance(value, str):
