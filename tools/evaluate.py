@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(a: Path, b: Path) -> int:
     """Print the differences; 1 if some values are unlike."""
-    from unigen_ds.evaluation.comparison import compare_files
+    from unigen_ds.evaluation.provenance import compare_files
 
     found = compare_files(a, b)
     for difference in found.differences:

@@ -460,17 +460,6 @@ def test_work_is_repeated_from_any_later_start(tmp_path: Path) -> None:
     assert (spent[2].training, spent[2].repeated) == (16.0, 0.0)
 
 
-def test_parts_of_a_real_run_add_up(runs: Runs) -> None:
-    run = read_work_dir(runs.killed)
-    lines = lines_of(runs.killed / "timeline.jsonl")
-    first, second = spent_by_start(run.starts)
-    assert second.total == pytest.approx(lines[2]["start_up"] + lines[-1]["seconds"])
-    assert first.total == pytest.approx(lines[0]["start_up"] + lines[1]["seconds"] * 5 / 3)
-    assert first.repeated == pytest.approx(lines[1]["seconds"] * 2 / 3)
-    assert second.saves == lines[-1]["sections"]["hook:checkpoint"] > 0
-    assert second.data == lines[-1]["sections"]["data"] > 0 and second.training > 0
-
-
 def test_a_run_without_a_timeline_has_everything_else(runs: Runs, tmp_path: Path) -> None:
     folder = copied(runs.killed, tmp_path / "run")
     (folder / "timeline.jsonl").unlink()

@@ -203,9 +203,19 @@ class Section(BaseModel):
         hints = {name: info.annotation for name, info in cls.model_fields.items()}
         return {key: converted(value, hints.get(key, Any)) for key, value in _without_own(given).items()}
 
+    @classmethod
+    def is_several(cls, config: Any) -> bool:
+        """Whether a config's value is a mapping of names to sections of this kind, where it may be one."""
+        return False
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Every key with its value; of several sections every name with its section."""
+        for name in type(self).model_fields:
+            yield name, getattr(self, name)
+
     def plain(self) -> dict[str, Any]:
         """Every key with its value, defaults included, as plain values."""
-        return {name: plain(getattr(self, name)) for name in type(self).model_fields}
+        return {name: plain(value) for name, value in self.items()}
 
     @classmethod
     def completed(cls, given: Any) -> Any:
@@ -214,6 +224,8 @@ class Section(BaseModel):
         """
         if not isinstance(given, Mapping | None):
             return given
+        if given is not None and cls.is_several(given):
+            return {name: None if one is None else cls.completed(one) for name, one in given.items()}
         found = dict(given or {})
         for name, info in cls.model_fields.items():
             part, many = part_of(info.annotation, info.metadata)
@@ -238,8 +250,8 @@ def _components(value: Any, path: str) -> Iterator[tuple[Component, str]]:
     if isinstance(value, Component):
         yield value, path
     elif isinstance(value, Section):
-        for name in type(value).model_fields:
-            yield from _components(getattr(value, name), f"{path}.{name}" if path else name)
+        for name, inner in value.items():
+            yield from _components(inner, f"{path}.{name}" if path else name)
     elif isinstance(value, tuple):
         for index, inner in enumerate(value):
             yield from _components(inner, f"{path}[{index}]")
@@ -330,6 +342,9 @@ def _explain(root: type[Section], given: Any, one: Any, *, where: str) -> Iterat
                 value, path = value[step], f"{path}.{step}"
             break
         section, below = part, f"{path}.{step}" if path else str(step)
+        if section.is_several(value):
+            info, path, value = None, below, value[step]
+            continue
         if step not in section.model_fields:
             if one["type"] == "extra_forbidden":
                 advice = hint(below, keys(section if where else root))

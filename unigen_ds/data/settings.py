@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Literal
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, TypeAdapter, model_validator
 
 from unigen_ds.config.registry import DATASETS, PACKERS, TOKENIZERS, TRANSFORMS
 from unigen_ds.config.section import LISTED, Component, Of, Section
@@ -92,7 +93,10 @@ class TrainDataloader(Section):
 
 
 class ValDataloader(Section):
-    """What is evaluated on: records of its own, or a share of the training records. One sample a sequence."""
+    """What is evaluated on: records of its own, or a share of the training records. One sample a sequence.
+
+    A config may have several such sections by name instead of one: ``sets`` has them.
+    """
 
     dataset: Annotated[tuple[Source, ...], LISTED] = Field(
         default=(), description="component, or a list of them, whose losses are also given one by one; or `split`"
@@ -126,9 +130,63 @@ class ValDataloader(Section):
     )
     pin_memory: bool | None = Field(default=None, description="page-locked batches; None: with CUDA")
     timeout: Number = Field(default=0.0, ge=0, description="seconds to wait for a worker before an error; 0: for ever")
+    _sets: Mapping[str, ValDataloader] = PrivateAttr(default_factory=dict)
+
+    @property
+    def sets(self) -> Mapping[str, ValDataloader]:
+        """Each section by its name, in the order of the config; the name of a single section is empty."""
+        return self._sets or {"": self}
+
+    @property
+    def divided(self) -> ValDataloader | None:
+        """The section that evaluates a share of the training records."""
+        return next((one for one in self.sets.values() if one.split is not None), None)
+
+    @classmethod
+    def is_several(cls, config: Any) -> bool:
+        """Whether no key is one of a section, and every value is a mapping, or None for a set that is left out."""
+        return (
+            isinstance(config, Mapping)
+            and bool(config)
+            and not {*config} & {*cls.model_fields}
+            and all(isinstance(one, Mapping | None) for one in config.values())
+        )
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        return iter(self._sets.items()) if self._sets else super().items()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _several(cls, config: Any, handler: ModelWrapValidatorHandler[ValDataloader]) -> ValDataloader:
+        if not isinstance(config, Mapping):
+            return handler(config)
+        config = {key: value for key, value in config.items() if not str(key).startswith("_")}
+        if not cls.is_several(config):
+            names = [key for key in config if key not in cls.model_fields and isinstance(config[key], Mapping)]
+            if names:
+                raise ConfigError(
+                    f"val_dataloader has names of sets ({', '.join(names)}) beside keys of one section",
+                    allowed="the keys of one section, or names of several, each with a section",
+                    remedy="val_dataloader=dict(NAME=dict(dataset=..., batch_size=8), ...): every key inside of a set",
+                )
+            return handler(config)
+        sections = {name: one for name, one in config.items() if one is not None}
+        for name, section in sections.items():
+            if name == "loss" or not re.fullmatch(r"[A-Za-z]\w*(-\w+)*", name) or cls.is_several(section):
+                allowed = "names of letters, digits, - and _, a letter first, but not 'loss'; each with one section"
+                raise ConfigError(f"val_dataloader has a set {name!r}: {section!r}", allowed=allowed)
+        adapter: TypeAdapter[dict[str, ValDataloader]] = TypeAdapter(dict[str, cls])  # type: ignore[valid-type]
+        several = cls.model_construct()
+        several._sets = adapter.validate_python(sections)
+        return several
 
     @model_validator(mode="after")
     def _one_origin(self) -> ValDataloader:
+        if self._sets:
+            if sum(one.split is not None for one in self._sets.values()) > 1:
+                remedy = "one set with a split, a dataset of its own for each other set"
+                raise ConfigError("several sets of val_dataloader have a split", remedy=remedy)
+            return self
         if bool(self.dataset) == (self.split is not None):
             given = "both dataset and split" if self.dataset else "neither dataset nor split"
             raise ConfigError(

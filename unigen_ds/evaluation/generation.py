@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
+from annotated_types import Ge
 from PIL import Image
 
 from unigen_ds.backends.base import Backend
+from unigen_ds.config.registry import check_arguments
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.data.datasets.dataset import PlannedDataset
@@ -42,7 +44,6 @@ Weights = Callable[[], AbstractContextManager[None]]
 Prediction = str | Image.Image | tuple[str, Image.Image]
 NO_ANSWER = "without such an answer, or without a prompt before it"
 UNREADABLE, TOO_LONG = "with an unreadable image", "with a prompt longer than the model has positions"
-LIKELIEST = Sampling()
 
 
 class GenerationError(TrainingError):
@@ -59,6 +60,49 @@ class Records:
     names: Sequence[str]
     """Of the sources, for sample ids."""
     processor: Any
+    seed: int = 0
+    batch_size: int = 8
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How the model answers validation records for metrics. Raises ``ConfigError``."""
+
+    max_new_tokens: Annotated[int, Ge(1)] = 64
+    """Of a text."""
+    temperature: float = 0.0
+    """Of texts; 0 chooses the likeliest token."""
+    top_p: float = 1.0
+    """Of texts: only the likeliest tokens are drawn, which have this probability together."""
+    batch_size: Annotated[int, Ge(1)] | None = None
+    """Records that are answered together; None: ``val_dataloader.batch_size``."""
+    seed: int | None = None
+    """Of every random number; None: that of ``val_dataloader``."""
+    flow: Mapping[str, Any] | None = None
+    """Of pictures: settings of drawing as of ``PreviewHook.flow``."""
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], *, where: str) -> Answering:
+        """From a config. Raises ``ConfigError`` for unknown keys and wrong values."""
+        check_arguments(cls, dict(arguments), where=where)
+        answering = cls(**arguments)
+        try:
+            answering.sampling  # noqa: B018 - checks its values
+        except ConfigError as error:
+            raise error.at(where) from error
+        return answering
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p)
+
+    def drawing(self, backend: Any) -> Any:
+        """The settings of drawing of the family of the engine's model. Raises ``ConfigError``."""
+        return trained_family(backend)[0].drawing_settings(backend.model, self.flow or {}, where="generation.flow")
+
+    def facts(self) -> dict[str, str]:
+        """For a provenance: all that may change an answer."""
+        return {key: str(value) for key, value in vars(self).items() if key != "batch_size"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +111,7 @@ class Question:
 
     key: str
     """Its name among all records: ``source:record``, as a sample id begins."""
-    wanted: Kind
+    kind: Kind
     before: tuple[Split, ...]
     target: Split
     begin: tuple[int, ...]
@@ -84,11 +128,13 @@ class Question:
         key = (seed, 0, self.key)
         prompt: list[Loaded] = []
         for number, split in enumerate(self.before):
-            drawn = isinstance(split, ImageSplit) and split.kind == "vae"  # its latent is sampled; all else is fixed
-            prompt.append(split.load(processor, (*key, number) if drawn else None))
+            is_latent = (
+                isinstance(split, ImageSplit) and split.kind == "vae"
+            )  # its latent is sampled; all else is fixed
+            prompt.append(split.load(processor, (*key, number) if is_latent else None))
         picture = self.drawn or self.target
         size = picture.picture_size(processor) if picture.drawn else None
-        return Request(prompt, self.wanted, derive_seed(*key, "answer"), self.begin, size, self.picture_first)
+        return Request(prompt, self.kind, derive_seed(*key, "answer"), self.begin, size, self.picture_first)
 
     def reference(self, processor: Any) -> str | Image.Image | None:
         """The record's own answer: its text as the tokenizer decodes it, or its picture in the size of training; None
@@ -117,13 +163,13 @@ class Question:
 
     def images(self, processor: Any) -> list[Image.Image]:
         """The pictures before the answer, each once. Raises ``UnreadableImage``."""
-        shown: dict[str, Image.Image] = {}
+        pictures: dict[str, Image.Image] = {}
         for split in self.before:
-            if not split.source or split.source in shown:
+            if not split.source or split.source in pictures:
                 continue
             ready = getattr(split, "tensor", None)
-            shown[split.source] = processor.read_image(split.source) if ready is None else to_picture(ready)
-        return list(shown.values())
+            pictures[split.source] = processor.read_image(split.source) if ready is None else to_picture(ready)
+        return list(pictures.values())
 
 
 @dataclass(frozen=True)
@@ -146,14 +192,14 @@ class Answers:
     """Why records have no answer here -> how many of the ``asked`` and of those before them."""
 
 
-def question_of(sample: Sample, wanted: Kind, *, key: str, end_ids: Collection[int] = ()) -> Question | None:
+def question_of(sample: Sample, kind: Kind, *, key: str, end_ids: Collection[int] = ()) -> Question | None:
     """The last answer of that kind in a record, and all before it; None: there is none, or nothing is before it.
 
     ``end_ids``: each of them ends an answer.
     """
-    if wanted == BOTH:
+    if kind == BOTH:
         return _question_of_both(sample, key)
-    numbers = [i for i, split in enumerate(sample.splits) if _answers(split, wanted)]
+    numbers = [i for i, split in enumerate(sample.splits) if _answers(split, kind)]
     if not numbers:
         return None
     target = sample.splits[numbers[-1]]
@@ -168,7 +214,7 @@ def question_of(sample: Sample, wanted: Kind, *, key: str, end_ids: Collection[i
         begin, reference = target.ids[: start + 1], target.labels[start:stop]
     if sample.plain or not (before or len(begin) > 1):
         return None
-    return Question(key, wanted, before, target, begin, reference)
+    return Question(key, kind, before, target, begin, reference)
 
 
 def _question_of_both(sample: Sample, key: str) -> Question | None:
@@ -197,8 +243,8 @@ def _shown(splits: Sequence[Split]) -> tuple[Split, ...]:
     return tuple(split for split in splits if not split.drawn)
 
 
-def _answers(split: Split, wanted: Kind) -> bool:
-    if wanted == "image":
+def _answers(split: Split, kind: Kind) -> bool:
+    if kind == "image":
         return bool(split.drawn)
     if isinstance(split, TextSplit):
         return split.loss
@@ -233,13 +279,13 @@ def inferencer_of(backend: Backend, processor: Any) -> tuple[TrainedModel, Any]:
     return model, inferencer
 
 
-def check_answers(inferencer: Any, wanted: Kind) -> None:
+def check_answers(inferencer: Any, kind: Kind) -> None:
     """Raise ``ConfigError`` where an inferencer cannot answer a record in that kind."""
     able = getattr(inferencer, "answers", ())
     able = (*able, BOTH) if getattr(inferencer, "interleaves", False) else able
-    if wanted not in able:
+    if kind not in able:
         raise ConfigError(
-            f"{type(inferencer).__name__} cannot answer with {wanted}",
+            f"{type(inferencer).__name__} cannot answer with {kind}",
             allowed=" or ".join(able) or "an inferencer with `answers` and `complete` (docs/inference.md)",
         )
 
@@ -260,12 +306,12 @@ def generate_all(
     model, inferencer = inferencer_of(backend, processor)
     rank, world = dist.rank(), dist.world_size()
     mine = range(rank, len(requests), world)
-    made: dict[int, A] = {}
+    results: dict[int, A] = {}
     problem: str | None = None
     with weights(), evaluating(backend):
         try:
             for number in mine if model.shares else range(len(requests)):
-                made[number] = make(inferencer, requests[number])
+                results[number] = make(inferencer, requests[number])
             model.finish()
         except AnotherRankFailed as error:
             problem = str(error)
@@ -276,75 +322,68 @@ def generate_all(
     if problems:
         own = [each for each in problems if each.startswith("rank ")]
         raise GenerationError((own or problems)[0])
-    return {number: made[number] for number in mine}
+    return {number: results[number] for number in mine}
 
 
 def answers(
     backend: Backend,
     data: Records | ValidationData,
+    kind: Kind,
+    answering: Answering = Answering(),
     *,
-    wanted: Kind,
-    seed: int,
     max_samples: int | None = None,
-    batch_size: int = 8,
-    max_new_tokens: int = 64,
-    sampling: Sampling = LIKELIEST,
-    flow: Any = None,
-    weights: Weights = nullcontext,
 ) -> Answers:
-    """The model's answers to records of validation data. Collective.
+    """The model's answers to records of validation data, which are asked in turns, one of each source. Collective.
 
     Args:
         backend: prepared; the model has the family's inferencer, and that ``answers`` and ``complete``.
-        data: the sources; their records are asked in turns, one of each source.
-        wanted: ``text``, ``image``, or both in one answer (``BOTH``).
-        seed: of every random number, together with the sample's id.
+        kind: ``text``, ``image``, or both in one answer (``BOTH``).
+        answering: how; a batch size or seed of None is that of ``data``.
         max_samples: so many records at most that have such an answer; None: all.
-        batch_size: records that are computed together (an ``InterleaveInferencer`` computes one at a time).
-        max_new_tokens: of a text.
-        sampling: how tokens are chosen.
-        flow: ``FlowSettings`` of pictures; None: the model's own.
-        weights: the context with the weights to evaluate; by default those of the training.
 
     Raises ``ConfigError`` where the family cannot do this, and ``GenerationError``.
     """
-    check_answers(inferencer_of(backend, data.processor)[1], wanted)
+    check_answers(inferencer_of(backend, data.processor)[1], kind)
     limit = getattr(backend.model, "max_document_tokens", None)
-    asked, left_out = dist.on_main(lambda: ask(data, wanted=wanted, max_samples=max_samples, limit=limit))
-    groups = [asked[i : i + batch_size] for i in range(0, len(asked), batch_size)]
-    options = {"max_new_tokens": max_new_tokens, "sampling": sampling, **({} if flow is None else {"flow": flow})}
+    records, left_out = dist.on_main(lambda: ask(data, kind=kind, max_samples=max_samples, limit=limit))
+    size = answering.batch_size or data.batch_size
+    groups = [records[i : i + size] for i in range(0, len(records), size)]
+    seed = data.seed if answering.seed is None else answering.seed
+    options: dict[str, Any] = {"max_new_tokens": answering.max_new_tokens, "sampling": answering.sampling}
+    if kind != "text":
+        options["flow"] = answering.drawing(backend)
 
     def make(inferencer: Any, group: Sequence[tuple[int, int]]) -> list[Answer]:
-        questions = [question_at(data, wanted, *each) for each in group]
-        return _answered(inferencer, data.processor, questions, seed, **options)
+        questions = [question_at(data, kind, *each) for each in group]
+        return _answer_questions(inferencer, data.processor, questions, seed, **options)
 
-    made = generate_all(backend, data.processor, groups, make, weights=weights)
-    mine = [answer for number in sorted(made) for answer in made[number]]
-    [unreadable] = dist.sum_floats([float(sum(len(groups[number]) - len(made[number]) for number in made))])
+    results = generate_all(backend, data.processor, groups, make)
+    mine = [answer for number in sorted(results) for answer in results[number]]
+    [unreadable] = dist.sum_floats([float(sum(len(groups[number]) - len(results[number]) for number in results))])
     left_out[UNREADABLE] += int(unreadable)
-    return Answers(mine, len(asked) - int(unreadable), {why: n for why, n in left_out.items() if n})
+    return Answers(mine, len(records) - int(unreadable), {why: n for why, n in left_out.items() if n})
 
 
 def ask(
-    data: Records | ValidationData, *, wanted: Kind, max_samples: int | None, limit: int | None = None
+    data: Records | ValidationData, *, kind: Kind, max_samples: int | None, limit: int | None = None
 ) -> tuple[list[tuple[int, int]], Counter[str]]:
     """(source, record) of the first records with such an answer, and why others before them have none: the same on all
     ranks. ``limit``: tokens of a document at most.
     """
-    asked: list[tuple[int, int]] = []
+    records: list[tuple[int, int]] = []
     left_out: Counter[str] = Counter()
     for index in range(max((len(dataset) for dataset in data.datasets), default=0)):
         for source, dataset in enumerate(data.datasets):
             if index >= len(dataset):
                 continue
-            if max_samples is not None and len(asked) >= max_samples:
-                return asked, left_out
-            why = _why_not(question_at(data, wanted, source, index), limit)
+            if max_samples is not None and len(records) >= max_samples:
+                return records, left_out
+            why = _why_not(question_at(data, kind, source, index), limit)
             if why is None:
-                asked.append((source, index))
+                records.append((source, index))
             else:
                 left_out[why] += 1
-    return asked, left_out
+    return records, left_out
 
 
 def _why_not(question: Question | None, limit: int | None) -> str | None:
@@ -357,13 +396,13 @@ def _why_not(question: Question | None, limit: int | None) -> str | None:
     return TOO_LONG if limit is not None and length > limit else None
 
 
-def question_at(data: Records | ValidationData, wanted: Kind, source: int, index: int) -> Question | None:
+def question_at(data: Records | ValidationData, kind: Kind, source: int, index: int) -> Question | None:
     """That record's question, as ``question_of``."""
     dataset, tokenizer = data.datasets[source], getattr(data.processor, "tokenizer", None)
     end_ids: Any = getattr(tokenizer, "end_ids", (getattr(tokenizer, "eos_id", None),))
     numbers = getattr(dataset, "numbers", None)  # a part of a file: ids have the numbers of the whole
     key = f"{data.names[source]}:{index if numbers is None else int(numbers[index])}"
-    question = question_of(dataset.sample(index), wanted, key=key, end_ids=end_ids)
+    question = question_of(dataset.sample(index), kind, key=key, end_ids=end_ids)
     if question is not None and isinstance(question.target, TextSplit):
         return replace(question, begin=(tokenizer.bos_id,))  # type: ignore[union-attr]
     return question
@@ -381,7 +420,7 @@ def own_prompt(dataset: PlannedDataset, index: int) -> str | None:
     return "\n".join(turn.value for turn in turns[:end] if turn.kind == "text")
 
 
-def _answered(
+def _answer_questions(
     inferencer: Any, processor: Any, questions: Sequence[Question | None], seed: int, **options: Any
 ) -> list[Answer]:
     """Without records whose images cannot be decoded."""
@@ -396,10 +435,10 @@ def _answered(
     if not readable:
         return []
     results: Sequence[Generated] = inferencer.complete([request for _, request, _ in readable], **options)
-    answered = []
+    rows = []
     for (question, _, reference), result in zip(readable, results, strict=True):
-        prediction: Prediction = result.text if question.wanted == "text" else result.images[0]
-        if question.wanted == BOTH:
+        prediction: Prediction = result.text if question.kind == "text" else result.images[0]
+        if question.kind == BOTH:
             prediction = (result.text, result.images[0])
-        answered.append(Answer(question.key, prediction, reference, question.prompt(processor)))
-    return answered
+        rows.append(Answer(question.key, prediction, reference, question.prompt(processor)))
+    return rows

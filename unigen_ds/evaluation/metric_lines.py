@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,10 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
-        found = float(value)
+        result = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return result if math.isfinite(result) else None
 
 
 def is_update(line: Line) -> bool:
@@ -59,6 +60,11 @@ def read_values(metrics_file: Path, key: str) -> list[tuple[int, float]]:
     lines = in_effect(well_formed(parse_lines(metrics_file)[0])[0])
     latest = {line["update"]: n for line in lines if "update" in line and (n := number(line.get(key))) is not None}
     return sorted(latest.items())
+
+
+def validation_losses(keys: Iterable[str]) -> list[str]:
+    """Those of the keys that are the whole loss of a set: ``val/loss``, or ``val/<set>/loss`` of each of several."""
+    return [key for key in dict.fromkeys(keys) if re.fullmatch(r"val/([^/]+/)?loss", key)]
 
 
 def is_count(value: object) -> bool:

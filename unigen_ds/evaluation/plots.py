@@ -8,9 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.evaluation.metric_lines import Line, interpolated, known_sequences, read_updates, read_values
-
-VALIDATION = "val/loss"
+from unigen_ds.evaluation.metric_lines import (
+    Line,
+    interpolated,
+    known_sequences,
+    read_updates,
+    read_values,
+    validation_losses,
+)
+from unigen_ds.system.journals import parse_lines
 
 _PANELS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("loss", (), "log"),
@@ -30,25 +36,24 @@ def plot_curves(metrics_files: Path | Mapping[str, Path], path: Path) -> None:
     runs = {name: _updates(file) for name, file in files.items()}
     several = len(runs) > 1
     figure = Figure(figsize=(12, 6.5 + (0.25 * len(runs) if several else 0)), layout="constrained")
-    for axis, (title, given, scale) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
-        drawn = 0
+    for axis, (title, keys, scale) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+        num_lines = 0
         for index, (name, lines) in enumerate(runs.items()):
             color = {"color": f"C{index}"} if several else {}
-            for key in given or (("loss",) if several else _losses(lines)):
+            for key in keys or (("loss",) if several else _losses(lines)):
                 points = [(line["sequences"], line[key]) for line in lines if line.get(key) is not None]
                 if points:
                     axis.plot(*zip(*points, strict=True), label=name if several else key, linewidth=1.2, **color)
-                drawn += 1
-            evaluated = _validation(files[name], lines) if not given else []
-            if evaluated:
+                num_lines += 1
+            for key, points in _validation(files[name], lines).items() if not keys else ():
                 style = {"linestyle": "--", "marker": ".", "linewidth": 1.2, **color}
-                axis.plot(*zip(*evaluated, strict=True), label=f"{name} {VALIDATION}".strip(), **style)
-                drawn += 1
+                axis.plot(*zip(*points, strict=True), label=f"{name} {key}".strip(), **style)
+                num_lines += 1
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("sequences consumed", fontsize=9)
         axis.set_yscale(scale)
         axis.grid(alpha=0.3)
-        if drawn > 1 and not several:
+        if num_lines > 1 and not several:
             axis.legend(fontsize=8)
     if several:  # one for all panels, beside none of their curves
         drawn_lines = figure.axes[0].lines
@@ -72,11 +77,14 @@ def _updates(metrics_file: Path) -> list[Line]:
     return lines
 
 
-def _validation(metrics_file: Path, lines: list[Line]) -> list[tuple[float, float]]:
-    """(sequences consumed, ``val/loss``) of each evaluation."""
-    known = known_sequences(lines)
-    pairs = [(interpolated(known, update), value) for update, value in read_values(metrics_file, VALIDATION)]
-    return [(at, value) for at, value in pairs if at is not None]
+def _validation(metrics_file: Path, lines: list[Line]) -> dict[str, list[tuple[float, float]]]:
+    """``val/loss``, or that of each set -> (sequences consumed, value) of each evaluation."""
+    known, curves = known_sequences(lines), {}
+    for key in validation_losses(key for line in parse_lines(metrics_file)[0] for key in line):
+        pairs = [(interpolated(known, update), value) for update, value in read_values(metrics_file, key)]
+        if points := [(at, value) for at, value in pairs if at is not None]:
+            curves[key] = points
+    return curves
 
 
 def _losses(lines: list[Line]) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from unigen_ds.core.batch import Batch, LossTerms
 from unigen_ds.core.errors import DataError
-from unigen_ds.evaluation.comparison import NO_DRAWS
 from unigen_ds.evaluation.metrics.base import draws
+from unigen_ds.evaluation.provenance import NO_DRAWS
 from unigen_ds.evaluation.validation import Key, Validation
 from unigen_ds.system import dist
 
@@ -31,80 +31,71 @@ _Row = tuple[str, dict[Key, tuple[float, float]]]
 """A sample's id; sum of the losses and number of the targets by term, source and group."""
 
 
-class TextLosses:
-    """A ``Watch`` of ``Validation.losses``: the losses of each text, without the weights of ``ce_reweight``."""
-
-    def __init__(self) -> None:
-        self._texts: list[tuple[float, int, str]] = []
-        self._missing = ""
-
-    def __call__(self, batch: Batch, terms: LossTerms) -> None:
-        """Add a batch with one sample a sequence; ``batch`` on the CPU."""
-        targets = _samples_of_targets(batch).get(TEXT)
-        if targets is None or TEXT not in terms.each:
-            self._missing = f"{type(batch).__name__} and the model's LossTerms.each have no loss of each text target"
-            return
-        sample, weight = targets
-        losses = terms.each[TEXT].detach().double().cpu() / weight
-        sums = _sums(sample, losses, len(batch.sample_ids))
-        numbers = sample.bincount(minlength=len(batch.sample_ids)).tolist()
-        self._texts += [one for one in zip(sums, numbers, batch.sample_ids, strict=True) if one[1]]
-
-    def columns(self) -> tuple[Sequence[float], Sequence[int], Sequence[str]]:
-        """Sums, numbers of targets and sample ids of this rank's texts, as ``Perplexity.update`` has them.
-
-        Raises ``DataError`` where the model does not return what is needed.
-        """
-        if self._missing:
-            remedy = "return them in eval mode (docs/evaluation.md), or leave out Perplexity"
-            raise DataError(self._missing, remedy=remedy)
-        sums, numbers, keys = zip(*self._texts, strict=True) if self._texts else ((), (), ())
-        return sums, numbers, keys
-
-
 class SampleLosses:
-    """A ``Watch`` of ``Validation.losses``. ``missing``: why samples have no values of their own, else ''."""
+    """A ``Watch`` of ``Validation.losses``: what each sample adds, with and without the weights of ``ce_reweight``.
+
+    ``missing``: why samples have no values of their own, else ''.
+    """
 
     def __init__(self, validation: Validation) -> None:
         self._validation = validation
         self._rows: list[_Row] = []
-        self.missing = ""
+        self._texts: list[tuple[float, int, str]] = []
+        """Without weights: the sum of the losses of each text, the number of its targets, and its id."""
+        self.missing = self._no_texts = ""
 
     def __call__(self, batch: Batch, terms: LossTerms) -> None:
         """Add a batch with one sample a sequence; ``batch`` on the CPU."""
-        targets = _samples_of_targets(batch)
-        without = ", ".join(term for term in terms.sums if term not in targets or term not in terms.each)
-        if without:
+        targets, ids = _samples_of_targets(batch), batch.sample_ids
+        each = {term: one.detach().double().cpu() for term, one in terms.each.items() if term in targets}
+        if TEXT in each:
+            sample, weight = targets[TEXT]
+            sums, numbers = _sums(sample, each[TEXT] / weight, len(ids)), sample.bincount(minlength=len(ids)).tolist()
+            self._texts += [one for one in zip(sums, numbers, ids, strict=True) if one[1]]
+        else:
+            self._no_texts = f"{type(batch).__name__} and the model's LossTerms.each have no loss of each text target"
+        if without := ", ".join(term for term in terms.sums if term not in each):
             self.missing = f"of {without} there is no value of each target (LossTerms.each, Batch.target_positions)"
             return
         groups = self._validation.groups(batch)
-        rows: list[dict[Key, tuple[float, float]]] = [{} for _ in batch.sample_ids]
+        rows: list[dict[Key, tuple[float, float]]] = [{} for _ in ids]
         for term in terms.sums:
-            each, (sample, weight) = terms.each[term].detach().double().cpu(), targets[term]
+            sample, weight = targets[term]
             labels, names = groups.get(term, (sample, ()))
             parts: dict[Key, Tensor] = {(term,): torch.ones_like(sample, dtype=torch.bool)}
             parts |= {(term, name): labels == number for number, name in enumerate(names)}
-            for key, chosen in parts.items():
-                sums, numbers = (_sums(sample[chosen], one[chosen], len(rows)) for one in (each, weight))
-                for row, total, number in zip(rows, sums, numbers, strict=True):
-                    if number:
-                        row[key] = (total, number)
-        for sample_id, row in zip(batch.sample_ids, rows, strict=True):
+            for key, part in parts.items():
+                sums, counts = (_sums(sample[part], one[part], len(rows)) for one in (each[term], weight))
+                for row, total, count in zip(rows, sums, counts, strict=True):
+                    if count:
+                        row[key] = (total, count)
+        for sample_id, row in zip(ids, rows, strict=True):
             source = _NUMBERS.sub("", sample_id)
             self._rows.append((sample_id, row | {(*key, source): value for key, value in row.items() if len(key) == 1}))
+
+    def texts(self) -> tuple[Sequence[float], Sequence[int], Sequence[str]]:
+        """Sums, numbers of targets and sample ids of this rank's texts, as ``Perplexity.update`` has them.
+
+        Raises ``DataError`` where the model does not return what is needed.
+        """
+        if self._no_texts:
+            remedy = "return them in eval mode (docs/evaluation.md), or leave out Perplexity"
+            raise DataError(self._no_texts, remedy=remedy)
+        sums, numbers, keys = zip(*self._texts, strict=True) if self._texts else ((), (), ())
+        return sums, numbers, keys
 
     def resampled(self, *, count: int = COUNT) -> tuple[dict[str, list[float]], str]:
         """Name -> the values of ``count`` draws over the samples of all ranks, as ``Metric.resampled`` draws them; and
         how they were drawn, or why there are none. The same on all ranks. Collective.
         """
-        gathered = dist.gather_to_main((self._rows, self.missing))
+        per_rank = dist.gather_to_main((self._rows, self.missing))
 
         def values() -> tuple[dict[str, list[float]], str]:
-            missing = next((why for _, why in gathered or () if why), "")
+            missing = next((why for _, why in per_rank or () if why), "")
             if missing:
                 return {}, f"{NO_DRAWS}{missing}"
-            rows = sorted((row for part, _ in gathered or () for row in part), key=lambda row: row[0])
-            return _drawn(self._validation, rows, count), f"{count} draws, seed {SEED}"
+            rows = sorted((row for part, _ in per_rank or () for row in part), key=lambda row: row[0])
+            return _replicates(self._validation, rows, count), f"{count} draws, seed {SEED}"
 
         return dist.on_main(values)
 
@@ -124,7 +115,7 @@ def _sums(sample: Tensor, values: Tensor, number: int) -> list[float]:
     return sums
 
 
-def _drawn(validation: Validation, rows: Sequence[_Row], count: int) -> dict[str, list[float]]:
+def _replicates(validation: Validation, rows: Sequence[_Row], count: int) -> dict[str, list[float]]:
     keys = sorted({key for _, row in rows for key in row})
     table = np.array([[row.get(key, (0.0, 0.0)) for key in keys] for _, row in rows]).reshape(len(rows), -1)
     replicates: dict[str, list[float]] = {}

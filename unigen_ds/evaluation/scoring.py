@@ -11,20 +11,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Ge
 from PIL import Image
 
-from unigen_ds.config.registry import check_arguments
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.generation import Answers, answers, ask, check_answers, inferencer_of, trained_family
+from unigen_ds.evaluation.generation import Answering, Answers, answers, ask, check_answers, inferencer_of
 from unigen_ds.evaluation.metrics import Metric, evaluated
 from unigen_ds.evaluation.provenance import Result
-from unigen_ds.evaluation.sample_losses import SampleLosses, TextLosses
+from unigen_ds.evaluation.sample_losses import SampleLosses
 from unigen_ds.evaluation.validation import Validation, Watch
 from unigen_ds.inference.generated import BOTH, Kind
-from unigen_ds.inference.sampling import Sampling
 from unigen_ds.system import dist
 from unigen_ds.system.journals import sample_digest
 from unigen_ds.system.log import logger
@@ -40,78 +37,55 @@ DEFINITION = 1
 
 
 @dataclass(frozen=True)
-class Answering:
-    """How the model answers validation records for metrics. Raises ``ConfigError``."""
-
-    max_new_tokens: Annotated[int, Ge(1)] = 64
-    """Of a text."""
-    temperature: float = 0.0
-    """Of texts; 0 chooses the likeliest token."""
-    top_p: float = 1.0
-    """Of texts: only the likeliest tokens are drawn, which have this probability together."""
-    batch_size: Annotated[int, Ge(1)] | None = None
-    """Records that are answered together; None: ``val_dataloader.batch_size``."""
-    seed: int | None = None
-    """Of every random number; None: that of ``val_dataloader``."""
-    flow: Mapping[str, Any] | None = None
-    """Of pictures: settings of drawing as of ``PreviewHook.flow``."""
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any], *, where: str) -> Answering:
-        """From a config. Raises ``ConfigError`` for unknown keys and wrong values."""
-        check_arguments(cls, dict(arguments), where=where)
-        answering = cls(**arguments)
-        try:
-            answering.sampling  # noqa: B018 - checks its values
-        except ConfigError as error:
-            raise error.at(where) from error
-        return answering
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p)
-
-    def drawing(self, backend: Any) -> Any:
-        """The settings of drawing of the family of the engine's model. Raises ``ConfigError``."""
-        return trained_family(backend)[0].drawing_settings(backend.model, self.flow or {}, where="generation.flow")
-
-    def recorded(self) -> dict[str, str]:
-        """For a provenance: all that may change an answer."""
-        return {key: str(value) for key, value in vars(self).items() if key != "batch_size"}
-
-
-@dataclass(frozen=True)
 class Evaluation:
-    """Of one set of validation data; the same on all ranks."""
+    """Of all sets of validation data; the same on all ranks."""
 
-    losses: Result
-    """Its values are those of ``Validation.losses``."""
-    metrics: Sequence[Result]
-    """Of those that have a value."""
+    results: Sequence[Result]
+    """Of each set the losses, with the values of ``Validation.losses``, then the metrics that have a value."""
     failed: Mapping[str, str]
     """Name of each other metric -> why it has none."""
 
     @property
-    def results(self) -> list[Result]:
-        """The losses, then the metrics."""
-        return [self.losses, *self.metrics]
-
-    @property
     def values(self) -> dict[str, float]:
-        """The losses, and the metrics as ``val/<name>``."""
-        scored = {f"val/{name}": value for result in self.metrics for name, value in result.values.items()}
-        return {**self.losses.values, **scored}
+        """The losses, and the metrics as ``val/<name>``, or ``val/<set>/<name>``."""
+        values = {name: value for result in self.results for name, value in result.values.items()}
+        return {name if name.startswith("val/") else f"val/{name}": value for name, value in values.items()}
+
+
+def of_set(validation: Validation, metrics: Sequence[Metric]) -> list[Metric]:
+    """The metrics that score this set."""
+    return [metric for metric in metrics if metric.sets is None or validation.data.name in metric.sets]
 
 
 def check(
     metrics: Sequence[Metric],
     backend: Any,
-    validation: Validation,
+    sets: Sequence[Validation],
     *,
     where: str = "metrics",
-    answering: Answering = Answering(),
+    answering: Answering,
 ) -> None:
     """Raise ``ConfigError`` on all ranks where the model or the data cannot give what a metric scores. Collective."""
+    known = [one.data.name for one in sets]
+    for number, metric in enumerate(metrics):
+        for name in metric.sets or ():
+            if name not in known:
+                allowed = ", ".join(filter(None, known)) or "no name: val_dataloader is one section"
+                raise ConfigError(f"{where}[{number}].sets has {name!r}", allowed=allowed)
+    for validation in sets:
+        _check_set(of_set(validation, metrics), metrics, backend, validation, where=where, answering=answering)
+
+
+def _check_set(
+    metrics: Sequence[Metric],
+    listed: Sequence[Metric],
+    backend: Any,
+    validation: Validation,
+    *,
+    where: str,
+    answering: Answering,
+) -> None:
+    """``listed``: all metrics, as the config has them."""
     data, limit = validation.data, getattr(backend.model, "max_document_tokens", None)
     for metric in metrics:
         if metric.predicts not in (*KINDS, "loss"):
@@ -124,33 +98,35 @@ def check(
         try:
             check_answers(inferencer_of(backend, data.processor)[1], kind)
         except ConfigError as error:
-            number = next(k for k, metric in enumerate(metrics) if metric.predicts == kind)
-            cls = type(metrics[number]).__name__
+            number = next(k for k, metric in enumerate(listed) if metric.predicts == kind)
+            cls = type(listed[number]).__name__
             problem = f"{where}[{number}]: {cls} needs {_WORDS[kind]} ({names}), and {error.problem}"
             remedy = error.remedy or f"delete {cls} from the metrics{by_hand}"
             raise ConfigError(problem, allowed=error.allowed, remedy=remedy) from error
-        asked, _ = dist.on_main(partial(ask, data, wanted=kind, max_samples=1, limit=limit))
-        if not asked:
+        records, _ = dist.on_main(partial(ask, data, kind=kind, max_samples=1, limit=limit))
+        if not records:
             raise ConfigError(
-                f"no validation record has an answer of kind {kind} with a prompt before it, as {names} needs",
-                remedy=f"other records in val_dataloader, or leave out the metric{by_hand}",
+                f"no validation record{f' of {data.name}' if data.name else ''} has an answer of kind {kind} with a"
+                f" prompt before it, as {names} needs",
+                remedy=f"other records in val_dataloader, or leave out the metric{by_hand}"
+                + ("; or sets=[...] in it: the sets that it scores" if data.name else ""),
             )
 
 
 def evaluate(
     backend: Any,
-    validation: Validation,
+    sets: Sequence[Validation],
     metrics: Sequence[Metric] = (),
     *,
     checkpoint: str = "",
     max_batches: int | None = None,
     max_samples: int | None = None,
-    answering: Answering = Answering(),
+    answering: Answering,
     resamples: int | None = None,
     made_by: Mapping[str, str] | None = None,
     logged: set[str] | None = None,
 ) -> Evaluation:
-    """Losses and metrics of the model with its present weights, on one set of validation data. Collective; the same on
+    """Losses and metrics of the model with its present weights, on each set of validation data. Collective; the same on
     all ranks.
 
     Args:
@@ -165,34 +141,36 @@ def evaluate(
 
     A metric that fails is a warning that names it, and is in ``failed``.
     """
+    results: list[Result] = []
+    failed: dict[str, str] = {}
     with kept_generators():
-        texts, samples = TextLosses(), SampleLosses(validation)
-        watching: list[Watch] = [texts] if any(metric.predicts == "loss" for metric in metrics) else []
-        values = validation.losses(
-            backend, max_batches=max_batches, watching=watching if resamples == 0 else [*watching, samples]
-        )
-        replicates, resampling = ({}, "0 draws") if resamples == 0 else samples.resampled()
-        precision = str((made_by or {}).get("precision"))
-        facts = _loss_provenance(validation, max_batches=max_batches, checkpoint=checkpoint, precision=precision)
-        losses = Result(values, {**facts, "resampling": resampling}, replicates)
-        if max_samples is None and max_batches is not None:
-            max_samples = max_batches * validation.data.batch_size
-        answers_of: dict[str, Answers | str] = {}
-        for kind, names in _kinds(metrics).items():
-            answers_of[kind] = _answers(backend, validation, kind, answering, max_samples)
-            _report_left_out(answers_of[kind], f"Metrics of {_WORDS[kind]} ({names})", logged)
-        made_by = {**answering.recorded(), **(made_by or {})}
-        results, failed = [], {}
-        for metric in metrics:
-            scored = _scored(metric, answers_of.get(metric.predicts, texts),
-                             checkpoint=checkpoint, resamples=resamples, made_by=made_by)  # fmt: skip
-            if isinstance(scored, Result):
-                results.append(scored)
-                continue
-            failed[metric.name] = scored
-            if dist.is_main():
-                logger().warning("The metric %s has no value this time: %s", metric.name, scored)
-    return Evaluation(losses, results, failed)
+        for validation in sets:
+            own = of_set(validation, metrics)
+            samples = SampleLosses(validation)
+            scores_losses = any(metric.predicts == "loss" for metric in own)
+            watching: list[Watch] = [samples] if scores_losses or resamples != 0 else []
+            values = validation.losses(backend, max_batches=max_batches, watching=watching)
+            replicates, resampling = ({}, "0 draws") if resamples == 0 else samples.resampled()
+            provenance = _loss_provenance(validation, max_batches=max_batches, checkpoint=checkpoint,
+                                     precision=str((made_by or {}).get("precision")))  # fmt: skip
+            results.append(Result(values, {**provenance, "resampling": resampling}, replicates))
+            limit = max_samples
+            if limit is None and max_batches is not None:
+                limit = max_batches * validation.data.batch_size
+            answers_of: dict[str, Answers | SampleLosses | str] = {"loss": samples}
+            for kind, names in _kinds(own).items():
+                replies = answers_of[kind] = _answers(backend, validation, kind, answering, limit)
+                _log_left_out(replies, f"Metrics of {_WORDS[kind]} ({names})", logged)
+            for metric in own:
+                result = _score(metric, answers_of[metric.predicts], checkpoint=checkpoint, resamples=resamples,
+                                 made_by={**answering.facts(), **(made_by or {})})  # fmt: skip
+                if isinstance(result, Result):
+                    results.append(result.with_prefix(validation.own))
+                    continue
+                failed[f"{validation.own}{metric.name}"] = result
+                if dist.is_main():
+                    logger().warning("The metric %s%s has no value this time: %s", validation.own, metric.name, result)
+    return Evaluation(results, failed)
 
 
 def _loss_provenance(
@@ -204,7 +182,7 @@ def _loss_provenance(
     limit = None if max_batches is None else max_batches * data.batch_size
     chosen = [draw.sample_id(data.names) for draws in data.draws(limit) for draw in draws]
     return {
-        "metric": "val/loss",
+        "metric": f"val/{validation.own}loss",
         "version": f"unigen_ds definition {DEFINITION}",
         "settings": json.dumps(settings, sort_keys=True, default=str),
         "resize": NOT_USED,
@@ -228,60 +206,54 @@ def provenance_of(
     made_by: Mapping[str, str],
 ) -> dict[str, str]:
     """Where the values ``name`` of all evaluations of a run come from, known before the first: values of two runs are
-    alike where ``comparison.unlike`` finds no difference. Rank 0.
+    alike where ``unlike`` finds no difference. Rank 0.
     """
     losses = _loss_provenance(validation, max_batches=max_batches, checkpoint="", precision=made_by["precision"])
-    named = [metric for metric in metrics if name.removeprefix("val/").startswith(metric.name)]
-    if not named:
+    own = name.removeprefix(f"val/{validation.own}")
+    candidates = [metric for metric in of_set(validation, metrics) if own.startswith(metric.name)]
+    if not candidates:
         return {**losses, **made_by}
-    metric = max(named, key=lambda one: len(one.name))
+    metric = max(candidates, key=lambda one: len(one.name))
     data = {key: losses[key] for key in ("num_samples", "samples")}
-    return {**metric.provenance, **data, **answering.recorded(), "max_samples": str(max_samples), **made_by}
+    return {**metric.provenance, **data, **answering.facts(), "max_samples": str(max_samples), **made_by}
 
 
 def _kinds(metrics: Sequence[Metric]) -> dict[Kind, str]:
     """Kind of answer -> names of the metrics that score it."""
-    named = {kind: ", ".join(metric.name for metric in metrics if metric.predicts == kind) for kind in KINDS}
-    return {kind: names for kind, names in named.items() if names}
+    names = {kind: ", ".join(metric.name for metric in metrics if metric.predicts == kind) for kind in KINDS}
+    return {kind: names for kind, names in names.items() if names}
 
 
 def _answers(
-    backend: Any, validation: Validation, wanted: Kind, answering: Answering, max_samples: int | None
+    backend: Any, validation: Validation, kind: Kind, answering: Answering, max_samples: int | None
 ) -> Answers | str:
     """The model's answers, or on all ranks why there are none. Collective."""
-    data = validation.data
     try:
-        return answers(
-            backend, data, wanted=wanted,
-            seed=data.seed if answering.seed is None else answering.seed, max_samples=max_samples,
-            batch_size=answering.batch_size or data.batch_size, max_new_tokens=answering.max_new_tokens,
-            sampling=answering.sampling,
-            flow=None if wanted == "text" else answering.drawing(backend),
-        )  # fmt: skip
+        return answers(backend, validation.data, kind, answering, max_samples=max_samples)
     except Exception as error:  # ``answers`` fails on every rank alike
-        return f"no {wanted} could be generated: {type(error).__name__}: {error}"
+        return f"no {kind} could be generated: {type(error).__name__}: {error}"
 
 
-def _report_left_out(answered: Answers | str, what: str, logged: set[str] | None) -> None:
+def _log_left_out(replies: Answers | str, what: str, logged: set[str] | None) -> None:
     """Each line once."""
-    if isinstance(answered, str) or not dist.is_main():
+    if isinstance(replies, str) or not dist.is_main():
         return
-    for why, number in answered.left_out.items():
-        line = f"{what}: {number} validation records are left out, {why}; {answered.asked} are answered."
+    for why, number in replies.left_out.items():
+        line = f"{what}: {number} validation records are left out, {why}; {replies.asked} are answered."
         if logged is None or line not in logged:
             logger().info("%s", line)
         if logged is not None:
             logged.add(line)
 
 
-def _scored(metric: Metric, answered: Answers | TextLosses | str, **options: Any) -> Result | str:
+def _score(metric: Metric, replies: Answers | SampleLosses | str, **options: Any) -> Result | str:
     """The metric's result, or on all ranks why it has none. Collective."""
-    if isinstance(answered, str):
-        return answered
+    if isinstance(replies, str):
+        return replies
     problem = None
     try:
         metric.reset()
-        metric.update(*(answered.columns() if isinstance(answered, TextLosses) else _columns(metric, answered)))
+        metric.update(*(replies.texts() if isinstance(replies, SampleLosses) else _columns(metric, replies)))
     except Exception as error:
         problem = f"rank {dist.rank()}: {type(error).__name__}: {error}"
     problems = [each for each in dist.gather_objects(problem) if each is not None]
@@ -293,11 +265,11 @@ def _scored(metric: Metric, answered: Answers | TextLosses | str, **options: Any
         metric.reset()
 
 
-def _columns(metric: Metric, answered: Answers) -> tuple[Sequence[Any], Sequence[Any], Sequence[str]]:
+def _columns(metric: Metric, replies: Answers) -> tuple[Sequence[Any], Sequence[Any], Sequence[str]]:
     """Predictions, references and keys. A picture is compared with a picture or with the text that it was asked for."""
     prompts = metric.compares == "prompt" or (metric.predicts == "image" and metric.compares == "text")
     rows = [(_colored(one.prediction), one.prompt if prompts else _colored(one.reference), one.key)
-            for one in answered.mine]  # fmt: skip
+            for one in replies.mine]  # fmt: skip
     predictions, references, keys = zip(*rows, strict=True) if rows else ((), (), ())
     return predictions, references, keys
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,9 +36,9 @@ def contact_sheet(
     columns = columns or max(1, math.ceil(math.sqrt(len(cells) / widest)))
     font = ImageFont.load_default(_TEXT_SIZE)
     width = widest * (side + _GAP) + _GAP
-    drawn = [_drawn(cell, font, width, side) for cell in cells]
+    images = [_draw_cell(cell, font, width, side) for cell in cells]
     rows = [range(i, min(i + columns, len(cells))) for i in range(0, len(cells), columns)]
-    heights = [max(drawn[n].height for n in row) for row in rows]
+    heights = [max(images[n].height for n in row) for row in rows]
     top = _LINE + _GAP if title else 0
     sheet = Image.new("RGB", (columns * width, top + sum(heights)), _PAPER)
     pen = ImageDraw.Draw(sheet)
@@ -45,16 +46,16 @@ def contact_sheet(
     for row, height in zip(rows, heights, strict=True):
         for column, n in enumerate(row):
             left = column * width
-            sheet.paste(drawn[n], (left, top))
+            sheet.paste(images[n], (left, top))
             frame = (left, top, left + width - 1, top + height - 1)
             pen.rectangle(frame, outline=_WRONG if cells[n].wrong else _FRAME)
         top += height
     return sheet
 
 
-def _drawn(cell: Cell, font: _Font, width: int, side: int) -> Image.Image:
+def _draw_cell(cell: Cell, font: _Font, width: int, side: int) -> Image.Image:
     """A cell with what is free around its parts, without its frame."""
-    pictures, lines = [_scaled(picture, side) for picture in cell.pictures], _lines(cell.text, font, width - 2 * _GAP)
+    pictures, lines = [_scale(picture, side) for picture in cell.pictures], _lines(cell.text, font, width - 2 * _GAP)
     below = _GAP + max((picture.height + _GAP // 2 for picture in pictures), default=0)
     image = Image.new("RGB", (width, below + (len(lines) * _LINE + _GAP if lines else 0)), _PAPER)
     for i, picture in enumerate(pictures):
@@ -65,7 +66,7 @@ def _drawn(cell: Cell, font: _Font, width: int, side: int) -> Image.Image:
     return image
 
 
-def _scaled(picture: Image.Image, side: int) -> Image.Image:
+def _scale(picture: Image.Image, side: int) -> Image.Image:
     """At most ``side`` pixels; enlarged by whole pixels."""
     scale = side / max(picture.size)
     size = [max(1, round(length * (math.floor(scale) if scale >= 1 else scale))) for length in picture.size]
@@ -74,28 +75,9 @@ def _scaled(picture: Image.Image, side: int) -> Image.Image:
 
 
 def _lines(text: str, font: _Font, width: int) -> list[str]:
-    """At most ``_LINES`` lines of that width in pixels; words that are too long are broken."""
-    most = _LINES * width // 2  # characters: none is narrower than two pixels
-    lines: list[str] = []
-    for paragraph in text[:most].splitlines():
-        left = paragraph
-        while left and len(lines) <= _LINES:
-            size = _fitting(left, font, width)
-            end = left.rfind(" ", 0, size + 1) if size < len(left) else size
-            end = end if end > 0 else size
-            lines.append(left[:end])
-            left = left[end:].lstrip(" ")
-    if len(lines) > _LINES or len(text) > most:
-        last = lines[_LINES - 1 : _LINES] or [""]
-        kept = _fitting(last[0], font, width - math.ceil(font.getlength("...")))
-        lines = [*lines[: _LINES - 1], last[0][:kept] + "..."]
+    """At most ``_LINES`` lines of about that width in pixels; words that are too long are broken."""
+    characters = max(1, int(width / font.getlength("0")))
+    lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, characters)]
+    if len(lines) > _LINES:
+        lines = [*lines[: _LINES - 1], lines[_LINES - 1][: characters - 3] + "..."]
     return lines
-
-
-def _fitting(text: str, font: _Font, width: int) -> int:
-    """How many of the first characters fit into the width; one at least."""
-    low, high = 1, len(text)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if font.getlength(text[:middle]) <= width else (low, middle - 1)
-    return low

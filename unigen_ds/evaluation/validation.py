@@ -1,5 +1,7 @@
 """The losses on validation data: ``val/loss`` and its parts, the same for every number of ranks and every engine.
 
+Where a run has several sets of validation data, the names have that of the set: ``val/<set>/loss``.
+
 In: an engine and ``ValidationData``. Out: means over all targets of all ranks. A target weighs the same wherever it is:
 sums and numbers of targets are added in float64, and divided once at the end. ``evaluating`` is what every look at a
 model during training needs: afterwards the training continues as if nothing had happened.
@@ -33,11 +35,16 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Validation:
-    """What a run is evaluated on, and how its losses are weighed and divided."""
+    """One set that a run is evaluated on, and how its losses are weighed and divided."""
 
     data: ValidationData
     loss_weights: Mapping[str, float]
     groups: Callable[[Batch], Groups] = field(default=lambda batch: {})
+
+    @property
+    def own(self) -> str:
+        """What the names of its values begin with after ``val/``: ``<set>/``, or nothing for the only set."""
+        return f"{self.data.name}/" if self.data.name else ""
 
     def losses(
         self, backend: Backend, *, max_batches: int | None = None, watching: Sequence[Watch] = ()
@@ -46,7 +53,8 @@ class Validation:
 
         ``val/loss``: the sum of ``loss_weights[k]`` times ``val/loss/k`` over the terms k that have targets;
         ``val/loss/<term>``: the mean over its targets; ``val/loss/<term>/<source>`` and ``val/loss/<term>/<group>``:
-        over those of a source or a group. A mean without targets is left out. The same on all ranks.
+        over those of a source or a group. A mean without targets is left out. The same on all ranks. With ``own``
+        after ``val/``.
 
         ``max_batches``: as of ``ValidationData.batches``. ``watching``: see this rank's batches; not collective.
         """
@@ -63,9 +71,10 @@ class Validation:
         """The names of ``losses`` from sums of losses and numbers of targets."""
         means = {key: sums[key] / count for key, count in sorted(counts.items()) if count}
         terms = {key[0]: mean for key, mean in means.items() if len(key) == 1}
-        total = {"val/loss": sum(self.loss_weights.get(term, 1.0) * mean for term, mean in terms.items())}
-        named = {"/".join(("val/loss", *key)): mean for key, mean in means.items()}
-        return (total if terms else {}) | named
+        name = f"val/{self.own}loss"
+        total = {name: sum(self.loss_weights.get(term, 1.0) * mean for term, mean in terms.items())}
+        parts = {"/".join((name, *key)): mean for key, mean in means.items()}
+        return (total if terms else {}) | parts
 
 
 class _Totals:
@@ -139,13 +148,13 @@ def _stored_statistics(model: nn.Module) -> Iterator[None]:
     if not own or dist.world_size() == 1:
         yield
         return
-    kept = [buffer.clone() for buffer in own]
+    former = [buffer.clone() for buffer in own]
     stored = dist.broadcast_object([buffer.cpu() for buffer in own])
     try:
         _copy(own, stored)
         yield
     finally:
-        _copy(own, kept)
+        _copy(own, former)
 
 
 def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -152,8 +152,8 @@ class Run(Protocol):
         ...
 
     @property
-    def validation(self) -> Validation | None:
-        """The validation data and its losses; None: the config has none."""
+    def validation(self) -> Sequence[Validation]:
+        """Each set of validation data with its losses; empty: the config has none."""
         ...
 
     @property

@@ -439,15 +439,16 @@ class RunnerView(_View):
 
         Raises ``NoSuchAttribute`` where the config has none.
         """
-        run, validation = self._run, getattr(self._run, "validation", None)
-        if validation is None:
+        run = self._run
+        sets = [one.data for one in getattr(run, "validation", ())]
+        if not sets:
             raise NoSuchAttribute(
                 "a hook of mmengine uses runner.val_dataloader, and the config has no val_dataloader",
                 remedy="add val_dataloader=dict(...) (docs/evaluation.md)",
             )
         limit = next((hook.max_batches for hook in run.hooks if isinstance(hook, EvaluateHook)), None)
-        batches = validation.data.num_batches(limit, dp_size=run.backend.dp_size)
-        return DataLoaderView(run, "runner.val_dataloader", batches, len(validation.data), validation.data.batch_size)
+        batches = sum(one.num_batches(limit, dp_size=run.backend.dp_size) for one in sets)
+        return DataLoaderView(run, "runner.val_dataloader", batches, sum(map(len, sets)), sets[0].batch_size)
 
     @property
     def val_loop(self) -> _View:

@@ -1,6 +1,6 @@
 """One HTML file about one run or several: ``write_report``. Reads what the run wrote; changes nothing.
 
-``reading.py`` and ``results.py`` read, ``goodput.py``, ``charts.py``, ``panels.py`` and ``sections.py`` compute,
+``reading.py`` and ``results.py`` read, ``goodput.py``, ``charts.py``, ``panels.py`` and ``page.py`` compute,
 ``templates/`` has the markup.
 """
 

@@ -98,33 +98,33 @@ def chart(
     unit: str = "",
     log: bool | None = None,
     compact: bool = False,
-    named: bool = False,
+    with_name: bool = False,
 ) -> Figure | None:
     """A line chart; None where no series has a point. ``log``: the scale of y; None chooses it from the values.
-    ``named``: whether a single curve has its name below the title, too.
+    ``with_name``: whether a single curve has its name below the title, too.
     """
-    drawn = [one for one in series if one.points]
-    if not drawn:
+    curves = [one for one in series if one.points]
+    if not curves:
         return None
-    frame = Frame.around(drawn, log=log)
-    most = max(len(one.points) for one in drawn)
+    frame = Frame.around(curves, log=log)
+    most = max(len(one.points) for one in curves)
     notes = [
         unit,
         "logarithmic scale" if frame.log else "",
         f"extremes of {MOST_POINTS // 2} intervals of up to {grouped(most)} values" if most > MOST_POINTS else "",
     ]
-    first, last = drawn[0].points[0][1], drawn[0].points[-1][1]
+    first, last = curves[0].points[0][1], curves[0].points[-1][1]
     values = [
         {"n": one.name, "c": one.colour % NUM_COLOURS, "p": [[_short(x), _short(y)] for x, y in reduced(one.points)]}
-        for one in drawn
+        for one in curves
         if one.style != "faint"
     ]
     return Figure(
         title=title,
-        spoken=f"{title}: {drawn[0].name} from {number_text(first)} to {number_text(last)}",
+        spoken=f"{title}: {curves[0].name} from {number_text(first)} to {number_text(last)}",
         notes=[note for note in notes if note],
-        legend=[("faint" if one.style == "faint" else one.css, one.name) for one in drawn]
-        if named or len(drawn) > 1
+        legend=[("faint" if one.style == "faint" else one.css, one.name) for one in curves]
+        if with_name or len(curves) > 1
         else None,
         grid=frame.grid,
         y_labels=frame.labels(_tick),
@@ -133,7 +133,7 @@ def chart(
         compact=compact,
         marks=[(f"{frame.x(one.x):.1f}", one.kind) for one in marks if frame.left <= one.x <= frame.right],
         flags=_flags(marks, frame),
-        paths=[path for one in drawn for path in _paths(one, frame)],
+        paths=[path for one in curves for path in _paths(one, frame)],
     )
 
 
@@ -149,13 +149,13 @@ class Frame:
     log: bool
 
     @classmethod
-    def around(cls, drawn: Sequence[Series], *, log: bool | None) -> Frame:
+    def around(cls, curves: Sequence[Series], *, log: bool | None) -> Frame:
         """``log``: None chooses it from the values. A logarithmic scale needs values above 0."""
-        values = [y for one in ([s for s in drawn if s.scale] or drawn) for _, y in one.points]
+        values = [y for one in ([s for s in curves if s.scale] or curves) for _, y in one.points]
         positive = min(values) > 0
         log = positive and (max(values) / min(values) > _LOG_RATIO if log is None else log)
         low, high, ticks = _log_axis(values) if log else _axis(values)
-        xs = [x for one in drawn for x, _ in one.points]
+        xs = [x for one in curves for x, _ in one.points]
         left, right = min(xs), max(xs)
         margin = 0.5 if left == right else 0.0
         return cls(left - margin, right + margin, low, high, ticks, log)
@@ -210,11 +210,11 @@ def reduced(points: Points) -> Points:
     if len(points) <= MOST_POINTS:
         return points
     size = len(points) / (MOST_POINTS // 2)
-    kept = [points[0]]
+    extremes = [points[0]]
     for i in range(MOST_POINTS // 2):
         part = points[int(i * size) : int((i + 1) * size)]
-        kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
-    return [*kept, points[-1]]
+        extremes += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
+    return [*extremes, points[-1]]
 
 
 def _axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
@@ -348,9 +348,9 @@ def _fewer(groups: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     names = [*groups]
     if len(names) <= NUM_COLOURS:
         return dict(groups)
-    kept, rest = names[: NUM_COLOURS - 1], names[NUM_COLOURS - 1 :]
+    first, rest = names[: NUM_COLOURS - 1], names[NUM_COLOURS - 1 :]
     joined = np.concatenate([groups[name] for name in rest])
-    return {**{name: groups[name] for name in kept}, plural(len(rest), "further source"): joined}
+    return {**{name: groups[name] for name in first}, plural(len(rest), "further source"): joined}
 
 
 def _bars(counts: Mapping[str, NDArray[Any]], frame: Frame) -> list[tuple[str, str, str, str, str]]:

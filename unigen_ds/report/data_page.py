@@ -113,10 +113,10 @@ def _sources(report: Report) -> list[tuple[Any, ...]]:
     total = sum(int(one["draws_per_epoch"]) for one in report["sources"].values())
     rows = []
     for name, one in report["sources"].items():
-        records, drawn, lengths = one["records"], int(one["draws_per_epoch"]), one["lengths"]
+        records, draws, lengths = one["records"], int(one["draws_per_epoch"]), one["lengths"]
         weight = "–" if one["weight"] is None else f"{one['weight']:g}"
         rows.append((
-            name, records, one["records_with_images"] / max(records, 1), drawn, drawn / max(total, 1), weight,
+            name, records, one["records_with_images"] / max(records, 1), draws, draws / max(total, 1), weight,
             lengths["p50"], lengths["p95"], lengths["max"],
         ))  # fmt: skip
     return rows

@@ -67,8 +67,8 @@ class Spent:
 
 def spent_by_start(starts: Sequence[RunStart]) -> list[Spent]:
     """One for each start. An update counts in the last start that made it."""
-    kept = [min([later.update for later in starts[i:]], default=start.reached) for i, start in enumerate(starts, 1)]
-    return [_spent(start, updates) for start, updates in zip(starts, kept, strict=True)]
+    until = [min([later.update for later in starts[i:]], default=start.reached) for i, start in enumerate(starts, 1)]
+    return [_spent(start, updates) for start, updates in zip(starts, until, strict=True)]
 
 
 def total_spent(starts: Sequence[RunStart]) -> Spent:
@@ -96,8 +96,8 @@ class _Point:
     sections: Mapping[str, float]
 
 
-def _spent(start: RunStart, kept: int) -> Spent:
-    """Of the updates up to ``kept``. A kill leaves updates after the last line: they count with the average."""
+def _spent(start: RunStart, until: int) -> Spent:
+    """Of the updates up to ``until``. A kill leaves updates after the last line: they count with the average."""
     points = [_Point(start.update, 0.0, {})]
     for line in start.times:
         sections = line.get("sections")
@@ -107,8 +107,8 @@ def _spent(start: RunStart, kept: int) -> Spent:
     missing = start.reached - last.update
     per_update = last.seconds / (last.update - start.update) if last.update > start.update else _average(start)
     total = last.seconds + missing * per_update
-    counted = _at(points, min(kept, last.update)) if kept < last.update else last
-    seconds = counted.seconds + max(0, min(kept, start.reached) - last.update) * per_update
+    counted = _at(points, min(until, last.update)) if until < last.update else last
+    seconds = counted.seconds + max(0, min(until, start.reached) - last.update) * per_update
     data, saves = (counted.sections.get(name, 0.0) for name in ("data", _SAVES))
     hooks = sum(v for k, v in counted.sections.items() if k[:5] == "hook:" and k not in {*_OF_TRAINING, _SAVES})
     start_up = number(start.record.get("start_up"))

@@ -1,23 +1,34 @@
-"""The page about one run or several: a heading, a comparison where there are several runs, and each run's parts."""
+"""The page about one run or several: a heading, a comparison where there are several runs, and each run's parts.
+
+Here are the values of the parts; ``templates/run.html.j2`` has the words around them.
+"""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.evaluation.metric_lines import number
-from unigen_ds.report.document import write_document
-from unigen_ds.report.goodput import total_spent
-from unigen_ds.report.panels import overlay
-from unigen_ds.report.reading import WorkDir, read_work_dir, run_names
+from unigen_ds.report.document import TableCell, write_document
+from unigen_ds.report.goodput import PARTS, changes, idle_before, spent_by_start, total_spent
+from unigen_ds.report.panels import curves, overlay, validation_curves
+from unigen_ds.report.pictures import previews_of
+from unigen_ds.report.reading import RunStart, WorkDir, read_work_dir, run_names
 from unigen_ds.report.results import flat
-from unigen_ds.report.sections import view_of
-from unigen_ds.report.value_formats import plural, value_text
+from unigen_ds.report.value_formats import grouped, number_text, percent, plural, seconds_text, value_text
 
 MAX_PICTURES = 16 * 2**20
 """Bytes of all pictures of a page."""
 _NOT_COMPARED = ("work_dir", "checkpoint_dir", "resume")
+_MOST_ROWS = 100
+_STATES = {"ok": "good", "warn": "warn", "block": "bad"}
+_CHANGED = {"True": " with changes that are not committed", "False": " no changes"}
+Chip = tuple[str, str]
+"""Text and CSS class."""
 
 
 def write_report(work_dirs: Sequence[Path], out: Path, *, max_pictures: int = MAX_PICTURES) -> Path:
@@ -40,7 +51,8 @@ def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
     rows = []
     for name, run in runs.items():
         spent, last = total_spent(run.starts), run.last
-        best = min((one.values["val/loss"] for one in run.evaluations if "val/loss" in one.values), default=None)
+        key = run.validation_loss
+        best = min((one.values[key] for one in run.evaluations if key in one.values), default=None)
         rows.append((
             name, last.get("update"), last.get("sequences"), number(last.get("loss")), best,
             number(last.get("tokens_per_second")), spent.goodput, spent.total, len(run.starts),
@@ -66,3 +78,238 @@ def _config_differences(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
         "not_compared": _NOT_COMPARED,
         "without_config": [name for name in runs if name not in known],
     }
+
+
+def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
+    """Everything that the template displays of a run. ``budget``: bytes of its pictures."""
+    last = run.last
+    pictures, picture_notes = previews_of(run, budget=budget)
+    key = run.validation_loss
+    losses = [(one.values[key], one.update) for one in run.evaluations if key in one.values]
+    main, more = curves(run) if run.updates else ([], [])
+    return {
+        "run": run,
+        "chips": _chips(run),
+        "last": {key: number(last.get(key)) for key in ("update", "loss", "epoch", "tokens_per_second")},
+        "best_loss": min(losses, key=lambda pair: pair[0], default=None),
+        "time": _time(run),
+        "curves": main,
+        "more_curves": more,
+        "numbers": _numbers(run),
+        "validation": _validation(run),
+        "pictures": pictures,
+        "picture_notes": picture_notes,
+        "checkpoints": [_checkpoint(run, index) for index in range(len(run.checkpoints))],
+        "loaded": _loaded(run),
+        "resumes": _resumes(run),
+        "skipped": Counter(str(line.get("why", "–")) for line in run.skipped).most_common(),
+        "last_skipped": [
+            (line.get("update"), str(line.get("sample", "–")), str(line.get("why", "–")))
+            for line in run.skipped[-_MOST_ROWS:]
+        ],
+        **_log(run),
+        "environment": _environment(run),
+        "config": sorted((key, value_text(value)) for key, value in flat(run.config).items()),
+        "config_text": _config_text(run),
+    }
+
+
+def _chips(run: WorkDir) -> list[Chip]:
+    """How the run ended, on what it ran, its effective batch."""
+    end = run.starts[-1].end if run.starts else None
+    states: dict[str | None, Chip] = {
+        "complete": ("complete", "good"),
+        "stopped": ("stopped", ""),
+        None: ("killed, or still running", "warn") if run.starts else ("no start recorded", "warn"),
+    }
+    chips = [states.get(end, ("ended with an error", "bad"))]
+    record = run.starts[-1].record if run.starts else {}
+    topology, geometry = record.get("topology"), record.get("geometry")
+    if isinstance(topology, Mapping):
+        parts = (topology.get(key) for key in ("engine", "sharding", "precision"))
+        chips.append((" ".join(str(part) for part in parts if part), ""))
+    if isinstance(geometry, Mapping) and all(isinstance(value, int) for value in geometry.values()):
+        batch = 1
+        for value in geometry.values():
+            batch *= value
+        chips.append((f"effective batch {batch}", ""))
+    return chips
+
+
+def _time(run: WorkDir) -> dict[str, Any]:
+    """Lost time and goodput, then a row for each start."""
+    spent = spent_by_start(run.starts)
+    total, idle = total_spent(run.starts), idle_before(run.starts, spent)
+    rows = []
+    for i, (start, one) in enumerate(zip(run.starts, spent, strict=True)):
+        end = start.end or ("killed" if i + 1 < len(spent) else "killed or running")
+        updates = f"{grouped(start.update)} – {grouped(start.reached)}"
+        seconds = [getattr(one, part) for part in PARTS]
+        rows.append((i + 1, start.record.get("time"), updates, end, one.goodput, *seconds, idle[i]))
+    all_seconds = total.total
+    shares = [(part, getattr(total, part), getattr(total, part) / (all_seconds or 1)) for part in PARTS]
+    return {
+        "spent": total,
+        "shares": shares,
+        "bar": [(part, f"{PARTS[part]}: {seconds_text(seconds)}", share) for part, seconds, share in shares],
+        "spoken": ", ".join(f"{PARTS[part]} {percent(share)}" for part, _, share in shares),
+        "titles": PARTS,
+        "rows": rows,
+    }
+
+
+def _numbers(run: WorkDir) -> list[list[Any]]:
+    """The numbers of some updates, for a table: readable without a picture."""
+    lines = [*run.updates[:: max(1, len(run.updates) // 20)]]
+    lines += [run.updates[-1]] if lines and lines[-1] is not run.updates[-1] else []
+    keys = ("update", "epoch", "sequences", "loss", "lr", "grad_norm", "tokens_per_second")
+    return [[line.get(key) for key in keys] for line in lines]
+
+
+def _validation(run: WorkDir) -> dict[str, Any]:
+    """Curves, a row with the extremes and the last value of each, and where each value came from."""
+    by_key: dict[tuple[str, str], list[tuple[int | None, float]]] = {}
+    for evaluation in run.evaluations:
+        for key, value in evaluation.values.items():
+            by_key.setdefault((key, evaluation.origin), []).append((evaluation.update, value))
+    rows = []
+    for (key, origin), pairs in by_key.items():
+        values = [value for _, value in pairs]
+        update, last = max(pairs, key=lambda pair: -1 if pair[0] is None else pair[0])
+        rows.append((key, len(pairs), min(values), max(values), last, value_text(update), origin))
+    state = run.best_state
+    made_alike: dict[str, Any] = {}  # the values of all checkpoints that were computed alike: the last one is displayed
+    for one in run.evaluations:
+        if one.provenance:
+            same = {key: value for key, value in one.provenance.items() if key != "checkpoint"}
+            made_alike[json.dumps(same, sort_keys=True)] = one
+    return {
+        "curves": validation_curves(run),
+        "rows": rows,
+        "best": state.get("metric") and (
+            f"{state['metric']} ({state.get('rule', 'less')}): {number_text(number(state.get('value')))}"
+            f" at update {value_text(state.get('updates'))}"
+        ),
+        "provenance": [
+            (f"{', '.join([*one.values][:4])} ({one.origin})",
+             [(key, value_text(value)) for key, value in flat(one.provenance).items()])
+            for one in made_alike.values()
+        ],
+    }  # fmt: skip
+
+
+def _checkpoint(run: WorkDir, index: int) -> tuple[Any, ...]:
+    """The row of a checkpoint, with its states."""
+    entry = run.checkpoints[index]
+    manifest, abandoned = entry.manifest, run.lineage.abandoned
+    complete = [
+        one.path
+        for one in run.checkpoints
+        if one.problem is None and one.manifest is not None and one.manifest.commit not in abandoned
+    ]
+    chips: list[tuple[str, ...]] = []
+    if entry.problem is not None:
+        chips.append(("damaged", "bad", entry.problem))
+    elif manifest is not None and manifest.commit in abandoned:
+        chips.append(("abandoned", "warn"))
+    elif complete[-1:] == [entry.path]:
+        chips.append(("newest", ""))
+    if entry.path.name == run.best:
+        chips.append(("★ best", "good"))
+    if manifest is None:
+        return entry.path.name, None, "–", "–", "–", None, "–", "–", chips
+    split = manifest.geometry.batch_size, manifest.geometry.dp_size, manifest.geometry.accumulative_counts
+    metrics = ", ".join(f"{name} {number_text(number(value))}" for name, value in manifest.metrics.items())
+    return (
+        entry.path.name,
+        manifest.progress.updates,
+        f"{manifest.geometry.global_batch_size} = {' × '.join(map(str, split))}",
+        str(manifest.topology.get("engine", "–")),
+        size_text(sum(file.size for file in manifest.files)),
+        manifest.created,
+        TableCell(manifest.parent, "code") if manifest.parent else "fresh start",
+        metrics or "–",
+        chips,
+    )
+
+
+def _loaded(run: WorkDir) -> str | None:
+    """The numbers of tensors in the report of a partial load."""
+    if run.load_report is None:
+        return None
+    numbers = {key: len(value) for key, value in run.load_report.items() if isinstance(value, list) and value}
+    return ", ".join(f"{name} {grouped(count)}" for name, count in numbers.items()) or "nothing"
+
+
+def _resumes(run: WorkDir) -> list[dict[str, Any]]:
+    """What each resume met and changed."""
+    resumes = []
+    changed = changes(run.starts)
+    for index, start in enumerate(run.starts[1:], start=1):
+        listed = start.record.get("findings")
+        findings = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+        before, now = _config(run.starts[index - 1]), _config(start)
+        keys = sorted({*before, *now} - {"resume", "load_from"}) if before and now else ()
+        edited = {f"config.{k}": (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
+        rows = [_finding(one) for one in findings]
+        resumes.append({
+            "number": index + 1,
+            "update": start.update,
+            "source": str(start.record.get("checkpoint") or "the beginning"),
+            "num_edited": len(edited),
+            "differences": [(key, *map(value_text, values)) for key, values in {**changed[index], **edited}.items()],
+            "noted": [row for row, one in zip(rows, findings, strict=True) if one.get("status") != "ok"],
+            "findings": rows,
+        })  # fmt: skip
+    return resumes
+
+
+def _config(start: RunStart) -> dict[str, Any]:
+    config = start.record.get("config")
+    return flat(config) if isinstance(config, Mapping) else {}
+
+
+def _finding(one: Mapping[str, Any]) -> tuple[Any, ...]:
+    status = str(one.get("status"))
+    advice = " ".join(str(one[key]) for key in ("why", "remedy") if one.get(key))
+    was, now = value_text(one.get("was")), value_text(one.get("now"))
+    return [(status, _STATES.get(status, ""))], str(one.get("id", "")), was, now, advice
+
+
+def _log(run: WorkDir) -> dict[str, Any]:
+    """Warnings and errors of ``train.log``, equal ones counted."""
+    times: dict[tuple[str, str], list[str]] = {}
+    for when, level, text in run.log:
+        times.setdefault((level, text), []).append(when)
+    rows = [
+        (when[-1].partition(",")[0], [(level.lower(), "warn" if level == "WARNING" else "bad")], len(when), text)
+        for (level, text), when in [*times.items()][-_MOST_ROWS:]
+    ]
+    return {"log": rows, "num_earlier": len(times) - len(rows)}
+
+
+def _environment(run: WorkDir) -> list[tuple[str, Any]]:
+    """Machine, code and versions of the last start; versions of a checkpoint where no start is recorded."""
+    if not run.starts:
+        manifests = [one.manifest for one in run.checkpoints if one.manifest is not None]
+        return [(str(key), str(value)) for key, value in manifests[-1].versions.items()] if manifests else []
+    record = run.starts[-1].record
+    entries: dict[str, Any] = {}
+    for part in map(record.get, ("machine", "topology", "geometry")):
+        entries |= {key: value_text(value) for key, value in part.items()} if isinstance(part, Mapping) else {}
+    git = record.get("git")
+    for name, part in git.items() if isinstance(git, Mapping) else ():
+        if isinstance(part, Mapping):
+            commit, changed = str(part.get("commit", "–"))[:40], _CHANGED.get(str(part.get("changed")), "")
+            entries[f"git commit of the {name}"] = TableCell(commit, "code", changed)
+    if not git:
+        entries["git commit"] = "none: the code is in no git repository"
+    versions = record.get("versions")
+    entries |= {key: str(value) for key, value in versions.items()} if isinstance(versions, Mapping) else {}
+    return [(key.replace("_", " "), value) for key, value in entries.items()]
+
+
+def _config_text(run: WorkDir) -> str | None:
+    """``config.py``, or where a value of the config is masked, the masked values instead."""
+    hidden = any(value == "***" for value in flat(run.config).values())
+    return json.dumps(run.config, indent=1, default=str) if hidden and run.config_text is not None else run.config_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from unigen_ds.evaluation.metric_lines import Line, interpolated, known_sequences, number
+from unigen_ds.evaluation.metric_lines import Line, interpolated, known_sequences, number, validation_losses
 from unigen_ds.report.charts import Figure, Mark, Series, chart
 from unigen_ds.report.goodput import changes
 from unigen_ds.report.reading import WorkDir
@@ -59,8 +59,10 @@ def curves(run: WorkDir) -> tuple[list[Figure], list[Figure]]:
     shares = [key for key in keys if key in ("time/update", "time/data")]
 
     def figure(title: str, names: Sequence[str], *, unit: str = "", log: bool | None = None) -> Figure | None:
-        drawn = [Series(label(name), points(lines, name), i, smooth=name not in rates) for i, name in enumerate(names)]
-        return chart(title, drawn, x_label="update", marks=marks, unit=unit, log=log, compact=True)
+        all_series = [
+            Series(label(name), points(lines, name), i, smooth=name not in rates) for i, name in enumerate(names)
+        ]
+        return chart(title, all_series, x_label="update", marks=marks, unit=unit, log=log, compact=True)
 
     void = [
         Series(f"made void by a resume{f' ({i})' * (len(run.abandoned) > 1)}", points(part, "loss"), style="faint",
@@ -119,19 +121,23 @@ def label(key: str) -> str:
 def validation_curves(run: WorkDir) -> list[Figure]:
     """A chart for each group of values: the total, then terms with their parts, then each metric."""
     groups: dict[str, dict[str, dict[float, float]]] = {}
-    for evaluated in run.evaluations:
-        for key, value in evaluated.values.items() if evaluated.update is not None else ():
+    several = validation_losses(key for evaluation in run.evaluations for key in evaluation.values)
+    sets = {key.split("/")[1] for key in several if key != "val/loss"}
+    for evaluation in run.evaluations:
+        for key, value in evaluation.values.items() if evaluation.update is not None else ():
             parts = key.split("/")
+            if len(parts) > 2 and parts[1] in sets:
+                parts = ["/".join(parts[:2]), *parts[2:]]
             group = "/".join(parts[: min(len(parts) - 1, 3)]) if len(parts) > 2 else key
-            groups.setdefault(group, {}).setdefault(key, {})[float(evaluated.update or 0)] = value
+            groups.setdefault(group, {}).setdefault(key, {})[float(evaluation.update or 0)] = value
     figures = []
     for group, series in groups.items():
-        drawn = [
+        all_series = [
             Series("all" if key == group else key.removeprefix(f"{group}/"), sorted(values.items()), i, "dots")
             for i, (key, values) in enumerate(series.items())
         ]
-        if any(len(one.points) > 1 for one in drawn):
-            figures.append(chart(group, drawn, x_label="update", marks=marks_of(run), compact=True))
+        if any(len(one.points) > 1 for one in all_series):
+            figures.append(chart(group, all_series, x_label="update", marks=marks_of(run), compact=True))
     return _present(figures)
 
 
@@ -151,13 +157,15 @@ def overlay(runs: Mapping[str, WorkDir]) -> list[Figure]:
         if key != "val/loss":
             return points(run.updates, key, x="sequences")
         known = known_sequences(run.updates)
-        values = [(one.update, one.values.get(key)) for one in run.evaluations]
+        values = [(one.update, one.values.get(run.validation_loss)) for one in run.evaluations]
         pairs = [(interpolated(known, update), value) for update, value in values if update is not None]
         return sorted((x, y) for x, y in pairs if x is not None and y is not None)
 
     figures = []
     for key, title in titles.items():
-        more: dict[str, Any] = {"log": False if key == "lr" else None, "compact": key != "loss", "named": True}
-        drawn = [Series(name, points_of(run, key), i, smooth=key != "lr") for i, (name, run) in enumerate(runs.items())]
-        figures.append(chart(title, drawn, x_label="sequences", **more))
+        more: dict[str, Any] = {"log": False if key == "lr" else None, "compact": key != "loss", "with_name": True}
+        all_series = [
+            Series(name, points_of(run, key), i, smooth=key != "lr") for i, (name, run) in enumerate(runs.items())
+        ]
+        figures.append(chart(title, all_series, x_label="sequences", **more))
     return _present(figures)

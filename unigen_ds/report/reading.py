@@ -26,6 +26,7 @@ from unigen_ds.evaluation.metric_lines import (
     is_count,
     lines_of_updates,
     number,
+    validation_losses,
     well_formed,
 )
 from unigen_ds.report import results
@@ -97,6 +98,12 @@ class WorkDir:
     """File and what is wrong with it."""
 
     @property
+    def validation_loss(self) -> str:
+        """``val/loss``, or of several sets that of the first."""
+        names = validation_losses(key for evaluation in self.evaluations for key in evaluation.values)
+        return next(iter(names), "val/loss")
+
+    @property
     def last(self) -> Line:
         """The last line of an update; empty where there is none."""
         return self.updates[-1] if self.updates else {}
@@ -131,17 +138,17 @@ def read_work_dir(path: Path) -> WorkDir:
     config = starts[-1].record.get("config") if starts else None
     if not isinstance(config, Mapping):
         config = manifests[-1].config if manifests else {}
-    kept = in_effect(metrics)
-    files = results.of_files(path, problems, prefix=results.async_prefix(config, kept))
+    valid = in_effect(metrics)
+    files = results.of_files(path, problems, prefix=results.async_prefix(config, valid))
     best, best_state = _best(home, checkpoints, problems)
     return WorkDir(
         path=path,
         name=path.resolve().name,
         starts=starts,
-        updates=lines_of_updates(kept),
-        abandoned=_abandoned(metrics, kept),
-        statistics=[line for line in kept if line.get("event") == STATISTICS and is_count(line.get("update"))],
-        evaluations=results.once(results.of_lines(kept), files),
+        updates=lines_of_updates(valid),
+        abandoned=_abandoned(metrics, valid),
+        statistics=[line for line in valid if line.get("event") == STATISTICS and is_count(line.get("update"))],
+        evaluations=results.once(results.of_lines(valid), files),
         checkpoints=checkpoints,
         lineage=attempt("lineage.json", lambda: Lineage.read(home), Lineage(), problems),
         best=best,
@@ -208,23 +215,23 @@ def _starts(timeline: Iterable[Line], *journals: Iterable[Line]) -> list[RunStar
     """One for each start line of the timeline. A start that ended before its first update is in the timeline alone, so
     it is matched with the parts of the journals from their ends.
     """
-    recorded: list[tuple[Line, list[Line]]] = []
+    pairs: list[tuple[Line, list[Line]]] = []
     for line in timeline:
         if line.get("event") == "start":
-            recorded.append((line, []))
-        elif recorded and line.get("event") in ("time", "end") and number(line.get("seconds")) is not None:
-            recorded[-1][1].append(line)
+            pairs.append((line, []))
+        elif pairs and line.get("event") in ("time", "end") and number(line.get("seconds")) is not None:
+            pairs[-1][1].append(line)
     parts = [_by_start(lines) for lines in journals]
     starts = []
-    for record, times in reversed(recorded):
+    for record, times in reversed(pairs):
         update = record.get("update", 0)
         own = [part.pop()[1] for part in parts if part and part[-1][0] == update]
         starts.append(RunStart(update, record, times, [line for lines in own for line in lines]))
     return starts[::-1]
 
 
-def _abandoned(metrics: Iterable[Line], kept: Iterable[Line]) -> list[list[Line]]:
-    count = {id(line) for line in kept}
+def _abandoned(metrics: Iterable[Line], valid: Iterable[Line]) -> list[list[Line]]:
+    count = {id(line) for line in valid}
     void = ([line for line in lines if id(line) not in count] for _, lines in _by_start(metrics))
     return [updates for lines in void if (updates := lines_of_updates(lines))]
 

@@ -62,11 +62,11 @@ def _provenance(content: Mapping[str, Any]) -> Mapping[str, Any]:
 def once(lines: Iterable[Evaluated], files: Sequence[Evaluated]) -> list[Evaluated]:
     """Without the values of lines that a file has with their provenance."""
     stored = {(one.update, key) for one in files for key in one.values}
-    kept = [
+    rest = [
         replace(line, values={key: n for key, n in line.values.items() if (line.update, key) not in stored})
         for line in lines
     ]
-    return [*(line for line in kept if line.values), *files]
+    return [*(line for line in rest if line.values), *files]
 
 
 def async_prefix(config: Mapping[str, Any], lines: Iterable[Line]) -> str | None:
@@ -92,7 +92,7 @@ def _of_process(file: Path, content: Line, update: int, prefix: str) -> list[Eva
 
 
 def of_files(path: Path, problems: Problems, *, prefix: str | None) -> list[Evaluated]:
-    """``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what ``provenance.write_results`` wrote,
+    """``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what ``write_results`` wrote,
     ``{"values", "provenance"}``, or names and numbers.
     """
     scores = sorted((path / SCORES).glob("*.json"), key=lambda file: (len(file.name), file.name))

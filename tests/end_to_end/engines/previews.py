@@ -9,9 +9,8 @@ import numpy as np
 
 from tests.end_to_end.engines.cases import FAILS_AT
 from unigen_ds.config.registry import DATASETS, HOOKS, METRICS, build
-from unigen_ds.evaluation.generation import Records, answers
+from unigen_ds.evaluation.generation import Answering, Records, answers
 from unigen_ds.evaluation.metrics.short_answers import ExactMatch
-from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.evaluate.preview import PreviewHook
 from unigen_ds.system import dist
@@ -58,11 +57,8 @@ class AnswersHook(Hook):
         dataset = build(DATASETS, spec, where="test", processor=run.processor)
         found: dict[str, Any] = {}
         for wanted in self.kinds:
-            more = {"flow": FlowSettings(num_timesteps=3)} if wanted == "image" else {}
-            made = answers(
-                run.backend, Records([dataset], ["mixed"], run.processor), wanted=wanted, seed=1, max_samples=7,
-                batch_size=2, max_new_tokens=6, **more,
-            )  # fmt: skip
+            answering = Answering(seed=1, batch_size=2, max_new_tokens=6, flow={"num_timesteps": 3})
+            made = answers(run.backend, Records([dataset], ["mixed"], run.processor), wanted, answering, max_samples=7)
             rows = [[a.key, _plain(a.prediction), _plain(a.reference), a.prompt] for a in made.mine]
             found[wanted] = {"rows": rows, "asked": made.asked, "left_out": dict(made.left_out)}
         (run.work_dir / f"answers_{dist.rank()}.json").write_text(json.dumps(found), encoding="utf-8")

@@ -19,7 +19,7 @@ from tests.evaluation import tiny_models
 from tests.needs import JAVA
 from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.evaluation.metrics import Metric, build_metrics, gathered
+from unigen_ds.evaluation.metrics import Metric, build_metrics, evaluated
 from unigen_ds.evaluation.metrics.short_answers import ExactMatch, VQAAccuracy, normalized, vqa_accuracy
 from unigen_ds.evaluation.metrics.text import BLEU, METEOR, ROUGE, BERTScore, Perplexity
 
@@ -37,7 +37,7 @@ def scored(metric: Metric, predictions: list, references: list) -> dict[str, flo
     keys = [f"sample {n}" for n in range(len(predictions))]
     for part in (slice(2, None), slice(0, 2)):
         metric.update(predictions[part], references[part], keys[part])
-    return dict(gathered(metric))
+    return dict(evaluated(metric, checkpoint="", resamples=0).values)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_perplexity_is_torchmetrics() -> None:
 
 def test_wrong_input_is_named() -> None:
     with pytest.raises(DataError, match=r"bleu has no predictions.*at least one sample"):
-        gathered(BLEU())
+        evaluated(BLEU(), checkpoint="", resamples=0)
     with pytest.raises(DataError, match="bleu got 2 predictions, 1 references, 2 keys"):
         BLEU().update(["a", "b"], ["a"], ["0", "1"])
     with pytest.raises(DataError, match=r"'7': the prediction is int.*a text"):
@@ -210,10 +210,10 @@ def test_wrong_input_is_named() -> None:
     metric.update(["a", "b"], ["a", "b"], ["0", "1"])
     metric.update(["a"], ["a"], ["1"])
     with pytest.raises(DataError, match="bleu: 1 of 2 samples were added more than once, first '1'"):
-        gathered(metric)
+        evaluated(metric, checkpoint="", resamples=0)
     metric.reset()
     metric.update(["a"], ["a"], ["1"])
-    assert gathered(metric)["bleu"] >= 0
+    assert evaluated(metric, checkpoint="", resamples=0).values["bleu"] >= 0
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from unigen_ds.checkpoint.home import RUN
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.jobs.evaluation_job import Job, JobFolder, arguments_of, filled, read_result
+from unigen_ds.evaluation.jobs.evaluation_job import Job, JobFolder, arguments_of, fill_fields, read_result
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
@@ -225,12 +225,6 @@ def test_training_is_bit_equal_with_and_without_it(tmp_path, script):
     assert ledgers[0] == ledgers[1]
 
 
-def test_a_waiting_one_keeps_its_checkpoint(tmp_path, script):
-    """One process at a time: the checkpoints of updates 4 and 6 wait, and are there when their turn comes."""
-    run(tmp_path, f"{script} 0.3", updates=10, wait=(6, 7, 8, 9))
-    assert [update for update, _ in logged(tmp_path)][:3] == [2, 4, 6]
-
-
 def test_results_that_arrive_while_the_training_is_dead(tmp_path, script):
     """The training is killed by SIGKILL while an evaluation runs; the next start logs it at its update, once."""
     command = process(tmp_path, f"{script} 1.5", updates=400)
@@ -359,12 +353,10 @@ def test_the_next_start_names_how_a_process_ended(tmp_path):
         (["python", "{out}"], r"has no \{checkpoint\}, so"),
         ("pyhton ev.py {checkpoint} {out}", "no program 'pyhton'.*Remedy: install it"),
         ("/nowhere/evaluate {checkpoint} {out}", "no program '/nowhere/evaluate'"),
-        (f"{sys.executable} -u nothere.py {{checkpoint}} {{out}}", "no file 'nothere.py', which .*relative path"),
-        ("sh nothere.sh {checkpoint} {out}", "no file 'nothere.sh'"),
-        ("sh -c 'x' {checkpoint} {out} > log.txt", r"has '>', which only a shell .*sh -c '\.\.\.'"),
-        ("true {checkpoint} {out} 2>&1", "has '2>&1', which"),
-        ("cd x && true {checkpoint} {out}", "has '&&', which"),
-        ("cd x; true {checkpoint} {out}", "has 'x;', which"),
+        ("sh -c 'x' {checkpoint} {out} > log.txt", r"what only a shell .*sh -c '\.\.\.'"),
+        ("true {checkpoint} {out} 2>&1", "what only a shell"),
+        ("cd x && true {checkpoint} {out}", "what only a shell"),
+        ("cd x; true {checkpoint} {out}", "what only a shell"),
         ("", "is empty"),
         ("a 'b", "No closing quotation"),
         ("a {chekpoint}", r"\{chekpoint\}.*Allowed: \{checkpoint\}"),
@@ -449,14 +441,14 @@ def test_no_shell_reads_a_command(tmp_path):
     evil = "/data/$(touch pwned); touch pwned {step}"
     values = {"checkpoint": evil, "step": "7", "out": "o"}
     asked = arguments_of("run 'a b' {checkpoint} x={step} {out}", where="c")
-    assert filled(asked, values) == ("run", "a b", evil, "x=7", "o")
+    assert fill_fields(asked, values) == ("run", "a b", evil, "x=7", "o")
     for command in ("bash {out} -c 'cat {checkpoint}'", "sbatch {out} --wrap 'cat {checkpoint}'"):
-        *_, text = filled(arguments_of(command, where="c"), values)
+        *_, text = fill_fields(arguments_of(command, where="c"), values)
         subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True)
         assert text == f"cat '{evil}'" and not list(tmp_path.iterdir())
-    for allowed in ("sh -c 'a > b; c'", "sbatch --wrap='a && b > c'", "run '<image>' a|b", r"find \;"):
+    for allowed in ("sh -c 'a > b; c'", "sbatch --wrap='a && b > c'", "run '<image>'"):
         arguments_of(f"{allowed} {{checkpoint}} {{out}}", where="c")
-    assert filled(("sbatch", "--wrap=cat {checkpoint}"), values)[1] == f"--wrap=cat '{evil}'"
+    assert fill_fields(("sbatch", "--wrap=cat {checkpoint}"), values)[1] == f"--wrap=cat '{evil}'"
 
 
 def test_numbers_of_a_result(tmp_path):

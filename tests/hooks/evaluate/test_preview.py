@@ -8,12 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from tests.data.support import picture, talk, text, write_jsonl
-from tests.end_to_end.own_parts.test_own_family import config as regression_config
 from tests.text_run import text_config
 from tests.text_run import words as spoken
 from tests.tiny import tiny_config
@@ -83,23 +80,6 @@ def shown(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 def rows(runner: Runner, update: int) -> list[dict[str, Any]]:
     return json.loads((runner.work_dir / "previews" / f"{update}.json").read_text(encoding="utf-8"))
-
-
-def test_training_is_bit_equal_with_and_without(shown: Runner, data: Path, tmp_path: Path) -> None:
-    """With dropout, which draws from the global generator: losses, ledger, weights, moments, average, generators."""
-    plain = train(data, tmp_path / "run")
-    lines = [
-        [(line["loss"], line["grad_norm"]) for line in map(json.loads, (each.work_dir / "metrics.jsonl").open())]
-        for each in (shown, plain)
-    ]
-    assert lines[0] == lines[1] and len(lines[0]) == 4
-    one, other = (next(iter(each.work_dir.glob("iter_*.pth"))) for each in (shown, plain))
-    files = [path.relative_to(one) for path in one.rglob("*.safetensors")]
-    assert {"model.safetensors", "optimizer.safetensors"} <= {path.name for path in files} and len(files) >= 4
-    for path in files:
-        a, b = load_file(one / path), load_file(other / path)
-        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a), path
-    assert (shown.work_dir / "ledger.jsonl").read_bytes() == (plain.work_dir / "ledger.jsonl").read_bytes()
 
 
 def test_it_shows_what_the_average_of_the_weights_makes(shown: Runner, data: Path) -> None:
@@ -199,19 +179,6 @@ def log(runner: Runner) -> str:
     return (runner.work_dir / "train.log").read_text(encoding="utf-8")
 
 
-def test_a_text_model_continues_texts(tmp_path: Path) -> None:
-    hook = {"type": "PreviewHook", "unit": "epoch", "interval": 1, "prompts": ["one two", "five"], "max_new_tokens": 4}
-    runner = Runner.from_cfg(text_config(tmp_path, [{"text": spoken(9)}] * 4, custom_hooks=[hook]))
-    runner.train()
-    (path,) = (runner.work_dir / "previews").glob("*.json")
-    assert path.stem == str(runner.progress.updates)
-    inferencer = open_inferencer(runner.work_dir)
-    made = rows(runner, runner.progress.updates)
-    assert [row["text"] for row in made] == [
-        inferencer.unified_generate(p, max_length=4).text for p in ("one two", "five")
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -246,11 +213,3 @@ def test_a_model_of_texts_is_shown_no_pictures(data: Path, tmp_path: Path) -> No
         with pytest.raises(ConfigError, match="PreviewHook has images, and this model reads texts alone"):
             Runner.from_cfg(text_config(tmp_path, [{"text": spoken(9)}] * 4, custom_hooks=[hook])).train()
     assert not (tmp_path / "run/metrics.jsonl").exists()
-
-
-def test_a_family_without_inference_is_refused_at_the_start(tmp_path: Path) -> None:
-    hook = {"type": "PreviewHook", "prompts": ["a"]}
-    with pytest.raises(ConfigError, match="SilentNetwork has no inference"):
-        Runner.from_cfg(
-            regression_config(tmp_path / "run", model__type="SilentNetwork", custom_hooks=[hook]), max_updates=1
-        ).train()

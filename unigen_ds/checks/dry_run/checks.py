@@ -289,7 +289,8 @@ def _of_each_source(settings: Settings) -> Iterator[Checked]:
     """A problem of each data set that cannot be opened or read: a start names the first."""
     processor = build_processor(settings, seed=settings.seed)
     components: list[Component] = [*settings.train_dataloader.dataset]
-    components += settings.val_dataloader.dataset if settings.val_dataloader else ()
+    for loader in settings.val_dataloader.sets.values() if settings.val_dataloader else ():
+        components += loader.dataset
     for component in components:
         if component.get("data_path") == NOWHERE:
             continue

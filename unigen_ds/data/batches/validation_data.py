@@ -43,6 +43,7 @@ class ValidationData:
     Args:
         fitted: the sources.
         names: of the sources, as in sample ids and metrics.
+        name: of this set, where a run has several.
         processor: turns records into tensors; condition dropout and augmentation are left out.
         seed: of noise and time steps.
         batch_size: sequences per device.
@@ -54,12 +55,13 @@ class ValidationData:
         fitted: Sequence[Fitted],
         names: Sequence[str],
         *,
+        name: str = "",
         processor: Any,
         seed: int,
         batch_size: int,
         **loading: Unpack[Loading],
     ) -> None:
-        self.fitted, self.names = tuple(fitted), tuple(names)
+        self.name, self.fitted, self.names = name, tuple(fitted), tuple(names)
         self.datasets = tuple(source.dataset for source in fitted)
         self.sources = tuple(whole_of(dataset) for dataset in self.datasets)
         self.processor, self.seed = for_evaluation(processor), seed
@@ -72,9 +74,10 @@ class ValidationData:
 
     def start_lines(self) -> Iterator[str]:
         """What a start reports of each source."""
-        for name, fitted in zip(self.names, self.fitted, strict=True):
+        for source, fitted in zip(self.names, self.fitted, strict=True):
+            name = f"{self.name}, {source}" if self.name else source
             records, whole = len(fitted.dataset), len(whole_of(fitted.dataset))
-            yield f"Validation, {name}: {records:,} of {whole:,} records; {fitted.line(name)}."
+            yield f"Validation, {name}: {records:,} of {whole:,} records; {fitted.line(source)}."
             if (filtering := filtering_of(fitted.dataset)) is not None:
                 yield f"Validation, {name}: {removal_line(filtering.report)}."
 

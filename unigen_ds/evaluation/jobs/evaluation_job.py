@@ -33,13 +33,6 @@ NEEDED = ("checkpoint", "out")
 FIELDS = ("checkpoint", "step", "out")
 """What it may contain: ``step`` is the checkpoint's update."""
 _FIELD = re.compile(r"\{(\w+)\}")
-_WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""")
-"""A word of a command line, with its quotes."""
-_OPERATOR = re.compile(r"(?:\d*[<>]|&>).*|\|\|?|&&?|;.*|.*[^\\];")
-"""A word in which a shell would see a redirection, or the end of a command."""
-_INTERPRETER = re.compile(r"python[\d.]*|sh|bash")
-_FLAGS = ("-u", "-B", "-E", "-I", "-O", "-s")
-"""Of Python, before the name of a script."""
 _SHELL_TEXT = ("--wrap", "-c")
 """Options whose value is read by a shell: ``sbatch --wrap``, ``bash -c``."""
 RESULT = re.compile(r"step_(\d+)\.json")
@@ -92,13 +85,11 @@ def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]
     if not arguments or unknown:
         problem = f"{where} has {', '.join(f'{{{name}}}' for name in unknown)}" if unknown else f"{where} is empty"
         raise ConfigError(problem, allowed=", ".join(f"{{{name}}}" for name in FIELDS))
-    words = _WORD.findall(command) if isinstance(command, str) else ()
-    operator = next((word for word in words if _OPERATOR.fullmatch(word)), None)
-    if operator is not None:
+    if isinstance(command, str) and _has_operator(command):
         raise ConfigError(
-            f"{where} has {operator!r}, which only a shell understands, and no shell reads it: {command}",
+            f"{where} has what only a shell understands, and no shell reads it: {command}",
             allowed="a program with its arguments; what it prints is in step_<n>.log beside its result",
-            remedy="sh -c '...' around the command as it is, or quotes around what is an argument",
+            remedy="sh -c '...' around the command as it is, or a list of arguments",
         )
     missing = [f"{{{name}}}" for name in NEEDED if name not in fields]
     if missing:
@@ -110,23 +101,24 @@ def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]
     return arguments
 
 
+def _has_operator(command: str) -> bool:
+    """Whether a shell would see a pipe, a redirection or several commands in it, outside of quotes."""
+    words = shlex.shlex(command, posix=True, punctuation_chars=True)
+    words.whitespace_split = True
+    words.commenters = ""
+    return any(word and not word.strip("<>|&;") for word in words)
+
+
 def check_program(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` where the program of a command, or the script that it runs, is not there."""
+    """Raise ``ConfigError`` where the program of a command is not there."""
     if shutil.which(command[0], path={**os.environ, **environment}.get("PATH")) is None:
         raise ConfigError(
             f"there is no program {command[0]!r} (PATH and the present folder {Path.cwd()} were looked at)",
             remedy="install it, or write its path out",
         )
-    script = next((argument for argument in command[1:] if argument not in _FLAGS), "-")
-    is_script = _INTERPRETER.fullmatch(os.path.basename(command[0])) and not script.startswith(("-", "{"))
-    if is_script and not Path(script).is_file():
-        raise ConfigError(
-            f"there is no file {script!r}, which {shlex.join(command)} runs",
-            remedy=f"a relative path begins at {Path.cwd()}, where the training was started",
-        )
 
 
-def filled(command: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
+def fill_fields(command: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
     """The command with its fields replaced. What a shell will read (``sbatch --wrap``) gets them quoted."""
 
     def fill(text: str, before: str) -> str:

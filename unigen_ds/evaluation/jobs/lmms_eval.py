@@ -38,7 +38,7 @@ def run_tasks(
         evaluator, api, manager = (import_module(f"lmms_eval.{name}") for name in ("evaluator", "api.model", "tasks"))
     except ImportError as error:
         raise ConfigError(f"lmms-eval cannot be imported: {error}", remedy=INSTALL) from error
-    found = evaluator.simple_evaluate(
+    results = evaluator.simple_evaluate(
         model=model_class(api.lmms)(inferencer, seed=seed),
         model_args="",
         tasks=list(tasks),
@@ -48,7 +48,7 @@ def run_tasks(
         task_manager=manager.TaskManager(),
         cli_args=Namespace(process_with_media=True, output_path=None),
     )
-    return dict(found["results"]) if found else {}  # lmms-eval returns it on rank 0 alone
+    return dict(results["results"]) if results else {}  # lmms-eval returns it on rank 0 alone
 
 
 def model_class(base: type) -> type:
@@ -74,7 +74,7 @@ def model_class(base: type) -> type:
         ) -> str:
             visuals = visuals_of(self.task_dict[task][split][doc]) or []
             with tempfile.TemporaryDirectory() as folder:
-                made = self.inferencer.unified_generate(
+                answer = self.inferencer.unified_generate(
                     context.replace(_PLACEHOLDER, "").strip(),
                     images=[_as_file(visual, Path(folder), n) for n, visual in enumerate(_flat(visuals))],
                     understand=True,
@@ -82,7 +82,7 @@ def model_class(base: type) -> type:
                     temperature=float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0,
                     seed=derive_seed(self.seed, task, split, doc),
                 )
-            return _until(made.text or "", options.get("until") or ())
+            return _until(answer.text or "", options.get("until") or ())
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
             raise ConfigError(

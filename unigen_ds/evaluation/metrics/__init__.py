@@ -9,20 +9,27 @@ from typing import Any
 from unigen_ds.config.registry import METRICS, build
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.metrics import clip_score, fid, short_answers, text, text_rendering  # noqa: F401 - register
-from unigen_ds.evaluation.metrics.base import Metric, evaluated, gathered
+from unigen_ds.evaluation.metrics.base import Metric, evaluated
 
-__all__ = ["Metric", "build_metrics", "evaluated", "gathered"]
+__all__ = ["Metric", "build_metrics", "evaluated"]
 
 
 def build_metrics(specs: Sequence[Mapping[str, Any] | Metric], *, where: str = "metrics") -> list[Metric]:
-    """The metrics that ``[dict(type='BLEU'), ...]`` names, each checked: what is missing is an error here.
+    """The metrics that ``[dict(type='BLEU'), ...]`` names, each checked: what is missing is an error here. The key
+    ``sets`` of each is that of the metric, no argument of its class.
 
     Raises ``ConfigError``, also for two metrics of one name, whose values could not be distinguished.
     """
-    metrics = [
-        spec if isinstance(spec, Metric) else build(METRICS, spec, where=f"{where}[{n}]")
-        for n, spec in enumerate(specs)
-    ]
+    metrics: list[Metric] = []
+    for n, spec in enumerate(specs):
+        if isinstance(spec, Metric):
+            metrics.append(spec)
+            continue
+        arguments = dict(spec)
+        sets = arguments.pop("sets", None)
+        metric = build(METRICS, arguments, where=f"{where}[{n}]")
+        metric.sets = [sets] if isinstance(sets, str) else sets
+        metrics.append(metric)
     for n, metric in enumerate(metrics):
         try:
             metric.check()

@@ -40,7 +40,7 @@ class Metric:
         metric.check()                                       # before the run: is everything installed?
         for batch in share_of_this_rank:
             metric.update(predictions, references, keys)     # not collective
-        gathered(metric)                                     # collective: the same values on every rank
+        evaluated(metric, checkpoint="iter_9.pth")           # collective: the same result on every rank
         metric.reset()
 
     ``rows`` is called on every rank, ``table`` and ``values`` on rank 0 alone.
@@ -58,6 +58,8 @@ class Metric:
     """Of a metric that this package computes: another number means that values changed."""
     resamples = 1000
     """How often ``resampled`` draws the samples by default."""
+    sets: Sequence[str] | None = None
+    """Names of the sets of validation data that it scores; None: every set."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
@@ -122,8 +124,8 @@ class Metric:
         Draw r is a function of (seed, number of samples, r), so that two results of the same samples are paired.
         """
         table = self._table(merged)
-        drawn = [self.values(table[chosen]) for chosen in draws(len(table), count=count, seed=seed)]
-        return {name: [values[name] for values in drawn] for name in (drawn[0] if drawn else {})}
+        samples = [self.values(table[chosen]) for chosen in draws(len(table), count=count, seed=seed)]
+        return {name: [values[name] for values in samples] for name in (samples[0] if samples else {})}
 
     def _table(self, merged: State) -> np.ndarray:
         if not merged["rows"]:
@@ -171,12 +173,6 @@ class TextMetric(Metric):
         raise NotImplementedError
 
 
-def gathered(metric: Metric) -> Mapping[str, float]:
-    """The values over all ranks, equal on every rank. Raises ``DataError`` on all ranks alike. Collective."""
-    states = dist.gather_to_main(metric.state())
-    return dist.on_main(lambda: metric.compute(metric.merge(states or ())))
-
-
 def evaluated(
     metric: Metric,
     *,
@@ -200,11 +196,11 @@ def evaluated(
     def result() -> Result:
         merged = metric.merge(states or ())
         values = metric.compute(merged)
-        scored = (f"{key} {digest}" for key, digest in zip(merged["keys"], merged["digests"], strict=True))
+        lines = (f"{key} {digest}" for key, digest in zip(merged["keys"], merged["digests"], strict=True))
         provenance = {
             **metric.provenance,
             "num_samples": str(len(merged["keys"])),
-            "samples": blake2b("\n".join(scored).encode(), digest_size=8).hexdigest(),
+            "samples": blake2b("\n".join(lines).encode(), digest_size=8).hexdigest(),
             "checkpoint": checkpoint,
             "resampling": f"{count} draws, seed {seed}",
             **{f"generation/{name}": str(value) for name, value in (made_by or {}).items()},
@@ -258,6 +254,26 @@ def text_pairs(
         (text(prediction, what="the prediction", key=key), texts(reference, what="the reference", key=key))
         for prediction, reference, key in zip(predictions, references, keys, strict=True)
     ]
+
+
+def picture(value: Any, *, what: str, key: str) -> Image.Image:
+    """A picture in RGB. Raises ``DataError`` for anything else: grey or transparent ones are not converted."""
+    if not isinstance(value, Image.Image):
+        raise DataError(f"sample {key!r}: {what} is {type(value).__name__}", allowed="a PIL image in RGB")
+    if value.mode != "RGB":
+        raise DataError(
+            f"sample {key!r}: {what} is an image of mode {value.mode}",
+            allowed="RGB",
+            remedy="convert it where it is made: image.convert('RGB')",
+        )
+    if min(value.size) < 1:
+        raise DataError(f"sample {key!r}: {what} is {value.width} x {value.height} pixels", allowed="at least 1 x 1")
+    return value
+
+
+def pictures(values: Sequence[Any], keys: Sequence[str], *, what: str) -> list[Image.Image]:
+    """``picture`` of each."""
+    return [picture(value, what=what, key=key) for value, key in zip(values, keys, strict=True)]
 
 
 def _digest(reference: Any) -> str:

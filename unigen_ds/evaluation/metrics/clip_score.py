@@ -12,8 +12,7 @@ from PIL import Image
 
 from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.evaluation.metrics.base import Metric, text
-from unigen_ds.evaluation.metrics.images import pictures
+from unigen_ds.evaluation.metrics.base import Metric, pictures, text
 from unigen_ds.evaluation.metrics.local_model import LocalModel, exact, pooled
 from unigen_ds.system.log import logger
 

@@ -16,9 +16,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from unigen_ds.config.registry import MODELS, build
-from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.metrics.base import NOT_USED, Metric
-from unigen_ds.evaluation.metrics.images import as_tensor, pictures
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.evaluation.metrics.base import NOT_USED, Metric, pictures
 from unigen_ds.evaluation.metrics.inception import SIZE, inception
 from unigen_ds.evaluation.metrics.local_model import LocalModel, default_device, exact, pooled
 
@@ -28,25 +27,11 @@ ALLOWED = (
 )
 
 
-class Extractor:
-    """Pictures -> features, with its name and a hash for the provenance."""
+class ModuleExtractor:
+    """A module or function: float32 (n, 3, height, width), values 0 to 255 -> (n, dimensions).
 
-    name: str
-
-    def check(self) -> None:
-        """Raise ``ConfigError`` for what is missing."""
-
-    def features(self, images: Sequence[Image.Image]) -> Tensor:
-        """Shape (images, dimensions), on any device."""
-        raise NotImplementedError
-
-    def details(self) -> dict[str, str]:
-        """``model`` and ``resize`` of a provenance."""
-        raise NotImplementedError
-
-
-class ModuleExtractor(Extractor):
-    """A module or function: float32 (n, 3, height, width), values 0 to 255 -> (n, dimensions)."""
+    Every extractor has ``name``, a part of the metric's, ``check``, ``features`` and ``details``, for the provenance.
+    """
 
     def __init__(
         self, module: Callable[[Tensor], Any], name: str | None, resize: int | None, device: str | None
@@ -54,7 +39,11 @@ class ModuleExtractor(Extractor):
         self.module, self._resize, self._device = module, resize, device
         self.name = name or getattr(module, "__name__", type(module).__name__).lower()
 
+    def check(self) -> None:
+        """Raise ``ConfigError`` for what is missing."""
+
     def features(self, images: Sequence[Image.Image]) -> Tensor:
+        """Shape (images, dimensions), on any device."""
         device = default_device(self._device)
         if isinstance(self.module, nn.Module):
             self.module.eval().to(device)
@@ -96,7 +85,7 @@ class InceptionExtractor(ModuleExtractor):
         return inception(self._path)
 
 
-class FolderExtractor(Extractor):
+class FolderExtractor:
     """A vision model of transformers in a local folder, with its own processor: CLIP-like ones, DINOv2, ViT."""
 
     def __init__(self, path: str, where: str, name: str | None, device: str | None) -> None:
@@ -122,10 +111,10 @@ class FolderExtractor(Extractor):
         return {"model": f"{self.name} {model}", "resize": self._local.resize()}
 
 
-def extractor_of(value: Any, *, where: str, name: str | None, resize: int | None, device: str | None) -> Extractor:
+def extractor_of(
+    value: Any, *, where: str, name: str | None, resize: int | None, device: str | None
+) -> ModuleExtractor | FolderExtractor:
     """What an argument ``extractor`` names. Raises ``ConfigError``."""
-    if isinstance(value, Extractor):
-        return value
     if isinstance(value, str) and Path(value).suffix in (".pth", ".pt", ".safetensors"):
         return InceptionExtractor(Path(value), f"{where}.extractor", name, resize, device)
     if isinstance(value, str):
@@ -136,6 +125,30 @@ def extractor_of(value: Any, *, where: str, name: str | None, resize: int | None
     if not callable(module):
         raise ConfigError(f"{where}.extractor is {value!r}", allowed=ALLOWED)
     return ModuleExtractor(module, name, resize, device)
+
+
+def as_tensor(images: Sequence[Image.Image], size: int | None) -> Tensor:
+    """Pictures as float32 of shape (n, 3, height, width), values 0 to 255.
+
+    ``size``: height and width after resizing, bicubic with antialiasing in float32, as clean-fid does it (Parmar et
+    al., "On Aliased Resizing and Surprising Subtleties in GAN Evaluation", CVPR 2022); None: as they are, which must be
+    one size. Raises ``DataError``.
+    """
+    sizes = {image.size for image in images}
+    if size is None and len(sizes) > 1:
+        listed = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:3])
+        raise DataError(f"the images have {len(sizes)} sizes: {listed}", remedy="give resize, or images of one size")
+    return torch.from_numpy(np.stack([_resized(image, size) for image in images])).permute(0, 3, 1, 2)
+
+
+def _resized(image: Image.Image, size: int | None) -> np.ndarray:
+    """float32, shape (height, width, 3)."""
+    if size is None or image.size == (size, size):
+        return np.asarray(image, dtype=np.float32)
+    bands = [
+        band.convert("F").resize((size, size), Image.Resampling.BICUBIC, reducing_gap=None) for band in image.split()
+    ]
+    return np.stack([np.asarray(band, dtype=np.float32) for band in bands], axis=-1).clip(0, 255)
 
 
 class FeatureMetric(Metric):
@@ -163,9 +176,9 @@ class FeatureMetric(Metric):
         self._extractor.check()
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        made = self._features(pictures(predictions, keys, what="the prediction"))
-        real = self._features(pictures(references, keys, what="the reference"))
-        return list(np.concatenate([made, real], axis=-1))
+        of_predictions = self._features(pictures(predictions, keys, what="the prediction"))
+        of_references = self._features(pictures(references, keys, what="the reference"))
+        return list(np.concatenate([of_predictions, of_references], axis=-1))
 
     def _features(self, images: Sequence[Image.Image]) -> np.ndarray:
         """In the extractor's own precision, shape (images, dimensions)."""

@@ -19,31 +19,15 @@ from unigen_ds.evaluation.metrics.features import FeatureMetric
 from unigen_ds.system.log import logger
 
 
-def frechet_distance(mean_a: Tensor, cov_a: Tensor, mean_b: Tensor, cov_b: Tensor) -> float:
-    """Squared Frechet (2-Wasserstein) distance of two Gaussians (Dowson and Landau, 1982).
-
-    |mean_a - mean_b|^2 + tr(cov_a) + tr(cov_b) - 2 tr((cov_a cov_b)^(1/2)); shapes (d), (d, d), float64. The last trace
-    is the sum of the singular values of cov_a^(1/2) cov_b^(1/2): no root of a product that is not symmetric is needed.
-    """
-    overlap = torch.linalg.svdvals(_root(cov_a) @ _root(cov_b)).sum()
-    return float((mean_a - mean_b).square().sum() + cov_a.trace() + cov_b.trace() - 2 * overlap)
-
-
-def _root(covariance: Tensor) -> Tensor:
-    """The symmetric square root; eigenvalues that rounding made negative are 0."""
-    values, vectors = torch.linalg.eigh(covariance)
-    return vectors * values.clamp(min=0).sqrt() @ vectors.T
-
-
 def frechet_distance_of_samples(a: Tensor, b: Tensor) -> float:
-    """``frechet_distance`` of the Gaussians of two sets of features, shapes (n, d) and (m, d), with n - 1 and m - 1.
+    """Squared Frechet (2-Wasserstein) distance of the Gaussians of two sets of features, shapes (n, d) and (m, d)
+    (Dowson and Landau, 1982): |mean_a - mean_b|^2 + tr(cov_a) + tr(cov_b) - 2 tr((cov_a cov_b)^(1/2)).
 
-    With fewer samples than dimensions, the singular values are those of an (n, m) matrix: exact, and faster.
+    With centred = Q R the last trace is the sum of the singular values of R_a R_b^T: no root of a matrix is needed.
     """
     centred = [(one - one.mean(0)) / (len(one) - 1) ** 0.5 for one in (a, b)]
-    if max(len(a), len(b)) >= a.shape[1]:
-        return frechet_distance(a.mean(0), centred[0].T @ centred[0], b.mean(0), centred[1].T @ centred[1])
-    overlap = torch.linalg.svdvals(centred[0] @ centred[1].T).sum()
+    factors = [torch.linalg.qr(one, mode="r").R for one in centred]
+    overlap = torch.linalg.svdvals(factors[0] @ factors[1].T).sum()
     traces = sum(one.square().sum() for one in centred)
     return float((a.mean(0) - b.mean(0)).square().sum() + traces - 2 * overlap)
 
@@ -82,8 +66,8 @@ class FID(FeatureMetric):
         return super().compute(merged)
 
     def values(self, table: np.ndarray) -> dict[str, float]:
-        made, real = torch.from_numpy(table).chunk(2, dim=1)
-        return {self.name: frechet_distance_of_samples(made, real)}
+        predictions, references = torch.from_numpy(table).chunk(2, dim=1)
+        return {self.name: frechet_distance_of_samples(predictions, references)}
 
 
 def kernel(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -91,13 +75,13 @@ def kernel(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a @ b.T / a.shape[1] + 1.0) ** 3
 
 
-def unbiased_mmd(made: np.ndarray, real: np.ndarray, both: np.ndarray, weights: np.ndarray) -> float:
+def unbiased_mmd(predictions: np.ndarray, references: np.ndarray, both: np.ndarray, weights: np.ndarray) -> float:
     """The unbiased estimate from the kernels of n samples each, shapes (n, n); ``weights``: how often each counts.
 
     A sample and itself are no pair (Gretton et al., JMLR 2012, lemma 6), also where it was drawn several times.
     """
     pairs = weights.sum() ** 2 - (weights**2).sum()
-    within = sum(weights @ one @ weights - weights**2 @ np.diag(one) for one in (made, real))
+    within = sum(weights @ one @ weights - weights**2 @ np.diag(one) for one in (predictions, references))
     return float(within / pairs - 2 * weights @ both @ weights / weights.sum() ** 2)
 
 
@@ -155,9 +139,13 @@ class KID(FeatureMetric):
             return {self.name: unbiased_mmd(*kernels, np.ones(len(table)))}
         estimates = []
         for n in range(self._subsets):
-            drawn = np.random.default_rng((self._seed, n))
-            made, real = (drawn.choice(len(table), self._subset_size, replace=False) for _ in range(2))
-            parts = (kernels[0][np.ix_(made, made)], kernels[1][np.ix_(real, real)], kernels[2][np.ix_(made, real)])
+            generator = np.random.default_rng((self._seed, n))
+            predictions, references = (generator.choice(len(table), self._subset_size, replace=False) for _ in range(2))
+            parts = (
+                kernels[0][np.ix_(predictions, predictions)],
+                kernels[1][np.ix_(references, references)],
+                kernels[2][np.ix_(predictions, references)],
+            )
             estimates.append(unbiased_mmd(*parts, np.ones(self._subset_size)))
         return {self.name: float(np.mean(estimates)), f"{self.name}_std": float(np.std(estimates))}
 
@@ -173,5 +161,5 @@ class KID(FeatureMetric):
 
 
 def _kernels(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    made, real = np.split(table, 2, axis=1)
-    return kernel(made, made), kernel(real, real), kernel(made, real)
+    predictions, references = np.split(table, 2, axis=1)
+    return kernel(predictions, predictions), kernel(references, references), kernel(predictions, references)

@@ -216,13 +216,13 @@ class BERTScore(Metric):
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
         pairs = text_pairs(predictions, references, keys)
         flat = [(n, one, each) for n, (one, several) in enumerate(pairs) for each in several]
-        filled = [(n, one, each) for n, one, each in flat if one.strip() and each.strip()]
-        if len(filled) < len(flat):
-            empty = len(flat) - len(filled)
+        nonempty = [(n, one, each) for n, one, each in flat if one.strip() and each.strip()]
+        if len(nonempty) < len(flat):
+            empty = len(flat) - len(nonempty)
             logger().warning("BERTScore: %d of %d pairs have an empty text and count 0", empty, len(flat))
         rows = np.zeros((len(pairs), len(self._kinds)))
-        if filled:
-            numbers, ours, theirs = zip(*filled, strict=True)
+        if nonempty:
+            numbers, ours, theirs = zip(*nonempty, strict=True)
             scores = self._scores(list(ours), list(theirs))
             for n in set(numbers):
                 rows[n] = scores[np.asarray(numbers) == n].max(0)

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from unigen_ds.config.registry import METRICS
-from unigen_ds.evaluation.metrics.base import Metric, package, text
-from unigen_ds.evaluation.metrics.images import pictures
+from unigen_ds.evaluation.metrics.base import Metric, package, pictures, text
 from unigen_ds.evaluation.metrics.local_model import hash_of_files
 
 

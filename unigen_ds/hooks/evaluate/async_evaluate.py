@@ -15,7 +15,14 @@ from unigen_ds.checkpoint.store import Lineage
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Duration
-from unigen_ds.evaluation.jobs.evaluation_job import Job, JobFolder, arguments_of, check_program, filled, read_result
+from unigen_ds.evaluation.jobs.evaluation_job import (
+    Job,
+    JobFolder,
+    arguments_of,
+    check_program,
+    fill_fields,
+    read_result,
+)
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.guard.signals import SignalHook
 from unigen_ds.hooks.log.logger import logger_of
@@ -167,7 +174,7 @@ class AsyncEvaluateHook(Hook):
         self._logged.discard(update)
         out = self._folder.file(update, "json").absolute()
         values = {"checkpoint": str(path.absolute()), "step": str(update), "out": str(out)}
-        job = Job(update, Manifest.read(path).commit, str(path), filled(self.command, values), time.time())
+        job = Job(update, Manifest.read(path).commit, str(path), fill_fields(self.command, values), time.time())
         self._folder.add(job)
         self._jobs[update] = job
         logger().info("Evaluation of update %d asked for: %s", update, job.text)
@@ -227,8 +234,8 @@ class AsyncEvaluateHook(Hook):
                 logger().warning("The result %s is not logged: %s.", path, error)
             return False
         self._logged.add(update)
-        named = {f"{self.prefix}/{name}": value for name, value in values.items()}
-        logger_of(run).log(run, named, update=update, axis=f"{self.prefix}/step", event=EVENT)
+        record = {f"{self.prefix}/{name}": value for name, value in values.items()}
+        logger_of(run).log(run, record, update=update, axis=f"{self.prefix}/step", event=EVENT)
         if others:
             logger().info("%s has %d values that are no numbers: they are not logged.", path, others)
         return True

@@ -45,14 +45,14 @@ class EMAHook(Hook):
         begin_epoch: NotNegative = 0,
         begin_update: NotNegative = 0,
     ) -> None:
-        given = {"begin_iter": begin_iter, "begin_epoch": begin_epoch, "begin_update": begin_update}
-        set_ones = [name for name, value in given.items() if value]
+        begins = {"begin_iter": begin_iter, "begin_epoch": begin_epoch, "begin_update": begin_update}
+        set_ones = [name for name, value in begins.items() if value]
         if len(set_ones) > 1:
             raise ConfigError(f"EMAHook has both {' and '.join(set_ones)}", remedy="give one of them")
         self.momentum = momentum
         units = {"begin_iter": "iteration", "begin_epoch": "epoch", "begin_update": "update"}
         begin = set_ones[0] if set_ones else "begin_iter"
-        self._begin_value, self._begin_unit = given[begin], units[begin]
+        self._begin_value, self._begin_unit = begins[begin], units[begin]
         self._begin: Duration | None = None
         self._average: ShardEMA | None = None
 

@@ -17,13 +17,12 @@ from unigen_ds.config.registry import HOOKS, METRICS, component_problems
 from unigen_ds.core.errors import ConfigError, raise_any, suggestion
 from unigen_ds.core.progress import Duration, Progress
 from unigen_ds.evaluation import scoring
-from unigen_ds.evaluation.generation import trained_family
+from unigen_ds.evaluation.generation import Answering, trained_family
 from unigen_ds.evaluation.metrics import Metric, build_metrics
 from unigen_ds.evaluation.provenance import write_results
-from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.evaluate.ema import ema_of
-from unigen_ds.hooks.save.best import BestCheckpoint, rule_of
+from unigen_ds.hooks.save.best import BestCheckpoint
 from unigen_ds.system import dist
 from unigen_ds.system.clock import EVALUATION
 from unigen_ds.system.files import make_directory
@@ -50,14 +49,15 @@ class EvaluateHook(Hook):
             each source; None: all.
         use_ema: the weights are those of the ``EMAHook``.
         metrics: further metrics ([metrics.md](metrics.md)): names, ``['BLEU']``, or components,
-            ``[dict(type='BLEU')]``, each of which may have an ``interval`` of its own, in ``unit``.
+            ``[dict(type='BLEU')]``, each of which may have an ``interval`` of its own, in ``unit``, and ``sets``: names
+            of the sets of ``val_dataloader`` that it scores.
         metric_interval: between computations of each metric without its own ``interval``, in ``unit``; None: at every
             evaluation. At the end of the training, and with ``at_start``, all are computed.
         max_samples: records at most that the model answers for metrics; None: as many as ``max_batches`` has.
         generation: how it answers them: ``max_new_tokens`` (64), ``temperature`` (0), ``top_p``, ``batch_size``
             (``val_dataloader``'s), ``seed`` (``val_dataloader``'s) and ``flow``, as of ``PreviewHook``.
-        save_best: a name of the results, such as ``val/loss``, which ``'auto'`` means: the checkpoint with the best
-            value is saved when it is found and never deleted as an old one
+        save_best: a name of the results, such as ``val/loss``, which ``'auto'`` means (of several sets the first's):
+            the checkpoint with the best value is saved when it is found and never deleted as an old one
             ([evaluation.md](evaluation.md#the-best-checkpoint)).
         rule: ``'less'`` or ``'greater'`` is better; None: inferred from the name, as mmengine does.
         best_weights_only: keep the best weights alone, in ``best_weights/``, instead of a whole checkpoint.
@@ -95,17 +95,11 @@ class EvaluateHook(Hook):
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
         self.at_start, self.max_batches, self.use_ema = at_start, max_batches, use_ema
         self.empty_cache, self.max_samples = empty_cache, max_samples
-        self._answering = scoring.Answering.of(generation or {}, where="EvaluateHook.generation")
+        self._answering = Answering.of(generation or {}, where="EvaluateHook.generation")
         self._metrics, self._intervals = _metrics_of(metrics, interval=metric_interval, unit=self.unit)
-        self.best = None
-        if save_best is not None:
-            name = "val/loss" if save_best == "auto" else save_best
-            try:
-                rule_of(name, rule)
-            except ConfigError:  # the cause may be an unknown name
-                self._check_name(name, ("<term>",), where="EvaluateHook.save_best")
-                raise
-            self.best = BestCheckpoint(name, rule=rule, weights_only=best_weights_only, ema=use_ema)
+        self.save_best = save_best
+        self._best_options: dict[str, Any] = {"rule": rule, "weights_only": best_weights_only, "ema": use_ema}
+        self.best: BestCheckpoint | None = None
         self._every: Duration | None = None
         self._metric_every: dict[str, Duration] = {}
         self._computed: dict[str, Progress] = {}
@@ -126,29 +120,33 @@ class EvaluateHook(Hook):
             if interval is not None
         }
         where = "EvaluateHook.metrics"
-        scoring.check(self._metrics, run.backend, _validation(run), where=where, answering=self._answering)
-        if self.best is not None:
-            self.check_name(run, self.best.metric, where="EvaluateHook.save_best")
+        scoring.check(self._metrics, run.backend, run.validation, where=where, answering=self._answering)
+        if self.save_best is not None:
+            name = f"val/{run.validation[0].own}loss" if self.save_best == "auto" else self.save_best
+            self.check_name(run, name, where="EvaluateHook.save_best")
+            self.best = BestCheckpoint(name, **self._best_options)
             self.best.before_run(run, provenance=self.provenance(run, self.best.metric))
 
     def check_name(self, run: Run, name: str, *, where: str, prefix: str = PREFIX) -> None:
         """Raise ``ConfigError`` where no evaluation of this run can have a value of that name.
 
-        Other hooks ask before their own ``before_run``. ``prefix``: what all names begin with.
+        Other hooks ask before their own ``before_run``. ``prefix``: what all names begin with. Known are ``val/loss``,
+        the loss terms and what the values of each metric begin with, of every set. Which sources and groups of a term
+        have targets is known only after an evaluation, so names below a term are accepted here.
         """
-        self._check_name(name, tuple(trained_family(run.backend)[0].terms), where=where, prefix=prefix)
-
-    def _check_name(self, name: str, terms: Sequence[str], *, where: str, prefix: str = PREFIX) -> None:
-        """Known are ``val/loss``, the loss terms and what the values of each metric begin with. Which sources and
-        groups of a term have targets is known only after an evaluation, so names below a term are accepted here.
-        """
-        metrics = [metric.name for metric in self._metrics]
-        known = [f"{prefix}{one}" for one in ("loss", *(f"loss/{term}" for term in terms), *metrics)]
+        known: list[str] = []
+        for validation in run.validation:
+            terms = trained_family(run.backend)[0].terms
+            metrics = [metric.name for metric in scoring.of_set(validation, self._metrics)]
+            known += [
+                f"{prefix}{validation.own}{one}" for one in ("loss", *(f"loss/{term}" for term in terms), *metrics)
+            ]
+            own = name.removeprefix(f"{prefix}{validation.own}")
+            first, *rest = own.split("/")
+            of_loss = first == "loss" and (not rest or rest[0] in terms)
+            if name.startswith(f"{prefix}{validation.own}") and (of_loss or own.startswith(tuple(metrics))):
+                return
         own = name.removeprefix(prefix)
-        first, *rest = own.split("/")
-        of_loss = first == "loss" and (not rest or rest[0] in terms)
-        if name.startswith(prefix) and (of_loss or own.startswith(tuple(metrics))):
-            return
         near = f"did you mean '{prefix}{name}'?" if f"{prefix}{name}" in known else suggestion(name, known)
         raise ConfigError(
             f"{where} is {name!r}, which no evaluation of this run has",
@@ -159,8 +157,9 @@ class EvaluateHook(Hook):
     def provenance(self, run: Run, name: str) -> Mapping[str, str]:
         """Where its values ``name`` come from; the same in all evaluations of this run and on all ranks. Collective."""
         weights = "EMA" if self.use_ema else "trained"
+        sets = [one for one in run.validation if name.startswith(f"val/{one.own}")] or run.validation
         return dist.on_main(lambda: scoring.provenance_of(
-            name, _validation(run), self._metrics, max_batches=self.max_batches, max_samples=self.max_samples,
+            name, sets[0], self._metrics, max_batches=self.max_batches, max_samples=self.max_samples,
             answering=self._answering, made_by={"precision": _precision(run), "weights": weights},
         ))  # fmt: skip
 
@@ -197,9 +196,10 @@ class EvaluateHook(Hook):
             self._empty_cache()
         self._evaluated = (run.progress.updates, values)
         if dist.is_main():
-            data = _validation(run).data
-            limit = len(data) if self.max_batches is None else self.max_batches * data.batch_size
-            logger().info("Evaluation: %d samples in %.1f s.", min(len(data), limit), time.perf_counter() - begun)
+            sets = [one.data for one in run.validation]
+            most = [len(one) if self.max_batches is None else self.max_batches * one.batch_size for one in sets]
+            number = sum(min(len(one), limit) for one, limit in zip(sets, most, strict=True))
+            logger().info("Evaluation: %d samples in %.1f s.", number, time.perf_counter() - begun)
         if self.best is not None and run.progress.updates:
             self.best.offer(run, values, complete=self.complete)
         for hook in run.hooks:
@@ -212,14 +212,14 @@ class EvaluateHook(Hook):
         due = [metric for metric in self._metrics if self._is_due(metric, run)]
         with ema.swapped(run) if ema is not None else nullcontext():
             evaluation = scoring.evaluate(
-                run.backend, _validation(run), due,
+                run.backend, run.validation, due,
                 checkpoint=f"{run.work_dir} (update {run.progress.updates}){' EMA' if self.use_ema else ''}",
                 max_batches=self.max_batches, max_samples=self.max_samples, answering=self._answering, resamples=0,
                 made_by={"precision": _precision(run)}, logged=self._logged,
             )  # fmt: skip
         self._computed |= {metric.name: run.progress for metric in due if metric.name in self._metric_every}
         self.complete = len(due) == len(self._metrics) and not evaluation.failed
-        if evaluation.metrics and dist.is_main():
+        if len(evaluation.results) > len(run.validation) and dist.is_main():
             _store(run, evaluation)
         return evaluation.values
 
@@ -270,14 +270,15 @@ def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> Ev
 def _metrics_of(
     specs: str | Sequence[str | Mapping[str, Any]], *, interval: float | None, unit: str
 ) -> tuple[list[Metric], list[float | None]]:
-    """Metrics and their intervals; the key ``interval`` of a component is not an argument of the metric.
+    """Metrics and their intervals; ``interval`` and ``sets`` of a component are no arguments of the metric.
 
     Raises ``ConfigError`` with all that is wrong, and for what is not installed.
     """
     several = [specs] if isinstance(specs, str) else specs
     components: list[dict[str, Any]] = [{"type": spec} if isinstance(spec, str) else dict(spec) for spec in several]
     intervals: list[float | None] = [component.pop("interval", interval) for component in components]
-    problems = [component_problems(METRICS, one, where=f"metrics[{k}]") for k, one in enumerate(components)]
+    checked = [{key: value for key, value in component.items() if key != "sets"} for component in components]
+    problems = [component_problems(METRICS, one, where=f"metrics[{k}]") for k, one in enumerate(checked)]
     raise_any(list(chain.from_iterable(problems)))
     for k, own in enumerate(intervals):
         if own is not None and (isinstance(own, bool) or not isinstance(own, (int, float)) or own <= 0):
@@ -309,11 +310,6 @@ def _store(run: Run, evaluation: scoring.Evaluation) -> None:
 
 def _precision(run: Run) -> str:
     return str(run.backend.topology().get("precision"))
-
-
-def _validation(run: Run) -> Validation:
-    assert run.validation is not None, "checked with the config"
-    return run.validation
 
 
 # Files ``<update>.*`` of a folder after a resume that went back: those of later updates belong to no run any more.

@@ -56,7 +56,7 @@ class PreviewPrompt(files_of_prompts.Prompt):
 
 
 @dataclass
-class _Made:
+class _Entry:
     """One cell: what was asked and what came of it."""
 
     prompt: str
@@ -188,89 +188,91 @@ class PreviewHook(Hook):
     def preview(self, run: Run) -> None:
         """Make one now. Collective."""
         try:
-            made = self._generated(run)
+            entries = self._generate(run)
         except GenerationError as error:  # raised on every rank alike
             logger().warning("No preview at update %d: %s", run.progress.updates, error)
             return
-        if made is None:
+        if entries is None:
             return
-        failed = [each for each in made if each.error]
+        failed = [each for each in entries if each.error]
         if failed:
             logger().warning(
                 "%d of %d previews at update %d failed; the first: %s",
-                len(failed), len(made), run.progress.updates, failed[0].error,
+                len(failed), len(entries), run.progress.updates, failed[0].error,
             )  # fmt: skip
         try:
-            self._show(run, made)
+            self._show(run, entries)
         except OSError as error:
             logger().warning("The preview of update %d was not written: %s", run.progress.updates, error)
 
-    def _generated(self, run: Run) -> list[_Made] | None:
+    def _generate(self, run: Run) -> list[_Entry] | None:
         """All of them on rank 0, None elsewhere. Collective."""
         ema = ema_of(run) if self._use_ema else None
-        asked: list[PreviewPrompt | Question] = [*self._prompts, *self._questions]
+        requests: list[PreviewPrompt | Question] = [*self._prompts, *self._questions]
         mine = generate_all(
             run.backend,
             run.processor,
-            list(enumerate(asked)),
+            list(enumerate(requests)),
             lambda inferencer, request: self._make(inferencer, *request),
             weights=lambda: ema.swapped(run) if ema else nullcontext(),
         )
-        gathered = dist.gather_to_main(mine)
+        per_rank = dist.gather_to_main(mine)
         return (
-            None if gathered is None else [made for _, made in sorted(kv for part in gathered for kv in part.items())]
+            None if per_rank is None else [entry for _, entry in sorted(kv for part in per_rank for kv in part.items())]
         )
 
-    def _make(self, inferencer: Any, number: int, request: PreviewPrompt | Question) -> _Made:
+    def _make(self, inferencer: Any, number: int, request: PreviewPrompt | Question) -> _Entry:
         seed = self._seed + number
-        made = _Made("", seed)
+        entry = _Entry("", seed)
         try:
             if isinstance(request, Question):
-                self._answer(inferencer, request, made)
+                self._answer(inferencer, request, entry)
             else:
-                self._follow(inferencer, request, made)
+                self._follow(inferencer, request, entry)
         except (UnigenError, OSError) as error:
             if isinstance(error, GenerationError | AnotherRankFailed):
                 raise
-            made.error = str(error)
-        return made
+            entry.error = str(error)
+        return entry
 
-    def _follow(self, inferencer: Any, request: PreviewPrompt, made: _Made) -> None:
+    def _follow(self, inferencer: Any, request: PreviewPrompt, entry: _Entry) -> None:
         processor = inferencer.processor
-        made.prompt, made.images = request.text, request.paths
+        entry.prompt, entry.images = request.text, request.paths
         options: dict[str, Any] = request.shown
         if "image" in getattr(inferencer, "answers", ()):
             options |= {"understand": True} if request.understand else {"flow": self._drawing, "size": self._size}
         options |= {key: value for key, value in vars(self._sampling).items() if value != vars(Sampling())[key]}
-        made.pictures += [processor.read_image(path) for path in request.paths]
-        result = inferencer.unified_generate(request.prompt, max_length=self._max_new_tokens, seed=made.seed, **options)
-        made.text = result.text
-        made.pictures += result.images
+        entry.pictures += [processor.read_image(path) for path in request.paths]
+        result = inferencer.unified_generate(
+            request.prompt, max_length=self._max_new_tokens, seed=entry.seed, **options
+        )
+        entry.text = result.text
+        entry.pictures += result.images
 
-    def _answer(self, inferencer: Any, question: Question, made: _Made) -> None:
+    def _answer(self, inferencer: Any, question: Question, entry: _Entry) -> None:
         processor = inferencer.processor
-        made.record, made.prompt, made.images = question.key, question.prompt(processor), question.sources()
-        made.pictures += question.images(processor)
+        entry.record, entry.prompt, entry.images = question.key, question.prompt(processor), question.sources()
+        entry.pictures += question.images(processor)
         options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "sampling": self._sampling}
-        if question.wanted == "image":
+        if question.kind == "image":
             options["flow"] = self._drawing
         [result] = inferencer.complete([question.request(processor, seed=self._seed)], **options)
         reference = question.reference(processor)
-        made.text = result.text
-        made.pictures += result.images
+        entry.text = result.text
+        entry.pictures += result.images
         if isinstance(reference, str):
-            made.reference = reference
+            entry.reference = reference
         elif reference is not None:
-            made.pictures.append(reference)
-            made.reference, made.reference_shown = question.target.source, True
+            entry.pictures.append(reference)
+            entry.reference, entry.reference_shown = question.target.source, True
 
     def _held_out_questions(self, run: Run, inferencer: Any) -> list[Question]:
         data = self._held_out_data(run)
         limit = getattr(run.backend.model, "max_document_tokens", None)
         questions: list[Question] = []
-        for wanted in inferencer.answers:
-            for source, index in ask(data, wanted=wanted, max_samples=self._num_held_out, limit=limit)[0]:
-                question = question_at(data, wanted, source, index)
+        for kind in inferencer.answers:
+            for source, index in ask(data, kind=kind, max_samples=self._num_held_out, limit=limit)[0]:
+                question = question_at(data, kind, source, index)
                 assert question is not None, "the data changed while it was read"
                 if isinstance(question.target, TokenSplit):  # a chat template is around the record's texts
                     question = replace(question, own_prompt=own_prompt(data.datasets[source], index))
@@ -286,23 +288,25 @@ class PreviewHook(Hook):
         if self._held_out is not None:
             datasets = [build(DATASETS, self._held_out, where="PreviewHook.held_out", processor=run.processor)]
             return Records(datasets, source_names(datasets), run.processor)
-        validation = getattr(run, "validation", None)
-        if validation is None:
+        sets = [one.data for one in getattr(run, "validation", ())]
+        if not sets:
             raise ConfigError(
                 "PreviewHook.num_held_out needs validation data, and the config has no val_dataloader",
                 remedy="val_dataloader=..., or PreviewHook(held_out=dict(type=..., data_path=...))",
             )
-        return Records(validation.data.datasets, validation.data.names, run.processor)
+        datasets = [dataset for one in sets for dataset in one.datasets]
+        names = [f"{one.name}/{name}" if one.name else name for one in sets for name in one.names]
+        return Records(datasets, names, run.processor)
 
-    def _show(self, run: Run, made: Sequence[_Made]) -> None:
+    def _show(self, run: Run, entries: Sequence[_Entry]) -> None:
         """On rank 0."""
         update = run.progress.updates
         folder = run.work_dir / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        sheet = contact_sheet([each.cell() for each in made], columns=self._columns, title=f"update {update}")
+        sheet = contact_sheet([each.cell() for each in entries], columns=self._columns, title=f"update {update}")
         rows = [
             {key: value for key, value in vars(each).items() if key not in ("pictures", "reference_shown")}
-            for each in made
+            for each in entries
         ]
         write_atomic(folder / f"{update}.png", lambda path: sheet.save(path, format="PNG"))
         write_text_atomic(folder / f"{update}.json", json.dumps(rows, ensure_ascii=False, indent=1) + "\n")

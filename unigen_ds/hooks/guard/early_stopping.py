@@ -11,8 +11,7 @@ from annotated_types import Ge
 from unigen_ds.checkpoint.best_record import better
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.comparison import unlike
-from unigen_ds.evaluation.provenance import Result
+from unigen_ds.evaluation.provenance import Result, unlike
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.hooks.evaluate.evaluate import check_result
 from unigen_ds.hooks.save.best import rule_of, value_of

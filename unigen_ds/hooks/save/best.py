@@ -22,8 +22,7 @@ from unigen_ds.checkpoint.home import same
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.saver import CONFIG_FILE, TOKENIZER
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.evaluation.comparison import unlike
-from unigen_ds.evaluation.provenance import Result
+from unigen_ds.evaluation.provenance import Result, unlike
 from unigen_ds.hooks.base import Run
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.system import dist
@@ -43,26 +42,33 @@ _OWN = {
 def rule_of(metric: str, rule: str | None = None) -> str:
     """``rule``; or, where it is None, ``'less'`` or ``'greater'`` by the metric's name, as mmengine infers it.
 
-    The first part of the name after ``val/`` decides, so that ``val/loss/text/accounts.jsonl`` is a loss.
-    Raises ``ConfigError`` for another rule, and where none can be inferred.
+    The first part of the name after ``val/`` decides, or the second after the name of a set, so that
+    ``val/loss/text/accounts.jsonl`` is a loss. Raises ``ConfigError`` for another rule, and where none can be inferred.
     """
     if rule is not None:
         if rule not in RULES:
             raise ConfigError(f"rule is {rule!r}", allowed="'less' or 'greater'")
         return rule
     name = metric.removeprefix("val/").lower()
-    for part in (name.split("/")[0], name):
-        for found, beginnings in _OWN.items():
-            if part.startswith(beginnings):
-                return found
-        if part != "loss" and any(key in part for key in _GREATER):
-            return "greater"
-        if "loss" in part:
-            return "less"
+    parts = name.split("/")[:2]
+    if "loss" in parts:
+        return "less"
+    rules = {_rule_of_part(part) for part in parts} - {None} or {_rule_of_part(name)}
+    if len(rules) == 1 and (only := rules.pop()):
+        return only
     raise ConfigError(
         f"whether {metric!r} is better when it is less or greater cannot be inferred from its name",
         remedy="add rule='less' or rule='greater'",
     )
+
+
+def _rule_of_part(part: str) -> str | None:
+    for rule, beginnings in _OWN.items():
+        if part.startswith(beginnings):
+            return rule
+    if any(key in part for key in _GREATER):
+        return "greater"
+    return "less" if "loss" in part else None
 
 
 def value_of(metric: str, metrics: Mapping[str, Any], *, where: str, complete: bool = True) -> float | None:
@@ -73,7 +79,7 @@ def value_of(metric: str, metrics: Mapping[str, Any], *, where: str, complete: b
     if metric in metrics:
         value = metrics[metric]
         return math.nan if value is None else float(value)
-    if not complete and not metric.startswith("val/loss"):
+    if not complete and "loss" not in metric.split("/")[1:3]:
         return None
     allowed = ", ".join(sorted(metrics)) or "nothing: it has no results"
     raise ConfigError(f"{where} is {metric!r}, which the evaluation does not have", allowed=allowed)
@@ -114,9 +120,9 @@ class BestCheckpoint:
         """What was not saved at its own update is not the best one. Raises what ``offer`` found wrong."""
         self.after_train()
         if self._offered is not None and dist.is_main():
-            kept = "none is kept" if self._folder is None else f"{self._folder} stays the best checkpoint"
+            consequence = "none is kept" if self._folder is None else f"{self._folder} stays the best checkpoint"
             logger().warning("The best %s so far, %.6g at update %d, was not saved: %s.",
-                             self.metric, self._offered.value, self._offered.updates, kept)  # fmt: skip
+                             self.metric, self._offered.value, self._offered.updates, consequence)  # fmt: skip
         self._offered = None
 
     def after_train(self) -> None:

@@ -25,8 +25,10 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EMA
 from unigen_ds.data.datasets.overflow import check_overflow
 from unigen_ds.data.rules import check_rules
+from unigen_ds.data.settings import ValDataloader
+from unigen_ds.evaluation.generation import Answering
 from unigen_ds.evaluation.metrics import build_metrics
-from unigen_ds.evaluation.scoring import Answering, Evaluation, check
+from unigen_ds.evaluation.scoring import Evaluation, check
 from unigen_ds.evaluation.scoring import evaluate as score
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.families.directories import published_format
@@ -126,8 +128,8 @@ class EvaluationSubject:
         if max_samples is None and self.max_batches is None:
             max_samples = hook.get("max_samples")
             if max_samples is None and hook.get("max_batches") is not None:
-                loader = self.settings.val_dataloader
-                max_samples = hook["max_batches"] * ((loader.batch_size if loader else None) or 1)
+                sets = self.settings.val_dataloader.sets.values() if self.settings.val_dataloader else ()
+                max_samples = hook["max_batches"] * (next((one.batch_size for one in sets), None) or 1)
         if dist.is_main() and (generation != given or max_samples != self.max_samples):
             logger().info(
                 "Answers as those of the config's EvaluateHook: generation %s, max_samples %s (--generation and"
@@ -140,23 +142,31 @@ class EvaluationSubject:
         """The sections that an evaluation uses. Raises ``ConfigError`` where no data to evaluate on is named."""
         given = self._given
         wanted = {**_TRAINING, **{key: given[key] for key in _SECTIONS if given.get(key) is not None}}
-        wanted["val_dataloader"] = self._loader(given)
-        wanted.setdefault("train_dataloader", {"batch_size": 1, "dataset": wanted["val_dataloader"].get("dataset")})
+        loaders = self._loaders(given)
+        wanted["val_dataloader"] = loaders.get("", loaders)
+        first = next(iter(loaders.values()))
+        wanted.setdefault("train_dataloader", {"batch_size": 1, "dataset": first.get("dataset")})
         found = Settings.from_config(wanted)
         return found if self.manifest is None else found.with_seed(int(self.manifest.loader["seed"]))
 
-    def _loader(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        loader = dict(given.get("val_dataloader") or {})
+    def _loaders(self, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The section of each set, by its name."""
+        section = dict(given.get("val_dataloader") or {})
+        loaders = {"": section}
+        if ValDataloader.is_several(section):
+            loaders = {name: dict(one) for name, one in section.items() if one is not None}
         if self.data is not None:
-            loader = {**loader, "dataset": _with_path(self.data, loader, given.get("train_dataloader") or {})}
-            loader.pop("split", None)
-        if not loader:
+            first = next(iter(loaders.values()))
+            data = _with_path(self.data, first, given.get("train_dataloader") or {})
+            loaders = {"": {**{key: value for key, value in first.items() if key != "split"}, "dataset": data}}
+        if not all(loaders.values()):
             raise ConfigError(
                 f"no data is named on which {self.path} is to be evaluated",
                 remedy="--data FILE, or --config with a config that has val_dataloader",
             )
         own = {"batch_size": self.batch_size, "seq_length": self.seq_length}
-        return {**loader, **{key: value for key, value in own.items() if value is not None}}
+        own = {key: value for key, value in own.items() if value is not None}
+        return {name: {**loader, **own} for name, loader in loaders.items()}
 
     def import_modules(self) -> None:
         """Those of ``custom_imports``: they may register the format and metrics. Raises as ``open_model`` does."""
@@ -166,7 +176,7 @@ class EvaluationSubject:
             directory = locate(self.path, self.tag)
             import_stored(config_of(directory), directory, allow=self.allow_custom_imports)
 
-    def open(self) -> tuple[WholeModel, Validation]:
+    def open(self) -> tuple[WholeModel, list[Validation]]:
         """The model on this process's device, in the precision of the training, and the data. Not collective."""
         averaged = self.manifest is not None and bool(own_files(self.manifest, EMA))
         if self.ema and not averaged:
@@ -189,21 +199,19 @@ class EvaluationSubject:
             check_rules(manifest.loader["facts"])
         geometry = Geometry(settings.train_dataloader.batch_size or 1) if manifest is None else manifest.geometry
         assert settings.val_dataloader is not None
-        if settings.val_dataloader.split is not None:
+        if settings.val_dataloader.divided is not None:
             data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None)
         else:  # the training data are not needed, and may not be there
             processor = build_processor(settings, seed=settings.seed)
             found = build_validation_data(settings, processor, [], geometry=geometry)
             data = Data(processor, None, found)  # type: ignore[arg-type]
-        validation = build_validation(settings, data)
-        assert validation is not None
-        check_overflow(validation.data.fitted, validation.data.names)
-        if dist.is_main():
-            for line in validation.data.start_lines():
+        for one in data.validation:
+            check_overflow(one.fitted, one.names)
+            for line in one.start_lines() if dist.is_main() else ():
                 logger().info("%s", line)
         stored = None if self.manifest is None else self.manifest.topology.get("precision")
         precision = settled_precision(settings.optim_wrapper.precision, stored)
-        return WholeModel(model, precision=precision), validation
+        return WholeModel(model, precision=precision), build_validation(settings, data)
 
 
 class WholeModel:
@@ -246,10 +254,10 @@ def evaluate(given: EvaluationSubject) -> Evaluation:
     if answering.flow:  # before the model is read
         family_of_model(given.settings.model.cls).drawing_settings(None, answering.flow, where="generation.flow")
     metrics = build_metrics(given.metrics)
-    engine, validation = given.open()
-    check(metrics, engine, validation, answering=answering)
+    engine, sets = given.open()
+    check(metrics, engine, sets, answering=answering)
     return score(
-        engine, validation, metrics, checkpoint=given.name, max_batches=given.max_batches,
+        engine, sets, metrics, checkpoint=given.name, max_batches=given.max_batches,
         max_samples=given.max_samples, answering=answering, made_by={"precision": engine.precision},
     )  # fmt: skip
 

@@ -118,7 +118,9 @@ class Settings(ModelSettings):
     """One field for each key of a config."""
 
     train_dataloader: TrainDataloader = Field(description="the data")
-    val_dataloader: ValDataloader | None = Field(default=None, description="what is evaluated on; None: nothing")
+    val_dataloader: ValDataloader | None = Field(
+        default=None, description="what is evaluated on: one section, or several by name; None: nothing"
+    )
     optim_wrapper: OptimWrapper = Field(description="the optimizer, and what an update is made of")
     loss_weights: Mapping[str, Finite] = Field(
         default={}, description="term of the loss -> weight of its mean; 1 by default"

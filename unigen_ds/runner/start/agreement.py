@@ -65,8 +65,10 @@ def check_data(settings: Settings, data: Data, *, total_sequences: float) -> Non
     if dist.world_size() == 1:
         return
     found: dict[str, Any] = {"total_sequences": total_sequences}
-    for kind, part in (("data", data.stream), ("validation data", data.validation)):
-        for name, dataset in () if part is None else zip(part.names, part.datasets, strict=True):
+    parts: list[tuple[str, Any]] = [("data", data.stream)]
+    parts += [(f"validation data {one.name}".rstrip(), one) for one in data.validation]
+    for kind, part in parts:
+        for name, dataset in zip(part.names, part.datasets, strict=True):
             found[f"{kind} {name}: records"] = len(dataset)
             found[f"{kind} {name}: fingerprint"] = dataset.fingerprint
     identity = data.stream.identity

@@ -117,13 +117,14 @@ class Data:
     processor: Any
     """As of ``Family.processor``."""
     stream: SequenceStream
-    validation: ValidationData | None = None
+    validation: Sequence[ValidationData] = ()
+    """Each set of validation data, in the order of the config."""
     skipped: Sequence[Skipped] = ()
 
     @property
     def parts(self) -> list[Any]:
         """The data of the training and, if there is any, of the validation; each has ``fitted`` and ``names``."""
-        return [self.stream, *([self.validation] if self.validation else [])]
+        return [self.stream, *self.validation]
 
 
 def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None) -> Data:
@@ -135,9 +136,9 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None) -
     again = ruler is None or settings.on_data_change == "restart"
     datasets, skipped = build_sources(loader.dataset, processor, again=again)
     held_out: list[Any] = []
-    if settings.val_dataloader is not None and settings.val_dataloader.split is not None:
-        own = settings.val_dataloader.seed
-        division = Division(settings.val_dataloader.split, seed if own is None else own)
+    divided_set = settings.val_dataloader.divided if settings.val_dataloader else None
+    if divided_set is not None and divided_set.split is not None:
+        division = Division(divided_set.split, seed if divided_set.seed is None else divided_set.seed)
         datasets, held_out = divide(datasets, division)
     overflow = Overflow(loader.seq_length, loader.overflow)
     if loader.max_sample_tokens is not None:
@@ -172,35 +173,35 @@ def build_validation_data(
     *,
     geometry: Geometry,
     again: bool = True,
-) -> ValidationData | None:
-    """``val_dataloader``'s own data sets, or the share ``held_out`` of the training's; None: it has neither."""
-    loader, training = settings.val_dataloader, settings.train_dataloader
-    if loader is None:
-        return None
-    datasets = build_sources(loader.dataset, processor, again=again)[0] or held_out
-    check_streamed(datasets, what="val_dataloader.dataset")
-    named = [(name, dataset) for name, dataset in zip(source_names(datasets), datasets, strict=True) if len(dataset)]
-    seq_length = training.seq_length if loader.seq_length is None else loader.seq_length
-    overflow = Overflow(seq_length, loader.overflow or training.overflow)
-    return ValidationData(
-        [Fitted(dataset, overflow) for _, dataset in named],
-        [name for name, _ in named],
-        processor=processor,
-        seed=settings.seed if loader.seed is None else loader.seed,
-        batch_size=loader.batch_size or geometry.batch_size,
-        num_workers=training.num_workers if loader.num_workers is None else loader.num_workers,
-        prefetch_factor=loader.prefetch_factor,
-        pin_memory=torch.cuda.is_available() if loader.pin_memory is None else loader.pin_memory,
-        timeout=loader.timeout,
-    )
+) -> list[ValidationData]:
+    """Each set of ``val_dataloader``: its own data sets, or the share ``held_out`` of the training's."""
+    found, training = [], settings.train_dataloader
+    for set_name, loader in settings.val_dataloader.sets.items() if settings.val_dataloader else ():
+        datasets = build_sources(loader.dataset, processor, again=again)[0] or held_out
+        check_streamed(datasets, what="val_dataloader.dataset")
+        named = [(name, one) for name, one in zip(source_names(datasets), datasets, strict=True) if len(one)]
+        seq_length = training.seq_length if loader.seq_length is None else loader.seq_length
+        overflow = Overflow(seq_length, loader.overflow or training.overflow)
+        one = ValidationData(
+            [Fitted(dataset, overflow) for _, dataset in named],
+            [name for name, _ in named],
+            name=set_name,
+            processor=processor,
+            seed=settings.seed if loader.seed is None else loader.seed,
+            batch_size=loader.batch_size or geometry.batch_size,
+            num_workers=training.num_workers if loader.num_workers is None else loader.num_workers,
+            prefetch_factor=loader.prefetch_factor,
+            pin_memory=torch.cuda.is_available() if loader.pin_memory is None else loader.pin_memory,
+            timeout=loader.timeout,
+        )
+        found.append(one)
+    return found
 
 
-def build_validation(settings: Settings, data: Data) -> Validation | None:
-    """What a run is evaluated on."""
-    if data.validation is None:
-        return None
-    family, spec = family_of_model(settings.model.cls), settings.model.spec
-    return Validation(data.validation, settings.term_weights, partial(family.target_groups, located(spec)))
+def build_validation(settings: Settings, data: Data) -> list[Validation]:
+    """What a run is evaluated on, one set after the other."""
+    groups = partial(family_of_model(settings.model.cls).target_groups, located(settings.model.spec))
+    return [Validation(one, settings.term_weights, groups) for one in data.validation]
 
 
 def build_processor(settings: ModelSettings, *, seed: int) -> Any:

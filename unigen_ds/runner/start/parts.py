@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class Parts:
     data_identity: dict[str, Any]
     findings: Sequence[Finding] = ()
     """Of the resume's checklist; on rank 0 alone."""
-    validation: Validation | None = None
+    validation: Sequence[Validation] = ()
     list_left_out: Callable[[Path], None] = lambda folder: None
     """Writes what of the data is left out into a folder. On rank 0."""
     max_updates: int | None = None
@@ -136,7 +137,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
             log.logger().log(WARNING if warns else INFO, line)
         for line in schedules.warnings() if start.manifest is None else ():
             log.logger().warning("%s.", line)
-        for line in data.validation.start_lines() if data.validation else ():
+        for line in chain.from_iterable(one.start_lines() for one in data.validation):
             log.logger().info(line)
     log.logger().info(
         "Effective batch: %s sequences per update; %d per epoch.", geometry, start.ruler.sequences_per_epoch

@@ -14,17 +14,17 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torchmetrics.functional.multimodal import clip_score
-from torchmetrics.image.fid import FrechetInceptionDistance
+from torchmetrics.image.fid import FrechetInceptionDistance, _compute_fid
 from torchmetrics.image.kid import KernelInceptionDistance
 from transformers import AutoModel, AutoProcessor
 
 from tests.evaluation import tiny_models
 from tests.evaluation.tiny_models import Convolution, noise, plain
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.evaluation.metrics import Metric, build_metrics, gathered
+from unigen_ds.evaluation.metrics import Metric, build_metrics, evaluated
 from unigen_ds.evaluation.metrics.clip_score import CLIPScore, MultimodalConsistency
-from unigen_ds.evaluation.metrics.fid import FID, KID, frechet_distance, frechet_distance_of_samples
-from unigen_ds.evaluation.metrics.images import as_tensor
+from unigen_ds.evaluation.metrics.features import as_tensor
+from unigen_ds.evaluation.metrics.fid import FID, KID, frechet_distance_of_samples
 from unigen_ds.evaluation.metrics.inception import Inception
 from unigen_ds.evaluation.metrics.text import BERTScore
 from unigen_ds.evaluation.metrics.text_rendering import TextRendering
@@ -35,38 +35,25 @@ MADE, REAL = noise(40, seed=1), noise(40, seed=2, bright=200)
 def scored(metric: Metric, predictions: list[Any], references: list[Any]) -> dict[str, float]:
     """The value over samples."""
     metric.update(predictions, references, [f"{n:04}" for n in range(len(predictions))])
-    return dict(gathered(metric))
+    return dict(evaluated(metric, checkpoint="", resamples=0).values)
 
 
 def tensors(images: list[Image.Image]) -> torch.Tensor:
     return torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images])
 
 
-def test_frechet_distance_is_the_closed_form_of_two_gaussians() -> None:
-    generator = torch.Generator().manual_seed(0)
-    mean = torch.randn(2, 5, generator=generator, dtype=torch.float64)
-    spread = torch.rand(2, 5, generator=generator, dtype=torch.float64) + 0.1
-    turn, _ = torch.linalg.qr(torch.randn(5, 5, generator=generator, dtype=torch.float64))
-    commuting = [turn * one @ turn.T for one in spread]
-    expected = float((mean[0] - mean[1]).square().sum() + (spread[0].sqrt() - spread[1].sqrt()).square().sum())
-    assert frechet_distance(mean[0], commuting[0], mean[1], commuting[1]) == pytest.approx(expected, rel=1e-12)
-
-    a = torch.tensor([[2.0, 0.6], [0.6, 1.0]], dtype=torch.float64)
-    b = torch.tensor([[0.5, -0.2], [-0.2, 3.0]], dtype=torch.float64)
-    product = a @ b  # the root of a 2 x 2 matrix has the trace sqrt(trace + 2 sqrt(determinant))
-    overlap = (product.trace() + 2 * torch.linalg.det(product).sqrt()).sqrt()
-    zero = torch.zeros(2, dtype=torch.float64)
-    assert frechet_distance(zero, a, zero, b) == pytest.approx(float(a.trace() + b.trace() - 2 * overlap), rel=1e-12)
-    assert frechet_distance(zero, a, zero, a) == pytest.approx(0, abs=1e-12)
+def expected_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """From the covariances, as torchmetrics computes it."""
+    return float(_compute_fid(a.mean(0), a.T.cov(), b.mean(0), b.T.cov()))
 
 
 @pytest.mark.parametrize("samples", [(9, 7), (40, 30), (9, 30)])
-def test_frechet_distance_of_few_samples_is_that_of_their_covariances(samples: tuple[int, int]) -> None:
+def test_frechet_distance_is_that_of_the_covariances(samples: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(n, 12, generator=generator, dtype=torch.float64) * scale
             for n, scale in zip(samples, (1.0, 2.0), strict=True))  # fmt: skip
-    expected = frechet_distance(a.mean(0), a.T.cov(), b.mean(0), b.T.cov())
-    assert frechet_distance_of_samples(a, b) == pytest.approx(expected, rel=1e-7)
+    assert frechet_distance_of_samples(a, b) == pytest.approx(expected_distance(a, b), rel=1e-7)
+    assert frechet_distance_of_samples(a, a + 1.0) == pytest.approx(12.0, rel=1e-9)
 
 
 def test_fid_is_torchmetrics_with_the_same_features() -> None:
@@ -79,9 +66,7 @@ def test_fid_is_torchmetrics_with_the_same_features() -> None:
     found = scored(metric, MADE, REAL)
     features = [Convolution()(tensors(images)).detach().double() for images in (MADE, REAL)]
     assert found == {"fid_convolution": pytest.approx(float(library.compute()), rel=1e-6)}
-    assert found["fid_convolution"] == pytest.approx(
-        frechet_distance(*(part for one in features for part in (one.mean(0), one.T.cov()))), rel=1e-6
-    )
+    assert found["fid_convolution"] == pytest.approx(expected_distance(*features), rel=1e-6)
     assert scored(FID(extractor=Convolution(), device="cpu"), MADE, MADE)["fid_convolution"] == pytest.approx(
         0, abs=1e-9
     )
@@ -151,9 +136,7 @@ def test_extractors_have_a_name_a_hash_and_an_antialiased_resize(tmp_path: Path)
         for images in (MADE, REAL)
     ]
     assert inputs["pixel_values"].shape[-1] == 16
-    assert scored(by_folder, MADE, REAL)["fid_tiny-clip"] == pytest.approx(
-        frechet_distance(*(part for one in features for part in (one.mean(0), one.T.cov()))), rel=1e-6
-    )
+    assert scored(by_folder, MADE, REAL)["fid_tiny-clip"] == pytest.approx(expected_distance(*features), rel=1e-6)
     assert by_folder.provenance["resize"].startswith("bicubic, antialiased")
     assert "6 x 6" in by_name.provenance["resize"] and by_name.provenance["model"].startswith("mine ")
     other = Convolution()
@@ -217,7 +200,7 @@ def test_wrong_pictures_are_named() -> None:
     with pytest.raises(DataError, match="1 predictions, 2 references"):
         metric.update(MADE[:1], REAL[:2], ["0000"])
     with pytest.raises(DataError, match="fid_convolution has no predictions"):
-        gathered(metric)
+        evaluated(metric, checkpoint="", resamples=0)
     flat = FID(extractor=lambda images: images.mean(), name="flat", device="cpu")
     with pytest.raises(ConfigError, match=r"fid_flat: the extractor returned \(\) for 2 images.*\(2, dimensions\)"):
         flat.update(MADE[:2], REAL[:2], ["0000", "0001"])

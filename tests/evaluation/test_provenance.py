@@ -13,12 +13,11 @@ import pytest
 
 from tests.evaluation.tiny_models import Convolution, noise
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.evaluation.comparison import NO_DRAWS, compare, compare_files
 from unigen_ds.evaluation.metrics import evaluated
 from unigen_ds.evaluation.metrics.fid import FID, KID
 from unigen_ds.evaluation.metrics.short_answers import ExactMatch
 from unigen_ds.evaluation.metrics.text import BLEU
-from unigen_ds.evaluation.provenance import Result, read_results, write_results
+from unigen_ds.evaluation.provenance import NO_DRAWS, Result, compare, compare_files, read_results, write_results
 
 REFERENCES = [f"the {n} cats sat on {n % 7} mats" for n in range(60)]
 
