@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -188,10 +188,9 @@ def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Man
 
     If records were appended later, only the old ones belong to the run.
     """
-    from unigen_ds.data.batches.change import compare, continued
-    from unigen_ds.data.rules import check_rules
     from unigen_ds.runner.settings.tree import Settings
-    from unigen_ds.runner.start.build import build_data, build_geometry
+    from unigen_ds.runner.start.build import build_geometry
+    from unigen_ds.runner.start.stages import continue_data
 
     settings = Settings.from_config({**config, **_OTHERS})
     if settings.randomness.seed is None:
@@ -202,11 +201,7 @@ def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Man
             raise ConfigError("randomness.seed is None: the run draws it", remedy=remedy)
         settings = settings.with_seed(int(manifest.loader["seed"]))
     geometry = manifest.ruler.geometry if manifest else build_geometry(settings, dp_size=world_size)
-    if manifest:
-        check_rules(manifest.loader["facts"])
-    data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None)
-    if manifest and not compare(manifest.loader, data.stream).obstacles:
-        data = replace(data, stream=continued(manifest.loader, data.stream, on_change="append")[0])
+    data, *_ = continue_data(settings, manifest, geometry=geometry, on_change="append", check=False)
     return settings, data
 
 

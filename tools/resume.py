@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
             overrides = with_backend(overrides, arguments.backend)
         config = load_config(arguments.config, overrides, whole=True)
         if arguments.checkpoint is not None:
-            config["resume"] = arguments.checkpoint
+            config |= {"resume": arguments.checkpoint, "load_from": None, "load_cfg": None}
         found = inspect_resume(config, world_size=arguments.world_size, verify=arguments.verify)
         if arguments.json:
             print(json.dumps(found.state_dict(), indent=1))

@@ -20,7 +20,7 @@ from unigen_ds.checks.memory.traced import num_phases, trace
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.runner.settings.tree import Settings, load_config
 from unigen_ds.runner.start.build import build_data
-from unigen_ds.runner.start.parts import build_engine
+from unigen_ds.runner.start.stages import build_engine
 
 
 @pytest.fixture(scope="module")

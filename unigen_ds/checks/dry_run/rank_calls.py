@@ -31,7 +31,7 @@ from unigen_ds.core.batch import Batch
 from unigen_ds.core.progress import Geometry
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import build_optimizer_config
-from unigen_ds.runner.start.parts import build_engine
+from unigen_ds.runner.start.stages import build_engine
 
 _OF_GROUPS = ("c10d", "_c10d_functional")
 """Namespaces of torch's operators that are collective."""

@@ -26,7 +26,7 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.optim.optimizer import settled_precision
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import build_data
-from unigen_ds.runner.start.parts import build_engine
+from unigen_ds.runner.start.stages import build_engine
 
 ALTERNATIVES = (
     "single", "deepspeed:zero1", "deepspeed:zero2", "deepspeed:zero2_offload", "deepspeed:zero3",

@@ -26,10 +26,15 @@ from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import BUFFER, MASTER, Shard
 from unigen_ds.hooks.evaluate.ema import EMAHook
-from unigen_ds.models.lora import adapted, base_tensors, hold_base_in
-from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, construct, optimizer_class
+from unigen_ds.optim.optimizer import OptimizerConfig, construct, optimizer_class
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.build import build_groups, build_model, build_optimizer_config, named_parameters
+from unigen_ds.runner.start.build import (
+    build_groups,
+    build_model,
+    build_optimizer_config,
+    named_parameters,
+    prepare_engine,
+)
 from unigen_ds.system.variables import environment
 
 PHASES = ("load", "step", "evaluate", "save", "resume")
@@ -163,11 +168,8 @@ def prepare(
     named = named_parameters(model)
     sizes = {id(p): (p.numel(), p.requires_grad) for _, p in named}
     groups = build_groups(settings, named)
-    backend.left_out = base_tensors(model)
-    if adapted(model) is not None:
-        hold_base_in(model, COMPUTE_DTYPE[optimizer_cfg.precision])
     del named
-    backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
+    prepare_engine(backend, model, groups, optimizer_cfg, geometry=geometry)
     return built, [*sizes.values()]
 
 

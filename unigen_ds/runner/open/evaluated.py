@@ -35,7 +35,7 @@ from unigen_ds.runner.open.trained import config_of, import_stored, open_model, 
 from unigen_ds.runner.settings.custom_imports import import_custom
 from unigen_ds.runner.settings.family_settings import family_of_model
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.build import Data, build_data, build_processor, build_validation, build_validation_data
+from unigen_ds.runner.start.build import build_data, build_processor, build_validation, build_validation_data
 from unigen_ds.system import dist
 from unigen_ds.system.files import check_digests
 from unigen_ds.system.log import logger
@@ -190,11 +190,10 @@ class EvaluationSubject:
         geometry = Geometry(settings.train_dataloader.batch_size or 1) if manifest is None else manifest.geometry
         assert settings.val_dataloader is not None
         if settings.val_dataloader.split is not None:
-            data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None)
+            data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None).validation
         else:  # the training data are not needed, and may not be there
             processor = build_processor(settings, seed=settings.seed)
-            found = build_validation_data(settings, processor, [], geometry=geometry)
-            data = Data(processor, None, found)  # type: ignore[arg-type]
+            data = build_validation_data(settings, processor, [], geometry=geometry)
         validation = build_validation(settings, data)
         assert validation is not None
         check_overflow(validation.data.fitted, validation.data.names)

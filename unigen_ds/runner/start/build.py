@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.saver import states_text
 from unigen_ds.config.hub import folder_of
@@ -37,16 +38,8 @@ from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
 from unigen_ds.hooks.log.journal import LedgerHook, TimelineHook
 from unigen_ds.hooks.log.skipped import SkippedSamplesHook
 from unigen_ds.hooks.mmengine import completed
-from unigen_ds.models.lora import add_adapters
-from unigen_ds.optim.optimizer import (
-    OptimizerConfig,
-    ParamGroup,
-    build_torch_optimizer,
-    default_fused,
-    element_wise,
-    settled_precision,
-)
-from unigen_ds.optim.optimizer_state import state_of
+from unigen_ds.models.lora import adapted, add_adapters, base_tensors, hold_base_in
+from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, default_fused, settled_precision
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.resume.geometry import lr_factor
 from unigen_ds.runner.settings.family_settings import family_of_model, of_its_kind
@@ -197,12 +190,12 @@ def build_validation_data(
     )
 
 
-def build_validation(settings: Settings, data: Data) -> Validation | None:
+def build_validation(settings: Settings, data: ValidationData | None) -> Validation | None:
     """What a run is evaluated on."""
-    if data.validation is None:
+    if data is None:
         return None
     family, spec = family_of_model(settings.model.cls), settings.model.spec
-    return Validation(data.validation, settings.term_weights, partial(family.target_groups, located(spec)))
+    return Validation(data, settings.term_weights, partial(family.target_groups, located(spec)))
 
 
 def build_processor(settings: ModelSettings, *, seed: int) -> Any:
@@ -286,7 +279,7 @@ def recorded_fused(settings: Settings, manifest: Manifest | None) -> bool | None
 def build_optimizer_config(settings: Settings, *, fused: bool | None = None) -> OptimizerConfig:
     """``fused``: ``recorded_fused``'s value."""
     wrapper = settings.optim_wrapper
-    found = OptimizerConfig(
+    return OptimizerConfig(
         type=wrapper.optimizer.type,
         arguments=wrapper.optimizer.arguments,
         adamw=wrapper.optimizer.adamw.arguments if wrapper.optimizer.adamw else {},
@@ -295,14 +288,21 @@ def build_optimizer_config(settings: Settings, *, fused: bool | None = None) -> 
         loss_scale=wrapper.loss_scale.arguments,
         fused=bool(fused),
     )
-    one = ParamGroup("default", lr=1.0, weight_decay=0.0, parameters=("one",))
-    groups = [(one, [nn.Parameter(torch.zeros(1, 1))])]
-    if not element_wise(found.type):
-        rest = replace(one, name="adamw", parameters=("other",), by_adamw=True)
-        groups.append((rest, [nn.Parameter(torch.zeros(1))]))
-    build_torch_optimizer(found, groups)  # refuses arguments before processes join, and so does the next
-    state_of(found)
-    return found
+
+
+def prepare_engine(
+    backend: Backend,
+    model: nn.Module,
+    groups: Sequence[ParamGroup],
+    optimizer_cfg: OptimizerConfig,
+    *,
+    geometry: Geometry,
+) -> None:
+    """Pass the model to the engine; of adapters the base is held in the precision that is computed in."""
+    backend.left_out = base_tensors(model)
+    if adapted(model) is not None:
+        hold_base_in(model, COMPUTE_DTYPE[optimizer_cfg.precision])
+    backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
 
 
 def build_schedules(
