@@ -20,9 +20,8 @@ from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader,
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import ShardReader
 from unigen_ds.hooks.base import Hook
-from unigen_ds.resume.edited import other_model, other_sizes
+from unigen_ds.resume.differences import model_findings, other_model, other_sizes
 from unigen_ds.resume.finding import refuse
-from unigen_ds.resume.model_check import check_weights, model_findings
 from unigen_ds.resume.plan import ResumePlan
 from unigen_ds.runner.start.parts import Parts
 from unigen_ds.system import dist
@@ -44,7 +43,6 @@ def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
     if manifest is None:
         fit_weights(parts, reader, stored, stored_config)
         return None
-    check_weights(stored, parameters=parts.parameters)
     refuse(model_findings(manifest, parameters=parts.parameters, config=parts.plain_config))
     parts.backend.load_tensors(reader, keep=parts.backend.left_out)
     _restore_hooks(hooks, checkpoint, manifest)
