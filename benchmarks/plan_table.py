@@ -166,15 +166,15 @@ def planned(model: str, folder: Path, *, data: str, world: int, engine: str | No
     from unigen_ds.config.backend_option import with_backend
     from unigen_ds.core.errors import ConfigError
     from unigen_ds.core.quantities import size
-    from unigen_ds.runner.settings.tree import load_config
+    from unigen_ds.runner.settings.tree import load_settings
 
     per_node, begun, used = min(PER_NODE, world), time.perf_counter(), sum(os.times()[:4])
     given = overrides(model, folder, data=data)
     asked = {"model": model, "devices": world, "engine": engine}
     try:
         with announced(world, per_node=per_node):
-            config = load_config(RECIPES[model][0], with_backend(given, engine) if engine else given, whole=True)
-        report = plan_memory(config, world_size=world, per_node=per_node, alternatives=False)
+            settings = load_settings(RECIPES[model][0], with_backend(given, engine) if engine else given)
+        report = plan_memory(settings, world_size=world, per_node=per_node, alternatives=False)
     except ConfigError as error:  # this engine is not for so many processes
         return {**asked, "problem": str(error)}
     values = report_values(report, Reserve(size(DEVICE_RESERVE), FRAGMENTATION, size(PROCESS_RESERVE)))

@@ -9,14 +9,25 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
+
+from tests.tiny import tiny_config
+from tools.train import main
+from unigen_ds.config import overrides
+from unigen_ds.config.section import Component
+from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import tree as settings_tree
+from unigen_ds.runner.settings.tree import Settings, load_config, load_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
@@ -414,7 +425,85 @@ def test_the_search_for_banned_words_finds_them() -> None:
     assert list(banned_words("one\ntold")) == ["2: 'told' (write: reported, stated, has the message)"]
 
 
-# ---- counts of a start -----------------------------------------------------------------------------------------------
+# ---- counts of a start ---------------------------------------------------------------------------------------------
+
+MODULES_OF_LOAD_CONFIG = 25
+
+
+def modules_entered(call: Callable[[], object]) -> dict[str, set[str]]:
+    """The modules of the package of which functions are called -> the names of those functions."""
+    entered: dict[str, set[str]] = {}
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_name != "<module>" and code.co_filename.startswith(str(ROOT / "unigen_ds")):
+            entered.setdefault(label(Path(code.co_filename)), set()).add(code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def test_load_config_enters_few_modules_and_calls_no_constructor_of_a_component(tmp_path: Path) -> None:
+    small = {"work_dir": str(tmp_path / "run"), "train_cfg.max_epochs": 1, "train_dataloader.num_workers": 0}
+    load_config("unified_digits", small)  # imports
+    entered = modules_entered(lambda: load_config("unified_digits", small))
+    assert len(entered) <= MODULES_OF_LOAD_CONFIG, sorted(entered)
+    packages = ("hooks/", "data/", "families/", "backends/", "schedule/", "tracking/", "evaluation/")
+    for name, functions in entered.items():
+        if name.removeprefix("unigen_ds/").startswith(packages):
+            assert not functions & {"__init__", "__post_init__"}, name
+
+
+def test_a_start_checks_and_translates_a_config_once_and_builds_no_component_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the tool, from a loaded config, from a mapping, and by the dry run."""
+    counts = Counter[str]()
+
+    def count(owner: Any, name: str, as_name: str) -> None:
+        function = getattr(owner, name)
+
+        def counting(*arguments: Any, **options: Any) -> Any:
+            counts[as_name] += 1
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    config = tiny_config(tmp_path / "run", tmp_path / "digits")
+    import_module("unigen_ds.examples.digits")
+    config.custom_imports = {}  # what a module registers is known only when it is imported
+    config.dump(str(tmp_path / "config.py"))
+    name = str(tmp_path / "config.py")
+    monkeypatch.setattr(Settings, "model_validate", classmethod(_counted(Settings.model_validate.__func__, counts)))
+    count(settings_tree, "translate", "translations")
+    count(overrides, "translate", "translations")
+    count(Component, "build", "components")
+    starts: dict[str, Callable[[], object]] = {
+        "settings": lambda: load_settings(name),
+        "tool": lambda: main([name, "--max-updates", "1"]),
+        "loaded": lambda: Runner.from_cfg(load_config(name, {"work_dir": str(tmp_path / "a")}), max_updates=1),
+        "mapping": lambda: Runner.from_cfg({**config.to_dict(), "work_dir": str(tmp_path / "b")}, max_updates=1),
+        "printed": lambda: main([name, "--print-config"]),
+        "dry run": lambda: main([name, "--dry-run", "--skip", "memory"]),
+    }
+    for title, start in starts.items():
+        counts.clear()
+        start()
+        assert (counts["validations"], counts["translations"]) == (1, 1), (title, counts)
+        if title in ("settings", "printed"):
+            assert counts["components"] == 0, title
+
+
+def _counted(validate: Callable[..., Any], counts: Counter[str]) -> Callable[..., Any]:
+    def counting(cls: type, *arguments: Any, **options: Any) -> Any:
+        counts["validations"] += 1
+        return validate(cls, *arguments, **options)
+
+    return counting
 
 
 def counted_calls(monkeypatch: pytest.MonkeyPatch, *functions: tuple[object, str]) -> Counter[str]:

@@ -23,8 +23,8 @@ import pytest
 
 from tests.test_architecture import LAYERS
 from tools import train
-from unigen_ds.config.overrides import SETTINGS
 from unigen_ds.config.paths import ds_configs_dir
+from unigen_ds.config.translation import SETTINGS
 from unigen_ds.core import errors
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.base import Family

@@ -160,17 +160,15 @@ _OTHERS: dict[str, Any] = {
 
 def data_sections(name: str, options: Sequence[str]) -> dict[str, Any]:
     """The sections of a config that decide its data. What is wrong with any other one (its hooks, say) is a note."""
-    from unigen_ds.config.overrides import parse_override
-    from unigen_ds.config.readable import given_values
     from unigen_ds.runner.settings.custom_imports import import_custom
-    from unigen_ds.runner.settings.tree import load_config
+    from unigen_ds.runner.settings.tree import load_config, read_config
     from unigen_ds.system.log import notice
 
     config: Mapping[str, Any]
     try:
         config = load_config(name, options)
     except ConfigError as error:
-        config = given_values(name, dict(map(parse_override, options)))
+        config = read_config(name, options).values
         if not config.get("train_dataloader") or not config.get("model"):
             raise
         notice(str(error))

@@ -61,9 +61,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from unigen_ds.checks.memory.planned import plan_memory
     from unigen_ds.checks.resume import announced
     from unigen_ds.config.backend_option import with_backend
-    from unigen_ds.config.overrides import parse_override
-    from unigen_ds.config.readable import given_values, given_world_size
-    from unigen_ds.runner.settings.tree import load_config
+    from unigen_ds.config.overrides import parse_override, stated_world_size
+    from unigen_ds.runner.settings.tree import Settings, read_config
     from unigen_ds.system import log  # after parsing: --help does not wait for torch
 
     log.setup(rank=0)
@@ -71,11 +70,12 @@ def _plan(arguments: argparse.Namespace) -> int:
         overrides = dict(map(parse_override, arguments.cfg_options))
         if arguments.backend is not None:
             overrides = with_backend(overrides, arguments.backend)
-        world_size = arguments.world_size or given_world_size(given_values(arguments.config, overrides))
+        config = read_config(arguments.config, overrides)
+        world_size = arguments.world_size or stated_world_size(config.values)
         per_node = arguments.per_node or min(8, world_size)
         with announced(world_size, per_node=per_node):
-            config = load_config(arguments.config, overrides, whole=True)
-        report = plan_memory(config, world_size=world_size, per_node=per_node, alternatives=not arguments.only)
+            settings = Settings.from_config(config)
+        report = plan_memory(settings, world_size=world_size, per_node=per_node, alternatives=not arguments.only)
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

@@ -55,9 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     from unigen_ds.checks.resume import inspect_resume, write_config
     from unigen_ds.config.backend_option import with_backend  # after parsing: see train.py
-    from unigen_ds.config.overrides import parse_override
+    from unigen_ds.config.overrides import config_path, parse_override
     from unigen_ds.resume import finding
-    from unigen_ds.runner.settings.tree import load_config
+    from unigen_ds.runner.settings.tree import load_settings
 
     try:
         overrides = dict(map(parse_override, arguments.cfg_options))
@@ -66,10 +66,10 @@ def main(argv: list[str] | None = None) -> int:
                 overrides[key] = getattr(arguments, key)
         if arguments.backend is not None:
             overrides = with_backend(overrides, arguments.backend)
-        config = load_config(arguments.config, overrides, whole=True)
         if arguments.checkpoint is not None:
-            config |= {"resume": arguments.checkpoint, "load_from": None, "load_cfg": None}
-        found = inspect_resume(config, world_size=arguments.world_size, verify=arguments.verify)
+            overrides |= {"resume": arguments.checkpoint, "load_from": None, "load_cfg": None}
+        settings = load_settings(arguments.config, overrides)
+        found = inspect_resume(settings, world_size=arguments.world_size, verify=arguments.verify)
         if arguments.json:
             print(json.dumps(found.state_dict(), indent=1))
         else:
@@ -78,7 +78,8 @@ def main(argv: list[str] | None = None) -> int:
             finding.show(found.findings)
             print("\n".join(finding.plans(found.geometries, found.memory)))
         if arguments.write_config:
-            write_config(config, found, arguments.write_config, overrides=overrides)
+            base = config_path(arguments.config)
+            write_config(settings, found, arguments.write_config, base=base, overrides=overrides)
             print(f"Written: {arguments.write_config}", file=sys.stderr)
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -115,25 +115,25 @@ def main(argv: list[str] | None = None) -> int:
     from unigen_ds.checks.resume import advice, is_out_of_memory
     from unigen_ds.runner import train_config
     from unigen_ds.runner.settings.origins import config_lines
-    from unigen_ds.runner.settings.tree import load_config
+    from unigen_ds.runner.settings.tree import Settings, read_config
     from unigen_ds.system import announced, clock, dist  # after parsing: --help does not wait for torch
 
     if argv is None:  # as a command
         clock.begin(whole_process=True)
     failed = True
     try:
-        overrides = overrides_of(arguments)
-        config = load_config(arguments.config, overrides, whole=True)
+        config = read_config(arguments.config, overrides_of(arguments))
+        settings = Settings.from_config(config)
         if arguments.resume == AUTO:
-            config["resume"] = config.get("resume") or AUTO
+            settings = settings.with_resume(AUTO)
         if arguments.print_config:
-            print("\n".join(config_lines(config, arguments.config, overrides)))
+            print("\n".join(config_lines(settings, config)))
             return 0
-        stopped = train_config(config, max_updates=arguments.max_updates)
+        stopped = train_config(settings, max_updates=arguments.max_updates)
         failed = False
     except Exception as error:
         if is_out_of_memory(error):
-            print(advice(config, sys.argv[1:] if argv is None else argv), file=sys.stderr)
+            print(advice(settings, sys.argv[1:] if argv is None else argv), file=sys.stderr)
         cause = announced.explained(error, first=True)
         announced.for_torchrun(cause)
         if not isinstance(cause, UnigenError):

@@ -9,8 +9,8 @@ import pytest
 from unigen_ds.config.file import shipped
 from unigen_ds.config.overrides import config_path, parse_override
 from unigen_ds.core.choices import SHIPPED
-from unigen_ds.core.errors import ConfigError, UnknownKey, raise_any, several
-from unigen_ds.runner.settings.tree import Settings, load_config, normalised
+from unigen_ds.core.errors import ConfigError, UnknownKey, several
+from unigen_ds.runner.settings.tree import load_config, load_settings, problems_of
 
 TEXT = """
 import math
@@ -109,17 +109,19 @@ def test_overrides_may_be_a_mapping(config_file: Path) -> None:
         ("optim_wraper.accumulative_counts=3", "did you mean 'optim_wrapper'"),
         ("param_scheduler.2.end=9", "not an index of a list of 2"),
         ("param_scheduler.x=9", "not an index of a list of 2"),
-        ("train_dataloader.packing.window=9", "None and has no keys"),
-        ("optim_wrapper.optimizer.betaz.x.y=9", r"no 'betaz' yet.*optimizer\.betaz=\"dict\(x=dict\(y=\.\.\.\)\)\""),
+        ("train_dataloader.packing.window=9", r"packing is \{'window': 9\}.*dict\(type="),
+        ("train_dataloader.batch_size.x=9", "train_dataloader.batch_size is 2 and has no keys"),
+        ("optim_wrapper.optimizer.betaz.x.y=9", "optim_wrapper.optimizer.betaz: did you mean 'betas'"),
         ("optim_wrapper.clip_grad={'maxnorm': 1}", "did you mean 'max_norm'"),
-        ("batch_size=8", "would have no effect"),
+        ("batch_size=8", "write train_dataloader.batch_size"),
+        ("_steps_of_mine=8", "the config has no key '_steps_of_mine'"),
         ("lr", "KEY=VALUE"),
         ("=3", "KEY=VALUE"),
     ],
 )
 def test_overrides_that_cannot_work_are_errors(config_file: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_config(config_file, [override])
+        load_settings(config_file, [override])
 
 
 @pytest.mark.parametrize(
@@ -148,15 +150,15 @@ def test_delete_of_a_component_and_in_a_list() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["_delete_=True"], "_delete_=True for the whole config.*Remedy: another CONFIG"),
+        (["_delete_=True"], r"_delete_=True.*Allowed: SECTION\._delete_=True"),
         (["train_cfg._delete_=False"], r"train_cfg\._delete_=False.*Allowed: SECTION\._delete_=True"),
-        (["custom_hooks._delete_=True", "custom_hooks.0.type=EMAHook"], "a list as one value"),
-        (["model._delete_=True", "model.llm=2", "model.llm.width=2"], "a list as one value"),
+        (["custom_hooks._delete_=True", "custom_hooks.0.type=EMAHook"], r"custom_hooks\[0\] is \{'0'.*dict\(type="),
+        (["model._delete_=True", "model.llm=2", "model.llm.width=2"], "model.llm is 2 and has no keys"),
     ],
 )
 def test_delete_that_cannot_work_is_an_error(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_config("unified_digits", overrides)
+        load_settings("unified_digits", overrides)
 
 
 @pytest.mark.parametrize(
@@ -166,17 +168,11 @@ def test_parse_override(text: str, value: Any) -> None:
     assert parse_override(text) == ("a", value)
 
 
-def check_keys(config: dict[str, Any]) -> None:
-    given, errors = normalised(config)
-    raise_any([*errors, *Settings.checked(given, whole=False)[1]])
-
-
 def test_unknown_keys_name_the_nearest_valid_one() -> None:
-    check_keys({"_mine": 1, "model": {"type": "X", "anything": 1}})
-    with pytest.raises(ConfigError, match="did you mean 'train_dataloader'"):
-        check_keys({"train_dataloder": {}})
-    with pytest.raises(ConfigError, match=r"'optim_wrapper.clip_grad.max_nrom'.*did you mean 'max_norm'"):
-        check_keys({"optim_wrapper": {"clip_grad": {"max_nrom": 1}}})
+    problems = problems_of({"_mine": 1, "train_dataloder": {}, "optim_wrapper": {"clip_grad": {"max_nrom": 1}}})
+    text = str(several(problems))
+    assert "train_dataloder: did you mean 'train_dataloader'" in text and "_mine" not in text
+    assert "optim_wrapper.clip_grad.max_nrom: did you mean 'max_norm'" in text
 
 
 def test_a_key_of_mmengines_that_would_change_the_training_is_named_with_what_to_do() -> None:
@@ -186,12 +182,11 @@ def test_a_key_of_mmengines_that_would_change_the_training_is_named_with_what_to
         "train_dataloader": {"sampler": {"type": "LengthGroupedSampler"}},
         "modle": {},
     }
-    with pytest.raises(ConfigError) as raised:
-        check_keys(ported)
+    text = str(several(problems_of(ported)))
     for advice in ("env_cfg: delete it; env.dist_timeout_s", "optim_wrapper.type: delete it",
                    "error_if_nonfinite: delete it, NanGuardHook", "train_dataloader.sampler: delete it, the order",
                    "modle: did you mean 'model'"):  # fmt: skip
-        assert advice in str(raised.value)
+        assert advice in text
 
 
 def test_a_missing_or_broken_file_is_a_config_error(tmp_path: Path) -> None:

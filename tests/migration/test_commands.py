@@ -22,7 +22,7 @@ from tools.train import main as train
 from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.families.bagel.published import FILES
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings.tree import known_keys, load_config
+from unigen_ds.runner.settings.tree import Settings, known_keys, load_config, load_settings
 from unigen_ds.system.journals import read_lines
 
 HERE = Path(__file__).parent
@@ -40,7 +40,8 @@ class Written:
 
     def __init__(self, path: Path, printed: str) -> None:
         self.text, self.printed = path.read_text(encoding="utf-8"), printed
-        self.config = load_config(path, whole=True)
+        self.config = load_config(path)
+        Settings.from_config(self.config)
 
     def get(self, path: str) -> Any:
         node: Any = self.config
@@ -448,7 +449,7 @@ def test_a_value_that_the_file_computes_is_to_be_filled_in(tmp_path: Path, capsy
     for source, value in (*texts.items(), ("int(2048", 2048), ("warmup", 0.03)):
         text = re.sub(rf"\.\.\.(,  # .*{re.escape(source)})", rf"{value!r}\1", text)
     out.write_text(text)
-    assert load_config(out, whole=True).train_dataloader.seq_length == 2048
+    assert load_settings(out).train_dataloader.seq_length == 2048
 
 
 def test_a_language_model_in_a_yaml_file(migrated, tmp_path: Path) -> None:

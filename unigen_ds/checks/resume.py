@@ -68,7 +68,7 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
     ``CheckpointError`` where there is nothing to resume from, and ``ConfigError``.
     """
     settings = Settings.from_config(config)
-    settings = settings.model_copy(update={"resume": settings.resume or AUTO})
+    settings = settings.with_resume(AUTO)
     template, why = settings.work_dir, None
     if PLACE in (template or ""):
         with announced(world_size or settings.world_size or dist.env_world_size()):
@@ -111,17 +111,19 @@ def _nearest_geometry(geometries: Sequence[Geometry], batch_size: int) -> Geomet
     return fitting[-1] if fitting else geometries[0] if geometries else None
 
 
-def write_config(config: Any, inspection: Inspection, path: Path, *, overrides: Mapping[str, Any]) -> None:
-    """Write a config that resumes from the checkpoint at its effective batch: ``config`` and the overrides."""
+def write_config(
+    settings: Settings, inspection: Inspection, path: Path, *, base: Path, overrides: Mapping[str, Any]
+) -> None:
+    """Write a config that resumes from the checkpoint at its effective batch: the file ``base`` and the overrides."""
     if inspection.proposed is None:
         raise CheckpointError(
             "no batch size keeps the effective batch on this number of processes",
             remedy="choose another number of processes",
         )
-    loader = Settings.from_config(config).train_dataloader
+    loader = settings.train_dataloader
     keys = {**overrides, **geometry_keys(inspection.proposed, loader), "resume": str(inspection.plan.checkpoint)}
-    keys |= {key: None for key in ("load_from", "load_cfg") if config.get(key) is not None}
-    keys["work_dir"] = str(config["work_dir"])
+    keys |= {key: None for key in ("load_from", "load_cfg") if settings.given.get(key) is not None}
+    keys["work_dir"] = str(settings.work_dir)
     nested: dict[str, Any] = {}
     for dotted, value in keys.items():
         *above, last = dotted.split(".")
@@ -129,7 +131,7 @@ def write_config(config: Any, inspection: Inspection, path: Path, *, overrides: 
         for key in above:
             node = node.setdefault(key, {})
         node[last] = value
-    lines = [f"_base_ = {str(Path(config.filename).resolve())!r}", *(f"{k} = {v!r}" for k, v in nested.items())]
+    lines = [f"_base_ = {str(base)!r}", *(f"{k} = {v!r}" for k, v in nested.items())]
     write_text_atomic(path, "\n".join(lines) + "\n")
 
 

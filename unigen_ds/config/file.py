@@ -9,8 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,119 +101,73 @@ def _from_file(path: Path) -> Config:
         return Config.fromfile(str(path), lazy_import=False, import_custom_modules=False)
 
 
-@dataclass(frozen=True)
-class _Names:
-    """How one Python file uses names."""
+def unread_names(path: Path) -> set[str]:
+    """Names that a config file or one of its bases assigns to and nothing reads.
 
-    bound: set[str]
-    read: set[str]
-    read_of_bases: set[str]
-    bases: list[Path]
-
-
-def unread_names(path: Path, *, read_above: frozenset[str] = frozenset()) -> set[str]:
-    """Names that a config file or one of its bases defines at its top level and nothing reads.
-
-    A name of a base counts as read where a file above it has ``_base_.name``. In YAML and JSON nothing can read a name.
-
-    Args:
-        path: the file.
-        read_above: names that files above read of this one.
+    A name of a base counts as read where a file has ``_base_.name``. In YAML and JSON nothing can read a name.
     """
-    if path.suffix != ".py":
-        found = plain_names(path) - read_above
-        return found.union(*(unread_names(base, read_above=read_above) for base in bases_of(path)))
-    names = _names(path)
-    found = names.bound - names.read - read_above
-    for base in names.bases:
-        found |= unread_names(base, read_above=read_above | names.read_of_bases)
-    return found
+    unread, read_of_bases = set[str](), set[str]()
+    for file in with_bases(path):
+        if file.suffix != ".py":
+            unread |= plain_names(file)
+            continue
+        text = file.read_text(encoding="utf-8")
+        nodes = [*ast.walk(ast.parse(text))]
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        unread |= {node.id for node in names} - read if not read & _ALL_NAMES else set()
+        read_of_bases |= {*_PLACEHOLDER.findall(text)}
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+        read_of_bases |= {
+            node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == _BASE
+        }
+        if any(isinstance(node, ast.With) for node in nodes):  # mmengine's lazy style: a base's names are this file's
+            read_of_bases |= read
+    return unread - read_of_bases - {_BASE}
 
 
 def plain_names(path: Path) -> set[str]:
     """Names at the top of a YAML or JSON file and of those of its bases that are such files, too."""
-    if path.suffix == ".py":
-        return set()
-    with _mmengine():
-        own = {*load(str(path))} - {_BASE}
-    return own.union(*map(plain_names, bases_of(path)))
+    names = set[str]()
+    for file in with_bases(path):
+        names |= {*_values(file)} - {_BASE} if file.suffix != ".py" else set()
+    return names
+
+
+def with_bases(path: Path) -> list[Path]:
+    """A config file and all files below it, each once."""
+    files = {path: None}
+    for base in bases_of(path):
+        files |= dict.fromkeys(with_bases(base))
+    return [*files]
 
 
 def bases_of(path: Path) -> list[Path]:
     """The files that a config file names as its bases, as far as that can be read without executing it."""
     if path.suffix == ".py":
-        return _names(path).bases
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        bases = [base for node in ast.walk(tree) for base in _bases_in(node, path.parent)]
+    else:
+        bases = _paths(_values(path).get(_BASE) or (), path.parent)
+    return [base for base in bases if base.is_file()]
+
+
+def _values(path: Path) -> dict[str, Any]:
     with _mmengine():
-        given = load(str(path)).get(_BASE) or ()
-    found = _bases(given, path.parent)
-    return [base for base in found if base.is_file()]
+        return dict(load(str(path)))
 
 
-def with_bases(path: Path) -> list[Path]:
-    """A config file and all files below it, each once."""
-    found = {path: None}
-    for base in bases_of(path):
-        found |= dict.fromkeys(with_bases(base))
-    return [*found]
+def _bases_in(node: ast.AST, folder: Path) -> list[Path]:
+    """The files that ``_base_ = ...`` names as text, or that are imported ``with read_base()``."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == _BASE:
+        with suppress(ValueError):
+            return _paths(ast.literal_eval(node.value), folder)
+    if isinstance(node, ast.With):
+        imports = [inner for inner in node.body if isinstance(inner, ast.ImportFrom) and inner.level]
+        above = [folder, *folder.parents]
+        return [above[one.level - 1] / ((one.module or "").replace(".", "/") + ".py") for one in imports]
+    return []
 
 
-def _names(path: Path) -> _Names:
-    text = path.read_text(encoding="utf-8")
-    tree = ast.parse(text)
-    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    bound = set() if read & _ALL_NAMES else _bound(tree.body)
-    of_bases = set(_PLACEHOLDER.findall(text)) | {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == _BASE
-    }
-    bases: list[Path] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == _BASE:
-            bases += _paths(node.value, path.parent)
-        elif isinstance(node, ast.With):  # mmengine's lazy style: names of the base are names of this file
-            of_bases |= read
-            bases += [_module(inner, path.parent) for inner in node.body if isinstance(inner, ast.ImportFrom)]
-    return _Names(bound - {_BASE}, read, of_bases, [base for base in bases if base.is_file()])
-
-
-def _bound(statements: list[ast.stmt]) -> set[str]:
-    """Names that statements at the top of a file assign to and do not delete again."""
-    stored: set[str] = set()
-    deleted: set[str] = set()
-
-    def look(node: ast.AST) -> None:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-            return
-        if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
-            return
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            stored.add(node.id)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del):
-            deleted.add(node.id)
-        for inner in ast.iter_child_nodes(node):
-            look(inner)
-
-    for statement in statements:
-        look(statement)
-    return stored - deleted
-
-
-def _paths(value: ast.expr, folder: Path) -> list[Path]:
-    """The files that ``_base_ = ...`` names, as far as they are string literals."""
-    try:
-        given = ast.literal_eval(value)
-    except ValueError:
-        return []
-    return _bases(given, folder)
-
-
-def _bases(given: Any, folder: Path) -> list[Path]:
-    return [folder / Path(name).expanduser() for name in ([given] if isinstance(given, str) else given)]
-
-
-def _module(node: ast.ImportFrom, folder: Path) -> Path:
-    """The file of ``from .module import *`` inside ``with read_base()``."""
-    for _ in range(node.level - 1):
-        folder = folder.parent
-    return folder / ((node.module or "").replace(".", "/") + ".py") if node.level else Path()
+def _paths(names: Any, folder: Path) -> list[Path]:
+    return [folder / Path(name).expanduser() for name in ([names] if isinstance(names, str) else names)]

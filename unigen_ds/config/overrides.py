@@ -1,9 +1,8 @@
 """Config files: mmengine's ``Config`` (text style, ``_base_``, YAML, JSON), overrides, and names that nothing reads.
 
 mmengine's own ``merge_from_dict`` creates whatever key it is given, so a mistyped override is silently ignored
-there; here an override without an effect is an error that names the nearest valid key. A Python file may have helper
-variables of any name at its top; a setting there that nothing reads is an error. Which keys there are is passed as a
-nested mapping (``config/section.py: keys``), and ``runner/settings/tree.py: load_config`` puts everything together.
+there; here the sections refuse such a key and name the nearest valid one. A Python file may have helper
+variables of any name at its top; a setting there that nothing reads is an error.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -19,12 +19,29 @@ from mmengine.config import Config, ConfigDict
 
 from unigen_ds.config.file import plain_names, read_file, shipped, unread_names
 from unigen_ds.config.registry import registered_name
-from unigen_ds.config.translation import SETTINGS, hint, is_setting, is_translated
-from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest, suggestion
+from unigen_ds.config.translation import Change, hint, is_setting, translate
+from unigen_ds.core.errors import ConfigError, UnknownKey, close, suggestion
 
 
-class OfFamily(dict[str, Any]):
-    """Keys of a section that a family of models may add to."""
+@dataclass(frozen=True)
+class ConfigValues:
+    """A config file with its overrides, translated, and not yet checked."""
+
+    values: dict[str, Any]
+    """Plain values, with what no section has."""
+    problems: list[ConfigError]
+    """Of names and overrides: reported together with those of the sections."""
+    changes: list[Change]
+    """Keys of mmengine that were translated."""
+    overrides: Mapping[str, Any]
+    path: Path
+    text: str
+
+
+def stated_world_size(values: Mapping[str, Any]) -> int:
+    """``world_size`` of a config that is not yet checked; 1 where it has none, or one that is refused later."""
+    number = values.get("world_size")
+    return number if isinstance(number, int) and number > 0 else 1
 
 
 def config_path(name: str | Path) -> Path:
@@ -55,8 +72,22 @@ def read(name: str | Path) -> Config:
     return config
 
 
-class LoadedConfig(Config):
-    """What ``load_config`` returns: keys of mmengine are translated in it."""
+def read_values(
+    name: str | Path, overrides: Iterable[str] | Mapping[str, Any], schema: Mapping[str, Any]
+) -> ConfigValues:
+    """Read a config once: the file with its bases, the overrides, the translation.
+
+    ``schema``: its keys as nested mappings. Raises ``ConfigError`` where the file or an override cannot be read.
+    """
+    config = read(name)
+    pairs = dict(overrides) if isinstance(overrides, Mapping) else dict(map(parse_override, overrides))
+    problems = apply_overrides(config, pairs)
+    values = plain_values(config)
+    changes = translate(values)
+    problems += top_problems(values, schema, file=config.filename, overrides=pairs)
+    own = {key for key in values if key not in schema and not key.startswith("_")}  # the file has read these helpers
+    values = {key: value for key, value in values.items() if key not in own}
+    return ConfigValues(values, problems, changes, pairs, Path(config.filename), config.text)
 
 
 def plain_values(config: Any) -> Any:
@@ -124,10 +155,24 @@ DELETE = "_delete_"
 _NODES: Any = (Mapping, Config)  # mmengine's Config behaves like a mapping but is none
 
 
-def overrides_of(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted path -> value, without ``_delete_``. Raises ``ConfigError`` for a text without a value."""
-    found = dict(given) if isinstance(given, Mapping) else dict(map(parse_override, given))
-    return {dotted: without_delete(value) for dotted, value in _replaced(found).items()}
+def apply_overrides(config: Config, overrides: Mapping[str, Any]) -> list[ConfigError]:
+    """Set each value at its path, in place. Sections that are missing are added: whether they have such a key is
+    checked with the sections. Where an override is ``SECTION._delete_=True`` the others replace the section.
+    """
+    errors: list[ConfigError] = []
+    paths = {dotted: override_path(dotted) for dotted in overrides}
+    replaced = [dotted for dotted, path in paths.items() if path[-1] == DELETE]
+    for dotted in sorted(overrides, key=lambda dotted: dotted not in replaced):
+        path, value = paths[dotted], without_delete(overrides[dotted])
+        try:
+            if dotted in replaced:
+                if len(path) == 1 or value is not True:
+                    raise ConfigError(f"override {dotted}={value!r}", allowed="SECTION._delete_=True")
+                path, value = path[:-1], ConfigDict()
+            _set(config, path, value, dotted)
+        except ConfigError as error:
+            errors.append(error)
+    return errors
 
 
 def without_delete(value: Any) -> Any:
@@ -139,124 +184,23 @@ def without_delete(value: Any) -> Any:
     return {key: without_delete(one) for key, one in value.items() if (key, one) != (DELETE, True)}
 
 
-def _replaced(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """With ``a._delete_=True``, ``a`` is the one override that the others below ``a`` make."""
-    found = dict(overrides)
-    for dotted, value in overrides.items():
-        *section, last = override_path(dotted)
-        if last != DELETE or dotted not in found:
-            continue
-        if not section or value is not True:
-            given = "" if section else " for the whole config"
-            remedy = "without it the section is changed key by key" if section else "another CONFIG replaces the whole"
-            raise ConfigError(f"override {dotted}={value!r}{given}", allowed="SECTION._delete_=True", remedy=remedy)
-        new: dict[str, Any] = {}
-        below = [key for key in found if key != dotted and override_path(key)[: len(section)] == section]
-        for key in below:
-            _put(new, override_path(key)[len(section) :], found[key], key)
-        name = ".".join(section)
-        merged: dict[str, Any] = {}
-        for key, one in found.items():  # at the position of the first of them
-            if key == dotted or key in below:
-                merged.setdefault(name, new)
-            else:
-                merged[key] = one
-        found = merged
-    return found
-
-
-def _put(section: dict[str, Any], path: Sequence[str], value: Any, dotted: str) -> None:
-    """Set a value of a section that begins empty."""
-    allowed = "keys of the new section; a list as one value"
-    for key in path:
-        if key.isdigit() or not isinstance(section, dict):
-            raise ConfigError(f"override {dotted!r} is of a section that {DELETE}=True replaces", allowed=allowed)
-        parent, section = section, section.setdefault(key, {})
-    parent[path[-1]] = value
-
-
-def as_in_the_file(config: Config, overrides: Mapping[str, Any]) -> list[ConfigError]:
-    """Set each value at its path, as if the file had it: missing sections are made, and any key is accepted."""
-    errors: list[ConfigError] = []
-    for dotted, value in overrides.items():
-        *parents, last = override_path(dotted)
-        node: Any = config
-        for key in parents:
-            if isinstance(node, _NODES) and node.get(key) is None:
-                node[key] = ConfigDict()
-            node = node.get(key) if isinstance(node, _NODES) else None
-        if isinstance(node, _NODES):
-            node[last] = value
-        else:
-            errors.append(ConfigError(f"override {dotted!r}: {'.'.join(parents)} has no keys"))
-    return errors
-
-
-def apply_overrides(config: Config, overrides: Mapping[str, Any], schema: Mapping[str, Any]) -> list[ConfigError]:
-    """Set each value at its path. Returns an error for each path that does not exist; a key of mmengine's need not."""
-    errors: list[ConfigError] = []
-    for dotted, value in overrides.items():
-        if is_translated(override_path(dotted)):
-            errors += as_in_the_file(config, {dotted: value})
-            continue
-        try:
-            _apply(config, dotted, value, schema)
-        except ConfigError as error:
-            errors.append(error)
-    return errors
-
-
-def _apply(config: Any, dotted: str, value: Any, whole: Mapping[str, Any]) -> None:
-    path: list[str] = []
+def _set(config: Config, path: Sequence[str], value: Any, dotted: str) -> None:
     node: Any = config
-    schema: Any = whole
-    of_component = False  # its arguments, and what they contain, are checked with it
-    *parents, last = override_path(dotted)
-    if not parents and last not in whole and (last in SETTINGS or (last in config and not last.startswith("_"))):
-        raise ConfigError(
-            f"override {dotted!r} would have no effect: the config read this helper while it was loaded",
-            remedy=hint(last, whole) or f"override the key that {last!r} was used for",
-        )
-    for key in parents:
-        schema = schema.get(key) if isinstance(schema, Mapping) else None
-        if isinstance(node, _NODES) and node.get(key) is None and isinstance(schema, Mapping):
-            node[key] = ConfigDict()  # a section with known keys that is left out, or None
-        of_component = of_component or (isinstance(node, _NODES) and "type" in node)
-        node = _step(node, key, path, dotted)
-        path.append(key)
-    if isinstance(node, list):
-        node[_list_index(node, last, dotted)] = value
-        return
-    if not isinstance(node, _NODES):
-        raise ConfigError(f"override {dotted!r}: {'.'.join(path)} is {node!r} and has no keys")
-    known = set(node) | set(schema if isinstance(schema, Mapping) else ())
-    if last not in known and not (of_component or "type" in node or isinstance(schema, OfFamily)):
-        problem = f"override {dotted!r}: no key {last!r} there"
-        advice, section = hint(dotted, whole), ".".join(parents)
-        raise UnknownKey(last, section=section, valid=known if parents else whole, hint=advice, problem=problem)
-    node[last] = value
-
-
-def _step(node: Any, key: str, path: list[str], dotted: str) -> Any:
-    if isinstance(node, list):
-        return node[_list_index(node, key, dotted)]
-    if not isinstance(node, _NODES) or key not in node:
-        valid = node if isinstance(node, _NODES) else ()
-        if isinstance(node, _NODES) and "type" in node and suggestion(key, valid) is None:
-            inner, rest = ".".join([*path, key]), dotted.split(".")[len(path) + 1 :]
-            raise ConfigError(
-                f"override {dotted!r}: {'.'.join(path)} has no {key!r} yet",
-                remedy=f'if {node["type"]} has it: {inner}="dict({"=dict(".join(rest)}=...{")" * len(rest)}"',
-            )
-        raise ConfigError(f"override {dotted!r}: no key {key!r} in {'.'.join(path) or 'the config'}",
-                          remedy=nearest(key, valid))  # fmt: skip
-    return node[key]
-
-
-def _list_index(node: list[Any], key: str, dotted: str) -> int:
-    if not key.isdigit() or int(key) >= len(node):
-        raise ConfigError(f"override {dotted!r}: {key!r} is not an index of a list of {len(node)}")
-    return int(key)
+    for number, key in enumerate(path):
+        last = number == len(path) - 1
+        if isinstance(node, list):
+            if not key.isdigit() or int(key) >= len(node):
+                raise ConfigError(f"override {dotted!r}: {key!r} is not an index of a list of {len(node)}")
+            step: Any = int(key)
+        elif isinstance(node, _NODES):
+            step = key
+            if not last and node.get(key) is None:
+                node[key] = ConfigDict()
+        else:
+            raise ConfigError(f"override {dotted!r}: {'.'.join(path[:number])} is {node!r} and has no keys")
+        if last:
+            node[step] = value
+        node = node[step]
 
 
 def top_problems(
@@ -265,10 +209,10 @@ def top_problems(
     """Names at the top that are no section. In a Python file only those that nothing reads and that mean something,
     and those of ``overrides``. A name that begins with an underscore is the user's own.
     """
-    names = [str(key) for key in config if key not in schema and not str(key).startswith("_")]
+    stated = {override_path(dotted)[0] for dotted in overrides}
+    names = [str(key) for key in config if key not in schema and (not str(key).startswith("_") or key in stated)]
     path = Path(file or "")
     is_file = bool(names) and path.is_file()
-    stated = {override_path(dotted)[0] for dotted in overrides}
     plain = {*names} & (plain_names(path) | stated) if is_file else {*names}
     errors: list[ConfigError] = [
         UnknownKey(name, section="", valid=schema, hint=hint(name, schema)) for name in names if name in plain

@@ -297,6 +297,8 @@ def build(registry: Registry, spec: Mapping[str, Any], *, where: str, **extra: A
         raise ConfigError(f"{where}.{key} cannot be given here: it follows from the rest of the config")
     try:
         return cls(**arguments, **extra)
+    except ConfigError as error:
+        raise error.at(where) from error.__cause__
     except TypeError as error:
         if "argument" in str(error):
             raise ConfigError(f"{where} cannot be built: {error}") from error

@@ -67,7 +67,7 @@ class Component:
             logger().info("%s: %s is read as the class of that name in unigen_ds", self.where, self.given)
         try:
             return self.cls(**_attributes(self.arguments), **extra)
-        except DataError as error:
+        except (ConfigError, DataError) as error:
             raise error.at(self.where) if self.where else error  # noqa: B904 - the same error
         except TypeError as error:
             if "argument" in str(error):
@@ -103,8 +103,6 @@ class Of:
     """The class where the config has no ``type``."""
     provided: tuple[str, ...] = ()
     """Arguments that the run sets: a config cannot."""
-    trial: bool = False
-    """Whether the constructor has no side effect: then it is called once to find what only it can refuse."""
     rest_from: str | None = None
     """Of a component that is an argument of another: see ``Section.rest_from``."""
     many: bool = False
@@ -137,8 +135,7 @@ class Of:
         if isinstance(spec, Mapping) and (both := sorted(set(self.provided) & set(spec))):
             problem = f"{where}.{both[0]} cannot be given here: it follows from the rest of the config"
             return [ConfigError(problem, remedy="leave it out")]
-        found = component_problems(self.registry, spec, where=where, provided=self.provided)
-        return found or self._tried(spec, where)
+        return component_problems(self.registry, spec, where=where, provided=self.provided)
 
     def completed(self, given: Any) -> Any:
         """See ``Section.completed``."""
@@ -181,17 +178,6 @@ class Of:
             return given
         typed = _arguments(find(self.registry, spec, where=""), given)
         return {**typed, **{key: given[key] for key in given if key == "type"}}
-
-    def _tried(self, spec: Mapping[str, Any], where: str) -> list[ConfigError]:
-        """Errors that only a constructor finds, of classes of this package; a user's own is called once, later."""
-        cls = find(self.registry, spec, where=where)
-        if not self.trial or not cls.__module__.startswith("unigen_ds."):
-            return []
-        try:
-            Component(cls, _arguments(cls, spec), where=where).build()
-        except ConfigError as error:
-            return [error.at(where)]
-        return []
 
 
 def _arguments(cls: type, spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,8 @@ class Change:
     path: str = ""
     """Of the key of ours that it is read as."""
     meaning: str = ""
+    sources: Sequence[str] = ()
+    """Dotted paths of the keys that are read as it."""
 
     def __str__(self) -> str:
         return f"Config: {self.source} " + (f"is left out: {self.why}." if self.why else f"is read as {self.meaning}.")
@@ -170,8 +172,6 @@ FOREIGN = frozenset((
     "val_cfg", "val_evaluator", "test_cfg", "test_dataloader", "test_evaluator",
 ))  # fmt: skip
 """Sections of mmengine's that this project does not have."""
-_READ = ("train_cfg.val_interval", "default_hooks.checkpoint.save_best", "default_hooks.checkpoint.rule")
-"""Keys that are read beside those of the table."""
 SETTINGS = (
     "batch_size", "accumulative_counts", "max_epochs", "max_iters", "max_updates", "max_tokens", "save_steps",
     "save_total_limit", "lr", "betas", "weight_decay", "max_norm", "warmup_ratio", "seq_length", "max_length",
@@ -214,12 +214,6 @@ def _paths(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
             yield key, f"{prefix}.{key}"
         if isinstance(inner, Mapping):
             yield from _paths(inner, f"{prefix}.{key}" if prefix else key)
-
-
-def is_translated(path: Sequence[str]) -> bool:
-    """Whether ``translate`` reads that key, or one that contains it, with some value."""
-    dotted = [".".join(path[: k + 1]) for k in range(len(path))]
-    return path[0] in FOREIGN or any(("." in key and key in KEYS) or key in _READ for key in dotted)
 
 
 # ---- the translation ------------------------------------------------------------------------------------------------
@@ -292,7 +286,7 @@ class _Translation:
             self.changes.append(Change(source, f"the config has {path}={node[key]!r}"))
         else:
             node[key] = value
-            self.changes.append(Change(source, path=path, meaning=f"{path}={value!r}"))
+            self.changes.append(Change(source, path=path, meaning=f"{path}={value!r}", sources=sources))
 
     def read(self, source: str, path: str, meaning: Callable[[Any], Any]) -> None:
         """Replace a key by one of ours; where ``meaning`` is None the value has none, and stays."""
@@ -392,7 +386,8 @@ class _Translation:
 
     def _set_hooks(self, source: str, hooks: list[Any], meaning: str) -> None:
         self.config["custom_hooks"] = hooks
-        self.changes.append(Change(source, path="custom_hooks", meaning=meaning))
+        keys = (source.partition("=")[0],)
+        self.changes.append(Change(source, path="custom_hooks", meaning=meaning, sources=keys))
 
     def _hooks(self) -> list[Any]:
         """``custom_hooks``, which may be one hook alone."""

@@ -15,9 +15,9 @@ from unigen_ds.data.datasets.adapter import DatasetAdapter as DatasetAdapter  # 
 from unigen_ds.data.datasets.groups import DataGroup
 
 Tokenizer = Annotated[Component, Of(TOKENIZERS)]
-Transform = Annotated[Component, Of(TRANSFORMS, trial=True)]
+Transform = Annotated[Component, Of(TRANSFORMS)]
 Source = Annotated[Component, Of(DATASETS, provided=("processor",))]
-Packer = Annotated[Component, Of(PACKERS, trial=True)]
+Packer = Annotated[Component, Of(PACKERS)]
 
 
 class TrainDataloader(Section):

@@ -25,31 +25,31 @@ from unigen_ds.hooks.save import push_to_hub as _push_to_hub  # noqa: F401
 from unigen_ds.hooks.save import save_pretrained as _save_pretrained  # noqa: F401
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 
-CustomHook = Annotated[Component, Of(HOOKS, trial=True, rewrite=adapted)]
+CustomHook = Annotated[Component, Of(HOOKS, rewrite=adapted)]
 
 
 class DefaultHooks(Section):
     """Hooks of every run. ``type`` may be left out; None removes one (not the logger)."""
 
-    timer: Annotated[Component | None, Of(HOOKS, default=IterTimerHook, trial=True)] = Field(
+    timer: Annotated[Component | None, Of(HOOKS, default=IterTimerHook)] = Field(
         default=None, description="`IterTimerHook`: rates and time shares"
     )
-    nan_guard: Annotated[Component | None, Of(HOOKS, default=NanGuardHook, trial=True)] = Field(
+    nan_guard: Annotated[Component | None, Of(HOOKS, default=NanGuardHook)] = Field(
         default=None, description="`NanGuardHook`: stops a run whose gradients stay not finite"
     )
-    signals: Annotated[Component | None, Of(HOOKS, default=SignalHook, trial=True)] = Field(
+    signals: Annotated[Component | None, Of(HOOKS, default=SignalHook)] = Field(
         default=None, description="`SignalHook`: SIGTERM and SIGINT end with a save"
     )
-    continuity: Annotated[Component | None, Of(HOOKS, default=ContinuityHook, trial=True)] = Field(
+    continuity: Annotated[Component | None, Of(HOOKS, default=ContinuityHook)] = Field(
         default=None, description="`ContinuityHook`: compares the last losses after a resume"
     )
-    first_update: Annotated[Component | None, Of(HOOKS, default=FirstUpdateHook, trial=True)] = Field(
+    first_update: Annotated[Component | None, Of(HOOKS, default=FirstUpdateHook)] = Field(
         default=None, description="`FirstUpdateHook`: whether loaded weights compute what they were trained for"
     )
-    checkpoint: Annotated[Component | None, Of(HOOKS, default=CheckpointHook, trial=True)] = Field(
+    checkpoint: Annotated[Component | None, Of(HOOKS, default=CheckpointHook)] = Field(
         default=None, description="`CheckpointHook`: saves"
     )
-    logger: Annotated[Component, Of(HOOKS, default=LoggerHook, trial=True, provided=("writers", "run_name"))] = Field(
+    logger: Annotated[Component, Of(HOOKS, default=LoggerHook, provided=("writers", "run_name"))] = Field(
         description="`LoggerHook`: console, `metrics.jsonl` and the writers of `visualizer`"
     )
 

@@ -222,13 +222,6 @@ def build_torch_optimizer(
     )
 
 
-def check_values(kind: OptimizerKind, arguments: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` for a value of ``arguments`` that torch's own class refuses; others are not called."""
-    cls = optimizer_class(kind)
-    if is_torchs(cls):
-        _build(cls, [{"params": [torch.nn.Parameter(torch.zeros(1, 1))], "lr": 1.0}], arguments, where=WHERE)
-
-
 def construct(
     cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: Mapping[str, Any]
 ) -> torch.optim.Optimizer:

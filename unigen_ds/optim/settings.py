@@ -13,7 +13,7 @@ from unigen_ds.config.section import LISTED, Section, SettingErrors, argument_de
 from unigen_ds.config.values import Allowed, Number, Rule, argument_hints, converted
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.loss_scale import GROWTH_INTERVAL, INIT_SCALE
-from unigen_ds.optim.optimizer import adamw_settings, check_values, default_weight_decay, is_torchs, optimizer_class
+from unigen_ds.optim.optimizer import adamw_settings, default_weight_decay, is_torchs, optimizer_class
 
 
 def _is_power_of_2(given: float) -> bool:
@@ -160,11 +160,6 @@ class Optimizer(Section, extra="allow"):
         if self.adamw is not None:
             adamw = optimizer_class("AdamW")
             errors += argument_problems(adamw, self.adamw.arguments, where="optim_wrapper.optimizer.adamw")
-        if not errors:
-            try:
-                check_values(self.type, self.arguments)
-            except ConfigError as error:
-                errors.append(error)
         if "params" in self.arguments:
             problem = "optim_wrapper.optimizer.params cannot be given here: it follows from the rest of the config"
             errors = [ConfigError(problem, remedy="leave it out")]

@@ -10,7 +10,7 @@ from unigen_ds.config.registry import CURVES
 from unigen_ds.config.section import LISTED, Component, Of, Section
 from unigen_ds.schedule import curves as _curves  # noqa: F401 - registers them
 
-Curve = Annotated[Component, Of(CURVES, trial=True)]
+Curve = Annotated[Component, Of(CURVES)]
 
 
 class CurveList(Section):

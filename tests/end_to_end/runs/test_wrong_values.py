@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.tiny import tiny_config
-from unigen_ds.config.overrides import SETTINGS
+from unigen_ds.config.translation import SETTINGS
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.runner import Runner
 

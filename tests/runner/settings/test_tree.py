@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.file import read_file
 from unigen_ds.config.overrides import plain_values
 from unigen_ds.config.registry import FAMILIES, MODELS, PACKERS
-from unigen_ds.config.translation import Change, translate
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry, Ruler
 from unigen_ds.data.images.transforms import ImageTransform
@@ -32,7 +30,7 @@ from unigen_ds.hooks.guard.nan_guard import NanGuardHook
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.models.flux_vae import FluxAutoencoder
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings.tree import Settings, load_config
+from unigen_ds.runner.settings.tree import Settings, load_config, load_settings
 from unigen_ds.runner.start.parts import config_text
 from unigen_ds.runner.start.stages import completed
 from unigen_ds.schedule.curves import CosineAnnealingLR, LinearLR, WarmupCosineLR
@@ -119,12 +117,9 @@ def test_every_problem_is_in_one_message_with_the_value_and_what_is_allowed(plai
     assert len(lines) == 14, lines
 
 
-def test_what_only_constructors_refuse_is_in_the_same_message(plain: dict[str, Any]) -> None:
+def test_problems_of_components_and_of_other_trainers_keys_are_in_the_same_message(plain: dict[str, Any]) -> None:
     plain["train_dataloader"]["dataset"] = {**plain["train_dataloader"]["dataset"], "paht": 3}
-    plain["optim_wrapper"]["optimizer"]["betas"] = [0.9, 1.5]
-    plain["backend"] = {"type": "deepspeed", "config": "zero5"}
     plain["model"]["freeze"] = ["vit", "llmm"]
-    plain["processor"]["vit_transform"] |= {"min_size": 64, "max_size": 8}
     plain["randomness"] = {"deterministic": True}
     plain["env_cfg"] = {"cudnn_benchmark": True}
     with pytest.raises(ConfigError) as raised:
@@ -132,13 +127,35 @@ def test_what_only_constructors_refuse_is_in_the_same_message(plain: dict[str, A
     lines = str(raised.value).splitlines()
     for line in (
         "env_cfg: delete it; env.dist_timeout_s",
-        "dataset[0] has no key 'paht'", "Invalid beta parameter at index 1: 1.5",
-        "DeepSpeed config 'zero5' is neither", "model.freeze is ['vit', 'llmm']. Allowed: a list of 'vae', 'vit'",
-        "processor.vit_transform: image transform of max_size 8, min_size 64",
+        "dataset[0] has no key 'paht'", "model.freeze is ['vit', 'llmm']. Allowed: a list of 'vae', 'vit'",
         "randomness.deterministic: write env.deterministic",
     ):  # fmt: skip
         assert sum(line in one for one in lines) == 1, line
-    assert len(lines) == 8, lines
+    assert len(lines) == 5, lines
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("optim_wrapper.optimizer.betas", [0.9, 1.5], "Invalid beta parameter at index 1: 1.5"),
+        ("backend", {"type": "deepspeed", "config": "zero5"}, "backend: DeepSpeed config 'zero5' is neither"),
+        ("processor.vit_transform.min_size", 64, "processor.vit_transform: image transform of max_size"),
+        ("custom_hooks", [{"type": "mmengine.NPUProfilerHook"}], "custom_hooks[0]: NPUProfilerHook cannot run here"),
+    ],
+)
+def test_what_only_a_constructor_refuses_is_refused_before_the_training(
+    plain: dict[str, Any], path: str, value: Any, message: str
+) -> None:
+    """Settings call no constructor; the start of the run does."""
+    *parents, last = path.split(".")
+    node = plain
+    for key in parents:
+        node = node[key]
+    node[last] = value
+    settings = Settings.from_config(plain)
+    with pytest.raises(ConfigError) as raised:
+        Runner.from_cfg(settings)
+    assert message in str(raised.value)
 
 
 def test_more_problems_than_a_screen_has_lines_are_all_there(plain: dict[str, Any]) -> None:
@@ -155,10 +172,10 @@ def test_an_override_as_print_config_shows_the_key(plain: dict[str, Any], tmp_pa
     assert Settings.from_config(config).default_hooks.continuity.arguments == {"on_mismatch": "halt"}
     given = "default_hooks.continuity=dict(on_mismatch='halt', tolerance=[1, 2.5][0])"
     with pytest.raises(ConfigError, match=r"default_hooks\.continuity is"):
-        load_config(as_file(tmp_path, plain), [given], whole=True)  # a call of anything but dict is a text
-    found = load_config(as_file(tmp_path, plain), [given.replace("[1, 2.5][0]", "0.5")], whole=True)
-    assert found.default_hooks.continuity == {"on_mismatch": "halt", "tolerance": 0.5}
-    with pytest.raises(ConfigError, match="no key 'continuty'"):
+        load_settings(as_file(tmp_path, plain), [given])  # a call of anything but dict is a text
+    found = load_settings(as_file(tmp_path, plain), [given.replace("[1, 2.5][0]", "0.5")])
+    assert found.default_hooks.continuity.arguments == {"on_mismatch": "halt", "tolerance": 0.5}
+    with pytest.raises(ConfigError, match="did you mean 'continuity'"):
         load_config(as_file(tmp_path, plain), ["default_hooks.continuty.on_mismatch=halt"])
 
 
@@ -167,7 +184,7 @@ def test_runtime_keys_of_xtuner_are_translated(plain: dict[str, Any], tmp_path: 
     for key in ("train_cfg", "default_hooks", "randomness"):
         plain.pop(key)
     path = as_file(tmp_path, plain, XTUNER + WRAPPER.replace("bfloat16", "float32") + SAMPLER.format(shuffle=True))
-    settings = Settings.from_config(load_config(path, {"env.log_level": "INFO"}, whole=True))
+    settings = load_settings(path, {"env.log_level": "INFO"})
     assert settings.env.log_level == "INFO", "ours counts"
     assert settings.optim_wrapper.precision == "fp32" and settings.env.dist_timeout_s == 60
     assert settings.train_cfg.limits == [(2, "epoch")] and settings.randomness.seed is None
@@ -184,30 +201,6 @@ def test_runtime_keys_of_xtuner_are_translated(plain: dict[str, Any], tmp_path: 
         "visualizer.name='visualizer'", "visualizer.vis_backends: {'type': 'LocalVisBackend'} is left out",
     ):  # fmt: skip
         assert log.count(f"Config: {line}") == 1, line
-
-
-def test_a_start_translates_a_config_once(
-    plain: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the tool, from a loaded config, and from a mapping."""
-    calls: list[Any] = []
-
-    def count(config: dict[str, Any]) -> list[Change]:
-        calls.append(config)
-        return translate(config)
-
-    monkeypatch.setattr("unigen_ds.runner.settings.tree.translate", count)
-    plain["env_cfg"] = {"cudnn_benchmark": False}
-    path, overrides = as_file(tmp_path, plain), {"train_cfg.by_epoch": True, "work_dir": str(tmp_path / "second")}
-    starts: list[Callable[[], object]] = [
-        lambda: main([str(path), "--max-updates", "1", "--cfg-options", "train_cfg.by_epoch=True"]),
-        lambda: Runner.from_cfg(load_config(path, overrides), max_updates=1),
-        lambda: Runner.from_cfg({**plain, "work_dir": str(tmp_path / "third")}, max_updates=1),
-    ]
-    for start in starts:
-        calls.clear()
-        start()
-        assert len(calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -352,7 +345,7 @@ def test_every_problem_of_the_model_is_in_the_same_message(plain: dict[str, Any]
     assert len(lines) == len(expected), lines
     path = as_file(tmp_path, plain)
     with pytest.raises(ConfigError) as of_file:
-        load_config(path, whole=True)
+        load_settings(path)
     assert str(of_file.value) == str(raised.value)
     assert main([str(path), "--print-config"]) == 2
     shown = capsys.readouterr().err

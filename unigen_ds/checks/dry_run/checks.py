@@ -30,7 +30,6 @@ from unigen_ds.checks.dry_run.resources import check_disk, check_memory, check_t
 from unigen_ds.checks.dry_run.result import Checked, ok, problem, problems_of, warning
 from unigen_ds.checks.resume import announced
 from unigen_ds.config.paths import expand_paths
-from unigen_ds.config.readable import given_values
 from unigen_ds.config.registry import DRY_RUN_CHECKS, TOKENIZERS, build
 from unigen_ds.config.section import Component
 from unigen_ds.core.batch import check_counts
@@ -43,7 +42,7 @@ from unigen_ds.optim.optimizer import settled_precision
 from unigen_ds.resume.finding import Finding
 from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan
 from unigen_ds.runner.settings.naming import name_and_folder
-from unigen_ds.runner.settings.tree import Settings, load_config
+from unigen_ds.runner.settings.tree import Settings, read_config
 from unigen_ds.runner.start.build import build_hooks, build_model, build_processor, check_states
 from unigen_ds.runner.start.stages import build_engine, plan_start, read_start, run_checklist, settle
 from unigen_ds.schedule.schedule import Schedules
@@ -54,14 +53,13 @@ Check = Callable[[Known], Iterable[Checked]]
 
 def check_config(known: Known) -> Iterator[Checked]:
     """Adds ``given``, also of a config with mistakes, the number of processes, and ``settings`` of one without."""
-    known.given = given_values(known.asked.config, known.asked.overrides)
+    config = read_config(known.asked.config, known.asked.overrides)
+    known.given = config.values
     with suppress(ConfigError):  # reported by ``check_job``
         count_processes(known)
     with announced(known.world_size, per_node=known.per_node):
-        config = load_config(known.asked.config, known.asked.overrides, whole=True)
-        if known.asked.resume_auto:
-            config["resume"] = config.get("resume") or AUTO
-        known.settings = Settings.from_config(config)
+        settings = Settings.from_config(config)
+        known.settings = settings.with_resume(AUTO) if known.asked.resume_auto else settings
     yield ok(f"{known.asked.config}: every key and value")
 
 

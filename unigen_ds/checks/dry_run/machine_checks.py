@@ -17,8 +17,8 @@ from unigen_ds.checkpoint.home import other_owner
 from unigen_ds.checks.dry_run.context import Hardware, Known
 from unigen_ds.checks.dry_run.result import Checked, ok, problem, problems_of, unchecked, warning
 from unigen_ds.checks.memory.counted import in_processes
+from unigen_ds.config.overrides import stated_world_size
 from unigen_ds.config.paths import PATH_KEYS, expand, is_hub_name
-from unigen_ds.config.readable import given_world_size
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.runner.settings.naming import PLACE
@@ -89,7 +89,7 @@ def count_processes(known: Known) -> None:
         except ConfigError as error:
             missing = error
     started = launched_world_size(os.environ)
-    known.world_size = known.asked.world_size or started or given_world_size(known.given)
+    known.world_size = known.asked.world_size or started or stated_world_size(known.given)
     on_node = dist.env_processes_per_node() if started == known.world_size and started > 1 else None
     known.per_node = min(known.asked.per_node or on_node or 8, known.world_size)
     if missing is not None:

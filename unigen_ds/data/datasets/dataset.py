@@ -115,7 +115,7 @@ class UnifiedGenerationDataset:
         format: str | Mapping[str, Any] | None = None,
         columns: Mapping[str, str] | None = None,
         captions: Captions | None = None,
-        filters: Annotated[Any, Of(FILTERS, trial=True, many=True)] = (),
+        filters: Annotated[Any, Of(FILTERS, many=True)] = (),
         streaming: bool | Mapping[str, Any] = False,
         on_error: Literal["raise", "skip"] = "raise",
         on_record_error: OnRecordError = "error",

@@ -8,13 +8,12 @@ import os
 import sys
 from collections.abc import Mapping
 from logging import WARNING
-from pathlib import Path
 from typing import Annotated, Any
 
-from mmengine.config import Config
 from pydantic import BeforeValidator, Field
 
 from unigen_ds.config.file import with_bases
+from unigen_ds.config.overrides import ConfigValues
 from unigen_ds.config.registry import undone_on_failure
 from unigen_ds.config.section import LISTED, Section
 from unigen_ds.core.errors import ConfigError
@@ -38,16 +37,16 @@ _beside: dict[str, None] = {}
 """Folders of configs and their bases where modules of ``custom_imports`` were looked for, as they are nowhere else."""
 
 
-def importable(config: Config) -> None:
+def importable(config: ConfigValues) -> None:
     """Modules of ``custom_imports`` that Python does not find are looked for beside the config and its bases. For the
     whole process: worker processes of data loaders import them again.
     """
-    given = config.get("custom_imports")
+    given = config.values.get("custom_imports")
     names = given.get("imports") if isinstance(given, Mapping) else None
     names = [names] if isinstance(names, str) else names or []
-    if not config.filename or not any(isinstance(name, str) and _is_missing(name) for name in names):
+    if not any(isinstance(name, str) and _is_missing(name) for name in names):
         return
-    for file in with_bases(Path(config.filename).resolve()):
+    for file in with_bases(config.path.resolve()):
         _beside[str(file.parent)] = None
         if str(file.parent) not in sys.path:
             sys.path.append(str(file.parent))

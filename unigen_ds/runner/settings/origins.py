@@ -1,19 +1,18 @@
 """Every key of a config with its value and where it comes from: ``tools/train.py CONFIG --print-config``.
 
 A value comes from the command line, from a file, from one of its bases (also where the file repeats the value of its
-base), or it is a default. Keys of mmengine and xtuner are shown as what they were translated to.
+base), or it is a default. A key of mmengine or xtuner is shown as what it was translated to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unigen_ds.config.file import bases_of, read_file
-from unigen_ds.config.overrides import config_path, override_path, plain_values
-from unigen_ds.config.translation import is_translated, translate
+from unigen_ds.config.overrides import ConfigValues, override_path, plain_values
 from unigen_ds.runner.settings.tree import Settings
 
 _MISSING = object()
@@ -27,14 +26,10 @@ class Layer:
     path: Path
     values: Mapping[str, Any]
     bases: Sequence[Layer]
-    notes: Sequence[str] = ()
-    """What was translated in it."""
 
     @classmethod
     def read(cls, path: Path) -> Layer:
-        values = plain_values(read_file(path))
-        notes = [str(change) for change in translate(values)]
-        return cls(path, values, [cls.read(base) for base in bases_of(path)], notes)
+        return cls(path, plain_values(read_file(path)), [cls.read(base) for base in bases_of(path)])
 
     def origin(self, leaf: Leaf, value: Any, *, top: bool = True) -> str | None:
         """The file that sets a key to this value; None where no file does."""
@@ -45,23 +40,25 @@ class Layer:
         return below or (self.path.name if top else f"base {self.path.name}")
 
 
-def config_lines(config: Any, name: str | Path, overrides: Mapping[str, Any]) -> list[str]:
-    """A line for each key: ``key = value  # origin``. ``config``: what ``load_config(name, overrides)`` returned."""
-    settings, layer = Settings.from_config(config), Layer.read(config_path(name))
-    translated = any(is_translated(override_path(key)) for key in overrides)  # its value is at another key
+def config_lines(settings: Settings, config: ConfigValues) -> list[str]:
+    """A line for each key: ``key = value  # origin``."""
+    layer = Layer.read(config.path)
     rows = []
     for leaf, value in _leaves(settings.plain()):
-        given = _at(settings.given, leaf)
-        if _overridden(leaf, overrides) and given is not _MISSING:
-            origin = "command line"
-        elif given is _MISSING:
-            origin = "default"
-        else:
-            by_translation = translated and leaf != ("work_dir",)
-            origin = layer.origin(leaf, given) or ("command line" if by_translation else "default")
+        origin = "default"
+        if (stated := _at(settings.given, leaf)) is not _MISSING:
+            sources = [(leaf, stated)]
+            for change in config.changes:
+                if change.path and [*map(str, leaf)][: change.path.count(".") + 1] == change.path.split("."):
+                    keys = [(*key.split("."),) for key in change.sources]
+                    sources += [(key, own) for key in keys if (own := _at(layer.values, key)) is not _MISSING]
+                    sources += [(key, None) for key in keys if _overridden(key, config.overrides)]
+            origins = ("command line" if _overridden(key, config.overrides) else layer.origin(key, own)
+                       for key, own in sources)  # fmt: skip
+            origin = next(filter(None, origins), "default")
         rows.append((f"{dotted(leaf)} = {value!r}", origin))
     width = min(max(len(text) for text, _ in rows), 72)
-    return [*(f"# {note}" for note in layer.notes), *(f"{text:<{width}}  # {origin}" for text, origin in rows)]
+    return [*(f"# {change}" for change in config.changes), *(f"{text:<{width}}  # {origin}" for text, origin in rows)]
 
 
 def dotted(leaf: Leaf) -> str:
@@ -98,7 +95,7 @@ def _at(values: Any, leaf: Leaf) -> Any:
     return values
 
 
-def _overridden(leaf: Leaf, overrides: Mapping[str, Any]) -> bool:
+def _overridden(leaf: Leaf, overrides: Collection[str]) -> bool:
     steps = [str(step) for step in leaf]
     alone = [step for step, one in zip(steps, leaf, strict=True) if not isinstance(one, int)]
     return any(

@@ -1,15 +1,17 @@
 """The whole tree of settings: built once from a config, and the only form in which a config is passed to lower layers.
 
-``Settings.from_config`` accepts what ``load_config`` returns, mmengine's ``Config``, or a mapping. Keys of mmengine and
-xtuner with an obvious meaning are translated once (``config/translation.py``): by ``load_config``, else here. The
-modules of ``custom_imports`` are imported, and all problems are reported in one ``ConfigError``.
+``load_settings`` is what the tools call: a file is read (``config/overrides.py``), keys of mmengine and xtuner are
+translated, the modules of ``custom_imports`` are imported, and the sections are checked, each once. All problems are
+reported in one ``ConfigError``. ``Settings.from_config`` does the same with values of a user's own code, and
+``load_config`` returns such values: mmengine's ``Config``.
 """
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,12 +24,12 @@ from unigen_ds.backends.deepspeed import deepspeed as _deepspeed  # noqa: F401 -
 from unigen_ds.backends.fsdp import fsdp as _fsdp  # noqa: F401
 from unigen_ds.checkpoint.base_files import Base
 from unigen_ds.checkpoint.settings import LoadSettings
-from unigen_ds.config import overrides as files
 from unigen_ds.config.file import is_of_mmengine
+from unigen_ds.config.overrides import ConfigValues, config_path, plain_values, read_values, top_problems
 from unigen_ds.config.paths import expand_paths
 from unigen_ds.config.registry import BACKENDS, MODELS, find
 from unigen_ds.config.section import LISTED, Component, Of, Section, argument_defaults, keys
-from unigen_ds.config.translation import translate
+from unigen_ds.config.translation import Change, translate
 from unigen_ds.config.values import Number
 from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.core.errors import ConfigError, raise_any
@@ -123,7 +125,7 @@ class Settings(ModelSettings):
     )
     param_scheduler: Annotated[tuple[Curve, ...], LISTED] = Field(default=(), description="learning-rate curves")
     train_cfg: TrainCfg = Field(description="the length of training")
-    backend: Annotated[Component, Of(BACKENDS, trial=True), BeforeValidator(_single_by_default)] = Field(
+    backend: Annotated[Component, Of(BACKENDS), BeforeValidator(_single_by_default)] = Field(
         default_factory=lambda: Component(_single.SingleBackend), description="component: the engine"
     )
     default_hooks: DefaultHooks = Field(
@@ -218,40 +220,53 @@ class Settings(ModelSettings):
 
     @classmethod
     def from_config(cls, config: Any) -> Settings:
-        """Raises one ``ConfigError`` for all that is wrong. ``config`` is not changed."""
+        """From what ``load_config`` or ``read_config`` returns, or a mapping; it is not changed.
+
+        Raises one ``ConfigError`` for all that is wrong.
+        """
         if isinstance(config, Settings):
             return config
-        given, errors = normalised(config)
-        found, more = cls._of_given(given, whole=True)
-        raise_any([*errors, *more])
-        assert found is not None
-        return found
+        if isinstance(config, ConfigValues):
+            settings, errors = cls._with_errors(config.values, config.problems)
+        else:
+            values = plain_values(config)
+            if not isinstance(values, dict):
+                raise ConfigError(f"the config is {config!r}", allowed="what load_config returns, or a mapping")
+            if not isinstance(config, LoadedConfig):
+                log_changes(translate(values))
+            unknown = top_problems(values, known_keys(), file=getattr(config, "filename", None))
+            settings, errors = cls._with_errors(values, unknown, checked=getattr(config, "checked", None))
+        raise_any(errors)
+        assert settings is not None
+        return settings
 
     @classmethod
-    def _of_given(cls, given: dict[str, Any], *, whole: bool) -> tuple[Settings | None, list[ConfigError]]:
-        errors: list[ConfigError] = []
-        if whole:
-            try:
-                import_custom(given)
-            except ConfigError as error:
-                return None, [*cls.checked(given, whole=False)[1], error]
-            try:
-                expand_paths(given)
-            except ConfigError as error:
-                errors.append(error)
-        found, more = cls.checked(given, whole=whole)
-        errors += more
-        if whole:
-            errors += family_problems(given)
-            part = (
-                found
-                or ModelSettings.checked({key: given[key] for key in ModelSettings.model_fields if key in given})[0]
-            )
-            errors += [] if part is None else channel_problems(part.model, part.processor)
-        if found is None or errors:
+    def _with_errors(
+        cls, values: Mapping[str, Any], problems: Sequence[ConfigError] = (), *, checked: Settings | None = None
+    ) -> tuple[Settings | None, list[ConfigError]]:
+        """The settings of a config, or an error for each problem. ``checked``: by ``load_config``."""
+        given, errors = {key: value for key, value in values.items() if key in cls.model_fields}, [*problems]
+        try:
+            import_custom(given)
+        except ConfigError as error:
+            return None, [*errors, *cls.checked(given, whole=False)[1], error]
+        try:
+            expand_paths(given)
+        except ConfigError as error:
+            errors.append(error)
+        if checked is not None and checked.given == given and not checked.custom_imports.imports:
+            settings: Settings | None = checked
+        else:
+            settings, more = cls.checked(given)
+            errors += more
+        errors += family_problems(given)
+        of_model = settings or ModelSettings.checked({k: given[k] for k in ModelSettings.model_fields if k in given})[0]
+        if of_model is not None:
+            errors += channel_problems(of_model.model, of_model.processor)
+        if settings is None or errors:
             return None, errors
-        found._given = given
-        return found, list(_misfits(found)) if whole else []
+        settings._given = given
+        return settings, [*_misfits(settings)]
 
     @classmethod
     def completed(cls, given: Any) -> Any:
@@ -308,6 +323,14 @@ class Settings(ModelSettings):
         found._given = {**self._given, "optim_wrapper": {**self._given["optim_wrapper"], "precision": precision}}
         return found
 
+    def with_resume(self, resume: str) -> Settings:
+        """The same, with ``resume`` where the config does not resume."""
+        if self.resume:
+            return self
+        found = self.model_copy(update={"resume": resume})
+        found._run_name, found._given = self._run_name, {**self._given, "resume": resume}
+        return found
+
     @property
     def seed(self) -> int:
         """``randomness.seed``, which the start of a run has settled."""
@@ -331,71 +354,84 @@ class Settings(ModelSettings):
 
 def problems_of(config: Mapping[str, Any]) -> list[ConfigError]:
     """What is wrong with a whole config, one error each. It is not changed."""
-    schema = known_keys()
-    known = {key: files.plain_values(value) for key, value in config.items() if key in schema}
-    unknown = files.top_problems({key: value for key, value in config.items() if key not in schema}, schema)
-    return [*unknown, *Settings._of_given(known, whole=True)[1]]
+    values = plain_values(config)
+    return Settings._with_errors(values, top_problems(values, known_keys()))[1]
 
 
 def known_keys() -> dict[str, Any]:
     """Every key of a config: those of a section as a mapping, else None."""
     of_family = {"processor": PROCESSOR_KEYS, "loss_weights": Bagel.terms}
-    found = keys(Settings)
-    found["default_hooks"] = {name: files.OfFamily() for name in found["default_hooks"]}  # components with a default
-    return {**found, **{key: files.OfFamily(dict.fromkeys(names)) for key, names in of_family.items()}}
+    return {**keys(Settings), **{key: dict.fromkeys(names) for key, names in of_family.items()}}
 
 
 # ---- from files -----------------------------------------------------------------------------------------------------
 
 
-def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (), *, whole: bool = False) -> Config:
-    """Read a config, check its keys, apply overrides (``K=V`` texts of ``--cfg-options`` or a mapping of dotted paths).
+class LoadedConfig(Config):
+    """What ``load_config`` returns: mmengine's ``Config``, translated, without names of the file that are no keys."""
 
-    ``whole``: components, missing sections and everything else are checked, too, as ``Settings.from_config`` does.
-    Raises one ``ConfigError`` for a broken file, unknown keys, wrong values, and overrides without an effect.
+    checked: Settings | None = None
+    """The settings of the values that the file has; the sections are checked anew where they were changed since."""
+
+
+def read_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> ConfigValues:
+    """Read a config, apply overrides and translate it; ``Settings.from_config`` checks what is returned.
+
+    Raises ``ConfigError`` where the file, or the text of an override, cannot be read.
     """
-    try:
-        return _load(name, overrides, whole=whole)
-    except ConfigError as error:
-        broken = "cannot be read" in error.problem and not isinstance(error.__cause__, SyntaxError)
-        if not (broken or "model.type" in str(error)) or not is_of_mmengine(path := files.config_path(name)):
-            raise
-        command = f"python tools/migrate.py xtuner --out my_config.py {shlex.quote(str(path))}"
-        raise ConfigError(f"{path} is a config of xtuner or mmengine", remedy=f"{command} writes one of it") from error
-
-
-def _load(name: str | Path, overrides: Iterable[str] | Mapping[str, Any], *, whole: bool) -> Config:
-    config, schema, overrides = files.read(name), known_keys(), files.overrides_of(overrides)
-    errors = files.apply_overrides(config, overrides, schema)
-    config = files.LoadedConfig(_translated(files.plain_values(config)), cfg_text=config.text, filename=config.filename)
-    errors += files.top_problems(config, schema, file=config.filename, overrides=overrides)
-    known = {key: value for key, value in files.plain_values(config).items() if key in schema}
+    with _migration_advice(name):
+        config = read_values(name, overrides, known_keys())
+    log_changes(config.changes)
     importable(config)
-    errors += Settings._of_given(known, whole=whole)[1]
-    raise_any(errors)
-    for key in [*config]:
-        if key not in schema and not key.startswith("_"):
-            config.pop(key)  # a helper variable: the file has read it
-    expand_paths(config)
     return config
 
 
-def _translated(values: dict[str, Any]) -> dict[str, Any]:
-    """The values, which are changed in place, without keys of mmengine; the log has a line for each."""
-    for change in translate(values):
+def load_settings(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Settings:
+    """Read a config and check it. Raises one ``ConfigError`` for all that is wrong."""
+    with _migration_advice(name):
+        return Settings.from_config(read_config(name, overrides))
+
+
+def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
+    """Read a config, apply overrides (``K=V`` texts of ``--cfg-options`` or a mapping of dotted paths), check its keys
+    and values. Components and missing sections are checked where the config is used.
+
+    Raises one ``ConfigError`` for a broken file, unknown keys, wrong values, and overrides without an effect.
+    """
+    read = read_config(name, overrides)
+    errors = [*read.problems]
+    config = LoadedConfig(read.values, cfg_text=read.text, filename=str(read.path))
+    try:
+        expand_paths(config)
+    except ConfigError as error:
+        errors.append(error)
+    given = {key: value for key, value in plain_values(config).items() if key in Settings.model_fields}
+    with _migration_advice(name):
+        settings, more = Settings.checked(given, whole=False)
+        raise_any([*errors, *more])
+    if settings is not None:
+        settings._given = given
+    object.__setattr__(config, "checked", settings)
+    return config
+
+
+def log_changes(changes: Iterable[Change]) -> None:
+    """A line of the log for each key that was translated."""
+    for change in changes:
         notice(str(change))
-    return values
 
 
-def normalised(config: Any) -> tuple[dict[str, Any], list[ConfigError]]:
-    """The sections of a config as plain values, translated, and an error for each unknown name."""
-    values, schema = files.plain_values(config), known_keys()
-    if not isinstance(values, dict):
-        raise ConfigError(f"the config is {config!r}", allowed="what load_config returns, or a mapping")
-    if not isinstance(config, files.LoadedConfig):
-        _translated(values)
-    problems = files.top_problems(values, schema, file=getattr(config, "filename", None))
-    return {key: value for key, value in values.items() if key in schema}, problems
+@contextmanager
+def _migration_advice(name: str | Path) -> Iterator[None]:
+    """Inside, an error about a config that is written for xtuner or mmengine has the command that migrates it."""
+    try:
+        yield
+    except ConfigError as error:
+        broken = "cannot be read" in error.problem and not isinstance(error.__cause__, SyntaxError)
+        if not (broken or "model.type" in str(error)) or not is_of_mmengine(path := config_path(name)):
+            raise
+        command = f"python tools/migrate.py xtuner --out my_config.py {shlex.quote(str(path))}"
+        raise ConfigError(f"{path} is a config of xtuner or mmengine", remedy=f"{command} writes one of it") from error
 
 
 # ---- checks that involve several sections ---------------------------------------------------------------------------
