@@ -56,22 +56,22 @@ def check_devices(known: Known) -> Iterator[Checked]:
 
 def find_hardware() -> Hardware:
     """Asked once: afterwards this process and its children use no device. Raises nothing."""
-    found, _ = in_processes({"devices": _found}, jobs=1)["devices"]
+    hardware, _ = in_processes({"devices": _ask_devices}, jobs=1)["devices"]
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    return Hardware(**found) if found else Hardware(0)
+    return hardware or Hardware(0)
 
 
-def _found() -> dict[str, object]:
+def _ask_devices() -> Hardware:
     if not torch.cuda.is_available():
-        return {"count": 0}
+        return Hardware(0)
     free, memory = torch.cuda.mem_get_info(0)
-    return {
-        "count": torch.cuda.device_count(),
-        "name": torch.cuda.get_device_name(0),
-        "memory": memory,
-        "free": free,
-        "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
-    }
+    return Hardware(
+        torch.cuda.device_count(),
+        name=torch.cuda.get_device_name(0),
+        memory=memory,
+        free=free,
+        bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+    )
 
 
 # ---- the job: what torchrun, MPI or SLURM has set in the environment -------------------------------------------------
