@@ -27,7 +27,7 @@ if not __package__:
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import list_checkpoints
 from unigen_ds.core.choices import SHIPPED
-from unigen_ds.core.errors import ConfigError, DataError, UnigenError
+from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.system.journals import read_lines, sample_digest
 from unigen_ds.system.pipes import ends_quietly
 
@@ -72,29 +72,25 @@ def main(argv: list[str] | None = None) -> int:
     from unigen_ds.report.document import check_writable
     from unigen_ds.system.log import unwritten
 
-    try:
-        config = data_sections(arguments.config, arguments.cfg_options)
-        _check_there(arguments)
-        work_dir = arguments.work_dir or (arguments.ledger.parent if arguments.ledger else None)
-        manifest = newest_manifest(work_dir) if work_dir else None
-        if arguments.html:
-            check_writable(arguments.html)
-        settings, data = build_inspected(config, world_size=arguments.world_size, manifest=manifest)
-        stream = data.stream
-        for text in unwritten():
-            print(f"note: {text}", file=sys.stderr)
-        if arguments.html:
-            report = write_html(settings, data, arguments.html, _range_of(arguments, stream), arguments.config)
-        elif arguments.ledger:
-            report = check_ledger(stream, arguments.ledger, manifest=manifest)
-        elif arguments.sequences:
-            report = list_samples(stream, *arguments.sequences)
-        else:
-            report = {**describe(stream), "skipped_sources": [asdict(one) for one in data.skipped]}
-            report["refused"] = refused(data, settings.train_dataloader.max_skipped_fraction)
-    except UnigenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    config = data_sections(arguments.config, arguments.cfg_options)
+    _check_there(arguments)
+    work_dir = arguments.work_dir or (arguments.ledger.parent if arguments.ledger else None)
+    manifest = newest_manifest(work_dir) if work_dir else None
+    if arguments.html:
+        check_writable(arguments.html)
+    settings, data = build_inspected(config, world_size=arguments.world_size, manifest=manifest)
+    stream = data.stream
+    for text in unwritten():
+        print(f"note: {text}", file=sys.stderr)
+    if arguments.html:
+        report = write_html(settings, data, arguments.html, _range_of(arguments, stream), arguments.config)
+    elif arguments.ledger:
+        report = check_ledger(stream, arguments.ledger, manifest=manifest)
+    elif arguments.sequences:
+        report = list_samples(stream, *arguments.sequences)
+    else:
+        report = {**describe(stream), "skipped_sources": [asdict(one) for one in data.skipped]}
+        report["refused"] = refused(data, settings.train_dataloader.max_skipped_fraction)
     print(json.dumps(report) if arguments.json else "\n".join(lines_of(report)))
     return 0 if report.get("agrees", True) and not report.get("refused") else 1
 

@@ -233,8 +233,8 @@ Outcome = tuple[Any, str | None]
 def in_processes(
     tasks: Mapping[K, Callable[[], Any]], *, jobs: int, ended: Callable[[int], None] = lambda number: None
 ) -> dict[K, Outcome]:
-    """The outcome of each task; ``jobs`` processes run at a time. ``ended`` is called once a second while they run, with
-    the number of tasks that have ended.
+    """The outcome of each task; ``jobs`` processes run at a time. ``ended`` is called once a second while they run,
+    with the number of tasks that have ended.
     """
     context = multiprocessing.get_context("fork")
     outcomes: dict[K, Outcome] = {}
@@ -248,10 +248,11 @@ def in_processes(
             sender.close()
             running[receiver] = name, process
         ended(len(outcomes))
+        ready: Any
         for ready in connection.wait([*running], timeout=1.0):
             name, process = running.pop(ready)
             try:
-                outcomes[name] = ready.recv()  # type: ignore[union-attr]
+                outcomes[name] = ready.recv()
                 process.join()
             except EOFError:
                 process.join()
