@@ -341,10 +341,11 @@ def test_every_hook_of_mmengine_works_or_is_refused(tmp_path: Path) -> None:
     text = (tmp_path / "run" / "train.log").read_text()
     assert text.count("(val)") == 3 and "[3/3]" in text, "mmengine's own line of each evaluation"
     config = text_config(tmp_path, RECORDS)
+    config.work_dir = str(tmp_path / "refused")
     for name, why in REFUSED.items():
         config.custom_hooks = [dict(type=f"mmengine.{name}")]
         with pytest.raises(ConfigError, match=why):
-            Settings.from_config(config)
+            Runner.from_cfg(config)
 
 
 @pytest.mark.parametrize(
@@ -361,8 +362,9 @@ def test_every_hook_of_mmengine_works_or_is_refused(tmp_path: Path) -> None:
 def test_refused_with_the_config(tmp_path: Path, spec: dict[str, Any], message: str) -> None:
     config = text_config(tmp_path, RECORDS)
     config.custom_hooks = [spec]
+    config.val_dataloader = dict(split=0.2)
     with pytest.raises(ConfigError, match=message):
-        Settings.from_config(config)
+        Runner.from_cfg(config)
 
 
 def test_a_bare_name_is_ours_and_default_hooks_stay_ours(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def unread_names(path: Path) -> set[str]:
     unread, read_of_bases = set[str](), set[str]()
     for file in with_bases(path):
         if file.suffix != ".py":
-            unread |= plain_names(file)
+            unread |= {*_values(file)}
             continue
         text = file.read_text(encoding="utf-8")
         nodes = [*ast.walk(ast.parse(text))]
@@ -128,10 +128,9 @@ def unread_names(path: Path) -> set[str]:
 
 def plain_names(path: Path) -> set[str]:
     """Names at the top of a YAML or JSON file and of those of its bases that are such files, too."""
-    names = set[str]()
-    for file in with_bases(path):
-        names |= {*_values(file)} - {_BASE} if file.suffix != ".py" else set()
-    return names
+    if path.suffix == ".py":
+        return set()
+    return ({*_values(path)} - {_BASE}).union(*map(plain_names, bases_of(path)))
 
 
 def with_bases(path: Path) -> list[Path]:

@@ -1,21 +1,28 @@
-"""Names in a config -> classes. One ``mmengine.registry.Registry`` per kind of object, plus a strict ``build``."""
+"""Names in a config -> classes -> objects. One ``mmengine.registry.Registry`` for each kind of object.
+
+``find`` returns a class, ``component_problems`` checks the arguments of a config by the annotations of its constructor,
+and ``Component.build`` calls it.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+from mmengine.config import ConfigDict
 from mmengine.registry import HOOKS as MMENGINE_HOOKS
 from mmengine.registry import Registry
 
 from unigen_ds.config.backend_option import backend_hint, backend_spec
 from unigen_ds.config.translation import argument_hint
 from unigen_ds.config.values import argument_hints, described, fits, nested, shown
-from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest, raise_any, valid_names
+from unigen_ds.core.errors import ConfigError, DataError, UnknownKey, nearest, raise_any
 from unigen_ds.system.log import logger
 
 _Called = TypeVar("_Called", bound=Callable[..., Any])
@@ -73,17 +80,14 @@ def undone_on_failure() -> Iterator[None]:
     Python forgets a module whose import fails, so a second attempt executes it again; a module that it has imported
     successfully remains, and so do that one's names.
     """
-    loaded, before = {*sys.modules}, [(registry, dict(registry.module_dict)) for registry in REGISTRIES]
+    before = [(registry.module_dict, dict(registry.module_dict)) for registry in REGISTRIES]
     try:
         yield
     except BaseException:
-        remaining = sys.modules.keys() - loaded
-        for registry, names in before:
-            present = registry.module_dict
-            for name in [name for name, made in present.items() if names.get(name) is not made]:
-                if present[name].__module__ not in remaining:
-                    del present[name]
-            present.update({name: made for name, made in names.items() if name not in present})
+        for names, earlier in before:
+            remaining = {name: cls for name, cls in names.items() if cls.__module__ in sys.modules}
+            names.clear()
+            names.update(earlier | remaining)
         raise
 
 
@@ -162,17 +166,102 @@ def _of_mmengine(registry: Registry, kind: Any) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Component:
+    """``dict(type=..., **arguments)``: checked, not yet built."""
+
+    cls: type
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """As given: defaults are the constructor's."""
+    given: Any = None
+    """``type`` as the config has it; None: the default of its field."""
+    where: str = ""
+    """Its dotted path in the config."""
+    registry: Registry | None = field(default=None, repr=False, compare=False)
+    provided: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    """Arguments that the run sets."""
+
+    @property
+    def name(self) -> str:
+        """As a config names it."""
+        return registered_name(self.cls) or f"{self.cls.__module__}.{self.cls.__qualname__}"
+
+    def get(self, argument: str, default: Any = None) -> Any:
+        """The argument as given, else the constructor's default, else ``default``."""
+        if argument in self.arguments:
+            return self.arguments[argument]
+        return argument_defaults(self.cls).get(argument, default)
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """``dict(type=..., **arguments)``: a copy."""
+        return {"type": self.cls if self.given is None else self.given, **_attributes(self.arguments)}
+
+    def build(self, **extra: Any) -> Any:
+        """An object, with ``extra`` arguments that no config sets. Raises what its constructor raises; errors of a
+        user's have the path in the config.
+        """
+        if self.registry is not None:
+            _log_counterpart(self.registry, self.given, self.where)
+        try:
+            return self.cls(**_attributes(self.arguments), **extra)
+        except (ConfigError, DataError) as error:
+            raise error.at(self.where) if self.where else error  # noqa: B904 - the same error
+        except TypeError as error:
+            if "argument" in str(error):
+                raise ConfigError(f"{self.where} cannot be built: {error}") from error
+            raise
+
+    def plain(self) -> dict[str, Any]:
+        """With the constructor's defaults, as plain values."""
+        defaults = {key: plain(value) for key, value in argument_defaults(self.cls).items() if key not in self.provided}
+        return {"type": self.name, **defaults, **plain(self.arguments)}
+
+
+def plain(value: Any) -> Any:
+    """Sections, components and classes as what a config has for them."""
+    if isinstance(value, type):
+        return registered_name(value) or value
+    if hasattr(value, "plain"):
+        return value.plain()
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    return type(value)(map(plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _attributes(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy whose mappings are mmengine's, whose keys are attributes as well: constructors were always given those."""
+    return dict(ConfigDict(copy.deepcopy(dict(arguments))).items())
+
+
+def argument_defaults(cls: Any) -> dict[str, Any]:
+    """Argument -> default of a constructor, of those that have one."""
+    return {name: p.default for name, p in _parameters(cls).items() if p.default is not p.empty}
+
+
 def resolve(registry: Registry, spec: Mapping[str, Any], *, where: str) -> tuple[type, dict[str, Any]]:
     """The class and the arguments of ``dict(type=..., **arguments)``.
 
     Raises ``ConfigError`` as ``find`` does, and for arguments that are unknown or of a wrong type, all of them at once.
     """
     cls = find(registry, spec, where=where)
-    if counterpart(registry, spec["type"]) is not None:
-        logger().info("%s: %s is read as the class of that name in unigen_ds", where, spec["type"])
+    _log_counterpart(registry, spec["type"], where)
     arguments = {key: value for key, value in spec.items() if key != "type"}
     check_arguments(cls, arguments, where=where)
     return cls, arguments
+
+
+def _log_counterpart(registry: Registry, kind: Any, where: str) -> None:
+    if counterpart(registry, kind) is not None:
+        logger().info("%s: %s is read as the class of that name in unigen_ds", where, kind)
+
+
+def build(registry: Registry, spec: Mapping[str, Any], *, where: str, **extra: Any) -> Any:
+    """Build ``spec`` with ``extra`` arguments that the config does not set. See ``resolve`` for errors."""
+    cls, arguments = resolve(registry, spec, where=where)
+    for key in arguments.keys() & extra.keys():
+        raise ConfigError(f"{where}.{key} cannot be given here: it follows from the rest of the config")
+    return Component(cls, arguments, where=where).build(**extra)
 
 
 def component_problems(
@@ -184,45 +273,32 @@ def component_problems(
     except ConfigError as error:
         return [error]
     arguments = {key: value for key, value in spec.items() if key != "type"}
-    found = argument_problems(cls, arguments, where=where, provided=provided, registry=registry)
-    return found + missing_arguments(cls, {*arguments, *provided}, where=where)
+    errors = argument_problems(cls, arguments, where=where, provided=provided)
+    needed = [p for p in _parameters(cls).values() if p.default is p.empty and p.kind not in _VARIABLE]
+    missing = [f"{where}.{p.name}" for p in needed if p.name not in arguments and p.name not in provided]
+    return errors + ([ConfigError(f"the config has no {', '.join(missing)} ({cls.__name__})")] if missing else [])
 
 
-def missing_arguments(cls: Any, given: Collection[str], *, where: str) -> list[ConfigError]:
-    """An error where ``cls`` needs an argument that is not given."""
-    parameters = inspect.signature(cls).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    missing = [f"{where}.{name}" for name in needed if name not in given]
-    return [ConfigError(f"the config has no {', '.join(missing)} ({cls.__name__})")] if missing else []
-
-
-def check_arguments(cls: Any, arguments: Mapping[str, Any], *, where: str) -> None:
+def check_arguments(cls: Any, arguments: Mapping[str, Any], *, where: str, provided: Collection[str] = ()) -> None:
     """Raise ``ConfigError`` for what ``argument_problems`` finds."""
-    raise_any(argument_problems(cls, arguments, where=where))
+    raise_any(argument_problems(cls, arguments, where=where, provided=provided))
 
 
 def argument_problems(
-    cls: Any,
-    arguments: Mapping[str, Any],
-    *,
-    where: str,
-    provided: Collection[str] = (),
-    registry: Registry | None = None,
+    cls: Any, arguments: Mapping[str, Any], *, where: str, provided: Collection[str] = ()
 ) -> list[ConfigError]:
     """An error for each argument that ``cls`` does not have, or that is of another type than its hint.
 
     ``provided``: arguments that no config sets, which are not suggested. Classes with ``**kwargs`` accept all.
-    ``registry``: of the classes that may have been meant.
     """
-    parameters = inspect.signature(cls).parameters
-    valid = [name for name in parameters if name not in provided]
+    parameters = _parameters(cls)
     errors: list[ConfigError] = []
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        valid = [name for name in parameters if name not in provided]
         for key in arguments:
             if key not in parameters:
                 problem = f"{where} has no key {key!r} ({cls.__name__})"
-                advice = argument_hint(key) or (None if close(key, valid) else _of_another(registry, cls, key, valid))
-                errors.append(UnknownKey(key, section=where, valid=valid, hint=advice, problem=problem))
+                errors.append(UnknownKey(key, section=where, valid=valid, hint=argument_hint(key), problem=problem))
     hints = {key: hint for key, hint in argument_hints(cls).items() if key in parameters}
     for key, hint in {**{key: hints[key] for key in arguments if key in hints}, **hints}.items():
         value, part = arguments.get(key, parameters[key].default), nested(hint)
@@ -230,33 +306,19 @@ def argument_problems(
         if part is not None and (value is None or isinstance(value, Mapping) or many):
             errors += part.argument_problems(value, where=f"{where}.{key}", beside=arguments)
         elif key in arguments and value is not parameters[key].default and (part or not fits(value, hint)):
-            of_many = getattr(part, "many", False)
-            allowed = "a list of dict(type='...', ...), or one of them" if of_many else described(hint)
-            remedy = f"{key}=dict(type={value!r}, ...)" if of_many and isinstance(value, str) else None
-            errors.append(ConfigError(f"{where}.{key} is {shown(value)}", allowed=allowed, remedy=remedy))
+            allowed = "a list of dict(type='...', ...), or one of them" if hasattr(part, "many") else described(hint)
+            errors.append(ConfigError(f"{where}.{key} is {shown(value)}", allowed=allowed))
     return errors
 
 
-_FEW = 3
+_VARIABLE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
-def _of_another(registry: Registry | None, cls: Any, key: str, valid: Iterable[str]) -> str | None:
-    """What to do about a key of another component of that kind: probably a ``_base_`` has set it."""
-    others = {} if registry is None else registry.module_dict
-    having = [name for name, other in others.items() if other is not cls and key in _parameters(other)]
-    if not 0 < len(having) <= _FEW:
-        return None
-    return (
-        f"{valid_names(valid)}; it is a key of {' and of '.join(having)}: where a _base_ of the config has set it,"
-        f" replace that section: dict(_delete_=True, type={registered_name(cls) or cls.__name__!r}, ...)"
-    )
-
-
-def _parameters(cls: Any) -> Collection[str]:
+def _parameters(cls: Any) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(cls).parameters
     except (TypeError, ValueError):  # of a class without a signature
-        return ()
+        return {}
 
 
 def checked(where: str | None = None) -> Callable[[_Called], _Called]:
@@ -267,39 +329,14 @@ def checked(where: str | None = None) -> Callable[[_Called], _Called]:
     """
 
     def decorated(init: _Called) -> _Called:
-        signature = inspect.signature(init)
+        names = [*inspect.signature(init).parameters][1:]
 
         @functools.wraps(init)
         def checking(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                _, *given = signature.bind(self, *args, **kwargs).arguments.items()
-            except TypeError:
-                raise_any(_unknown_arguments(signature, kwargs, where=where or type(self).__name__))
-                raise
-            check_arguments(init, dict(given), where=where or type(self).__name__)
+            given = dict(zip(names, args, strict=False)) | kwargs
+            check_arguments(init, given, where=where or type(self).__name__, provided=("self",))
             return init(self, *args, **kwargs)
 
         return cast(_Called, checking)
 
     return decorated
-
-
-def _unknown_arguments(signature: inspect.Signature, given: Collection[str], *, where: str) -> list[ConfigError]:
-    valid = [name for name in signature.parameters if name != "self"]
-    problem = "{} has no argument {!r}".format
-    return [UnknownKey(k, section=where, valid=valid, problem=problem(where, k)) for k in given if k not in valid]
-
-
-def build(registry: Registry, spec: Mapping[str, Any], *, where: str, **extra: Any) -> Any:
-    """Build ``spec`` with ``extra`` arguments that the config does not set. See ``resolve`` for errors."""
-    cls, arguments = resolve(registry, spec, where=where)
-    for key in arguments.keys() & extra.keys():
-        raise ConfigError(f"{where}.{key} cannot be given here: it follows from the rest of the config")
-    try:
-        return cls(**arguments, **extra)
-    except ConfigError as error:
-        raise error.at(where) from error.__cause__
-    except TypeError as error:
-        if "argument" in str(error):
-            raise ConfigError(f"{where} cannot be built: {error}") from error
-        raise

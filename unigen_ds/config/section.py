@@ -8,14 +8,11 @@ is looked up in the registry of the field's ``Of``, and the arguments are checke
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
-from mmengine.config import ConfigDict
 from mmengine.registry import Registry
 from pydantic import BaseModel, BeforeValidator, ValidationError, model_validator
 from pydantic import ConfigDict as ModelConfig
@@ -23,75 +20,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 from typing_extensions import Self
 
-from unigen_ds.config.registry import component_problems, counterpart, find, registered_name
+from unigen_ds.config.registry import Component as Component
+from unigen_ds.config.registry import argument_defaults as argument_defaults
+from unigen_ds.config.registry import component_problems, find
+from unigen_ds.config.registry import plain as plain
 from unigen_ds.config.translation import hint
 from unigen_ds.config.values import argument_hints, as_tuple, converted, described, nested
-from unigen_ds.core.errors import ConfigError, DataError, UnknownKey, raise_any
-from unigen_ds.system.log import logger
-
-
-@dataclass(frozen=True)
-class Component:
-    """``dict(type=..., **arguments)``: checked, not yet built."""
-
-    cls: type
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """As given: defaults are the constructor's."""
-    given: Any = None
-    """``type`` as the config has it; None: the default of its field."""
-    where: str = ""
-    """Its dotted path in the config."""
-    registry: Registry | None = field(default=None, repr=False, compare=False)
-    provided: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    """Arguments that the run sets."""
-
-    @property
-    def name(self) -> str:
-        """As a config names it."""
-        return registered_name(self.cls) or f"{self.cls.__module__}.{self.cls.__qualname__}"
-
-    def get(self, argument: str, default: Any = None) -> Any:
-        """The argument as given, else the constructor's default, else ``default``."""
-        if argument in self.arguments:
-            return self.arguments[argument]
-        return argument_defaults(self.cls).get(argument, default)
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """``dict(type=..., **arguments)``: a copy."""
-        return {"type": self.cls if self.given is None else self.given, **_attributes(self.arguments)}
-
-    def build(self, **extra: Any) -> Any:
-        """An object, with ``extra`` arguments that no config sets. Raises what its constructor raises."""
-        if self.registry is not None and self.given is not None and counterpart(self.registry, self.given) is not None:
-            logger().info("%s: %s is read as the class of that name in unigen_ds", self.where, self.given)
-        try:
-            return self.cls(**_attributes(self.arguments), **extra)
-        except (ConfigError, DataError) as error:
-            raise error.at(self.where) if self.where else error  # noqa: B904 - the same error
-        except TypeError as error:
-            if "argument" in str(error):
-                raise ConfigError(f"{self.where} cannot be built: {error}") from error
-            raise
-
-    def plain(self) -> dict[str, Any]:
-        """With the constructor's defaults, as plain values."""
-        defaults = {key: plain(value) for key, value in argument_defaults(self.cls).items() if key not in self.provided}
-        return {"type": self.name, **defaults, **plain(self.arguments)}
-
-
-def _attributes(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy whose mappings are mmengine's, whose keys are attributes as well: constructors were always given those."""
-    return dict(ConfigDict(copy.deepcopy(dict(arguments))).items())
-
-
-def argument_defaults(cls: Any) -> dict[str, Any]:
-    """Argument -> default of a constructor, of those that have one."""
-    try:
-        parameters = inspect.signature(cls).parameters.values()
-    except (TypeError, ValueError):
-        return {}
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
+from unigen_ds.core.errors import ConfigError, UnknownKey, raise_any
 
 
 @dataclass(frozen=True)
@@ -298,17 +233,6 @@ class Section(BaseModel):
 def _without_own(given: Mapping[Any, Any]) -> Mapping[Any, Any]:
     own = any(isinstance(key, str) and key.startswith("_") for key in given)
     return {k: v for k, v in given.items() if not (isinstance(k, str) and k.startswith("_"))} if own else given
-
-
-def plain(value: Any) -> Any:
-    """Sections, components and classes as what a config has for them."""
-    if isinstance(value, (Section, Component)):
-        return value.plain()
-    if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(plain(inner) for inner in value)
-    return registered_name(value) or value if isinstance(value, type) else value
 
 
 def _components(value: Any, path: str) -> Iterator[tuple[Component, str]]:

@@ -11,7 +11,6 @@ from typing import Any
 from unigen_ds.config.overrides import plain_values, read
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.migration.commands import Command, Setting
-from unigen_ds.migration.python_file import Computed
 
 _WIDTH = 110
 SECTIONS = (
@@ -203,7 +202,6 @@ class Draft:
                 lines += _wrapped(f"# {_plain(source)}", following="#   ")
                 lines += _wrapped(f"#     {_plain(why)}", following="#     ")
             lines += [""]
-        self.comments |= {path: value for path, value in leaves(self.values) if isinstance(value, Computed)}
         for key in sorted(self.values, key=lambda key: SECTIONS.index(key) if key in SECTIONS else len(SECTIONS)):
             lines += self._lines(f"{key} = ", self.values[key], key, 0, end="")
         return "\n".join(lines) + "\n"
@@ -229,7 +227,7 @@ class Draft:
 
 def leaves(value: Any, path: str = "") -> Any:
     """Yield (dotted path, value) of everything that is no section."""
-    sections = (Mapping, list, tuple, Computed)
+    sections = (Mapping, list, tuple)
     if isinstance(value, Mapping) and value:
         for key, inside in value.items():
             yield from leaves(inside, f"{path}.{key}" if path else str(key))
@@ -265,8 +263,6 @@ def _literal(value: Any, *, strict: bool = True) -> str:
     if isinstance(value, (list, tuple)):
         members = ", ".join(_literal(inside, strict=strict) for inside in value)
         return f"[{members}]" if isinstance(value, list) else f"({members}{',' if len(value) == 1 else ''})"
-    if isinstance(value, Computed):
-        return "..." if strict else value
     if isinstance(value, str):
         return repr(str(value))
     if isinstance(value, float) and (value != value or abs(value) == float("inf")):

@@ -10,8 +10,7 @@ from unigen_ds.core.choices import GUIDES
 from unigen_ds.core.errors import ConfigError, UnknownKey, nearest, raise_any
 from unigen_ds.migration import bagel_flags, decoder_flags, nanovlm_flags, xtuner_config
 from unigen_ds.migration.commands import Command, read_command
-from unigen_ds.migration.draft import Draft, assignment, leaves
-from unigen_ds.migration.python_file import Computed
+from unigen_ds.migration.draft import Draft, assignment
 
 _READERS: dict[str, Callable[[Command], Draft]] = {
     "unified_fsdp": bagel_flags.exported_variables,
@@ -47,7 +46,6 @@ def migrate(guide: str, words: Sequence[str], *, problems: Problems) -> Draft:
 
 def _remove_unknown(draft: Draft, problems: Problems) -> None:
     """Remove every key that no section and no component has, and each component of an unknown class, with a comment."""
-    is_open = any(isinstance(value, Computed) for _, value in leaves(draft.values))
     for _ in range(_MOST_ROUNDS):
         errors = problems(_checked_values(draft.values))
         unknown = [error for error in errors if isinstance(error, UnknownKey)]
@@ -58,7 +56,7 @@ def _remove_unknown(draft: Draft, problems: Problems) -> None:
             draft.omit(assignment(path, draft.get(_steps(path))), why)
             draft.remove(_steps(path))
         if not unknown and not classes:
-            raise_any([] if is_open else errors)  # `...` is a value that is to be filled in first
+            raise_any(errors)
             return
 
 

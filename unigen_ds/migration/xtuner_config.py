@@ -16,8 +16,7 @@ from unigen_ds.config.translation import FOREIGN, translate
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.migration.commands import MAPPINGS, Command, Setting
 from unigen_ds.migration.draft import SECTIONS, Draft, Table, assignment, boolean, leaves, number, recipe, text, whole
-from unigen_ds.migration.python_file import DUMP, Computed, Reference, read_python
-from unigen_ds.migration.xtuner_model import REASONS, is_own, last_name, translate_data, translate_model
+from unigen_ds.migration.xtuner_model import REASONS, Reference, is_own, last_name, translate_data, translate_model
 
 _HOOKS = {
     "DatasetInfoHook": "the log has statistics of the data, and tools/inspect_data.py shows samples",
@@ -73,24 +72,17 @@ def config_file(command: Command) -> Draft:
 
 def _of_file(path: Path, command: Command) -> Draft:
     command.files.remove(str(path) if str(path) in command.files else command.files[0])
-    names, statements = read_python(path) if path.suffix == ".py" else (read_file(path).to_dict(), [])
+    names = read_file(path).to_dict()
     _options(command, names)
     sections = {name: _copy(value) for name, value in names.items() if name in SECTIONS or name in FOREIGN}
     engine = sections.pop("strategy", None) or names.get("strategy")
     draft = Draft(sections, command, what=f"The config {path.name}")
-    draft.num_settings += sum(1 for _ in leaves(sections)) + len(statements)
-    for statement in statements:
-        draft.omit(statement, f"the file is not executed; `{DUMP.format(path.name)}` writes one with the values")
+    draft.num_settings += sum(1 for _ in leaves(sections))
     translate_model(draft)
     translate_data(draft)
     _hooks(draft)
     _engine(draft, engine)
     _keys_of_mmengine(draft)
-    if any(isinstance(value, Computed) for _, value in leaves(draft.values)):
-        draft.notes.append(
-            "Replace each `...`: the file is not executed, and beside it is how the file computes the value. All"
-            f" values are in plain.py, which `{DUMP.format(path.name)}` writes: this tool reads that, too."
-        )
     return draft
 
 
@@ -116,8 +108,8 @@ def _copy(value: Any, key: str = "") -> Any:
         return {name: _copy(inside, name) for name, inside in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(_copy, value))
-    is_class = key == "type" and isinstance(value, str) and not isinstance(value, Computed)
-    return Reference(value) if is_class and ("." in value or value in _BARE) else value
+    is_class = key == "type" and isinstance(value, str) and ("." in value or value in _BARE)
+    return Reference(value) if is_class else value
 
 
 _BARE = ("LLaVAModel", "SupervisedFinetune", "LLaVADataset", "process_hf_dataset", "EvaluateChatHook", *_HOOKS)

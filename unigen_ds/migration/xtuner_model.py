@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from unigen_ds.migration.draft import Draft, assignment
-from unigen_ds.migration.python_file import Computed, Reference
 
 _PAIRS = {
     ("vicuna-7b-v1.5", "clip-vit-large-patch14-336"): "llava-hf/llava-1.5-7b-hf",
@@ -52,6 +51,15 @@ REASONS = {
     "mask_head": _MASKS, "loss_mask": _MASKS, "PNGDataset": _MASKS, "RefCocoDataset": _MASKS,
 }  # fmt: skip
 """Arguments and classes of xtuner that have no counterpart -> what replaces them."""
+
+
+class Reference(str):
+    """The dotted path of a class that a config imports: ``torch.optim.AdamW``."""
+
+    @property
+    def last(self) -> str:
+        """Its last name."""
+        return self.rpartition(".")[2]
 
 
 def is_own(value: Any) -> bool:
@@ -209,8 +217,6 @@ def translate_data(draft: Draft) -> None:
         return
     joins = last_name(kind) in ("concat_datasets", "ConcatDataset")
     members = (data.get("datasets_list") or data.get("datasets") or []) if joins else [data]
-    if isinstance(members, Computed):
-        members = []
     datasets = [one for i, member in enumerate(members) if (one := _dataset(draft, member, i)) is not None]
     if not datasets:
         datasets = [{"type": "UnifiedGenerationDataset", "data_path": "train.jsonl"}]
@@ -264,6 +270,5 @@ def _max_length(draft: Draft, length: Any) -> None:
     grid = re.search(r"patch(\d+)-(\d+)", draft.comments.get("model.pretrained", ""))
     image = (int(grid[2]) // int(grid[1])) ** 2 if grid else 0
     source = f"max_length={length}" + f", and {image} of an image" * bool(image)
-    total = length + image if isinstance(length, int) else Computed(source)
-    draft.set("train_dataloader.seq_length", total, of=source)
+    draft.set("train_dataloader.seq_length", length + image, of=source)
     draft.set("train_dataloader.overflow", "truncate")

@@ -24,10 +24,10 @@ from unigen_ds.checks.dry_run.machine_checks import launcher_results, slurm_resu
 from unigen_ds.checks.dry_run.rank_calls import Call, Traces, compare
 from unigen_ds.checks.dry_run.resources import num_kept, num_saves, seconds_of_update
 from unigen_ds.config.registry import HOOKS
+from unigen_ds.config.text import config_text
 from unigen_ds.core.progress import Geometry, Ruler
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
-from unigen_ds.runner.start.parts import config_text
 from unigen_ds.system import versions
 from unigen_ds.tracking.wandb import WandbVisBackend
 

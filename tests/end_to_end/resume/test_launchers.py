@@ -24,9 +24,9 @@ from tests.processes import ROOT, Ended, forked_python, ranks, together
 from tests.tiny import tiny_config
 from tools import checkpoints, report, resume, train, zero_to_fp32
 from unigen_ds.checkpoint.store import Lineage, list_checkpoints
+from unigen_ds.config.text import config_text
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model
-from unigen_ds.runner.start.parts import config_text
 from unigen_ds.system.dist import free_port, launcher_environment
 from unigen_ds.system.journals import read_lines
 

@@ -23,11 +23,11 @@ from tools.train import main
 from unigen_ds.checkpoint import manifest as manifest_module
 from unigen_ds.checkpoint import store
 from unigen_ds.config.registry import HOOKS
+from unigen_ds.config.text import config_text
 from unigen_ds.core.errors import ConfigError, SaveError
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
-from unigen_ds.runner.start.parts import config_text
 from unigen_ds.system.dist import free_port
 from unigen_ds.system.journals import read_lines
 

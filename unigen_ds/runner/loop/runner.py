@@ -17,6 +17,7 @@ from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.checkpoint.home import WorkDirLock, claim, run_id, same
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.config.section import Component
+from unigen_ds.config.text import config_text
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Progress
 from unigen_ds.data.batches.left_out import list_left_out
@@ -26,7 +27,7 @@ from unigen_ds.runner.loop.replay import LastUpdate, losses
 from unigen_ds.runner.loop.updates import Update, counted
 from unigen_ds.runner.open.publish import export_checkpoint
 from unigen_ds.runner.start.build import check_states
-from unigen_ds.runner.start.parts import Parts, build_parts, config_text
+from unigen_ds.runner.start.parts import Parts, build_parts
 from unigen_ds.runner.start.restore import restore
 from unigen_ds.system import announced, dist
 from unigen_ds.system.clock import Clock

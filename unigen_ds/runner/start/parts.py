@@ -7,17 +7,13 @@ is built, so initial weights depend on the seed and on nothing that was built ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from keyword import iskeyword
 from logging import INFO, WARNING
-from math import isfinite
-from types import FunctionType
 from typing import Any
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.backends.memory import on_meta
-from unigen_ds.config.registry import registered_name
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.loader import UpdateLoader
 from unigen_ds.data.batches.statistics import start_lines
@@ -209,39 +205,3 @@ def _log_start(start: Start, schedules: Schedules, geometry: Geometry) -> None:
     for line in validation.start_lines() if validation else ():
         logger.info(line)
     logger.info("Effective batch: %s sequences per update; %d per epoch.", geometry, start.ruler.sequences_per_epoch)
-
-
-def config_text(config: Mapping[str, Any]) -> str:
-    """The config as Python text, in mmengine's style, which can be read back. A class is written as its name."""
-
-    def named(value: Any, key: Any = None) -> Any:
-        if isinstance(value, Mapping):
-            return {inner: named(value[inner], inner) for inner in value}
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(named, value))
-        if isinstance(value, (type, FunctionType)):
-            return registered_name(value) or f"{value.__module__}.{value.__qualname__}"
-        return registered_name(value) or value if key == "type" else value
-
-    return "".join(f"{key} = {_python(value)}\n" for key, value in named(config).items())
-
-
-def _python(value: Any, indent: str = "") -> str:
-    """A plain value as Python has it: ``dict(key=...)``, or ``{'key': ...}`` where a key is no name."""
-    inside = indent + "    "
-    if isinstance(value, Mapping):
-        names = all(isinstance(key, str) and key.isidentifier() and not iskeyword(key) for key in value)
-        items = [
-            f"{key}={_python(inner, inside)}" if names else f"{key!r}: {_python(inner, inside)}"
-            for key, inner in value.items()
-        ]
-        start, end = ("dict(", ")") if names else ("{", "}")
-    elif isinstance(value, (list, tuple)):
-        items = [_python(inner, inside) for inner in value]
-        start, end = ("[", "]") if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
-    else:
-        return f"float({str(value)!r})" if isinstance(value, float) and not isfinite(value) else repr(value)
-    line = start + ", ".join(items) + end
-    if len(indent + line) < 100 and "\n" not in line:
-        return line
-    return start + "".join(f"\n{inside}{item}," for item in items) + f"\n{indent}{end[-1]}"

@@ -1,0 +1,60 @@
+"""The text of a config can be read back, in a process that has imported nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import tiny_config
+from unigen_ds.config.overrides import plain_values
+from unigen_ds.config.text import config_text
+from unigen_ds.runner.settings.tree import Settings, load_config
+
+OWN = """
+from unigen_ds import Hook
+from unigen_ds.config.registry import DATASETS, HOOKS
+from unigen_ds.examples.digits.dataset import DigitsDataset
+
+@DATASETS.register_module()
+class OwnDigits(DigitsDataset):
+    pass
+
+@HOOKS.register_module()
+class RegisteredHook(Hook):
+    pass
+
+class ImportedHook(Hook):
+    pass
+"""
+READ = "import sys; from unigen_ds.runner.settings.tree import load_settings; print(load_settings(sys.argv[1]).plain())"
+
+
+def test_a_config_that_imports_classes_is_copied_with_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data set and hooks of a user's module that the config names by their classes."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "own_parts.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    values = plain_values(tiny_config(tmp_path / "run", tmp_path / "digits"))
+    values["train_dataloader"].pop("dataset")
+    data = f"dataset=dict(type=OwnDigits, root={str(tmp_path / 'digits')!r}, split='val')"
+    written = "".join(f"{key} = {value!r}\n" for key, value in values.items() if key != "custom_imports")
+    path = tmp_path / "config.py"
+    path.write_text(
+        f"from own_parts import ImportedHook, OwnDigits, RegisteredHook\n{written}train_dataloader.update({data})\n"
+        "custom_hooks = [dict(type=ImportedHook), dict(type=RegisteredHook)]\n"
+    )
+    settings = Settings.from_config(load_config(path))
+    copy = tmp_path / "run" / "config.py"
+    copy.parent.mkdir()
+    copy.write_text(config_text(settings.given))
+    command = [sys.executable, "-c", READ, str(copy)]
+    ended = subprocess.run(
+        command, env={"PYTHONPATH": f"{Path.cwd()}:{tmp_path / 'modules'}"}, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert all(name in ended.stdout for name in ("OwnDigits", "RegisteredHook", "ImportedHook"))

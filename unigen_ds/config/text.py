@@ -1,0 +1,83 @@
+"""A config's values -> Python text, in mmengine's style, which can be read back alone: ``config_text``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from keyword import iskeyword
+from math import isfinite
+from types import FunctionType
+from typing import Any
+
+from unigen_ds.config.registry import FOREIGN, REGISTRIES, registered_name
+
+_ALWAYS_IMPORTED = ("unigen_ds", "torch", "__main__", *FOREIGN)
+
+
+class Code(str):
+    """Text that is written as it is: a name that the file imports."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    """The config as Python text. A registered class is written as its name, and its module added to ``custom_imports``;
+    any other class of a module is imported.
+    """
+    custom = config.get("custom_imports") or {}
+    names = custom.get("imports") or []
+    modules = [names] if isinstance(names, str) else [*names]
+    missing: list[str] = []
+    imports: list[str] = []
+
+    def registered(kind: Any, name: str) -> str:
+        module = getattr(kind, "__module__", "__main__")
+        if not any(f"{module}.".startswith(f"{one}.") for one in (*_ALWAYS_IMPORTED, *modules, *missing)):
+            missing.append(module)
+        return name
+
+    def written(value: Any, key: Any = None) -> Any:
+        if isinstance(value, Mapping):
+            return {inner: written(value[inner], inner) for inner in value}
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(written, value))
+        name = registered_name(value) if isinstance(value, type) or key == "type" else None
+        if isinstance(value, type) and name is not None:
+            return registered(value, name)
+        if isinstance(value, type) and value.__module__ != "__main__" and "." not in value.__qualname__:
+            imports.append(f"from {value.__module__} import {value.__name__}\n")
+            return Code(value.__name__)
+        if isinstance(value, (type, FunctionType)):
+            return f"{value.__module__}.{value.__qualname__}"
+        if key == "type" and isinstance(value, str):
+            kinds = [registry.module_dict[value] for registry in REGISTRIES if value in registry.module_dict]
+            return registered(kinds[0], value) if kinds else name or value
+        return value
+
+    values = written(config)
+    if missing:
+        values["custom_imports"] = {**custom, "imports": [*modules, *missing]}
+    return "".join([*dict.fromkeys(imports), *(f"{key} = {python_text(value)}\n" for key, value in values.items())])
+
+
+def python_text(value: Any, indent: str = "") -> str:
+    """A plain value as Python has it: ``dict(key=...)``, or ``{'key': ...}`` where a key is no name."""
+    inside = indent + "    "
+    if isinstance(value, Mapping):
+        names = all(isinstance(key, str) and key.isidentifier() and not iskeyword(key) for key in value)
+        items = [
+            f"{key}={python_text(inner, inside)}" if names else f"{key!r}: {python_text(inner, inside)}"
+            for key, inner in value.items()
+        ]
+        start, end = ("dict(", ")") if names else ("{", "}")
+    elif isinstance(value, (list, tuple)):
+        items = [python_text(inner, inside) for inner in value]
+        start, end = ("[", "]") if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
+    else:
+        return f"float({str(value)!r})" if isinstance(value, float) and not isfinite(value) else repr(value)
+    line = start + ", ".join(items) + end
+    if len(indent + line) < 100 and "\n" not in line:
+        return line
+    return start + "".join(f"\n{inside}{item}," for item in items) + f"\n{indent}{end[-1]}"
