@@ -19,9 +19,7 @@ def lines(capsys) -> list[str]:
 
 def test_list(tmp_path, capsys):
     save_chain(tmp_path, 12, 24, 36, 48)
-    checkpoint = tmp_path / "iter_36.pth"
-    lineage = store.continued_lineage(tmp_path, checkpoint, store.list_checkpoints(tmp_path))
-    store.continue_from(tmp_path, checkpoint, lineage)
+    store.continue_from(tmp_path, tmp_path / "iter_36.pth")
     (tmp_path / "iter_24.pth" / "model.safetensors").unlink()
     (tmp_path / "iter_12.pth" / FILE_NAME).write_text("{")
     assert main(["list", str(tmp_path)]) == 0

@@ -203,12 +203,12 @@ def continued_lineage(work_dir: Path, checkpoint: Path, listing: Sequence[Found]
     return Lineage(None if inside else str(checkpoint), tuple(sorted(abandoned)), last_commit)
 
 
-def continue_from(work_dir: Path, checkpoint: Path, lineage: Lineage) -> None:
-    """Record that training continues from ``checkpoint``, with its ``continued_lineage``.
+def continue_from(work_dir: Path, checkpoint: Path, lineage: Lineage | None = None) -> None:
+    """Record that training continues from ``checkpoint``, with its ``continued_lineage``, which a plan has.
 
     Called on rank 0 once the checkpoint is loaded, before the first update.
     """
-    lineage.write(work_dir)
+    (lineage or continued_lineage(work_dir, checkpoint, list_checkpoints(work_dir))).write(work_dir)
     write_hint(work_dir, outer(checkpoint))
 
 

@@ -50,9 +50,7 @@ def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
         seed = derive_seed(parts.settings.seed, "resume", manifest.progress.updates)
         seed_everything(seed, rank=dist.rank())
         logger().warning("The checkpoint is of another number of processes: network dropout is seeded anew.")
-    lineage = parts.plan.lineage
-    assert lineage is not None, "the plan of a resume has one"
-    dist.on_main(lambda: store.continue_from(parts.settings.checkpoints, checkpoint, lineage))
+    dist.on_main(lambda: store.continue_from(parts.settings.checkpoints, checkpoint, parts.plan.lineage))
     findings = [finding.state_dict() for finding in parts.findings]
     return {**manifest.state_dict(), "path": str(checkpoint), "findings": findings}
 
