@@ -21,7 +21,7 @@ from unigen_ds.checkpoint.home import WorkDirLock
 from unigen_ds.checks.dry_run import first_batches, resources
 from unigen_ds.checks.dry_run.first_batches import FirstBatches, Kind, MadeBatch
 from unigen_ds.checks.dry_run.machine_checks import launcher_results, slurm_results, time_limit_s
-from unigen_ds.checks.dry_run.rank_calls import Call, Traces, compare
+from unigen_ds.checks.dry_run.rank_calls import Call, compare
 from unigen_ds.checks.dry_run.resources import num_kept, num_saves, seconds_of_update
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.config.text import config_text
@@ -367,9 +367,9 @@ def batches(*kinds, before=()):
 def test_calls_are_compared_in_every_iteration():
     whole, texts = Kind(("video",), ("text",)), Kind(("video", "images"), ("text",))
     gather, reduce = Call("all_gather(8 float32)", "vision"), Call("reduce_scatter(8 float32)", "")
-    same = Traces({whole: [[gather, reduce]], texts: [[gather, reduce], [gather, reduce]]})
+    same = {whole: [[gather, reduce]], texts: [[gather, reduce], [gather, reduce]]}
     assert [one.status for one in compare(batches(whole, texts), same)] == ["ok"]
-    other = Traces({whole: [[gather, reduce]], texts: [[reduce]]})
+    other = {whole: [[gather, reduce]], texts: [[reduce]]}
     (found,) = compare(batches(whole, whole, texts), other)
     assert found.status == "problem" and "rank 0 (with all parts) and rank 2 (without images)" in found.text
     assert "call 1 of an update is all_gather(8 float32) in vision on the one" in found.text
@@ -377,7 +377,7 @@ def test_calls_are_compared_in_every_iteration():
     assert found.status == "problem" and found.text.startswith("update 3, micro-batch 1: rank 0 ")
     (found,) = compare(batches(texts, texts), other)
     assert found.status == "warning" and "no two ranks have both" in found.text
-    uneven = Traces({texts: [[gather], [gather, gather]]})
+    uneven = {texts: [[gather], [gather, gather]]}
     assert next(compare(batches(texts), uneven)).text.startswith("micro-batches of one kind (with all parts)")
     (found,) = compare(batches(whole, Kind(("video",), ("text", "image"))), same)
     assert found.status == "problem" and "target_counts()" in found.text
