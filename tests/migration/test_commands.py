@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mmengine.config import Config
 from PIL import Image
 
 from tests.data.support import image, talk, text, write_jsonl
@@ -377,26 +376,25 @@ def test_hostile_values_stay_values(migrated, tmp_path: Path) -> None:
     assert written.get("train_dataloader.dataset.data_path") == evil
     assert written.get("visualizer.vis_backends.0.entity") == "\udc80"
     assert not (tmp_path / "started").exists() and len(written.left) == 1
-    text = plain("llava", tmp_path).read_text().replace("custom_hooks = [", "other = [")
-    path = tmp_path / 'a""" + 1 + """b.py'
+    text = copied("llava", tmp_path).read_text().replace("custom_hooks = [", "other = [")
+    path = tmp_path / "own.py"
     path.write_text(f"custom_hooks = [{{'type': 'EMAHook', 'class': 1, 'a b': 2}}]\n{text}")
     written = migrated("xtuner", path.name)
     assert written.get("custom_hooks.0") == {"type": "EMAHook"} and "custom_hooks[0].class = 1" in written.left
 
 
-def plain(name: str, folder: Path) -> Path:
-    """What mmengine writes of a config: it executes the file."""
+def copied(name: str, folder: Path) -> Path:
+    """A config of xtuner with its base. What it imports is not installed, and it computes values."""
     shutil.copyfile(HERE / f"{name}.config", folder / f"{name}.py")
     shutil.copyfile(HERE / "runtime.config", folder / "frozen_runtime.py")
-    Config.fromfile(folder / f"{name}.py").dump(folder / f"{name}_plain.py")
-    return folder / f"{name}_plain.py"
+    return folder / f"{name}.py"
 
 
 # ---- whole configs --------------------------------------------------------------------------------------------------
 
 
 def test_a_config_in_the_style_of_xtuners_llava(migrated, tmp_path: Path) -> None:
-    written = migrated("xtuner", plain("llava", tmp_path).name)
+    written = migrated("xtuner", copied("llava", tmp_path).name)
     expected = {
         "model": {"type": "ImageTextToText", "pretrained": "llava-hf/llava-1.5-7b-hf", "freeze": ["vision_tower"],
                   "activation_checkpointing": True},
@@ -427,16 +425,6 @@ def test_a_config_in_the_style_of_xtuners_llava(migrated, tmp_path: Path) -> Non
     assert f"{len(written.left)} could not be carried over" in written.printed
 
 
-def test_values_that_a_file_computes_are_carried_over(migrated, tmp_path: Path) -> None:
-    """mmengine reads it; what it imports is not installed."""
-    plain("llava", tmp_path)
-    (tmp_path / "llava.py").write_text((tmp_path / "llava.py").read_text() + "default_hooks.update(timer=None)\n")
-    of_file, of_values = migrated("xtuner", "llava.py"), migrated("xtuner", "llava_plain.py")
-    assert of_file.get("default_hooks.timer") is None and of_file.get("train_dataloader.seq_length") == 2048
-    of_values.config.default_hooks.timer = None
-    assert of_file.config.to_dict() == of_values.config.to_dict()
-
-
 def test_a_language_model_in_a_yaml_file(migrated, tmp_path: Path) -> None:
     """Classes as texts; a data set of the hub."""
     (tmp_path / "sft.yaml").write_text(
@@ -464,7 +452,7 @@ def test_a_language_model_in_a_yaml_file(migrated, tmp_path: Path) -> None:
 
 def test_adapters_of_xtuner(migrated, tmp_path: Path) -> None:
     """peft's names are ours, of one part or of both where they agree."""
-    body = plain("llava", tmp_path).read_text(encoding="utf-8")
+    body = copied("llava", tmp_path).read_text(encoding="utf-8")
     adapters = "type='peft.LoraConfig', r=64, lora_alpha=16, lora_dropout=0.05, bias='none', task_type='CAUSAL_LM'"
     both = f"llm_lora=dict({adapters}), visual_encoder_lora=dict({adapters}),\n    llm=dict("
     both += (
@@ -480,9 +468,9 @@ def test_adapters_of_xtuner(migrated, tmp_path: Path) -> None:
 
 
 def test_a_config_in_the_style_of_flmm(migrated, tmp_path: Path) -> None:
-    """With a base and a loop, which mmengine executes, and DeepSpeed by the command line."""
-    plain("frozen", tmp_path)
-    words = "NPROC_PER_NODE=2 xtuner train frozen_plain.py --deepspeed deepspeed_zero3 --work-dir work_dirs/frozen"
+    """With a base and a loop, and DeepSpeed by the command line."""
+    copied("frozen", tmp_path)
+    words = "NPROC_PER_NODE=2 xtuner train frozen.py --deepspeed deepspeed_zero3 --work-dir work_dirs/frozen"
     written = migrated("xtuner", *words_of(words))
     expected = {
         "model.pretrained": "deepseek-community/deepseek-vl-1.3b-chat", "model.type": "ImageTextToText",
@@ -498,8 +486,8 @@ def test_a_config_in_the_style_of_flmm(migrated, tmp_path: Path) -> None:
 
 def test_options_of_the_command_of_xtuner(migrated, tmp_path: Path) -> None:
     """``--cfg-options`` are read as if the file had them."""
-    plain("llava", tmp_path)
-    line = "xtuner train llava_plain.py --deepspeed deepspeed_zero3"
+    copied("llava", tmp_path)
+    line = "xtuner train llava.py --deepspeed deepspeed_zero3"
     line += " --cfg-options train_dataloader.batch_size=7 custom_hooks=[] x"
     written = migrated("xtuner", *line.split())
     expected = {"train_dataloader.batch_size": 7, "custom_hooks": [], "backend.config": "zero3"}
@@ -600,7 +588,7 @@ def test_nanovlms_command_trains(migrated, pictures: Path) -> None:
 @pytest.mark.parametrize("name", ["llava", "frozen"])
 def test_configs_of_xtuner_train(migrated, pictures: Path, name: str) -> None:
     write_images(pictures / "model", "llava")
-    migrated("xtuner", "xtuner", "train", plain(name, pictures).name, "--cfg-options", "resume=False")
+    migrated("xtuner", "xtuner", "train", copied(name, pictures).name, "--cfg-options", "resume=False")
     losses = trained(
         pictures / "written.py", pictures / "run", model__pretrained=str(pictures / "model"),
         tokenizer__path=str(pictures / "model"), train_dataloader__batch_size=2, optim_wrapper__accumulative_counts=1,

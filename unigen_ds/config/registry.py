@@ -304,7 +304,8 @@ def argument_problems(
         value, part = arguments.get(key, parameters[key].default), nested(hint)
         many = isinstance(value, (list, tuple)) and getattr(part, "many", False)
         if part is not None and (value is None or isinstance(value, Mapping) or many):
-            errors += part.argument_problems(value, where=f"{where}.{key}", beside=arguments)
+            elsewhere = bool(arguments.get(part.rest_from))
+            errors += part.argument_problems(value, where=f"{where}.{key}", elsewhere=elsewhere)
         elif key in arguments and value is not parameters[key].default and (part or not fits(value, hint)):
             allowed = "a list of dict(type='...', ...), or one of them" if hasattr(part, "many") else described(hint)
             errors.append(ConfigError(f"{where}.{key} is {shown(value)}", allowed=allowed))

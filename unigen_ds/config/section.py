@@ -85,30 +85,31 @@ class Of:
         found = {**Component(cls, provided=self.provided).plain(), **given}
         parts = {key: nested(hint) for key, hint in argument_hints(cls).items() if key in found}
         return {
-            key: value if (part := parts.get(key)) is None else part.argument_completed(value, beside=given)
+            key: part.argument_completed(value, elsewhere=bool(given.get(part.rest_from)))
+            if (part := parts.get(key)) is not None
+            else value
             for key, value in found.items()
         }
 
-    def argument_problems(self, given: Any, *, where: str, beside: Mapping[str, Any]) -> list[ConfigError]:
-        """See ``values.Nested``."""
+    def argument_problems(self, given: Any, *, where: str, elsewhere: bool) -> list[ConfigError]:
+        """What is wrong with an argument; ``elsewhere``: another argument (``rest_from``) has what is left out."""
         if self.many:
             each = enumerate(one_or_many(given))
             return [problem for i, one in each for problem in self.problems(one, where=f"{where}[{i}]")]
-        if self.rest_from is not None and beside.get(self.rest_from) and "type" not in (given or {}):
+        if elsewhere and "type" not in (given or {}):
             return []
         if given is None:
             return [ConfigError(f"{where} is not given", allowed="dict(type='...', ...)")] if self.rest_from else []
         return self.problems(given, where=where)
 
-    def argument_completed(self, given: Any, *, beside: Mapping[str, Any]) -> Any:
-        """See ``values.Nested``."""
+    def argument_completed(self, given: Any, *, elsewhere: bool) -> Any:
+        """An argument with every default that does not depend on a file."""
         if self.many:
             return [self.completed(one) for one in one_or_many(given)]
-        left = self.rest_from is not None and beside.get(self.rest_from)
-        return given if given is None or left else self.completed(given)
+        return given if given is None or elsewhere else self.completed(given)
 
     def argument_converted(self, given: Any) -> Any:
-        """See ``values.Nested``."""
+        """An argument with ``'1e-5'`` as a number where one is allowed."""
         if "type" not in (spec := self._typed(given)):
             return given
         typed = _arguments(find(self.registry, spec, where=""), given)
@@ -185,22 +186,20 @@ class Section(BaseModel):
         return found
 
     @classmethod
-    def argument_problems(cls, given: Any, *, where: str, beside: Mapping[str, Any]) -> list[ConfigError]:
-        """See ``values.Nested``."""
-        left = cls.rest_from is not None and bool(beside.get(cls.rest_from))
-        if given is None and (left or cls.rest_from is None):
+    def argument_problems(cls, given: Any, *, where: str, elsewhere: bool) -> list[ConfigError]:
+        """See ``Of``."""
+        if given is None and (elsewhere or cls.rest_from is None):
             return []
-        return cls.checked(given, where=where, missing=not left)[1]
+        return cls.checked(given, where=where, missing=not elsewhere)[1]
 
     @classmethod
-    def argument_completed(cls, given: Any, *, beside: Mapping[str, Any]) -> Any:
-        """See ``values.Nested``."""
-        left = cls.rest_from is None if given is None else cls.rest_from is not None and beside.get(cls.rest_from)
-        return given if left else cls.completed(given)
+    def argument_completed(cls, given: Any, *, elsewhere: bool) -> Any:
+        """See ``Of``."""
+        return given if elsewhere or (given is None and cls.rest_from is None) else cls.completed(given)
 
     @classmethod
     def argument_converted(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """See ``values.Nested``; without a user's own names."""
+        """See ``Of``; without a user's own names."""
         hints = {name: info.annotation for name, info in cls.model_fields.items()}
         return {key: converted(value, hints.get(key, Any)) for key, value in _without_own(given).items()}
 
@@ -217,15 +216,15 @@ class Section(BaseModel):
             return given
         found = dict(given or {})
         for name, info in cls.model_fields.items():
-            inner, (of, many) = section_of(info), component_of(info)
+            part, many = part_of(info.annotation, info.metadata)
             default = None if info.is_required() else plain(info.get_default(call_default_factory=True))
             value = found.get(name, default)
-            if inner is not None:
-                value = None if value is None and type(None) in get_args(info.annotation) else inner.completed(value)
-            elif of is not None and many:
-                value = [of.completed(one) for one in one_or_many(value)]
-            elif of is not None:
-                value = of.completed({} if value is None and name not in found and of.default else value)
+            if isinstance(part, Of) and many:
+                value = [part.completed(one) for one in one_or_many(value)]
+            elif isinstance(part, Of):
+                value = part.completed({} if value is None and name not in found and part.default else value)
+            elif part is not None and not many and (value is not None or type(None) not in get_args(info.annotation)):
+                value = part.completed(value)
             found[name] = value
         return found
 
@@ -249,30 +248,24 @@ def _components(value: Any, path: str) -> Iterator[tuple[Component, str]]:
 # ---- what a field is ------------------------------------------------------------------------------------------------
 
 
+def part_of(hint: Any, metadata: Sequence[Any] = ()) -> tuple[type[Section] | Of | None, bool]:
+    """The section or the ``Of`` in the annotation of a field, and whether the field is a list or mapping of them."""
+    if (of := next((one for one in metadata if isinstance(one, Of)), None)) is not None:
+        return of, False
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return hint, False
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return part_of(inner[0], inner[1:])
+    parts = (part_of(one) for one in inner)
+    part, many = next((one for one in parts if one[0] is not None), (None, False))
+    return part, many or (part is not None and origin not in (Union, UnionType))
+
+
 def section_of(info: FieldInfo) -> type[Section] | None:
     """The section that a field is, also where it may be None."""
-    options = get_args(info.annotation) if get_origin(info.annotation) in (Union, UnionType) else (info.annotation,)
-    return next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
-
-
-def member_of(info: FieldInfo) -> type[Section] | None:
-    """The section that each member of a field's list or mapping is."""
-    if get_origin(info.annotation) in (Union, UnionType):
-        return None
-    return next((one for one in get_args(info.annotation) if isinstance(one, type) and issubclass(one, Section)), None)
-
-
-def component_of(info: FieldInfo) -> tuple[Of | None, bool]:
-    """The registry of a field's components, and whether the field is a list of them."""
-    for one in info.metadata:
-        if isinstance(one, Of):
-            return one, False
-    for inner in get_args(info.annotation):
-        if get_origin(inner) is Annotated:
-            found = next((one for one in get_args(inner)[1:] if isinstance(one, Of)), None)
-            if found is not None:
-                return found, get_origin(info.annotation) is tuple
-    return None, False
+    part, many = part_of(info.annotation, info.metadata)
+    return part if isinstance(part, type) and not many else None
 
 
 def keys(section: type[Section]) -> dict[str, Any]:
@@ -323,21 +316,20 @@ def _explain(root: type[Section], given: Any, one: Any, *, where: str) -> Iterat
     info: FieldInfo | None = None
     hints: tuple[Any, Any] | None = None
     for number, step in enumerate(one["loc"], 1):
-        if info is not None and (member := member_of(info)) is not None:  # a list or a mapping of sections
+        part, many = (section, False) if info is None else part_of(info.annotation, info.metadata)
+        if many and part is not None:  # a list or a mapping
             value = one_or_many(value)[step] if isinstance(step, int) else value[step]
             path = f"{path}[{step}]" if isinstance(step, int) else f"{path}.{step}"
-            section, info = member, None
+            if isinstance(part, Of):
+                break
+            section, info = part, None
             continue
-        if info is not None and isinstance(step, int) and component_of(info)[1]:
-            value, path = one_or_many(value)[step], f"{path}[{step}]"
-            break
-        inner = section if info is None else section_of(info)
-        if inner is None:
+        if not isinstance(part, type):
             if info is not None and get_origin(info.annotation) is Mapping and step in value:  # a value of a mapping
                 hints = (get_args(info.annotation)[1], ())
                 value, path = value[step], f"{path}.{step}"
             break
-        section, below = inner, f"{path}.{step}" if path else str(step)
+        section, below = part, f"{path}.{step}" if path else str(step)
         if step not in section.model_fields:
             if one["type"] == "extra_forbidden":
                 advice = hint(below, keys(section if where else root))

@@ -62,22 +62,25 @@ def config_text(config: Mapping[str, Any]) -> str:
     return "".join([*dict.fromkeys(imports), *(f"{key} = {python_text(value)}\n" for key, value in values.items())])
 
 
-def python_text(value: Any, indent: str = "") -> str:
+def is_name(key: Any) -> bool:
+    """Whether a key can be written as ``dict(key=...)``."""
+    return isinstance(key, str) and key.isidentifier() and not iskeyword(key)
+
+
+def python_text(value: Any, indent: str = "", *, width: int = 100) -> str:
     """A plain value as Python has it: ``dict(key=...)``, or ``{'key': ...}`` where a key is no name."""
     inside = indent + "    "
     if isinstance(value, Mapping):
-        names = all(isinstance(key, str) and key.isidentifier() and not iskeyword(key) for key in value)
-        items = [
-            f"{key}={python_text(inner, inside)}" if names else f"{key!r}: {python_text(inner, inside)}"
-            for key, inner in value.items()
-        ]
+        names = all(map(is_name, value))
+        texts = {key: python_text(inner, inside, width=width) for key, inner in value.items()}
+        items = [f"{key}={text}" if names else f"{key!r}: {text}" for key, text in texts.items()]
         start, end = ("dict(", ")") if names else ("{", "}")
     elif isinstance(value, (list, tuple)):
-        items = [python_text(inner, inside) for inner in value]
+        items = [python_text(inner, inside, width=width) for inner in value]
         start, end = ("[", "]") if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
     else:
         return f"float({str(value)!r})" if isinstance(value, float) and not isfinite(value) else repr(value)
     line = start + ", ".join(items) + end
-    if len(indent + line) < 100 and "\n" not in line:
+    if len(indent + line) < width and "\n" not in line:
         return line
     return start + "".join(f"\n{inside}{item}," for item in items) + f"\n{indent}{end[-1]}"

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, Predicate
 from pydantic import (
@@ -184,25 +184,13 @@ def _limits(metadata: Sequence[Any]) -> str:
     return " and".join(words)
 
 
-class Nested(Protocol):
-    """Part of an argument's hint that checks a mapping itself and names the path of each problem: section or ``Of``."""
-
-    def argument_problems(self, given: Any, *, where: str, beside: Mapping[str, Any]) -> list[Any]:
-        """A ``ConfigError`` for each problem; ``beside``: all arguments that are given."""
-
-    def argument_completed(self, given: Any, *, beside: Mapping[str, Any]) -> Any:
-        """``given`` with every default that does not depend on a file."""
-
-    def argument_converted(self, given: Any) -> Any:
-        """``given`` with ``'1e-5'`` as a number where one is allowed."""
-
-
-def nested(hint: Any) -> Nested | None:
-    """The part of ``hint`` that checks a mapping itself; None: it has no such part."""
+def nested(hint: Any) -> Any:
+    """The section or the ``Of`` in the hint of an argument, which checks a mapping itself (``config/section.py``: its
+    methods ``argument_*``); None: it has none.
+    """
     origin, inner = get_origin(hint), get_args(hint)
     options = inner if origin is Annotated or origin in (Union, types.UnionType) else (hint,)
-    found: Any = next((one for one in options if hasattr(one, "argument_problems")), None)
-    return found
+    return next((one for one in options if hasattr(one, "argument_problems")), None)
 
 
 def argument_hints(cls: Any) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import keyword
+import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from unigen_ds.config.overrides import plain_values, read
+from unigen_ds.config.text import is_name, python_text
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.migration.commands import Command, Setting
 
@@ -202,6 +204,9 @@ class Draft:
                 lines += _wrapped(f"# {_plain(source)}", following="#   ")
                 lines += _wrapped(f"#     {_plain(why)}", following="#     ")
             lines += [""]
+        for path, value in leaves(self.values):
+            if not isinstance(value, (str, float, int, list, tuple, dict, NoneType)):
+                raise ConfigError(f"{path} of the config is {value!r}", allowed="texts, numbers, lists and dicts")
         for key in sorted(self.values, key=lambda key: SECTIONS.index(key) if key in SECTIONS else len(SECTIONS)):
             lines += self._lines(f"{key} = ", self.values[key], key, 0, end="")
         return "\n".join(lines) + "\n"
@@ -209,13 +214,13 @@ class Draft:
     def _lines(self, name: str, value: Any, path: str, depth: int, *, end: str) -> list[str]:
         indent, comment = "    " * depth, self.comments.get(path)
         after = f"  # {_plain(comment)}" if comment else ""
-        line = f"{indent}{name}{_literal(value)}{end}"
+        line = f"{indent}{name}{_one_line(value)}{end}"
         inner = any(other.startswith(f"{path}.") for other in self.comments)
         if not inner and (len(line) <= _WIDTH or not isinstance(value, (dict, list)) or not value):
             return [line + after]
         if isinstance(value, dict):
-            opening, closing = ("dict(", ")") if all(map(_is_name, value)) else ("{", "}")
-            parts = [(f"{key}=" if opening != "{" else f"{key!r}: ", value[key], key) for key in _class_first(value)]
+            opening, closing = ("dict(", ")") if all(map(is_name, value)) else ("{", "}")
+            parts = [(f"{key}=" if opening != "{" else f"{key!r}: ", inside, key) for key, inside in value.items()]
         else:
             opening, closing = "[]" if isinstance(value, list) else "()"
             parts = [("", inside, index) for index, inside in enumerate(value)]
@@ -227,11 +232,10 @@ class Draft:
 
 def leaves(value: Any, path: str = "") -> Any:
     """Yield (dotted path, value) of everything that is no section."""
-    sections = (Mapping, list, tuple)
     if isinstance(value, Mapping) and value:
         for key, inside in value.items():
             yield from leaves(inside, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, (list, tuple)) and any(isinstance(inside, sections) for inside in value):
+    elif isinstance(value, (list, tuple)) and any(isinstance(inside, (Mapping, list, tuple)) for inside in value):
         for index, inside in enumerate(value):
             yield from leaves(inside, f"{path}.{index}")
     else:
@@ -240,36 +244,12 @@ def leaves(value: Any, path: str = "") -> Any:
 
 def assignment(path: str, value: Any) -> str:
     """Return ``model.llm = dict(type=..., ...)``, shortened."""
-    line = f"{path} = {_literal(value, strict=False)}"
+    line = f"{path} = {_one_line(value)}"
     return line if len(line) <= 200 else f"{line[:197]}..."
 
 
-def _class_first(section: Mapping[Any, Any]) -> list[Any]:
-    """The keys of a section, ``type`` before all others: ``Config.dump`` sorts them."""
-    return sorted(section, key=lambda key: key != "type")
-
-
-def _is_name(key: Any) -> bool:
-    return isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key)
-
-
-def _literal(value: Any, *, strict: bool = True) -> str:
-    """Return Python that makes the value; without ``strict`` its own text where there is none."""
-    if isinstance(value, Mapping):
-        pairs = {key: _literal(value[key], strict=strict) for key in _class_first(value)}
-        if all(map(_is_name, value)):
-            return f"dict({', '.join(f'{key}={inside}' for key, inside in pairs.items())})"
-        return f"{{{', '.join(f'{key!r}: {inside}' for key, inside in pairs.items())}}}"
-    if isinstance(value, (list, tuple)):
-        members = ", ".join(_literal(inside, strict=strict) for inside in value)
-        return f"[{members}]" if isinstance(value, list) else f"({members}{',' if len(value) == 1 else ''})"
-    if isinstance(value, str):
-        return repr(str(value))
-    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
-        return f"float({str(value)!r})"
-    if value is None or isinstance(value, (bool, int, float)) or not strict:
-        return repr(value)
-    raise ConfigError(f"a value of the config is {value!r}", allowed="texts, numbers, lists and dicts")
+def _one_line(value: Any) -> str:
+    return python_text(value, width=sys.maxsize)
 
 
 def _plain(line: str) -> str:

@@ -208,10 +208,9 @@ class Settings(ModelSettings):
         update = {"work_dir": folder} if folder else {}
         if name and "{run_name}" in (self.checkpoint_dir or ""):
             update["checkpoint_dir"] = str(self.checkpoint_dir).replace("{run_name}", name)
-        found = self.model_copy(update=update)
-        found._given = {**self._given, **update}
-        found._run_name = name
-        return found
+        settings = self._with(update, update)
+        settings._run_name = name
+        return settings
 
     @property
     def given(self) -> dict[str, Any]:
@@ -295,12 +294,16 @@ class Settings(ModelSettings):
         """Whether a hook of the config evaluates."""
         return any(issubclass(hook.cls, EvaluateHook) for hook in self.custom_hooks)
 
+    def _with(self, values: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
+        """The same with other ``values`` of sections, which a config has as ``given``."""
+        settings = self.model_copy(update=values)
+        settings._given = {**self._given, **given}
+        return settings
+
     def with_seed(self, seed: int) -> Settings:
         """The same, with a seed that was drawn or recorded."""
-        found = self.model_copy(update={"randomness": Randomness(seed=seed)})
-        found._run_name = self._run_name
-        found._given = {**self._given, "randomness": {**(self._given.get("randomness") or {}), "seed": seed}}
-        return found
+        given = {**(self._given.get("randomness") or {}), "seed": seed}
+        return self._with({"randomness": Randomness(seed=seed)}, {"randomness": given})
 
     def with_base(self, base: Base | None) -> Settings:
         """The same, with the files of the base where rank 0 has found them. None: nothing changes; nor where this
@@ -308,28 +311,20 @@ class Settings(ModelSettings):
         """
         if base is None or not base.is_here:
             return self
-        model = replace(self.model, arguments={**self.model.arguments, "pretrained": base.path})
-        found = self.model_copy(update={"model": model})
-        found._run_name, found._given = self._run_name, self._given
-        return found
+        arguments = {**self.model.arguments, "pretrained": base.path}
+        return self._with({"model": replace(self.model, arguments=arguments)}, {})
 
     def with_precision(self, precision: str) -> Settings:
         """The same, with the precision that was chosen where the config has ``'auto'``."""
         if self.optim_wrapper.precision == precision:
             return self
         wrapper = self.optim_wrapper.model_copy(update={"precision": precision})
-        found = self.model_copy(update={"optim_wrapper": wrapper})
-        found._run_name = self._run_name
-        found._given = {**self._given, "optim_wrapper": {**self._given["optim_wrapper"], "precision": precision}}
-        return found
+        given = {**self._given["optim_wrapper"], "precision": precision}
+        return self._with({"optim_wrapper": wrapper}, {"optim_wrapper": given})
 
     def with_resume(self, resume: str) -> Settings:
         """The same, with ``resume`` where the config does not resume."""
-        if self.resume:
-            return self
-        found = self.model_copy(update={"resume": resume})
-        found._run_name, found._given = self._run_name, {**self._given, "resume": resume}
-        return found
+        return self if self.resume else self._with({"resume": resume}, {"resume": resume})
 
     @property
     def seed(self) -> int:
