@@ -493,3 +493,63 @@ def _counted(validate: Callable[..., Any], counts: Counter[str]) -> Callable[...
         return validate(cls, *arguments, **options)
 
     return counting
+
+
+def counted_calls(monkeypatch: pytest.MonkeyPatch, *functions: tuple[object, str]) -> Counter[str]:
+    """How often each ``(owner, name)`` is called from here on; of a function with a path, for each path."""
+    calls: Counter[str] = Counter()
+    for owner, name in functions:
+        original = getattr(owner, name)
+
+        def call(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
+            path = f" {args[0].name}" if args and isinstance(args[0], Path) else ""
+            calls[name + path] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("resume", [True, "iter_2.pth"], ids=["the newest", "by name"])
+def test_a_resume_lists_reads_and_verifies_checkpoints_once(tmp_path, monkeypatch, resume):
+    from tests.text_run import text_config, words
+    from unigen_ds.checkpoint import store
+    from unigen_ds.checkpoint.manifest import Manifest
+    from unigen_ds.runner import Runner
+
+    def run(updates: int, **changes: object) -> None:
+        config = text_config(tmp_path, [{"text": words(4, k)} for k in range(8)], **changes)
+        Runner.from_cfg(config, max_updates=updates).train()
+
+    saves = {"default_hooks__checkpoint": {"interval": 1, "by_epoch": False}}
+    run(2, **saves)
+    read, original = Counter[str](), Manifest.read
+
+    def reading(directory: Path) -> Manifest:
+        read[directory.name] += 1
+        return original(directory)
+
+    monkeypatch.setattr(Manifest, "read", reading)
+    calls = counted_calls(monkeypatch, (store, "list_checkpoints"), (store, "verify"), (store, "file_digest"))
+    named = resume if resume is True else str(tmp_path / "run" / resume)
+    run(2, **saves, resume=named)  # nothing is left to train: no save
+    newest = store.Manifest.read(tmp_path / "run" / "iter_2.pth")
+    read["iter_2.pth"] -= 1
+    assert read == {"iter_1.pth": 1, "iter_2.pth": 1}
+    files = Counter(Path(entry.path).name for entry in newest.files)
+    expected = {"list_checkpoints run": 1, "verify iter_1.pth": 1, "verify iter_2.pth": 1}
+    assert calls == {**expected, **{f"file_digest {name}": number for name, number in files.items()}}
+
+
+def test_no_optimizer_and_no_model_is_built_to_be_thrown_away(tmp_path, monkeypatch):
+    from tests.text_run import text_config, words
+    from unigen_ds.optim import optimizer
+    from unigen_ds.runner import Runner
+    from unigen_ds.runner.settings.tree import Settings
+    from unigen_ds.runner.start import parts, stages
+
+    settings = Settings.from_config(text_config(tmp_path, [{"text": words(4, k)} for k in range(8)]))
+    builders = ((optimizer, "construct"), (parts, "build_model"), (stages, "build_model"))
+    calls = counted_calls(monkeypatch, *builders)
+    Runner.from_cfg(settings).backend.close()
+    assert calls == {"construct": 1, "build_model": 1}

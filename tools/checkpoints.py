@@ -17,7 +17,6 @@ from pathlib import Path
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.errors import UnigenError
 from unigen_ds.system.pipes import ends_quietly
 
 
@@ -35,14 +34,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     from unigen_ds.checkpoint import listing  # after parsing: --help does not wait for its imports
 
-    try:
-        if arguments.action == "verify":
-            return verify(arguments.directory)
-        lines = {"list": listing.table, "show": listing.describe, "best": listing.best}[arguments.action]
-        print("\n".join(lines(arguments.directory)))
-    except UnigenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    if arguments.action == "verify":
+        return verify(arguments.directory)
+    lines = {"list": listing.table, "show": listing.describe, "best": listing.best}[arguments.action]
+    print("\n".join(lines(arguments.directory)))
     return 0
 
 

@@ -23,7 +23,7 @@ from typing import Any
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.system.pipes import ends_quietly
 
 
@@ -75,13 +75,9 @@ def main(argv: list[str] | None = None) -> int:
         from unigen_ds.system import dist, log  # after parsing: --help does not wait for torch
 
         log.setup(rank=dist.env_rank())
-    try:
-        if arguments.compare is not None:
-            return compare(*arguments.compare)
-        return run(arguments)
-    except UnigenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    if arguments.compare is not None:
+        return compare(*arguments.compare)
+    return run(arguments)
 
 
 def compare(a: Path, b: Path) -> int:

@@ -28,7 +28,7 @@ if not __package__:
 
 from unigen_ds.config.hub import HubRepo
 from unigen_ds.core.choices import DTYPE_NAMES
-from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.system import log
 from unigen_ds.system.pipes import ends_quietly
 
@@ -68,15 +68,11 @@ def hub_repo(arguments: argparse.Namespace) -> HubRepo | None:
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    try:
-        repo = hub_repo(arguments)
-        run(arguments)
-        print(arguments.out, flush=True)
-        if repo is not None:
-            print(repo.upload(arguments.out))
-    except UnigenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    repo = hub_repo(arguments)
+    run(arguments)
+    print(arguments.out, flush=True)
+    if repo is not None:
+        print(repo.upload(arguments.out))
     return 0
 
 

@@ -308,11 +308,7 @@ def cell_of(processor: Any, request: Prompt, made: Generated) -> Cell:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     log.setup(rank=0)
-    try:
-        generate(arguments)
-    except UnigenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    generate(arguments)
     return 0
 
 

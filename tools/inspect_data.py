@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ if not __package__:
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import list_checkpoints
 from unigen_ds.core.choices import SHIPPED
-from unigen_ds.core.errors import ConfigError, DataError, UnigenError
+from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.system.journals import read_lines, sample_digest
 from unigen_ds.system.pipes import ends_quietly
 
@@ -72,29 +72,25 @@ def main(argv: list[str] | None = None) -> int:
     from unigen_ds.report.document import check_writable
     from unigen_ds.system.log import unwritten
 
-    try:
-        config = data_sections(arguments.config, arguments.cfg_options)
-        _check_there(arguments)
-        work_dir = arguments.work_dir or (arguments.ledger.parent if arguments.ledger else None)
-        manifest = newest_manifest(work_dir) if work_dir else None
-        if arguments.html:
-            check_writable(arguments.html)
-        settings, data = build_inspected(config, world_size=arguments.world_size, manifest=manifest)
-        stream = data.stream
-        for text in unwritten():
-            print(f"note: {text}", file=sys.stderr)
-        if arguments.html:
-            report = write_html(settings, data, arguments.html, _range_of(arguments, stream), arguments.config)
-        elif arguments.ledger:
-            report = check_ledger(stream, arguments.ledger, manifest=manifest)
-        elif arguments.sequences:
-            report = list_samples(stream, *arguments.sequences)
-        else:
-            report = {**describe(stream), "skipped_sources": [asdict(one) for one in data.skipped]}
-            report["refused"] = refused(data, settings.train_dataloader.max_skipped_fraction)
-    except UnigenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    config = data_sections(arguments.config, arguments.cfg_options)
+    _check_there(arguments)
+    work_dir = arguments.work_dir or (arguments.ledger.parent if arguments.ledger else None)
+    manifest = newest_manifest(work_dir) if work_dir else None
+    if arguments.html:
+        check_writable(arguments.html)
+    settings, data = build_inspected(config, world_size=arguments.world_size, manifest=manifest)
+    stream = data.stream
+    for text in unwritten():
+        print(f"note: {text}", file=sys.stderr)
+    if arguments.html:
+        report = write_html(settings, data, arguments.html, _range_of(arguments, stream), arguments.config)
+    elif arguments.ledger:
+        report = check_ledger(stream, arguments.ledger, manifest=manifest)
+    elif arguments.sequences:
+        report = list_samples(stream, *arguments.sequences)
+    else:
+        report = {**describe(stream), "skipped_sources": [asdict(one) for one in data.skipped]}
+        report["refused"] = refused(data, settings.train_dataloader.max_skipped_fraction)
     print(json.dumps(report) if arguments.json else "\n".join(lines_of(report)))
     return 0 if report.get("agrees", True) and not report.get("refused") else 1
 
@@ -186,10 +182,9 @@ def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Man
 
     If records were appended later, only the old ones belong to the run.
     """
-    from unigen_ds.data.batches.change import compare, continued
-    from unigen_ds.data.rules import check_rules
     from unigen_ds.runner.settings.tree import Settings
-    from unigen_ds.runner.start.build import build_data, build_geometry
+    from unigen_ds.runner.start.build import build_geometry
+    from unigen_ds.runner.start.stages import continue_data
 
     settings = Settings.from_config({**config, **_OTHERS})
     if settings.randomness.seed is None:
@@ -200,11 +195,7 @@ def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Man
             raise ConfigError("randomness.seed is None: the run draws it", remedy=remedy)
         settings = settings.with_seed(int(manifest.loader["seed"]))
     geometry = manifest.ruler.geometry if manifest else build_geometry(settings, dp_size=world_size)
-    if manifest:
-        check_rules(manifest.loader["facts"])
-    data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None)
-    if manifest and not compare(manifest.loader, data.stream).obstacles:
-        data = replace(data, stream=continued(manifest.loader, data.stream, on_change="append")[0])
+    data, *_ = continue_data(settings, manifest, geometry=geometry, on_change="append", check=False)
     return settings, data
 
 

@@ -22,7 +22,7 @@ if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.core.choices import GUIDES
-from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.system.pipes import ends_quietly
 
 
@@ -64,9 +64,6 @@ def main(argv: list[str] | None = None) -> int:
         else:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(text, encoding="utf-8")
-    except UnigenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

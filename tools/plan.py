@@ -20,7 +20,6 @@ if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.core.choices import SHIPPED
-from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.quantities import memory, positive, share, size
 from unigen_ds.system.pipes import ends_quietly
 from unigen_ds.system.variables import environment
@@ -66,19 +65,15 @@ def _plan(arguments: argparse.Namespace) -> int:
     from unigen_ds.system import log  # after parsing: --help does not wait for torch
 
     log.setup(rank=0)
-    try:
-        overrides = dict(map(parse_override, arguments.cfg_options))
-        if arguments.backend is not None:
-            overrides = with_backend(overrides, arguments.backend)
-        config = read_config(arguments.config, overrides)
-        world_size = arguments.world_size or stated_world_size(config.values)
-        per_node = arguments.per_node or min(8, world_size)
-        with announced(world_size, per_node=per_node):
-            settings = Settings.from_config(config)
-        report = plan_memory(settings, world_size=world_size, per_node=per_node, alternatives=not arguments.only)
-    except UnigenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    overrides = dict(map(parse_override, arguments.cfg_options))
+    if arguments.backend is not None:
+        overrides = with_backend(overrides, arguments.backend)
+    config = read_config(arguments.config, overrides)
+    world_size = arguments.world_size or stated_world_size(config.values)
+    per_node = arguments.per_node or min(8, world_size)
+    with announced(world_size, per_node=per_node):
+        settings = Settings.from_config(config)
+    report = plan_memory(settings, world_size=world_size, per_node=per_node, alternatives=not arguments.only)
     reserve = Reserve(
         arguments.device_reserve,
         arguments.fragmentation,

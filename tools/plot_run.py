@@ -16,7 +16,7 @@ from pathlib import Path
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.system.journals import METRICS_FILE
 from unigen_ds.system.pipes import ends_quietly
 
@@ -41,11 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
     folders: list[Path] = arguments.work_dirs
     out: Path = arguments.out or (folders[0] / "curves.png" if len(folders) == 1 else Path("curves.png"))
-    try:
-        draw({name: folder / METRICS_FILE for name, folder in run_names(folders).items()}, out)
-    except UnigenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    draw({name: folder / METRICS_FILE for name, folder in run_names(folders).items()}, out)
     print(out.absolute())
     return 0
 

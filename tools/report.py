@@ -16,7 +16,6 @@ from pathlib import Path
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.errors import UnigenError
 from unigen_ds.system.pipes import ends_quietly
 
 
@@ -44,11 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     if not 0 <= arguments.max_pictures_mib < 2**20:
         print("error: --max-pictures-mib; allowed: 0 or more", file=sys.stderr)
         return 2
-    try:
-        print(write_report(folders, out, max_pictures=int(arguments.max_pictures_mib * 2**20)))
-    except UnigenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    print(write_report(folders, out, max_pictures=int(arguments.max_pictures_mib * 2**20)))
     return 0
 
 

@@ -19,7 +19,6 @@ if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES, SHIPPED
-from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.quantities import CommaSeparated
 from unigen_ds.system.pipes import ends_quietly
 
@@ -59,31 +58,27 @@ def main(argv: list[str] | None = None) -> int:
     from unigen_ds.resume import finding
     from unigen_ds.runner.settings.tree import load_settings
 
-    try:
-        overrides = dict(map(parse_override, arguments.cfg_options))
-        for key in ("work_dir", "checkpoint_dir", "base", "assume", "on_batch_change", "on_data_change"):
-            if getattr(arguments, key) is not None:
-                overrides[key] = getattr(arguments, key)
-        if arguments.backend is not None:
-            overrides = with_backend(overrides, arguments.backend)
-        if arguments.checkpoint is not None:
-            overrides["resume"] = arguments.checkpoint
-        settings = load_settings(arguments.config, overrides)
-        found = inspect_resume(settings, world_size=arguments.world_size, verify=arguments.verify)
-        if arguments.json:
-            print(json.dumps(found.state_dict(), indent=1))
-        else:
-            if found.why:
-                print(found.why)
-            finding.show(found.findings)
-            print("\n".join(finding.plans(found.geometries, found.memory)))
-        if arguments.write_config:
-            base = config_path(arguments.config)
-            write_config(settings, found, arguments.write_config, base=base, overrides=overrides)
-            print(f"Written: {arguments.write_config}", file=sys.stderr)
-    except UnigenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    overrides = dict(map(parse_override, arguments.cfg_options))
+    for key in ("work_dir", "checkpoint_dir", "base", "assume", "on_batch_change", "on_data_change"):
+        if getattr(arguments, key) is not None:
+            overrides[key] = getattr(arguments, key)
+    if arguments.backend is not None:
+        overrides = with_backend(overrides, arguments.backend)
+    if arguments.checkpoint is not None:
+        overrides |= {"resume": arguments.checkpoint, "load_from": None, "load_cfg": None}
+    settings = load_settings(arguments.config, overrides)
+    found = inspect_resume(settings, world_size=arguments.world_size, verify=arguments.verify)
+    if arguments.json:
+        print(json.dumps(found.state_dict(), indent=1))
+    else:
+        if found.why:
+            print(found.why)
+        print("\n".join(finding.finding_lines(found.findings)))
+        print("\n".join(finding.plans(found.geometries, found.memory)))
+    if arguments.write_config:
+        base = config_path(arguments.config)
+        write_config(settings, found, arguments.write_config, base=base, overrides=overrides)
+        print(f"Written: {arguments.write_config}", file=sys.stderr)
     if found.blocked:
         print("The resume is blocked: see above.", file=sys.stderr)
         return 3

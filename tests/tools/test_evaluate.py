@@ -229,21 +229,6 @@ def test_the_hook_computes_metrics_at_an_interval_of_their_own(trained, capsys, 
     assert all(torch.equal(mine[name], other[name]) for name in other)
 
 
-def test_compare(trained, capsys, tmp_path):
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for update, out in zip((3, 6), files, strict=True):
-        assert main([str(trained / "run" / f"iter_{update}.pth"), "--out", str(out)]) == 0
-    capsys.readouterr()
-    assert main(["--compare", *map(str, files)]) == 0
-    before, after = (evaluations(trained)[update]["val/loss"] for update in (3, 6))
-    assert capsys.readouterr().out.startswith(
-        f"val/loss: {before:.6g} -> {after:.6g}, difference {after - before:+.6g}"
-    )
-    assert main([str(trained / "run"), "--max-batches", "1", "--out", str(files[1])]) == 0
-    assert main(["--compare", *map(str, files)]) == 1
-    assert "num_samples is" in capsys.readouterr().err
-
-
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
     """nanoVLM's directory with its tokenizer beside it."""

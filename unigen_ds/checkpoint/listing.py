@@ -180,7 +180,3 @@ def size_text(size: float) -> str:
     while (size := size / 1024) >= 1024 and len(units) > 1:
         units.pop(0)
     return f"{size:.1f} {units[0]}"
-
-
-# Former names, for one release.
-LEFT = ABANDONED

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -60,12 +60,16 @@ def list_checkpoints(work_dir: Path) -> list[Found]:
     for path in sorted(work_dir.iterdir()) if work_dir.is_dir() else []:
         if not path.is_dir() or not is_checkpoint_name(path.name):
             continue
-        try:
-            manifest = Manifest.read(path)
-            found.append(Found(path, manifest, verify(path, manifest)))
-        except CheckpointError as error:
-            found.append(Found(path, None, str(error)))
+        found.append(_look_at(path))
     return sorted(found, key=lambda f: f.manifest.commit if f.manifest else -1)
+
+
+def _look_at(path: Path) -> Found:
+    try:
+        manifest = Manifest.read(path)
+        return Found(path, manifest, verify(path, manifest))
+    except CheckpointError as error:
+        return Found(path, None, str(error))
 
 
 def missing(path: Path, given: str | None = None) -> CheckpointError:
@@ -85,14 +89,26 @@ def missing(path: Path, given: str | None = None) -> CheckpointError:
     )
 
 
-def verified(directory: Path, *, wanted: Callable[[str], bool] = lambda path: True, hashes: bool = True) -> Manifest:
+def verified(
+    directory: Path,
+    *,
+    wanted: Callable[[str], bool] = lambda path: True,
+    hashes: bool = True,
+    listing: Sequence[Found] = (),
+) -> Manifest:
     """The manifest of a checkpoint, without the files that are not ``wanted``; all others are as they were written.
 
-    Every reader of a checkpoint begins here. Raises ``CheckpointError`` naming the file that has changed.
+    Every reader of a checkpoint begins here. Raises ``CheckpointError`` naming the file that has changed. Of one in a
+    ``listing`` the manifest has been read, and the sizes have been compared.
     """
-    manifest = Manifest.read(directory)
-    manifest.files = [entry for entry in manifest.files if wanted(entry.path)]
-    problem = verify(directory, manifest, hashes=hashes)
+    found = next((found for found in listing if found.path == directory and found.manifest is not None), None)
+    if found is not None and found.manifest is not None:
+        manifest, problem = found.manifest, found.problem
+        problem = problem or (_changed_content(directory, manifest) if hashes else None)
+    else:
+        manifest = Manifest.read(directory)
+        manifest.files = [entry for entry in manifest.files if wanted(entry.path)]
+        problem = verify(directory, manifest, hashes=hashes)
     if problem is not None:
         remedy = "name another: unigen-checkpoints list shows them; a resume without a name passes over it"
         raise CheckpointError(f"checkpoint {directory} is damaged: {problem}", remedy=remedy)
@@ -102,12 +118,14 @@ def verified(directory: Path, *, wanted: Callable[[str], bool] = lambda path: Tr
 def verify(directory: Path, manifest: Manifest, *, hashes: bool = False) -> str | None:
     """The first problem of a checkpoint's files, or None. ``hashes`` reads every byte; else sizes are compared."""
     problems = (_problem(directory / entry.path, entry) for entry in manifest.files)
-    problem = next(filter(None, problems), None)
-    if problem is not None or not hashes:
-        return problem
+    return next(filter(None, problems), None) or (_changed_content(directory, manifest) if hashes else None)
+
+
+def _changed_content(directory: Path, manifest: Manifest) -> str | None:
+    """The first file whose hash is another one."""
     with ThreadPoolExecutor(min(8, num_cores())) as pool:
-        contents = pool.map(lambda entry: _problem(directory / entry.path, entry, hashed=True), manifest.files)
-        return next(filter(None, contents), None)
+        problems = pool.map(lambda entry: _problem(directory / entry.path, entry, hashed=True), manifest.files)
+        return next(filter(None, problems), None)
 
 
 def _problem(path: Path, entry: FileEntry, *, hashed: bool = False) -> str | None:
@@ -123,25 +141,28 @@ def _problem(path: Path, entry: FileEntry, *, hashed: bool = False) -> str | Non
     return None
 
 
-def newest(work_dir: Path, *, hashes: bool = True) -> tuple[Found | None, list[Found]]:
+def newest(
+    work_dir: Path, *, hashes: bool = True, listing: Sequence[Found] | None = None
+) -> tuple[Found | None, list[Found]]:
     """The newest checkpoint whose files verify, content included, and those that were rejected, with the reason.
 
-    Hashing stops at the first that verifies, so the usual cost is one checkpoint.
+    Hashing stops at the first that verifies, so the usual cost is one checkpoint. ``listing``: ``list_checkpoints``.
     """
-    found = list_checkpoints(work_dir)
+    listing = list_checkpoints(work_dir) if listing is None else listing
     lineage = Lineage.read(work_dir)
-    rejected = [f for f in found if f.manifest is None]
-    for candidate in reversed([f for f in found if f.manifest is not None]):
-        assert candidate.manifest is not None
-        problem = candidate.problem
-        if problem is None and candidate.manifest.commit in lineage.abandoned:
+    rejected = [found for found in listing if found.manifest is None]
+    for found in reversed(listing):
+        if found.manifest is None:
+            continue
+        problem = found.problem
+        if problem is None and found.manifest.commit in lineage.abandoned:
             problem = "a later resume went back to an earlier checkpoint and abandoned it (name it to return to it)"
+        if problem is None and hashes:
+            problem = _changed_content(found.path, found.manifest)
         if problem is None:
-            problem = verify(candidate.path, candidate.manifest, hashes=hashes)
-        if problem is None:
-            return candidate, rejected
-        rejected.append(Found(candidate.path, candidate.manifest, problem))
-    outside = _outside(work_dir, lineage, nothing_found=not found, hashes=hashes)
+            return found, rejected
+        rejected.append(Found(found.path, found.manifest, problem))
+    outside = _outside(work_dir, lineage, nothing_found=not listing, hashes=hashes)
     if outside is not None and outside.problem is None:
         return outside, rejected
     return None, [*rejected, outside] if outside is not None else rejected
@@ -153,22 +174,18 @@ def _outside(work_dir: Path, lineage: Lineage, *, nothing_found: bool, hashes: b
     if lineage.start is None:
         gone = hint is not None and nothing_found
         return Found(Path(str(hint)), None, f"{HINT} names it, and it is not there") if gone else None
-    path = Path(lineage.start)
-    try:
-        manifest = Manifest.read(path)
-        return Found(path, manifest, verify(path, manifest, hashes=hashes))
-    except CheckpointError as error:
-        return Found(path, None, str(error))
+    found = _look_at(Path(lineage.start))
+    if found.problem is None and found.manifest is not None and hashes:
+        return Found(found.path, found.manifest, _changed_content(found.path, found.manifest))
+    return found
 
 
-def continue_from(work_dir: Path, checkpoint: Path) -> None:
-    """Record that training continues from ``checkpoint``: all others that are newer, or were abandoned before, are
+def continued_lineage(work_dir: Path, checkpoint: Path, listing: Sequence[Found]) -> Lineage:
+    """The lineage of a run that continues from ``checkpoint``: all others that are newer, or were abandoned before, are
     abandoned.
-
-    Called on rank 0 once the checkpoint is loaded, before the first update.
     """
     checkpoint = outer(checkpoint)
-    manifests = {f.path.name: f.manifest for f in list_checkpoints(work_dir) if f.manifest is not None}
+    manifests = {found.path.name: found.manifest for found in listing if found.manifest is not None}
     before = Lineage.read(work_dir)
     inside = is_inside(work_dir, checkpoint)
     ancestors: set[str] = set()
@@ -183,8 +200,16 @@ def continue_from(work_dir: Path, checkpoint: Path) -> None:
         if name not in ancestors and (manifest.commit > start or manifest.commit in before.abandoned)
     ]
     last_commit = max([before.last_commit, *(manifest.commit for manifest in manifests.values())])
-    Lineage(None if inside else str(checkpoint), tuple(sorted(abandoned)), last_commit).write(work_dir)
-    write_hint(work_dir, checkpoint)
+    return Lineage(None if inside else str(checkpoint), tuple(sorted(abandoned)), last_commit)
+
+
+def continue_from(work_dir: Path, checkpoint: Path, lineage: Lineage | None = None) -> None:
+    """Record that training continues from ``checkpoint``, with its ``continued_lineage``, which a plan has.
+
+    Called on rank 0 once the checkpoint is loaded, before the first update.
+    """
+    (lineage or continued_lineage(work_dir, checkpoint, list_checkpoints(work_dir))).write(work_dir)
+    write_hint(work_dir, outer(checkpoint))
 
 
 def is_inside(work_dir: Path, checkpoint: Path) -> bool:
@@ -287,10 +312,6 @@ def sweep(work_dir: Path, *, older_than_s: float = 0.0) -> list[Path]:
         except OSError as error:
             logger().warning("%s, left by an unfinished save, could not be removed: %s", path, error)
     return swept
-
-
-# Former names, for one release.
-go_on_from = continue_from
 
 
 # Which checkpoints of a work dir the present run has abandoned by going back to an earlier one.

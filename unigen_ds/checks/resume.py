@@ -13,19 +13,17 @@ from typing import Any
 import torch
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.checkpoint.home import check_home
 from unigen_ds.config.paths import tool
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.resume.finding import Finding
 from unigen_ds.resume.geometry import MemoryPlan, equal_geometries, geometry_keys, memory_plans
-from unigen_ds.resume.plan import ResumePlan, plan_resume
-from unigen_ds.runner.settings.naming import PLACE, Named, name_and_folder
+from unigen_ds.resume.plan import ResumePlan
+from unigen_ds.runner.settings.naming import PLACE, name_and_folder
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.begin import check_resume, settle, with_base, with_choices
 from unigen_ds.runner.start.build import build_hooks
-from unigen_ds.runner.start.parts import build_engine
+from unigen_ds.runner.start.stages import build_engine, plan_start, read_start, run_checklist, settle
 from unigen_ds.system import dist
 from unigen_ds.system.files import write_text_atomic
 from unigen_ds.system.variables import environment
@@ -70,35 +68,31 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
     ``CheckpointError`` where there is nothing to resume from, and ``ConfigError``.
     """
     settings = Settings.from_config(config)
-    resume = settings.resume or AUTO
-    run, template = Named(), settings.work_dir
+    settings = settings.with_resume(AUTO)
+    template, why = settings.work_dir, None
     if PLACE in (template or ""):
         with announced(world_size or settings.world_size or dist.env_world_size()):
-            asked = settings.model_copy(update={"resume": resume})
-            run = name_and_folder(asked, build_engine(settings)[1])
-        settings = settings.named(run.name, run.folder)
-    check_home(settings.folder, settings.checkpoints)
-    work_dir = settings.checkpoints
-    named = isinstance(resume, str) and resume != AUTO
-    plan = plan_resume(work_dir, resume=resume, load_from=None if named else settings.load_from, hashes=verify)
+            run = name_and_folder(settings, build_engine(settings)[1])
+        settings, why = settings.named(run.name, run.folder), run.why
+    plan = plan_start(settings, hashes=verify)
     if plan.mode != "resume":
-        of_template = f" (work_dir is {template!r}). {run.why or ''}" if run.folder else ""
+        of_template = f" (work_dir is {template!r}). {why or ''}" if PLACE in (template or "") else ""
         raise CheckpointError(
-            f"{work_dir} contains no checkpoint{of_template}",
+            f"{settings.checkpoints} contains no checkpoint{of_template}",
             remedy="name one with --checkpoint, or the folder with --work-dir",
         )
     saved = plan.manifest.geometry.dp_size if plan.manifest else dist.env_world_size()
-    plan = with_choices(with_base(plan, settings), settings)
     with announced(world_size or settings.world_size or saved):
         backend, geometry = build_engine(settings)
         settings = settle(settings, plan, backend=backend, geometry=geometry)
         build_hooks(settings)
-        start, findings = check_resume(settings, plan, backend=backend, geometry=geometry, hashed=verify)
+        start = read_start(settings, plan, geometry=geometry)
+        findings = run_checklist(start, plan, backend=backend, geometry=geometry, hashed=verify)
         assert start.manifest is not None, "a resume has a manifest"
         equal = equal_geometries(start.manifest.geometry.global_batch_size, geometry.dp_size)
         proposed = _nearest_geometry(equal, geometry.batch_size)
         memory = plans_of(settings, proposed or geometry, backend)
-    return Inspection(plan, geometry, findings, equal, proposed, memory, run.why)
+    return Inspection(plan, geometry, findings, equal, proposed, memory, why)
 
 
 @contextmanager

@@ -18,10 +18,9 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import RESUME_CHECKS
 from unigen_ds.core.progress import Geometry, Progress
 from unigen_ds.data.batches.change import DataChange
-from unigen_ds.resume.edited import edited_settings
+from unigen_ds.resume.differences import edited_settings, model_findings
 from unigen_ds.resume.finding import Finding, Proposal, Status, shown
 from unigen_ds.resume.geometry import geometries_text
-from unigen_ds.resume.model_check import model_findings
 from unigen_ds.schedule.schedule import Schedules
 
 POINTS_AHEAD = 5

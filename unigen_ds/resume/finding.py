@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from rich.console import Console as RichOutput
-from rich.table import Table
-
 from unigen_ds.core.errors import ResumeBlocked
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.change import DataChange
@@ -92,28 +89,8 @@ def shown(found: Sequence[str]) -> str:
     return "; ".join(found[:_SHOWN]) + more
 
 
-# Findings for people: a table in a terminal, the same as plain lines in a pipe.
-
-_STYLE = {"ok": "green", "warn": "yellow", "block": "bold red"}
-
-
-def show(findings: Sequence[Finding]) -> None:
-    """Print the findings to stdout."""
-    console = RichOutput()
-    if not console.is_terminal:
-        print("\n".join(plain(findings)))
-        return
-    table = Table(show_lines=True)
-    for title in ("", "point", "was", "now", "why it matters, what to do"):
-        table.add_column(title, overflow="fold")
-    for f in findings:
-        words = "\n".join(part for part in (f.why, f"-> {f.remedy}" if f.remedy else "") if part)
-        table.add_row(f.status, _title(f), f.was, f.now, words, style=None if f.status == "ok" else _STYLE[f.status])
-    console.print(table)
-
-
-def plain(findings: Sequence[Finding]) -> Iterator[str]:
-    """One line a finding, and one more for its reason and its remedy."""
+def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """One line for each finding, and one more for its reason and its remedy."""
     for f in findings:
         yield f"{f.status:<5}  {_title(f):<22}  {f.was}" + (f"  ->  {f.now}" if f.now != f.was else "")
         for part in (f.why, f.remedy and f"remedy: {f.remedy}"):

@@ -108,7 +108,3 @@ def geometry_keys(geometry: Geometry, loader: TrainDataloader) -> dict[str, Any]
     if loader.global_batch_size is None or loader.batch_size is not None:
         keys["train_dataloader.batch_size"] = geometry.batch_size
     return keys
-
-
-# Former names, for one release.
-equal_cuts, cuts_text, cut_keys = equal_geometries, geometries_text, geometry_keys

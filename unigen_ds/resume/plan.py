@@ -25,7 +25,7 @@ from typing import Literal
 
 from unigen_ds.checkpoint import foreign, store
 from unigen_ds.checkpoint.base_files import Base
-from unigen_ds.checkpoint.home import home_of, run_of
+from unigen_ds.checkpoint.home import home_of, run_of, same
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.checkpoint.weight_files import locate
@@ -58,6 +58,13 @@ class ResumePlan:
     """Of the run: the config's; where that is ``'auto'`` the one that rank 0 has chosen."""
     base: Base | None = None
     """Of adapters: the files of the base, where they are now."""
+    lineage: store.Lineage | None = None
+    """On a resume: what the work dir records once the checkpoint is loaded."""
+
+    @property
+    def stored_precision(self) -> str | None:
+        """That of the checkpoint to resume from."""
+        return self.manifest.topology.get("precision") if self.mode == "resume" and self.manifest is not None else None
 
 
 def plan_resume(
@@ -73,9 +80,25 @@ def plan_resume(
     Raises ``ConfigError`` for a fresh start over existing checkpoints, and ``CheckpointError`` when checkpoints exist
     but none is usable, or the one named is not.
     """
+    listing = store.list_checkpoints(work_dir)
+    plan = _plan(work_dir, listing, resume=resume, load_from=load_from, load_cfg=load_cfg, hashes=hashes)
+    if plan.mode != "resume" or plan.checkpoint is None:
+        return plan
+    return replace(plan, lineage=store.continued_lineage(work_dir, plan.checkpoint, listing))
+
+
+def _plan(
+    work_dir: Path,
+    listing: Sequence[store.Found],
+    *,
+    resume: bool | str,
+    load_from: str | None,
+    load_cfg: LoadSettings | None,
+    hashes: bool,
+) -> ResumePlan:
     begun: tuple[str, ...] = ()
     if resume == AUTO:
-        plan = _newest(work_dir, hashes=hashes)
+        plan = _newest(work_dir, listing, hashes=hashes)
         if plan.mode == "resume":
             more = [f"load_from {load_from} is where this run began: it is not read again."] * (load_from is not None)
             return replace(plan, messages=(*plan.messages, *more))
@@ -94,23 +117,22 @@ def plan_resume(
             remedy="--cfg-options load_cfg=null load_from=null",
         )
     allowed = load_cfg or LoadSettings()
-    existing = store.list_checkpoints(work_dir)
-    if existing and not resume:
-        names = ", ".join(found.path.name for found in existing[-3:])
+    if listing and not resume:
+        names = ", ".join(found.path.name for found in listing[-3:])
         raise ConfigError(
             f"{work_dir} already holds checkpoints ({names}) but resume was not asked for",
             remedy="--resume continues that run; --work-dir NEW starts another one in its own folder",
         )
     named = resume if isinstance(resume, str) else load_from
     if named is None:
-        return _newest(work_dir, hashes=hashes) if resume else ResumePlan("fresh")
+        return _newest(work_dir, listing, hashes=hashes) if resume else ResumePlan("fresh")
     if not resume:
         named = str(folder_of(named, where="load_from"))
     path = checkpoint_directory(named)
     if (path / FILE_NAME).is_file():
-        manifest = store.verified(path, hashes=hashes)
-    elif path.is_dir() and store.list_checkpoints(path):
-        of_run = _newest(path, hashes=hashes)
+        manifest = store.verified(path, hashes=hashes, listing=listing)
+    elif path.is_dir() and (inside := listing if same(path, work_dir) else store.list_checkpoints(path)):
+        of_run = _newest(path, inside, hashes=hashes)
         assert of_run.checkpoint is not None and of_run.manifest is not None, "else it raises"
         manifest = of_run.manifest
         begun += (*of_run.messages[:-1], f"{path} is the folder of a run: {of_run.checkpoint.name} is its newest.")
@@ -124,7 +146,7 @@ def plan_resume(
         return ResumePlan("weights", path, manifest, begun, allowed)
     messages = [*begun, f"Resumed from the checkpoint {path}."]
     first = manifest.commit if store.is_inside(work_dir, path) else 0
-    later = [f.path.name for f in existing if f.manifest and f.manifest.commit > first]
+    later = [f.path.name for f in listing if f.manifest and f.manifest.commit > first]
     if later:
         messages.append(
             f"It was named, so later checkpoints in {work_dir} are not used any more: {', '.join(later)}. To resume"
@@ -133,8 +155,8 @@ def plan_resume(
     return ResumePlan("resume", path, manifest, tuple(messages))
 
 
-def _newest(work_dir: Path, *, hashes: bool) -> ResumePlan:
-    found, rejected = store.newest(work_dir, hashes=hashes)
+def _newest(work_dir: Path, listing: Sequence[store.Found], *, hashes: bool) -> ResumePlan:
+    found, rejected = store.newest(work_dir, hashes=hashes, listing=listing)
     messages = [f"{NOT_RESUMED} {r.path}: {r.problem}" for r in rejected]
     if found is None and rejected:
         raise CheckpointError(
@@ -180,6 +202,8 @@ def checkpoint_directory(given: str) -> Path:
             remedy="--resume alone continues the newest checkpoint that is finite",
         )
     whole = store.STAGING not in path.name and not path.name.endswith(store.DELETING)
+    if whole and (path / FILE_NAME).is_file():
+        return path
     found = locate(path) if whole else path
     inside = [each.path.name for each in store.list_checkpoints(path)] if path.is_dir() else []
     hinted = found in [path / name for name in inside]  # by our own hint file, which a resume without a name uses

@@ -1,4 +1,6 @@
-"""Tools whose output another program reads, which may end first: ``tools/inspect_data.py CONFIG | head``."""
+"""How a tool ends: with an error in one line, and quietly where the program that reads its output has ended first
+(``tools/inspect_data.py CONFIG | head``).
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,26 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from unigen_ds.core.errors import UnigenError
+
 READER_GONE = 141
 """Exit status where nobody reads the output any more: what a shell reports of a program that SIGPIPE ended."""
 Main = Callable[..., int]
 
 
 def ends_quietly(main: Main) -> Main:
-    """Decorator of a tool's ``main``: where the reader of its output has gone, it ends without a traceback."""
+    """Decorator of a tool's ``main``: an error of the project is one line and its exit status; where the reader of the
+    output has gone, the tool ends without a traceback.
+    """
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
         try:
             try:
                 return main(argv)
+            except UnigenError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return error.exit_status
             finally:
                 sys.stdout.flush()
         except BrokenPipeError:

@@ -16,11 +16,12 @@ from tests.tiny import tiny_config
 from unigen_ds.checks.memory import traced
 from unigen_ds.checks.memory.counted import CountedBytes
 from unigen_ds.checks.memory.largest import largest_batches
-from unigen_ds.checks.memory.traced import num_phases, trace
+from unigen_ds.checks.memory.planned import trace_engines
+from unigen_ds.checks.memory.traced import trace
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.runner.settings.tree import Settings, load_config
 from unigen_ds.runner.start.build import build_data
-from unigen_ds.runner.start.parts import build_engine
+from unigen_ds.runner.start.stages import build_engine
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +37,14 @@ def settings(tmp_path_factory):
 
 
 def test_every_phase_without_memory_is_what_it_is_with_memory(settings):
-    """Parts of the former have processes of their own, which begin where the first update ends."""
     geometry = build_engine(settings)[1]
     data = build_data(settings, geometry=geometry, ruler=None)
     largest = largest_batches(data, geometry)
     assert len(largest.batches) > 1, "the longest micro-batch is not that with the most images"
-    ended: list[int] = []
     planned, counted = (
         asdict(trace(settings, build_engine(settings)[0], data.processor, largest.batches, geometry=geometry, **how))
-        for how in ({"fake": True, "jobs": 2}, {"fake": False, "jobs": 1, "phase_ended": lambda: ended.append(1)})
+        for how in ({"fake": True}, {"fake": False})
     )
-    assert len(ended) == num_phases(largest.batches), "what the progress bar counts"
     assert planned == counted
     assert planned["held"] < planned["peak"]["step"] and planned["peak"]["load"] < planned["peak"]["evaluate"]
     masters = planned["masters"]
@@ -59,13 +57,14 @@ def test_every_phase_without_memory_is_what_it_is_with_memory(settings):
     assert planned["saved"] == pytest.approx(4 * masters + frozen, rel=0.02)
 
 
-def test_a_part_of_a_trace_that_fails_is_no_plan(settings, monkeypatch):
-    backend, geometry = build_engine(settings)
-    data = build_data(settings, geometry=geometry, ruler=None)
-    batches = largest_batches(data, geometry).batches[:1]
+def test_a_trace_that_fails_is_no_plan(settings, monkeypatch):
     monkeypatch.setattr(traced, "_evaluate", _fails)
-    with pytest.raises(UnigenError, match="no memory for this"):
-        trace(settings, backend, data.processor, batches, geometry=geometry, jobs=2)
+    geometry = build_engine(settings)[1]
+    data = build_data(settings, geometry=geometry, ruler=None)
+    plan = trace_engines({"single": settings}, data.processor, largest_batches(data, geometry), geometry, jobs=1)[
+        "single"
+    ]
+    assert plan.traced is None and plan.problem == "no memory for this."
 
 
 def _fails(*args: Any, **kwargs: Any) -> None:

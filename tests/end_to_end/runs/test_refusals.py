@@ -69,12 +69,6 @@ def test_the_processes_of_a_node_under_every_launcher(tmp_path, monkeypatch, lau
         Runner.from_cfg(config)
 
 
-def test_more_shards_than_processes(tmp_path):
-    options = ["--cfg-options", "backend={'type':'fsdp','sharding_strategy':'HYBRID_SHARD','num_shard':4}"]
-    said = refused(tmp_path, *options, RANK="0", WORLD_SIZE="2")
-    assert "num_shard is 4 and there are 2 process(es)" in said and "1, 2" in said
-
-
 def test_a_global_batch_that_cannot_be_split_names_the_nearest(tmp_path):
     options = ["train_dataloader.batch_size=null", "train_dataloader.global_batch_size=100"]
     said = refused(

@@ -95,15 +95,6 @@ def test_a_setting_that_a_base_has_read_already_is_an_error(tmp_path: Path, caps
     assert "lr: nothing reads it there; write optim_wrapper.optimizer.lr" in words(capsys, tmp_path / "child.py")
 
 
-@pytest.mark.parametrize("form", ["yaml", "json"])
-def test_any_unknown_name_is_an_error_where_nothing_can_read_it(
-    form: str, plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = words(capsys, write(tmp_path, form, {**plain, "num_gpus": 2, "unet": 1}))
-    assert "the config has no key 'num_gpus', 'unet'; valid: assume, backend" in said
-    assert "did you mean" not in said and said.count("custom_imports") == 1, "no far guess; the valid keys once"
-
-
 @pytest.mark.parametrize("form", ["py", "based.py"])
 def test_helper_variables_of_a_python_file_load(form: str, plain: dict[str, Any], tmp_path: Path) -> None:
     """S3.32: the names of the guide's snippets, and settings that the file reads."""
@@ -128,13 +119,6 @@ def test_a_base_may_have_names_that_its_child_reads(plain: dict[str, Any], tmp_p
         "optim_wrapper['optimizer']['weight_decay'] = _base_.learning_rate\n"
     )
     trained(path, tmp_path / "run")
-
-
-def test_a_misspelt_section_of_a_python_file_is_an_error(
-    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = words(capsys, write(tmp_path, "py", {**plain, "randomnes": {"seed": 7}}))
-    assert "unknown config key 'randomnes'. Remedy: did you mean 'randomness'?" in said
 
 
 def test_overriding_a_helper_of_ones_own_is_an_error(
@@ -286,33 +270,6 @@ def test_the_backend_that_is_meant(given: str, meant: str, capsys: pytest.Captur
     assert meant in said and "did you mean" in said
 
 
-def test_options_of_the_engine_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    named = ("unified_digits", "--backend", "fsdp", "--cfg-options")
-    assert "backend: sharding_strategy is 'SOME'" in words(capsys, *named, "backend.sharding_strategy=SOME")
-    said = words(capsys, *named, "backend.type=single")
-    assert "--backend fsdp contradicts backend.type='single'. Remedy: give one of the two" in said
-
-
-MMENGINE_HOOK = """
-from mmengine.hooks import Hook
-class Mine(Hook):
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        pass
-default_hooks = dict(timer=dict(type=Mine))
-"""
-
-
-def test_a_hook_written_for_mmengine_is_explained(
-    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine_for_mmengine.py").write_text(MMENGINE_HOOK)
-    path = write(tmp_path, "py", {key: value for key, value in plain.items() if key != "custom_hooks"})
-    path.write_text(path.read_text() + MMENGINE_HOOK)
-    said = words(capsys, path)
-    assert "default_hooks.timer.type is" in said and "which has no after_update" in said
-    assert "derive it from unigen_ds.hooks.base.Hook instead" in said
-
-
 def test_a_model_without_shard_units_is_named_before_anything_is_built(
     plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,17 +374,6 @@ def test_a_data_file_of_another_format_is_named_with_the_command_that_converts_i
     subprocess.run(convert, shell=True, check=True, cwd=tmp_path)
     (made,) = [found for found in tmp_path.rglob("*.jsonl") if found.name in ("converted.jsonl", "utf8.jsonl")]
     assert [json.loads(line) for line in made.read_text(encoding="utf-8").splitlines()] == RECORDS
-
-
-def test_a_folder_of_several_formats_names_what_it_holds(
-    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "train.jsonl").write_text(RECORD)
-    (tmp_path / "folder" / "train.csv").write_text("text")
-    path = write(tmp_path, "json", on_file(plain, tmp_path / "folder", work_dir=str(tmp_path / "run")))
-    said = words(capsys, path, status=1)
-    assert f"folder {tmp_path / 'folder'} has files of several formats: 1 of" in said and "Remedy: format='" in said
 
 
 def test_a_byte_order_mark_in_a_data_file_is_passed_over(plain: dict[str, Any], tmp_path: Path) -> None:

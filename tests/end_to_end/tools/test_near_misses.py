@@ -127,13 +127,3 @@ def test_a_share_that_is_too_small(config: Path, tmp_path: Path, capsys: pytest.
     assert train([str(config), "--max-updates", "1", "--cfg-options", f"val_dataloader.split={share}"]) == 0
     less = float(share) * 0.8
     assert train([str(config), "--work-dir", str(tmp_path / "x"), "--cfg-options", f"val_dataloader.split={less}"]) == 1
-
-
-def test_processes_without_an_engine_for_them(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    assert train([str(config)]) == 2
-    error = capsys.readouterr().err
-    assert all(f"--backend {name}" in error for name in ("fsdp ", "deepspeed:zero2", "fsdp:NO_SHARD")), error

@@ -32,7 +32,7 @@ from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.models.flux_vae import FluxAutoencoder
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import Settings, load_config, load_settings
-from unigen_ds.runner.start.begin import completed
+from unigen_ds.runner.start.stages import completed
 from unigen_ds.schedule.curves import CosineAnnealingLR, LinearLR, WarmupCosineLR
 from unigen_ds.system.log import NAME
 
@@ -238,7 +238,7 @@ def test_a_seed_of_none_is_drawn_recorded_and_used_by_a_resume(
     plain: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger(NAME), "propagate", True)
-    monkeypatch.setattr("unigen_ds.runner.start.begin.secrets.randbelow", lambda limit: 12345)
+    monkeypatch.setattr("unigen_ds.runner.start.stages.secrets.randbelow", lambda limit: 12345)
     plain["randomness"] = {"seed": None}
     drawn = Runner.from_cfg(plain, max_updates=1)
     drawn.train()
@@ -246,7 +246,7 @@ def test_a_seed_of_none_is_drawn_recorded_and_used_by_a_resume(
     manifest = Manifest.read(checkpoint)
     assert manifest.config["randomness"] == {"seed": 12345} and manifest.loader["seed"] == 12345
     assert "this run draws 12345" in (tmp_path / "run" / "train.log").read_text()
-    monkeypatch.setattr("unigen_ds.runner.start.begin.secrets.randbelow", lambda limit: 1 / 0)
+    monkeypatch.setattr("unigen_ds.runner.start.stages.secrets.randbelow", lambda limit: 1 / 0)
     again = Runner.from_cfg({**plain, "resume": True}, max_updates=2)
     assert again.config["randomness"]["seed"] == 12345
     other = Runner.from_cfg({**plain, "work_dir": str(tmp_path / "b"), "randomness": {"seed": 12345}}, max_updates=1)

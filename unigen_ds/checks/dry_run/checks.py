@@ -1,74 +1,54 @@
 """The checks of a dry run, in their order: each a function of what is ``Known`` that returns its results.
 
-A check adds what it has built to ``Known``, asks with ``need`` for what it cannot do without, and may raise: every
-error is one more problem of the list. A new check is a function here, or in a module of its own, and a row of
-``CHECKS``; one of a user's own is registered in ``DRY_RUN_CHECKS``.
+A check calls a stage of the start (``runner/start/stages.py``), adds the result to ``Known``, asks with ``need`` for
+what it cannot do without, and may raise: every error is one more problem of the list. A new check is a function here,
+or in a module of its own, and a row of ``CHECKS``; one of a user's own is registered in ``DRY_RUN_CHECKS``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from unigen_ds.checkpoint.home import check_home, other_owner, same
-from unigen_ds.checks.dry_run.batch_checks import check_batches
-from unigen_ds.checks.dry_run.context import NOWHERE, Known, Unknown, usable_settings
-from unigen_ds.checks.dry_run.given_paths import path_results, writable_results
-from unigen_ds.checks.dry_run.job import launched_world_size, launcher_results, slurm_results
+from unigen_ds.checkpoint.home import same
+from unigen_ds.checks.dry_run.context import Known
+from unigen_ds.checks.dry_run.first_batches import FirstBatches, MadeBatch, make_first_batches
+from unigen_ds.checks.dry_run.machine_checks import (
+    check_devices,
+    check_folders,
+    check_job,
+    check_packages,
+    check_paths,
+    count_processes,
+)
 from unigen_ds.checks.dry_run.rank_calls import check_collectives
 from unigen_ds.checks.dry_run.resources import check_disk, check_memory, check_time, check_workers
-from unigen_ds.checks.dry_run.result import Checked, find_hardware, ok, problem, problems_of, unchecked, warning
+from unigen_ds.checks.dry_run.result import Checked, ok, problem, problems_of, warning
 from unigen_ds.checks.resume import announced
-from unigen_ds.config.overrides import stated_world_size
 from unigen_ds.config.paths import expand_paths
 from unigen_ds.config.registry import DRY_RUN_CHECKS, TOKENIZERS, build
 from unigen_ds.config.section import Component
+from unigen_ds.core.batch import check_counts
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.progress import Geometry
-from unigen_ds.data.datasets.dataset import check_readable
+from unigen_ds.data.datasets.dataset import PlannedDataset, check_readable
+from unigen_ds.data.records.unusable import exceeds
 from unigen_ds.optim.optimizer import AUTO as AUTO_PRECISION
-from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan, plan_resume
-from unigen_ds.runner.settings.naming import PLACE, name_and_folder
+from unigen_ds.optim.optimizer import settled_precision
+from unigen_ds.resume.finding import Finding
+from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan
+from unigen_ds.runner.settings.naming import name_and_folder
 from unigen_ds.runner.settings.tree import Settings, read_config
-from unigen_ds.runner.start.begin import build_start, check_resume, settle, with_base, with_choices
 from unigen_ds.runner.start.build import build_hooks, build_model, build_processor, check_states
-from unigen_ds.runner.start.parts import build_engine
+from unigen_ds.runner.start.stages import build_engine, plan_start, read_start, run_checklist, settle
 from unigen_ds.schedule.schedule import Schedules
-from unigen_ds.system import dist
-from unigen_ds.system.versions import ALLOWED, installed, version_problems
 from unigen_ds.tracking.settings import Visualizer
 
 Check = Callable[[Known], Iterable[Checked]]
-_STARTED = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_RANK"}
-"""Launcher -> a variable that each of its processes has."""
-
-
-def check_packages(known: Known) -> Iterator[Checked]:
-    """torch and transformers; DeepSpeed's version is checked with the engine that needs it."""
-    found = [*version_problems()]
-    yield from (result for error in found for result in problems_of(error))
-    if not found:
-        names = [*ALLOWED, "deepspeed"]
-        yield ok(", ".join(f"{name} {version}" for name in names if (version := installed(name))))
-
-
-def check_devices(known: Known) -> Iterator[Checked]:
-    """Adds ``hardware``. Before anything else that asks torch for a device."""
-    hardware = known.hardware = find_hardware()
-    if not hardware.count:
-        yield unchecked("this machine has no CUDA device: what a device must have is not checked, all else is")
-        return
-    gib = 2**30
-    yield ok(
-        f"{hardware.count} x {hardware.name}, {hardware.memory / gib:.1f} GiB each, {hardware.free / gib:.1f} of the"
-        " first free"
-    )
 
 
 def check_config(known: Known) -> Iterator[Checked]:
@@ -76,81 +56,16 @@ def check_config(known: Known) -> Iterator[Checked]:
     config = read_config(known.asked.config, known.asked.overrides)
     known.given = config.values
     with suppress(ConfigError):  # reported by ``check_job``
-        _count_processes(known)
+        count_processes(known)
     with announced(known.world_size, per_node=known.per_node):
-        try:
-            settings = Settings.from_config(config)
-            known.settings = settings.with_resume(AUTO) if known.asked.resume_auto else settings
-        except ConfigError as error:
-            yield from problems_of(error)
-            known.settings, known.changed, known.replaced = usable_settings(known.given)
-            return
+        settings = Settings.from_config(config)
+        known.settings = settings.with_resume(AUTO) if known.asked.resume_auto else settings
     yield ok(f"{known.asked.config}: every key and value")
-
-
-def _count_processes(known: Known) -> None:
-    """Adds ``world_size`` and ``per_node``: as asked for, as started, or as the config has it.
-
-    Raises ``ConfigError`` for variables of the launcher that are missing or wrong.
-    """
-    launcher, missing = str(known.given.get("launcher") or "none"), None
-    if launcher in _STARTED and _STARTED[launcher] in os.environ:
-        try:
-            dist.launcher_environment(launcher)
-        except ConfigError as error:
-            missing = error
-    started = launched_world_size(os.environ)
-    known.world_size = known.asked.world_size or started or stated_world_size(known.given)
-    on_node = dist.env_processes_per_node() if started == known.world_size and started > 1 else None
-    known.per_node = min(known.asked.per_node or on_node or 8, known.world_size)
-    if missing is not None:
-        raise missing
-
-
-def check_job(known: Known) -> Iterator[Checked]:
-    """What the launcher has set, against the number of processes."""
-    launcher = str(known.given.get("launcher") or "none")
-    yield from (result for error in known.wrong_numbers for result in problems_of(error))
-    try:
-        _count_processes(known)
-    except ConfigError as error:
-        yield from problems_of(error)
-    yield from launcher_results(os.environ, launcher=launcher, world_size=known.world_size)
-    loader = known.given.get("train_dataloader")
-    workers = loader.get("num_workers") if isinstance(loader, Mapping) else 0
-    num_workers = workers if isinstance(workers, int) else 0
-    yield from slurm_results(os.environ, launcher=launcher, world_size=known.world_size, num_workers=num_workers)
-    dist.check_port()
-
-
-def check_paths(known: Known) -> Iterator[Checked]:
-    """Files and folders that are read."""
-    missing = []
-    for result, path in path_results(known.given):
-        missing += [path] if path else []
-        yield result
-    known.paths = missing
-
-
-def check_folders(known: Known) -> Iterator[Checked]:
-    """Folders that are written: permissions, and whether another run uses them."""
-    folders = {key: known.given.get(key) for key in ("work_dir", "checkpoint_dir")}
-    for key, text in folders.items():
-        if not isinstance(text, str):
-            continue
-        folder = Path(os.path.expanduser(os.path.expandvars(text.partition(PLACE)[0] or ".")))
-        yield from writable_results(folder, key=key)
-        if owner := other_owner(folder):
-            yield problem(
-                f"another process trains in {key} {folder} ({owner})",
-                remedy=f"wait until it has ended, stop it, or choose another --{key.replace('_', '-')}",
-            )
 
 
 def check_engine(known: Known) -> Iterator[Checked]:
     """Adds ``backend`` and ``geometry``: versions, precision and the split of the batch."""
-    known.section("backend").backend.build()  # refuses what the engine cannot do with any optimizer
-    settings = known.section("backend", "optim_wrapper")
+    settings: Settings = known.need("settings")
     hardware = known.hardware
     precision = settings.optim_wrapper.precision
     if hardware is not None and hardware.count:
@@ -202,7 +117,7 @@ def check_tokenizer(known: Known) -> Iterator[Checked]:
 
 def check_hooks(known: Known) -> Iterator[Checked]:
     """All hooks can be built, and their states can be stored."""
-    settings: Settings = known.section("default_hooks", "custom_hooks", "visualizer")
+    settings: Settings = known.need("settings")
     try:
         hooks = build_hooks(settings)
     except Exception as error:
@@ -218,51 +133,39 @@ def check_hooks(known: Known) -> Iterator[Checked]:
 
 
 def check_start(known: Known) -> Iterator[Checked]:
-    """Adds ``plan`` and ``start``: the checkpoint to begin with, the checklist of a resume, and all data sets. Without
-    an engine or a checkpoint that can be used, the data is checked as that of a new run.
+    """Adds ``start``: the checkpoint to begin with, the checklist of a resume, and all data sets. Without a checkpoint
+    that can be used, the data is checked as that of a new run.
     """
-    settings: Settings = known.need("settings")
-    known.loaded = known.geometry or Geometry(settings.train_dataloader.batch_size or 1, 1, known.world_size)
+    backend, geometry, settings = known.need("backend"), known.need("geometry"), known.need("settings")
     try:
-        plan, settings = _plan(known, settings)
+        run = name_and_folder(settings, geometry)
+        settings = settings.named(run.name, run.folder)
+        plan = plan_start(settings, hashes=False)
         yield from (warning(message) for message in plan.messages if message.startswith(NOT_RESUMED))
         if settings.work_dir and not same(settings.folder, settings.checkpoints):
             yield ok(f"checkpoints in {settings.checkpoints}")
-        known.settings, known.plan = settings, plan
-    except (Unknown, UnigenError) as error:
-        missing = isinstance(error, Unknown)
-        yield from [unchecked(f"the checkpoint to begin with: needs {error}")] if missing else problems_of(error)
-        seed = settings.randomness.seed
-        plan = ResumePlan("fresh")
-        settings = known.settings = settings if seed is not None else settings.with_seed(0)
-    if wrong := known.replaced.intersection(("model", "tokenizer", "train_dataloader")):
-        yield from _of_each_source(settings) if "model" not in wrong else ()
-        raise Unknown(f"{', '.join(sorted(wrong))} without problems")
-    try:
-        if plan.mode == "resume":
-            backend = known.need("backend")
-            known.start, findings = check_resume(settings, plan, backend=backend, geometry=known.loaded, hashed=False)
-            for finding in findings:
-                text = f"{finding.id}: {finding.was} -> {finding.now}. {finding.why}"
-                if finding.status == "block":
-                    yield problem(text, remedy=finding.remedy or None)
-                elif finding.status == "warn":
-                    yield warning(text)
-            yield ok(f"resumes from {plan.checkpoint} (its files' sizes were compared, not their content)")
-        else:
-            start = known.start = build_start(settings, plan, geometry=known.loaded)
-            curves = Schedules.from_cfg(
-                settings.param_scheduler, ruler=start.ruler, base=(), total_sequences=start.total_sequences
-            )
-            yield from map(warning, curves.warnings())
-            if known.plan is not None:
-                yield ok("a new run" + (f" with the weights of {plan.checkpoint}" if plan.checkpoint else ""))
+        if plan.mode != "resume":
+            yield ok("a new run" + (f" with the weights of {plan.checkpoint}" if plan.checkpoint else ""))
     except UnigenError as error:
-        found = [*_of_each_source(settings)]
-        yield from found or problems_of(error)
+        yield from problems_of(error)
+        precision = settled_precision(settings.optim_wrapper.precision)
+        plan = ResumePlan("fresh", seed=settings.randomness.seed or 0, precision=precision)
+    settings = known.settings = settle(settings, plan, backend=backend, geometry=geometry)
+    try:
+        start = known.start = read_start(settings, plan, geometry=geometry)
+    except UnigenError as error:
+        yield from [*_problems_of_sources(settings)] or problems_of(error)
         return
-    stream = known.start.data.stream
-    for skipped in known.start.data.skipped:
+    if plan.mode == "resume":
+        yield from _findings(run_checklist(start, plan, backend=backend, geometry=geometry, hashed=False))
+        yield ok(f"resumes from {plan.checkpoint} (its files' sizes were compared, not their content)")
+    else:
+        curves = Schedules.from_cfg(
+            settings.param_scheduler, ruler=start.ruler, base=(), total_sequences=start.total_sequences
+        )
+        yield from map(warning, curves.warnings())
+    stream = start.data.stream
+    for skipped in start.data.skipped:
         yield warning(f"data set {skipped.name} is skipped (on_error='skip'): {skipped.why}")
     yield ok(
         f"{sum(map(len, stream.datasets)):,} records of {len(stream.names)} data set(s),"
@@ -270,44 +173,40 @@ def check_start(known: Known) -> Iterator[Checked]:
     )
 
 
-def _plan(known: Known, settings: Settings) -> tuple[ResumePlan, Settings]:
-    """Where the run begins, and its settings with what that decides."""
-    backend, geometry = known.need("backend"), known.need("geometry")
-    if PLACE in (settings.work_dir or ""):
-        named = name_and_folder(settings, geometry)
-        settings = settings.named(named.name, named.folder)
-    check_home(settings.folder, settings.checkpoints)
-    plan = plan_resume(
-        settings.checkpoints, resume=settings.resume or False, load_from=settings.load_from,
-        load_cfg=settings.load_cfg, hashes=False,
-    )  # fmt: skip
-    plan = with_choices(with_base(plan, settings), settings)
-    return plan, settle(settings, plan, backend=backend, geometry=geometry)
+def _findings(findings: Iterable[Finding]) -> Iterator[Checked]:
+    """What the checklist of a resume refuses or warns about."""
+    for finding in findings:
+        text = f"{finding.id}: {finding.was} -> {finding.now}. {finding.why}"
+        if finding.status == "block":
+            yield problem(text, remedy=finding.remedy or None)
+        elif finding.status == "warn":
+            yield warning(text)
 
 
-def _of_each_source(settings: Settings) -> Iterator[Checked]:
+def _problems_of_sources(settings: Settings) -> Iterator[Checked]:
     """A problem of each data set that cannot be opened or read: a start names the first."""
     processor = build_processor(settings, seed=settings.seed)
     components: list[Component] = [*settings.train_dataloader.dataset]
     for loader in settings.val_dataloader.sets.values() if settings.val_dataloader else ():
         components += loader.dataset
     for component in components:
-        if component.get("data_path") == NOWHERE:
-            continue
         try:
-            made = component.build(processor=processor)
-            check_readable([made], [made.name])
+            dataset = component.build(processor=processor)
+            check_readable([dataset], [dataset.name])
         except UnigenError as error:
             yield from problems_of(error)
 
 
 def check_model(known: Known) -> Iterator[Checked]:
     """Adds ``model``, without memory, with the files of published weights read; its vocabulary has all tokens."""
-    settings: Settings = known.section("model", "lora", "tokenizer")
-    seed = settings.randomness.seed or 0
-    processor = known.start.data.processor if known.start else build_processor(settings, seed=seed)
-    with torch.device("meta"):
-        model = build_model(settings, processor, seed=seed)
+    settings: Settings = known.need("settings")
+    if known.start is not None:
+        processor, model = known.start.data.processor, known.start.meta_model
+    else:  # the data has a problem, or the engine
+        seed = settings.randomness.seed or 0
+        processor = build_processor(settings, seed=seed)
+        with torch.device("meta"):
+            model = build_model(settings, processor, seed=seed)
     known.model = model
     tokenizer = getattr(processor, "tokenizer", None)
     ids, size = 0 if tokenizer is None else len(tokenizer), getattr(model, "vocab_size", None)
@@ -319,6 +218,95 @@ def check_model(known: Known) -> Iterator[Checked]:
         )
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     yield ok(f"{type(model).__name__}: {sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained")
+
+
+# ---- the first micro-batches -----------------------------------------------------------------------------------------
+
+_SHOWN = 8
+
+
+def check_batches(known: Known) -> Iterator[Checked]:
+    """Adds ``batches``: samples that cannot be read, ids that the model does not have, and how ranks differ."""
+    settings, start, geometry = known.need("settings"), known.need("start"), known.need("geometry")
+    found = make_first_batches(settings, start, known.model, geometry, known.asked.num_batches)
+    for text, number in found.errors.most_common(_SHOWN):
+        yield problem(f"{number} micro-batch{'es' * (number != 1)}: {text}")
+    if len(found.errors) > _SHOWN:
+        yield problem(f"and {len(found.errors) - _SHOWN} other errors")
+    yield from _skipped_results(found, start.data.stream.datasets, settings.train_dataloader.max_skipped_fraction)
+    if found.foreign_ids:
+        yield problem(
+            f"{len(found.foreign_ids)} micro-batches have token ids that the model's vocabulary does not have:"
+            f" {'; '.join(found.foreign_ids[:3])}",
+            remedy="use the tokenizer of the model",
+        )
+    if not found.made:
+        return
+    known.batches = found
+    for one in found.made:
+        check_counts(one.targets, of="Batch", declared=settings.term_weights)
+    seq_length = settings.train_dataloader.seq_length * geometry.batch_size
+    yield ok("\n".join(_rank_lines(found, seq_length)))
+    yield from _kind_results(found)
+
+
+def _skipped_results(found: FirstBatches, datasets: Sequence[PlannedDataset], limit: float) -> Iterator[Checked]:
+    """Samples that padding replaces. Too many: of those that were made, or of all records, as headers show it."""
+    if not found.skipped:
+        return
+    samples = sum(one.samples for one in found.made)
+    named = "; ".join(f"{one['sample']}: {one['why']}" for one in found.skipped[:_SHOWN])
+    more = f"; and {len(found.skipped) - _SHOWN} more" if len(found.skipped) > _SHOWN else ""
+    text = f"{len(found.skipped)} of {samples} samples cannot be read: {named}{more}"
+    records, unreadable = sum(map(len, datasets)), sum(int((one.counts().unreadable > 0).sum()) for one in datasets)
+    if unreadable > limit * records or exceeds(len(found.skipped), samples, limit):
+        yield problem(text, allowed=f"a share of {limit:g} (train_dataloader.max_skipped_fraction)")
+    else:
+        yield warning(text)
+
+
+def _rank_lines(found: FirstBatches, seq_length: int) -> Iterator[str]:
+    """All ranks together, then each, or the two with the fewest and the most tokens."""
+    made, ranks = found.made, len(found.of_rank)
+    how = f"by {found.processes} processes" if found.processes else "in this process"
+    yield f"{len(made):,} micro-batches of {ranks} rank{'s' * (ranks != 1)}, {_numbers(made, seq_length)}"
+    yield f"made {how}: {found.seconds_each:.3g} s of one process for each"
+    by_rank = [[one for one in rank if one is not None] for rank in found.of_rank]
+    shown = sorted(range(ranks), key=lambda rank: sum(one.tokens for one in by_rank[rank]))
+    shown = sorted(shown) if ranks <= _SHOWN else [shown[0], shown[-1]]
+    yield from (f"rank {rank}: {_numbers(by_rank[rank], seq_length)}" for rank in shown if ranks > 1)
+
+
+def _numbers(made: Sequence[MadeBatch], seq_length: int) -> str:
+    samples, tokens, images = (sum(getattr(one, name) for one in made) for name in ("samples", "tokens", "images"))
+    terms = sorted({term for one in made for term, number in one.targets.items() if number})
+    without = {"images": sum(not one.images for one in made)} if images else {}
+    without |= {f"targets of {term}": sum(not one.targets.get(term) for one in made) for term in terms}
+    lacks = "; ".join(f"{number} without {what}" for what, number in without.items() if number)
+    used = tokens / max(seq_length * len(made), 1)
+    return f"{samples:,} samples, {tokens:,} tokens ({used:.1%} of the length), {images:,} images" + (
+        f"; {lacks}" if lacks else ""
+    )
+
+
+def _kind_results(found: FirstBatches) -> Iterator[Checked]:
+    """How unevenly the ranks of an update are loaded."""
+    updates = [*found.updates()]
+    if len(found.of_rank) == 1 or not updates:
+        return
+    mixed = sum(len({rank[k].kind for rank in update}) > 1 for update in updates for k in range(len(update[0])))
+    costs = [[sum(one.flops or one.tokens for one in rank) for rank in update] for update in updates]
+    waits = sum(1 - sum(ranks) / (len(ranks) * max(ranks)) for ranks in costs if max(ranks)) / len(costs)
+    iterations = sum(len(update[0]) for update in updates)
+    text = (
+        f"in {mixed} of {iterations} iterations the ranks have different kinds of micro-batches; ranks that have less"
+        f" to compute wait for {waits:.1%} of the time"
+    )
+    yield (
+        warning(f"{text}: packing=dict(...), or larger micro-batches, make them more equal")
+        if waits > 0.25
+        else ok(text)
+    )
 
 
 CHECKS: dict[str, Check] = {

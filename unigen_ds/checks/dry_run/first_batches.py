@@ -23,7 +23,7 @@ from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.loader import BatchLoader, RowSource
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.begin import Start
+from unigen_ds.runner.start.stages import Start
 from unigen_ds.system.log import logger
 from unigen_ds.system.machine import num_cores
 

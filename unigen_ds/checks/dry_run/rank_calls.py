@@ -31,7 +31,7 @@ from unigen_ds.core.batch import Batch
 from unigen_ds.core.progress import Geometry
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import build_optimizer_config
-from unigen_ds.runner.start.parts import build_engine
+from unigen_ds.runner.start.stages import build_engine
 
 _OF_GROUPS = ("c10d", "_c10d_functional")
 """Namespaces of torch's operators that are collective."""
@@ -63,7 +63,7 @@ class _Recorded(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.calls: list[tuple[str, str]] = []
+        self.calls: list[Call] = []
         self._names = {id(module): name or "the model" for name, module in model.named_modules()}
         self._running: list[str] = []
 
@@ -74,7 +74,7 @@ class _Recorded(TorchDispatchMode):
             tensors = [value for value in tree_leaves((args, kwargs or {})) if isinstance(value, Tensor)]
             sizes = ", ".join(f"{t.numel():,} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
             name = function._schema.name.partition("::")[2].strip("_")
-            self.calls.append((f"{name}({sizes})", self._running[-1] if self._running else ""))
+            self.calls.append(Call(f"{name}({sizes})", self._running[-1] if self._running else ""))
         return function(*args, **(kwargs or {}))
 
     @contextmanager
@@ -97,13 +97,11 @@ class _Recorded(TorchDispatchMode):
             self._running.pop()
 
 
-def record_calls(
-    settings: Settings, processor: Any, batches: Sequence[Batch], geometry: Geometry
-) -> list[list[tuple[str, str]]]:
-    """(what, where) of the collective calls of an update with each of ``batches``. For a process of its own."""
+def record_calls(settings: Settings, processor: Any, batches: Sequence[Batch], geometry: Geometry) -> list[list[Call]]:
+    """The collective calls of an update with each of ``batches``. For a process of its own."""
     backend, _ = build_engine(settings)
     counted = CountedBytes(fake=True)
-    found: list[list[tuple[str, str]]] = []
+    found: list[list[Call]] = []
     with fake_group(geometry.dp_size), counted, without_compile():
         optimizer_cfg = build_optimizer_config(settings, fused=True)
         prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
@@ -114,7 +112,7 @@ def record_calls(
     return found
 
 
-def _warm_up(update: Callable[[], list[tuple[str, str]]]) -> None:
+def _warm_up(update: Callable[[], list[Call]]) -> None:
     """Updates until two have the same calls."""
     for _ in range(_WARM_UP - 1):
         update()
@@ -125,7 +123,7 @@ def _warm_up(update: Callable[[], list[tuple[str, str]]]) -> None:
             return
 
 
-def _calls_of(backend: Backend, batch: Batch, settings: Settings) -> list[tuple[str, str]]:
+def _calls_of(backend: Backend, batch: Batch, settings: Settings) -> list[Call]:
     """Of one update."""
     recorded = _Recorded(backend.model)
     with recorded.recording():
@@ -133,22 +131,11 @@ def _calls_of(backend: Backend, batch: Batch, settings: Settings) -> list[tuple[
     return recorded.calls
 
 
-def _what(calls: Sequence[tuple[str, str]]) -> list[str]:
-    return [what for what, _ in calls]
+def _what(calls: Sequence[Call]) -> list[str]:
+    return [call.what for call in calls]
 
 
-@dataclass(frozen=True)
-class Traces:
-    """Of each kind the calls of its examples."""
-
-    of_kind: Mapping[Kind, Sequence[Sequence[Call]]]
-
-    def first_difference(self, one: Kind, other: Kind) -> str | None:
-        """Of the calls of two kinds; None: they are the same."""
-        return differing(self.of_kind[one][0], self.of_kind[other][0])
-
-
-def differing(one: Sequence[Call], other: Sequence[Call]) -> str | None:
+def first_difference(one: Sequence[Call], other: Sequence[Call]) -> str | None:
     """The first call in which two sequences differ, as text; None: in none."""
     for number in range(max(len(one), len(other))):
         a, b = (calls[number] if number < len(calls) else None for calls in (one, other))
@@ -158,9 +145,12 @@ def differing(one: Sequence[Call], other: Sequence[Call]) -> str | None:
     return None
 
 
-def compare(batches: FirstBatches, traces: Traces) -> Iterator[Checked]:
-    """The first micro-batch in which two ranks differ is a problem; so is a kind whose batches differ."""
-    step, title = batches.geometry.accumulative_counts, titles(traces.of_kind)
+def compare(batches: FirstBatches, calls: Mapping[Kind, Sequence[Sequence[Call]]]) -> Iterator[Checked]:
+    """The first micro-batch in which two ranks differ is a problem; so is a kind whose batches differ.
+
+    ``calls``: of each kind those of its examples.
+    """
+    step, title = batches.geometry.accumulative_counts, titles(calls)
     for i in range(len(batches.of_rank[0])):
         kinds = {rank: made[i].kind for rank, made in enumerate(batches.of_rank) if made[i] is not None}  # type: ignore[union-attr]
         first = next(iter(kinds), None)
@@ -174,30 +164,30 @@ def compare(batches: FirstBatches, traces: Traces) -> Iterator[Checked]:
                     remedy="a term without targets has the count 0",
                 )
                 return
-            if difference := traces.first_difference(kinds[first], kind):
+            if difference := first_difference(calls[kinds[first]][0], calls[kind][0]):
                 yield problem(
                     f"update {i // step + 1}, micro-batch {i % step + 1}: rank {first} ({title[kinds[first]]}) and rank"
                     f" {rank} ({title[kind]}) call different collectives, so both would wait for ever: {difference}",
                     remedy=REMEDY,
                 )
                 return
-    for kind, calls in traces.of_kind.items():
-        if difference := differing(calls[0], calls[-1]):
+    for kind, of_examples in calls.items():
+        if difference := first_difference(of_examples[0], of_examples[-1]):
             yield problem(
                 f"micro-batches of one kind ({title[kind]}) call different collectives where one has more images or"
                 f" tokens: {difference}",
                 remedy="call collectives, and modules whose weights are sharded, as often in every micro-batch",
             )
             return
-    one, *others = traces.of_kind
+    one, *others = calls
     for kind in others:
-        if difference := traces.first_difference(one, kind):
+        if difference := first_difference(calls[one][0], calls[kind][0]):
             yield warning(
                 f"micro-batches {title[one]} and {title[kind]} call different collectives; no two ranks have both in"
                 f" the same iteration yet: {difference}. Remedy: {REMEDY}."
             )
             return
-    number = len(next(iter(traces.of_kind.values()))[0])
+    number = len(calls[one][0])
     names = "; ".join(title.values())
     yield ok(f"the same {number} calls in every update of all ranks, for micro-batches {names}")
 
@@ -210,13 +200,12 @@ def check_collectives(known: Known) -> Iterator[Checked]:
     if geometry.dp_size == 1:
         yield ok("one process calls none")
         return
-    kinds = [*batches.examples]
-    examples = [batch for kind in kinds for batch in batches.examples[kind]]
+    examples = [batch for of_kind in batches.examples.values() for batch in of_kind]
     preload()
     task = partial(record_calls, settings, start.data.processor, examples, geometry)
     calls, why = in_processes({"calls": task}, jobs=1)["calls"]
     if calls is None:
         yield untraced(why)
         return
-    found = iter([[Call(*call) for call in one] for one in calls])
-    yield from compare(batches, Traces({kind: [next(found) for _ in batches.examples[kind]] for kind in kinds}))
+    in_order = iter(calls)
+    yield from compare(batches, {kind: [next(in_order) for _ in each] for kind, each in batches.examples.items()})

@@ -6,9 +6,8 @@ group, and DeepSpeed changes functions of torch.
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -18,7 +17,7 @@ from rich.progress import Progress as RichBar
 
 from unigen_ds.checks.memory.counted import in_processes
 from unigen_ds.checks.memory.largest import Largest, largest_batches
-from unigen_ds.checks.memory.traced import Traced, fake_group, highest, num_phases, trace
+from unigen_ds.checks.memory.traced import Traced, fake_group, highest, trace
 from unigen_ds.checks.resume import announced
 from unigen_ds.config.backend_option import backend_spec
 from unigen_ds.core.errors import ConfigError
@@ -26,7 +25,7 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.optim.optimizer import settled_precision
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import build_data
-from unigen_ds.runner.start.parts import build_engine
+from unigen_ds.runner.start.stages import build_engine
 
 ALTERNATIVES = (
     "single", "deepspeed:zero1", "deepspeed:zero2", "deepspeed:zero2_offload", "deepspeed:zero3",
@@ -87,7 +86,7 @@ def plan_memory(
                 plans[name] = EnginePlan(name, None, topology=topology)
                 engines[name] = one
         found = trace_engines(engines, data.processor, largest, geometry, jobs=jobs)
-    plans |= {name: replace(plans[name], **vars(one)) for name, one in found.items()}
+    plans |= {name: replace(plan, topology=plans[name].topology) for name, plan in found.items()}
     precision = settings.optim_wrapper.precision
     return MemoryReport([*plans.values()], largest, geometry, precision, world_size, per_node)
 
@@ -103,29 +102,23 @@ def _with_engine(settings: Settings, name: str) -> Settings:
     return found.with_seed(settings.seed).with_precision(settings.optim_wrapper.precision)
 
 
-@dataclass(frozen=True)
-class EngineTrace:
-    """The fields of ``EnginePlan`` that a trace fills in."""
-
-    problem: str | None
-    traced: Traced | None
-    ranks: Mapping[int, int]
-
-
 def trace_engines(
     engines: Mapping[str, Settings], processor: Any, largest: Largest, geometry: Geometry, *, jobs: int
-) -> dict[str, EngineTrace]:
+) -> dict[str, EnginePlan]:
     """Each engine on rank 0, and on the ranks that need more. ``preload`` comes before, inside ``announced``."""
     run = partial(_trace_ranks, engines, processor, largest, geometry, jobs=jobs)
-    found = run([(name, 0) for name in engines])
-    found |= run([(name, rank) for (name, _), (one, _) in found.items() if one is not None for rank in one.unlike])
-    traces = {}
+    outcomes = run([(name, 0) for name in engines])
+    outcomes |= run(
+        [(name, rank) for (name, _), (one, _) in outcomes.items() if one is not None for rank in one.unlike]
+    )
+    plans = {}
     for name in engines:
-        problem = next((text for (engine, _), (_, text) in found.items() if engine == name and text is not None), None)
-        ranks = {rank: one for (engine, rank), (one, _) in found.items() if engine == name and one is not None}
-        steps = {rank: one.peak["step"] for rank, one in ranks.items()}
-        traces[name] = EngineTrace(problem, None if problem else highest([*ranks.values()]), steps)
-    return traces
+        of_engine = {rank: outcome for (engine, rank), outcome in outcomes.items() if engine == name}
+        problem = next((problem for _, problem in of_engine.values() if problem is not None), None)
+        ranks = {rank: traced for rank, (traced, _) in of_engine.items() if traced is not None}
+        steps = {rank: traced.peak["step"] for rank, traced in ranks.items()}
+        plans[name] = EnginePlan(name, problem, None if problem else highest([*ranks.values()]), ranks=steps)
+    return plans
 
 
 def _trace_ranks(
@@ -133,47 +126,19 @@ def _trace_ranks(
     processor: Any,
     largest: Largest,
     geometry: Geometry,
-    ranks: Iterable[tuple[str, int]],
+    ranks: Sequence[tuple[str, int]],
     *,
     jobs: int,
 ) -> dict[tuple[str, int], tuple[Traced | None, str | None]]:
     """By (engine, rank): what was traced, or why it could not be."""
-    ranks = [*ranks]
-    each = max(1, jobs // max(1, len(ranks)))
-    ended = multiprocessing.get_context("fork").Value("i", 0)  # of all processes together
 
-    def phase_ended() -> None:
-        with ended:
-            ended.value += 1
+    def trace_rank(name: str, rank: int) -> Traced:
+        backend, _ = build_engine(engines[name])
+        with fake_group(geometry.dp_size, rank=rank):
+            return trace(engines[name], backend, processor, largest.batches, geometry=geometry)
 
-    tasks = {
-        (name, rank): partial(
-            _traced, engines[name], processor, largest, geometry, rank, jobs=each, phase_ended=phase_ended
-        )
-        for name, rank in ranks
-    }
     console = RichOutput(stderr=True)
     with RichBar(console=console, auto_refresh=False, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("planning", total=len(ranks) * num_phases(largest.batches))
-        found = in_processes(
-            tasks, jobs=jobs, waiting_for=lambda: bar.update(task, completed=ended.value, refresh=True)
-        )
-    return {key: (None if problem else Traced(**value), problem) for key, (value, problem) in found.items()}
-
-
-def _traced(
-    settings: Settings,
-    processor: Any,
-    largest: Largest,
-    geometry: Geometry,
-    rank: int,
-    *,
-    jobs: int,
-    phase_ended: Callable[[], None],
-) -> dict[str, Any]:
-    backend, _ = build_engine(settings)
-    with fake_group(geometry.dp_size, rank=rank):
-        traced = trace(
-            settings, backend, processor, largest.batches, geometry=geometry, jobs=jobs, phase_ended=phase_ended
-        )
-        return asdict(traced)
+        task = bar.add_task("planning", total=len(ranks))
+        tasks = {(name, rank): partial(trace_rank, name, rank) for name, rank in ranks}
+        return in_processes(tasks, jobs=jobs, ended=lambda number: bar.update(task, completed=number, refresh=True))

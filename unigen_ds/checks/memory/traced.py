@@ -8,11 +8,9 @@ overflow, a norm of 0. ``torch.compile`` is left out.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,16 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.checks.memory.counted import CountedBytes, in_processes
+from unigen_ds.checks.memory.counted import CountedBytes
 from unigen_ds.core.batch import Batch
-from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import BUFFER, MASTER, Shard
 from unigen_ds.hooks.evaluate.ema import EMAHook
-from unigen_ds.models.lora import adapted, base_tensors, hold_base_in
-from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, construct, optimizer_class
+from unigen_ds.optim.optimizer import OptimizerConfig, construct, optimizer_class
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.build import build_groups, build_model, build_optimizer_config, named_parameters
+from unigen_ds.runner.start.build import (
+    build_groups,
+    build_model,
+    build_optimizer_config,
+    named_parameters,
+    prepare_engine,
+)
 from unigen_ds.system.variables import environment
 
 PHASES = ("load", "step", "evaluate", "save", "resume")
@@ -85,37 +87,27 @@ def trace(
     *,
     geometry: Geometry,
     fake: bool = True,
-    jobs: int = 1,
-    phase_ended: Callable[[], None] = lambda: None,
 ) -> Traced:
     """Run the phases. Of several processes the group must be a fake one (``fake_group``).
 
-    Args:
-        fake: without memory; False: the same with memory, on one process alone.
-        jobs: processes for what follows the first update, which leaves the engine as every later update does: each
-            further update, and evaluation with save and resume, begins there. 1: one after the other, in this process.
-        phase_ended: called ``num_phases`` times, by whichever process has come so far.
-
-    Raises what the model or engine raises; ``UnigenError`` of its own where one of several processes fails.
+    ``fake``: without memory; False: the same with memory, on one process alone. Raises what the model or engine raises.
     """
     counted = CountedBytes(fake=fake)
     optimizer_cfg = build_optimizer_config(settings, fused=True)
     averages = sum(issubclass(hook.cls, EMAHook) for hook in settings.custom_hooks)
     with counted, without_compile():
         built, sizes = prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
-        run = _Phases(counted, backend, _moment_kinds(optimizer_cfg), settings.term_weights, phase_ended)
+        run = _Phases(counted, backend, _moment_kinds(optimizer_cfg), settings.term_weights)
         run.load(averages)
-        first, *updates = _updates(batches, geometry.accumulative_counts)
-        run.update(first)
-        parts = [*(partial(run.update, each) for each in updates), partial(run.evaluate_and_resume, batches)]
-        found = [part() for part in parts] if jobs == 1 else _forked(parts, jobs=jobs)
+        held = max([run.update(each) for each in _updates(batches, geometry.accumulative_counts)][1:])
+        run.evaluate_and_resume(batches)
         shards = [*backend.master_shards(), *backend.frozen_shards()]
         result = Traced(
             built=built,
-            held=max(one["held"] for one in found),
-            peak=_most(one["peak"] for one in found),
-            device=_most(one["device"] for one in found),
-            host=max(one["host"] for one in found),
+            held=held,
+            peak=run.peak,
+            device=run.device,
+            host=counted.host,
             masters=sum(shard.data.nbytes for shard in backend.master_shards()),
             largest=max((shard.data.nbytes for shard in shards), default=0),
             parameters=sum(numel for numel, _ in sizes),
@@ -123,23 +115,8 @@ def trace(
             saved=_saved(backend, len(run.kinds) + averages),
             unlike=backend.unlike_ranks(),
         )
-        del run, parts, shards
+        del run, shards
     return result
-
-
-def num_phases(batches: Sequence[Batch]) -> int:
-    """Of a trace: loading and its averages, an update more than ``batches``, evaluation, save and resume."""
-    return 2 + (1 + len(batches)) + 3
-
-
-def _forked(parts: Sequence[Callable[[], dict[str, Any]]], *, jobs: int) -> list[dict[str, Any]]:
-    """What each part returns, in processes of their own. Raises ``UnigenError`` with the first problem."""
-    gc.freeze()  # else a collection in one of them copies the pages of all objects
-    outcomes = in_processes(dict(enumerate(parts)), jobs=jobs).values()
-    for _, problem in outcomes:
-        if problem is not None:
-            raise UnigenError(problem)
-    return [value for value, _ in outcomes]
 
 
 def prepare(
@@ -163,11 +140,8 @@ def prepare(
     named = named_parameters(model)
     sizes = {id(p): (p.numel(), p.requires_grad) for _, p in named}
     groups = build_groups(settings, named)
-    backend.left_out = base_tensors(model)
-    if adapted(model) is not None:
-        hold_base_in(model, COMPUTE_DTYPE[optimizer_cfg.precision])
     del named
-    backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
+    prepare_engine(backend, model, groups, optimizer_cfg, geometry=geometry)
     return built, [*sizes.values()]
 
 
@@ -180,13 +154,12 @@ class _Phases:
         backend: Backend,
         kinds: Sequence[str],
         loss_weights: Mapping[str, float],
-        phase_ended: Callable[[], None],
     ) -> None:
         self._counted, self._backend, self.kinds, self._weights = counted, backend, kinds, loss_weights
-        self._offloads, self._phase_ended = _offloads(backend), phase_ended
+        self._offloads = _offloads(backend)
         self._averages: list[list[Tensor]] = []
-        self._peak: dict[str, int] = {}
-        self._device: dict[str, int] = {}
+        self.peak: dict[str, int] = {}
+        self.device: dict[str, int] = {}
 
     def load(self, averages: int) -> None:
         """Published or initial weights, and the averages of ``EMAHook``. A part of the peak that ``prepare`` began."""
@@ -195,16 +168,16 @@ class _Phases:
         self._averages = [[t.detach().clone() for t in self._backend.master_data()] for _ in range(averages)]
         self._ended("load")
 
-    def update(self, micro_batches: Sequence[Batch]) -> dict[str, Any]:
-        """One update, with the averages. What is returned, of this and all phases before: JSON values in bytes."""
+    def update(self, micro_batches: Sequence[Batch]) -> int:
+        """One update, with the averages. Returns the bytes that are held afterwards."""
         self._counted.begin()
         one_update(self._backend, micro_batches, self._weights)
         for average in self._averages:
             torch._foreach_lerp_(average, list(self._backend.master_data()), 0.5)
         self._ended("step", extra=(t for average in self._averages for t in average))
-        return self._found(held=self._counted.now)
+        return self._counted.now
 
-    def evaluate_and_resume(self, batches: Sequence[Batch]) -> dict[str, Any]:
+    def evaluate_and_resume(self, batches: Sequence[Batch]) -> None:
         """The phases ``evaluate``, ``save`` and ``resume``; a resume begins with what ``load`` needs."""
         self._counted.begin()
         _evaluate(self._backend, batches, swap=bool(self._averages))
@@ -217,18 +190,13 @@ class _Phases:
         self._counted.begin()
         self._backend.load_tensors(_Zeros(self._backend, self.kinds))
         self._ended("resume")
-        for phases in (self._peak, self._device):
+        for phases in (self.peak, self.device):
             phases["resume"] = max(phases["resume"], phases["load"])
-        return self._found(held=0)
-
-    def _found(self, *, held: int) -> dict[str, Any]:
-        return {"peak": self._peak, "device": self._device, "held": held, "host": self._counted.host}
 
     def _ended(self, phase: str, *, extra: Iterable[Tensor] = ()) -> None:
         """Note the peak; then the state that exists now is known to be on the host, where the engine offloads it."""
         counted = self._counted
-        self._phase_ended()
-        self._peak[phase] = max(counted.peak, self._peak.get(phase, 0))
+        self.peak[phase] = max(counted.peak, self.peak.get(phase, 0))
         if self._offloads:
             held = [shard.data for shard in self._backend.master_shards()]
             if phase != "load":  # the first update makes them
@@ -237,7 +205,7 @@ class _Phases:
             before = counted.host
             counted.on_host(held)
             counted.device_peak -= counted.host - before  # it was there all the time
-        self._device[phase] = max(counted.device_peak, self._device.get(phase, 0))
+        self.device[phase] = max(counted.device_peak, self.device.get(phase, 0))
 
 
 class _Zeros:

@@ -17,8 +17,10 @@ from unigen_ds.checkpoint.home import WorkDirLock, claim, run_id, same
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.saver import Form
 from unigen_ds.config.section import Component
+from unigen_ds.config.text import config_text
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Progress
+from unigen_ds.data.batches.left_out import list_left_out
 from unigen_ds.data.batches.stream import Cursor
 from unigen_ds.hooks.base import PRIORITY, Hook, Iteration, UpdateResult
 from unigen_ds.runner.loop.replay import LastUpdate, losses
@@ -38,24 +40,25 @@ class Runner:
     """Trains ``Parts`` to its limits. ``Runner.from_cfg(cfg).train()``; implements ``hooks.base.Run``."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self.config, self.work_dir, self.backend = parts.settings.given, parts.work_dir, parts.backend
-        self.checkpoint_dir = parts.checkpoint_dir
-        self.peak_tflops = parts.settings.env.peak_tflops
-        self.ruler, self.geometry, self.total_sequences = parts.ruler, parts.geometry, parts.total_sequences
+        self._parts, settings, start = parts, parts.settings, parts.start
+        self.config, self.work_dir, self.checkpoint_dir = settings.given, settings.folder, settings.checkpoints
+        self.backend, self.geometry, self.peak_tflops = parts.backend, parts.geometry, settings.env.peak_tflops
+        self.ruler, self.total_sequences = start.ruler, start.total_sequences
         self.hooks: Sequence[Hook] = sorted(parts.hooks, key=lambda hook: hook.priority)
-        manifest = parts.resumed
+        manifest = start.manifest
         self.progress = self.previous = manifest.progress if manifest else Progress()
-        self.processor, self.datasets = parts.processor, parts.datasets
+        self.processor, self.datasets = start.data.processor, start.data.stream.sources
         self.validation = parts.validation
         self.clock = Clock(device=parts.backend.device)
         self.stop_reason: str | None = None
         self.run_id = ""  # known once the work dir is locked
         self.hparams: Sequence[Mapping[str, Any]] = ()
         self.iteration: Iteration | None = None
-        self._cursor: Cursor = parts.cursor
-        self._last: LastUpdate = LastUpdate.stored(manifest, parts.cursor)
-        self._parent = _parent_name(parts.checkpoint_dir, parts.plan.checkpoint) if manifest else None
+        self._cursor: Cursor = start.cursor
+        self._last: LastUpdate = LastUpdate.stored(manifest, start.cursor)
+        self._parent = _parent_name(self.checkpoint_dir, parts.plan.checkpoint) if manifest else None
+        self._loss_weights = settings.term_weights
+        self._config_text, self._identity = config_text(settings.given), start.data.stream.identity
         self._locks: list[WorkDirLock] = []
         self._parameters = Parameters(parts.backend)
 
@@ -76,13 +79,13 @@ class Runner:
         ahead = self.progress.sequences + self.geometry.global_batch_size
         return any(
             ahead > limit.value if limit.unit == "sequence" else limit.reached(self.progress)
-            for limit in self._parts.limits
+            for limit in self._parts.start.limits
         )
 
     @property
     def left(self) -> int:
         """Sequences until the first limit of ``train_cfg``: when training is complete, those that fill no update."""
-        limits = [limit.value for limit in self._parts.limits if limit.unit == "sequence"]
+        limits = [limit.value for limit in self._parts.start.limits if limit.unit == "sequence"]
         return max(0, math.floor(min(limits, default=0.0)) - self.progress.sequences)
 
     @property
@@ -106,13 +109,13 @@ class Runner:
             restored = restore(self._parts, self.hooks)
             if restored is not None:
                 self._call("after_load_checkpoint", restored)
-            dist.on_main(lambda: write_text_atomic(self.work_dir / saver.CONFIG_FILE, self._parts.config_text))
-            dist.on_main(lambda: self._parts.list_left_out(self.work_dir))
+            dist.on_main(lambda: write_text_atomic(self.work_dir / saver.CONFIG_FILE, self._config_text))
+            dist.on_main(lambda: list_left_out(self._parts.start.data.parts, self.work_dir))
             self._call("before_train")
             check_states(self.hooks)
             updates = counted(
                 iter(self._parts.loader),
-                terms=self._parts.loss_weights,
+                terms=self._loss_weights,
                 stop=lambda: any(hook.wants_stop() for hook in self.hooks),
             )
             epoch: int | None = None
@@ -184,10 +187,10 @@ class Runner:
             self._call("before_train_iter", i, micro_batch.batch)
             with self.clock("forward_backward"), self.backend.accumulate(last=last):
                 terms = self.backend.model(micro_batch.batch.to(self.backend.device))
-                self.backend.backward(terms.weighted(self._parts.loss_weights, update.counts))
+                self.backend.backward(terms.weighted(self._loss_weights, update.counts))
             found = {name: value.detach() for name, value in terms.sums.items()}
             each = {name: value.detach() for name, value in terms.each.items()}
-            self.iteration = Iteration(micro_batch.batch, found, self._parts.loss_weights, each)
+            self.iteration = Iteration(micro_batch.batch, found, self._loss_weights, each)
             for name, value in found.items():
                 sums[name] = sums[name] + value if name in sums else value
             if not last:
@@ -196,12 +199,12 @@ class Runner:
             step = self.backend.step()
         self._call("after_train_iter", len(micro_batches) - 1, micro_batches[-1].batch)
         self._advance(update, applied=step.applied)
-        names = self._parts.source_names
+        names = self._parts.start.data.stream.names
         sample_ids = [draw.sample_id(names) for m in micro_batches for row in m.rows for draw in row]
         result = UpdateResult(
             local_sums=sums,
             counts=update.counts,
-            loss_weights=self._parts.loss_weights,
+            loss_weights=self._loss_weights,
             grad_norm=step.grad_norm,
             applied=step.applied,
             hparams=hparams,
@@ -253,7 +256,7 @@ class Runner:
             ruler=self.ruler,
             topology=self.backend.topology(),
             schedule=parts.schedules.state_dict(),
-            loader={"cursor": self._cursor.state_dict(), "last": self._last.state_dict(), **parts.data_identity},
+            loader={"cursor": self._cursor.state_dict(), "last": self._last.state_dict(), **self._identity},
             parameters=parts.parameters,
             config=parts.plain_config,
             run=self.run_id,
@@ -268,10 +271,10 @@ class Runner:
             manifest=manifest,
             hook_states={hook.name: state for hook in self.hooks if (state := hook.state_dict())},
             hook_shards={folder: shards for hook in self.hooks for folder, shards in hook.shards().items()},
-            config_text=parts.config_text,
+            config_text=self._config_text,
             form=form,
             before=self._before_save,
-            write_tokenizer=write_tokenizer(parts.settings.tokenizer, getattr(parts.processor, "tokenizer", None)),
+            write_tokenizer=write_tokenizer(parts.settings.tokenizer, getattr(self.processor, "tokenizer", None)),
         )
         self._parent = path.name
         self._call("after_save_checkpoint", path)

@@ -37,7 +37,7 @@ from unigen_ds.runner.open.trained import config_of, import_stored, open_model, 
 from unigen_ds.runner.settings.custom_imports import import_custom
 from unigen_ds.runner.settings.family_settings import family_of_model
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.build import Data, build_data, build_processor, build_validation, build_validation_data
+from unigen_ds.runner.start.build import build_data, build_processor, build_validation, build_validation_data
 from unigen_ds.system import dist
 from unigen_ds.system.files import check_digests
 from unigen_ds.system.log import logger
@@ -200,12 +200,11 @@ class EvaluationSubject:
         geometry = Geometry(settings.train_dataloader.batch_size or 1) if manifest is None else manifest.geometry
         assert settings.val_dataloader is not None
         if settings.val_dataloader.divided is not None:
-            data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None)
+            data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None).validation
         else:  # the training data are not needed, and may not be there
             processor = build_processor(settings, seed=settings.seed)
-            found = build_validation_data(settings, processor, [], geometry=geometry)
-            data = Data(processor, None, found)  # type: ignore[arg-type]
-        for one in data.validation:
+            data = build_validation_data(settings, processor, [], geometry=geometry)
+        for one in data:
             check_overflow(one.fitted, one.names)
             for line in one.start_lines() if dist.is_main() else ():
                 logger().info("%s", line)

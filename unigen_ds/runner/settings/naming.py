@@ -27,7 +27,7 @@ from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.progress import Geometry
-from unigen_ds.resume.edited import other_sizes
+from unigen_ds.resume.differences import other_sizes
 from unigen_ds.resume.finding import shown
 from unigen_ds.runner.settings.tree import Settings
 

@@ -7,22 +7,17 @@ the order of this project. Everything that could not be determined is in ``Forei
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from unigen_ds.checkpoint.foreign import Foreign, read_foreign
-from unigen_ds.checkpoint.layouts import open_reader
+from unigen_ds.checkpoint.foreign import Foreign
 from unigen_ds.checkpoint.manifest import FileEntry, Manifest
 from unigen_ds.checkpoint.partial import fit
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core.errors import ResumeBlocked, UnigenError
 from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.progress import Geometry, Progress, Ruler
-from unigen_ds.core.shards import ShardReader
 from unigen_ds.data.batches.stream import SequenceStream
-from unigen_ds.resume.plan import ResumePlan
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import (
     build_limits,
@@ -101,14 +96,3 @@ def adopt(foreign: Foreign, settings: Settings, stream: SequenceStream) -> Manif
         layout=foreign.layout,
         files=[FileEntry(p.name, p.stat().st_size, "") for p in sorted(foreign.directory.iterdir()) if p.is_file()],
     )
-
-
-def planned_tensors(plan: ResumePlan) -> tuple[ShardReader, list[dict[str, Any]], Mapping[str, Any]]:
-    """The tensors of the checkpoint that a plan names, its parameter table and what is known of its config, with or
-    without a manifest.
-    """
-    assert plan.checkpoint is not None, "nothing to load"
-    if plan.manifest is not None:
-        return open_reader(plan.checkpoint, plan.manifest), plan.manifest.parameters, plan.manifest.config
-    foreign = read_foreign(plan.checkpoint)
-    return foreign.reader, foreign.parameters, {"model": foreign.sizes}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.saver import states_text
 from unigen_ds.config.hub import folder_of
@@ -37,14 +38,8 @@ from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
 from unigen_ds.hooks.log.journal import LedgerHook, TimelineHook
 from unigen_ds.hooks.log.skipped import SkippedSamplesHook
 from unigen_ds.hooks.mmengine import with_runtime_info
-from unigen_ds.models.lora import add_adapters
-from unigen_ds.optim.optimizer import (
-    OptimizerConfig,
-    ParamGroup,
-    default_fused,
-    settled_precision,
-)
-from unigen_ds.optim.optimizer_state import state_of
+from unigen_ds.models.lora import adapted, add_adapters, base_tensors, hold_base_in
+from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, default_fused, settled_precision
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.resume.geometry import lr_factor
 from unigen_ds.runner.settings.family_settings import family_of_model, of_its_kind
@@ -198,10 +193,10 @@ def build_validation_data(
     return found
 
 
-def build_validation(settings: Settings, data: Data) -> list[Validation]:
+def build_validation(settings: Settings, sets: Sequence[ValidationData]) -> list[Validation]:
     """What a run is evaluated on, one set after the other."""
     groups = partial(family_of_model(settings.model.cls).target_groups, located(settings.model.spec))
-    return [Validation(one, settings.term_weights, groups) for one in data.validation]
+    return [Validation(one, settings.term_weights, groups) for one in sets]
 
 
 def build_processor(settings: ModelSettings, *, seed: int) -> Any:
@@ -285,7 +280,7 @@ def recorded_fused(settings: Settings, manifest: Manifest | None) -> bool | None
 def build_optimizer_config(settings: Settings, *, fused: bool | None = None) -> OptimizerConfig:
     """``fused``: ``recorded_fused``'s value."""
     wrapper = settings.optim_wrapper
-    config = OptimizerConfig(
+    return OptimizerConfig(
         type=wrapper.optimizer.type,
         arguments=wrapper.optimizer.arguments,
         adamw=wrapper.optimizer.adamw.arguments if wrapper.optimizer.adamw else {},
@@ -294,8 +289,21 @@ def build_optimizer_config(settings: Settings, *, fused: bool | None = None) -> 
         loss_scale=wrapper.loss_scale.arguments,
         fused=bool(fused),
     )
-    state_of(config)  # refuses a user's own optimizer whose state cannot be stored, before processes join
-    return config
+
+
+def prepare_engine(
+    backend: Backend,
+    model: nn.Module,
+    groups: Sequence[ParamGroup],
+    optimizer_cfg: OptimizerConfig,
+    *,
+    geometry: Geometry,
+) -> None:
+    """Pass the model to the engine; of adapters the base is held in the precision that is computed in."""
+    backend.left_out = base_tensors(model)
+    if adapted(model) is not None:
+        hold_base_in(model, COMPUTE_DTYPE[optimizer_cfg.precision])
+    backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
 
 
 def build_schedules(

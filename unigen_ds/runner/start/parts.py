@@ -1,4 +1,4 @@
-"""Everything that the loop needs, built from a config.
+"""All stages of a start, over all processes: a config -> ``Parts``, everything that the loop uses.
 
 The order matters in two respects. What can be refused from files alone (keys, the geometry, the checkpoint, the data)
 is refused before processes join and before the model is built. The random generators are seeded just before the model
@@ -7,40 +7,28 @@ is built, so initial weights depend on the seed and on nothing that was built ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from logging import INFO, WARNING
-from pathlib import Path
 from typing import Any
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.backends.memory import on_meta
-from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.config.text import config_text
-from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.progress import Duration, Geometry, Ruler
-from unigen_ds.data.batches.left_out import list_left_out
+from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.loader import UpdateLoader
 from unigen_ds.data.batches.statistics import start_lines
 from unigen_ds.data.batches.stream import Cursor
-from unigen_ds.data.datasets.dataset import PlannedDataset
 from unigen_ds.data.datasets.overflow import check_positions
-from unigen_ds.data.samples.processor import Processor
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook
-from unigen_ds.models.lora import adapted, base_tensors, hold_base_in
-from unigen_ds.optim.optimizer import COMPUTE_DTYPE
-from unigen_ds.resume.finding import Finding
-from unigen_ds.resume.plan import ResumePlan
+from unigen_ds.resume.finding import Finding, refuse
+from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan
 from unigen_ds.runner.settings.environment import apply_environment, apply_variables
 from unigen_ds.runner.settings.naming import PLACE, Named, name_and_folder
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.agreement import check_data, check_settings
-from unigen_ds.runner.start.begin import Beginning, Start, begin, build_start, plain_built, plain_values, settle
 from unigen_ds.runner.start.build import (
-    build_geometry,
     build_groups,
     build_hooks,
     build_loader,
@@ -50,7 +38,18 @@ from unigen_ds.runner.start.build import (
     build_validation,
     named_parameters,
     parameter_table,
+    prepare_engine,
     recorded_fused,
+)
+from unigen_ds.runner.start.stages import (
+    Start,
+    build_engine,
+    plain_built,
+    plain_values,
+    plan_start,
+    read_start,
+    run_checklist,
+    settle,
 )
 from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.system import announced, clock, dist, log
@@ -62,39 +61,22 @@ class Parts:
     """The parts of one run."""
 
     settings: Settings
+    plan: ResumePlan
+    start: Start
+    findings: Sequence[Finding]
+    """Of the resume's checklist; on rank 0 alone."""
+    hooks: Sequence[Hook]
+    backend: Backend
+    geometry: Geometry
+    schedules: Schedules
+    parameters: list[dict[str, Any]]
     plain_config: dict[str, Any]
     """The config as plain values, for the manifest."""
-    config_text: str
-    work_dir: Path
-    checkpoint_dir: Path
-    """The folder of the checkpoints: the work dir, unless the config names another."""
-    backend: Backend
     loader: UpdateLoader
     loader_at: Callable[[Geometry, Cursor], UpdateLoader]
     """Makes another loader of this rank, without workers: to read data again."""
-    cursor: Cursor
-    """Where the loader starts."""
-    datasets: Sequence[PlannedDataset]
-    source_names: Sequence[str]
-    processor: Processor
-    schedules: Schedules
-    hooks: Sequence[Hook]
-    ruler: Ruler
-    geometry: Geometry
-    limits: Sequence[Duration]
-    total_sequences: float
-    loss_weights: Mapping[str, float]
-    plan: ResumePlan
-    resumed: Manifest | None
-    """Of the checkpoint that the run resumes from; made by ``adopt`` where another trainer wrote it."""
-    parameters: list[dict[str, Any]]
-    data_identity: dict[str, Any]
-    findings: Sequence[Finding] = ()
-    """Of the resume's checklist; on rank 0 alone."""
-    validation: Sequence[Validation] = ()
-    list_left_out: Callable[[Path], None] = lambda folder: None
-    """Writes what of the data is left out into a folder. On rank 0."""
-    max_updates: int | None = None
+    validation: Sequence[Validation]
+    max_updates: int | None
 
 
 def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
@@ -104,103 +86,59 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     apply_variables(settings.env)
     dist.launcher_environment(settings.launcher)
     backend, geometry = build_engine(settings)
-    settings, plan, start, hooks, findings = _begin(settings, backend, geometry, max_updates)
-    settings = settle(settings, plan, backend=backend, geometry=geometry)
-    optimizer_cfg = build_optimizer_config(settings, fused=recorded_fused(settings, start.manifest))
-    seed, data, loading = settings.seed, start.data, settings.train_dataloader
+    plan, start, findings, hooks = _begin(settings, backend, geometry, max_updates)
+    settings, data, manifest = start.settings, start.data, start.manifest
     check_data(settings, data, total_sequences=start.total_sequences)
-    seed_everything(seed, rank=dist.rank())
-    model: Any = build_model(settings, data.processor, seed=seed, stream=True)
+    seed_everything(settings.seed, rank=dist.rank())
+    model: Any = build_model(settings, data.processor, seed=settings.seed, stream=True)
     for part in data.parts:
         check_positions(part.fitted, part.names, limit=getattr(model, "max_document_tokens", None))
-    initial = model.initial_weights(seed=seed) if on_meta(model) else None
+    initial = model.initial_weights(seed=settings.seed) if on_meta(model) else None
     named = named_parameters(model)
     groups = build_groups(settings, named)
     parameters = parameter_table(named, groups)
     schedules = build_schedules(
         settings,
-        start.manifest,
+        manifest,
         groups,
         ruler=start.ruler,
         total_sequences=start.total_sequences,
         global_batch_size=geometry.global_batch_size,
     )
-    backend.left_out = base_tensors(model)
-    if adapted(model) is not None:
-        hold_base_in(model, COMPUTE_DTYPE[optimizer_cfg.precision])
-    backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
+    optimizer_cfg = build_optimizer_config(settings, fused=recorded_fused(settings, manifest))
+    prepare_engine(backend, model, groups, optimizer_cfg, geometry=geometry)
     if initial is not None and (plan.mode != "resume" or backend.left_out):  # all else is in the checkpoint
         backend.load_tensors(initial, weights_only=True)
-    seed_everything(seed, rank=dist.rank())
+    seed_everything(settings.seed, rank=dist.rank())
     if dist.is_main():
-        for warns, line in start_lines(data.stream):
-            log.logger().log(WARNING if warns else INFO, line)
-        for line in schedules.warnings() if start.manifest is None else ():
-            log.logger().warning("%s.", line)
-        for line in chain.from_iterable(one.start_lines() for one in data.validation):
-            log.logger().info(line)
-    log.logger().info(
-        "Effective batch: %s sequences per update; %d per epoch.", geometry, start.ruler.sequences_per_epoch
-    )
+        _log_start(start, schedules, geometry)
+    loading = settings.train_dataloader
     return Parts(
         settings=settings,
-        plain_config={**plain_values(settings, start.manifest), **plain_built(model)},
-        config_text=config_text(settings.given),
-        work_dir=settings.folder,
-        checkpoint_dir=settings.checkpoints,
+        plan=plan,
+        start=start,
+        findings=findings,
+        hooks=hooks,
         backend=backend,
+        geometry=geometry,
+        schedules=schedules,
+        parameters=parameters,
+        plain_config={**plain_values(settings, manifest), **plain_built(model)},
         loader=build_loader(loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=start.cursor),
         loader_at=lambda geometry, cursor: build_loader(
             loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=cursor, workers=False
         ),
-        cursor=start.cursor,
-        datasets=data.stream.sources,
-        source_names=data.stream.names,
-        processor=data.processor,
-        schedules=schedules,
-        hooks=hooks,
-        ruler=start.ruler,
-        geometry=geometry,
-        limits=start.limits,
-        total_sequences=start.total_sequences,
-        loss_weights=settings.term_weights,
-        plan=plan,
-        resumed=start.manifest,
-        parameters=parameters,
-        data_identity=data.stream.identity,
-        findings=findings,
-        validation=build_validation(settings, data),
-        list_left_out=partial(list_left_out, data.parts),
+        validation=build_validation(settings, data.validation),
         max_updates=max_updates,
     )
 
 
-def build_engine(settings: Settings) -> tuple[Backend, Geometry]:
-    """The engine, not yet prepared, and the geometry; refused where they cannot work. Joins no process group."""
-    check_world_size(settings.world_size)
-    backend: Backend = settings.backend.build()
-    geometry = build_geometry(settings, dp_size=backend.dp_size)
-    backend.check(geometry=geometry, optimizer_cfg=build_optimizer_config(settings))
-    return backend, geometry
-
-
-def check_world_size(wanted: int | None) -> None:
-    """Raise ``ConfigError`` where the launcher has started another number of processes than the config is meant for."""
-    started = dist.env_world_size()
-    if wanted not in (None, started):
-        raise ConfigError(
-            f"world_size is {wanted}, and {started} process{'es were' if started > 1 else ' was'} started",
-            remedy=f"start {wanted} (torchrun --nproc_per_node {wanted} on one node); or --cfg-options"
-            f" world_size={started}, with a batch_size or accumulative_counts for the effective batch that you want",
-        )
-
-
 def _begin(
     settings: Settings, backend: Backend, geometry: Geometry, max_updates: int | None
-) -> tuple[Settings, ResumePlan, Start, list[Hook], Sequence[Finding]]:
-    """Rank 0 reads the files and, on a resume, runs the checklist; then the processes join."""
+) -> tuple[ResumePlan, Start, Sequence[Finding], list[Hook]]:
+    """Rank 0 reads the files and, on a resume, runs the checklist; then the processes join, and each reads the data."""
     joined, own_folder = dist.joined(), PLACE in (settings.work_dir or "")
-    found: Beginning | None = None
+    begun: tuple[ResumePlan, Start | None, list[Finding]] | None = None
     if joined:
         settings = _named(settings, dist.on_main(lambda: name_and_folder(settings, geometry)))
     else:
@@ -208,7 +146,7 @@ def _begin(
         dist.open_store(timeout_s=settings.env.dist_timeout_s)
         if dist.env_rank() == 0:
             settings = _named(settings, name_and_folder(settings, geometry))
-            found = begin(settings, backend=backend, geometry=geometry)
+            begun = _plan(settings, backend, geometry)
     hooks = build_hooks(settings)
     apply_environment(settings.env)
     announced.arrive(timeout_s=settings.env.dist_timeout_s)
@@ -218,15 +156,53 @@ def _begin(
         settings = settings.named(*dist.broadcast_object((settings.run_name, settings.work_dir)))
     log.setup(rank=dist.rank(), log_file=settings.folder / "train.log", level=settings.env.log_level)
     if joined:
-        found = dist.only_on_main(lambda: begin(settings, backend=backend, geometry=geometry))
-    plan: ResumePlan = dist.on_main(lambda: found.plan)  # type: ignore[union-attr]  # rank 0 has found it
-    start = found.start if found else None
-    start = start or build_start(settings.with_seed(plan.seed).with_base(plan.base), plan, geometry=geometry)
-    return settings, plan, start, hooks, found.findings if found else ()
+        begun = dist.only_on_main(lambda: _plan(settings, backend, geometry))
+    plan: ResumePlan = dist.on_main(lambda: begun[0])  # type: ignore[index]  # rank 0 has one
+    _, start, findings = begun or (plan, None, ())
+    if start is None:
+        settings = settle(settings, plan, backend=backend, geometry=geometry)
+        start = read_start(settings, plan, geometry=geometry)
+    return plan, start, findings, hooks
 
 
-def _named(settings: Settings, named: Named) -> Settings:
+def _named(settings: Settings, run: Named) -> Settings:
     """With the name of the run and its folder; a warning about the folder is logged once the log is there."""
-    if named.why:
-        log.warn_at_setup(named.why)
-    return settings.named(named.name, named.folder)
+    if run.why:
+        log.warn_at_setup(run.why)
+    return settings.named(run.name, run.folder)
+
+
+def _plan(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[ResumePlan, Start | None, list[Finding]]:
+    """On rank 0: the log, the plan and, on a resume, the start and the checklist. Raises ``ResumeBlocked`` where a
+    finding blocks.
+    """
+    file, level = settings.folder / "train.log", settings.env.log_level
+    logger = log.setup(rank=dist.env_rank(), log_file=file, level=level, new_start=True)
+    plan = plan_start(settings)
+    for message in plan.messages:
+        logger.log(WARNING if message.startswith(NOT_RESUMED) else INFO, message)  # updates are lost
+    if plan.mode != "resume":
+        return plan, None, []
+    settings = settle(settings, plan, backend=backend, geometry=geometry)
+    start = read_start(settings, plan, geometry=geometry)
+    findings = run_checklist(start, plan, backend=backend, geometry=geometry)
+    for finding in findings:
+        if finding.status == "warn":
+            logger.warning("Checklist, %s: %s -> %s. %s", finding.id, finding.was, finding.now, finding.why)
+    number = sum(finding.status == "ok" for finding in findings)
+    logger.info("Checklist: %d of %d points are as they were or harmless (tools/resume.py shows all).",
+                number, len(findings))  # fmt: skip
+    refuse(findings)
+    return plan, start, findings
+
+
+def _log_start(start: Start, schedules: Schedules, geometry: Geometry) -> None:
+    """Log what the data and the schedules are. On rank 0."""
+    logger = log.logger()
+    for warns, line in start_lines(start.data.stream):
+        logger.log(WARNING if warns else INFO, line)
+    for line in schedules.warnings() if start.manifest is None else ():
+        logger.warning("%s.", line)
+    for line in chain.from_iterable(one.start_lines() for one in start.data.validation):
+        logger.info(line)
+    logger.info("Effective batch: %s sequences per update; %d per epoch.", geometry, start.ruler.sequences_per_epoch)

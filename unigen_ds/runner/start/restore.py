@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.checkpoint import saver, store
-from unigen_ds.checkpoint.layouts import open_shards, shard_folders
+from unigen_ds.checkpoint.foreign import read_foreign
+from unigen_ds.checkpoint.layouts import open_reader, open_shards, shard_folders
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader, fit
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import ShardReader
 from unigen_ds.hooks.base import Hook
-from unigen_ds.resume.edited import other_model, other_sizes
+from unigen_ds.resume.differences import model_findings, other_model, other_sizes
 from unigen_ds.resume.finding import refuse
-from unigen_ds.resume.model_check import check_weights, model_findings
-from unigen_ds.runner.start.adopt import planned_tensors
+from unigen_ds.resume.plan import ResumePlan
 from unigen_ds.runner.start.parts import Parts
 from unigen_ds.system import dist
 from unigen_ds.system.files import write_text_atomic
@@ -36,22 +36,21 @@ def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
     Returns the argument of ``after_load_checkpoint``; None where the run is no resume. Raises ``CheckpointError`` or
     ``ResumeBlocked`` where the checkpoint does not fit.
     """
-    checkpoint, manifest = parts.plan.checkpoint, parts.resumed
+    checkpoint, manifest = parts.plan.checkpoint, parts.start.manifest
     if checkpoint is None:
         return None
-    reader, stored, stored_config = planned_tensors(parts.plan)
+    reader, stored, stored_config = _stored_tensors(parts.plan)
     if manifest is None:
         fit_weights(parts, reader, stored, stored_config)
         return None
-    check_weights(stored, parameters=parts.parameters)
     refuse(model_findings(manifest, parameters=parts.parameters, config=parts.plain_config))
     parts.backend.load_tensors(reader, keep=parts.backend.left_out)
     _restore_hooks(hooks, checkpoint, manifest)
     if not saver.restore_rng(checkpoint, manifest):
-        seed = derive_seed(parts.data_identity["seed"], "resume", manifest.progress.updates)
+        seed = derive_seed(parts.settings.seed, "resume", manifest.progress.updates)
         seed_everything(seed, rank=dist.rank())
         logger().warning("The checkpoint is of another number of processes: network dropout is seeded anew.")
-    dist.on_main(lambda: store.continue_from(parts.checkpoint_dir, checkpoint))
+    dist.on_main(lambda: store.continue_from(parts.settings.checkpoints, checkpoint, parts.plan.lineage))
     findings = [finding.state_dict() for finding in parts.findings]
     return {**manifest.state_dict(), "path": str(checkpoint), "findings": findings}
 
@@ -63,7 +62,7 @@ def fit_weights(
     every name. ``stored`` is the checkpoint's parameter table, ``stored_config`` what is known of its config.
     """
     sizes = other_sizes(stored_config, parts.plain_config, hidden=True)
-    cfg, report_file = parts.plan.load_cfg, parts.work_dir / REPORT_FILE
+    cfg, report_file = parts.plan.load_cfg, parts.settings.folder / REPORT_FILE
     base = parts.backend.left_out
     if parts.settings.lora is not None and (parts.plan.manifest is None or not parts.plan.manifest.config.get("lora")):
         raise ConfigError(
@@ -97,3 +96,14 @@ def _restore_hooks(hooks: Sequence[Hook], checkpoint: Path, manifest: Manifest) 
     dropped = sorted(set(states) - {hook.name for hook in hooks})
     if dropped:
         logger().warning("State of hooks that this config does not have is dropped: %s.", ", ".join(dropped))
+
+
+def _stored_tensors(plan: ResumePlan) -> tuple[ShardReader, list[dict[str, Any]], Mapping[str, Any]]:
+    """The tensors of the checkpoint that a plan names, its parameter table and what is known of its config, with or
+    without a manifest.
+    """
+    assert plan.checkpoint is not None, "nothing to load"
+    if plan.manifest is not None:
+        return open_reader(plan.checkpoint, plan.manifest), plan.manifest.parameters, plan.manifest.config
+    foreign = read_foreign(plan.checkpoint)
+    return foreign.reader, foreign.parameters, {"model": foreign.sizes}
