@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,6 @@ from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.system.files import delete_inside, file_digest, remove_leftovers, rename_into_place, write_text_atomic
 from unigen_ds.system.log import logger
-from unigen_ds.system.machine import num_cores
 
 HINT = "last_checkpoint"
 STAGING = ".tmp-"
@@ -123,7 +123,7 @@ def verify(directory: Path, manifest: Manifest, *, hashes: bool = False) -> str 
 
 def _changed_content(directory: Path, manifest: Manifest) -> str | None:
     """The first file whose hash is another one."""
-    with ThreadPoolExecutor(min(8, num_cores())) as pool:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         problems = pool.map(lambda entry: _problem(directory / entry.path, entry, hashed=True), manifest.files)
         return next(filter(None, problems), None)
 
