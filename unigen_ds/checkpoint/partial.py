@@ -12,8 +12,11 @@ rows are equal at first, and their gradients differ.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +59,8 @@ class Fit:
     """Names of vocabularies, which are loaded -> (stored shape, the model's)."""
     sizes: list[str] = field(default_factory=list)
     """Sizes of the model that differ without changing a shape, in words."""
+    option: str = ""
+    """An option of a command line that changes one prefix, after which every name fits; empty where there is none."""
 
     @property
     def kept(self) -> frozenset[str]:
@@ -103,6 +108,10 @@ class Fit:
         refused = {kind: line for kind, line in self.lines() if kind in DIFFERENCES and kind not in cfg.allow}
         if refused:
             grown = any(name.endswith(VOCABULARY) for name in self.reshaped)
+            if self.option:
+                raise CheckpointError(
+                    "the checkpoint's names are not the model's", remedy=f"{self.option} renames them"
+                )
             remedy = "load_cfg.revise_keys maps stored names to the model's; "
             remedy += "load_cfg.resize_vocab=True adds rows to a vocabulary, 'shrink' removes some; " if grown else ""
             remedy += "the model's config should state the stored sizes; " if self.sizes else ""
@@ -160,7 +169,36 @@ def fit(
         result.sources[kind, name] = source.kind, source.name
     tensors = dict.fromkeys((source.kind, source.name) for source in by_name.values())
     result.unexpected = [name for kind, name in tensors if (kind, name) not in loaded]
+    if result.missing and not cfg.revise_keys:
+        result.option = _renaming(by_name, [names for kind, names, _ in targets if kind == MASTER], {*buffers})
     return result
+
+
+def _renaming(stored: Collection[str], parameters: Sequence[Sequence[str]], buffers: set[str]) -> str:
+    """``Fit.option``: the stored name that ends most as the longest name of the model shows the prefix.
+
+    Args:
+        parameters: all names of each.
+    """
+    longest = max((names[0] for names in parameters), key=len).split(".")
+    parts = {name: name.split(".") for name in stored}
+    ends = {name: _common_end(of_name, longest) for name, of_name in parts.items()}
+    allowed = buffers.union(*parameters)
+    for name, end in ends.items():
+        if not end or end < max(ends.values()):
+            continue
+        old, new = ("".join(f"{part}." for part in one[: len(one) - end]) for one in (parts[name], longest))
+        pattern = f"^{re.escape(old)}"
+        renamed = {re.sub(pattern, new, each) for each in stored}
+        if renamed <= allowed and all(renamed.intersection(names) for names in parameters):
+            return f"--cfg-options {shlex.quote(f'load_cfg.revise_keys={json.dumps([[pattern, new]])}')}"
+    return ""
+
+
+def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many members at the end are the same."""
+    unlike = (k for k, (a, b) in enumerate(zip(reversed(one), reversed(other), strict=False)) if a != b)
+    return next(unlike, min(len(one), len(other)))
 
 
 def _by_revised_name(reader: ShardReader, stored: Sequence[Mapping[str, Any]], cfg: LoadSettings) -> dict[str, _Stored]:

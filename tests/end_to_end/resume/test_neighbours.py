@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import subprocess
+from ast import literal_eval
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.end_to_end.resume.test_reading import config, data, trained  # noqa: 
 from tools.export import main as export
 from tools.train import main as train
 from tools.train import parser as train_parser
+from unigen_ds.config.overrides import parse_override
 from unigen_ds.core.errors import CheckpointError, ResumeBlocked, UnigenError
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model
@@ -75,12 +77,13 @@ def test_every_neighbours_files_load_bit_by_bit(
 def test_what_cannot_be_resumed_has_the_command_that_works(
     data: Path, trained: Runner, written: dict[str, Path], tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
-    """Before anything else: no geometry is asked for, and no data is read."""
+    """Before anything else: no geometry is asked for, and no data is read. One prefix of all names is found."""
     state = {name: tensor.clone() for name, tensor in trained.backend.model.state_dict().items()}
     lightning = {f"net.{name}": tensor for name, tensor in state.items()}
     torch.save({"pytorch-lightning_version": "2.5", "global_step": 9, "state_dict": lightning}, tmp_path / "a.ckpt")
     cases = ("plain.pth", "mmengine's file", "accelerate's FSDP", "accelerate's state", "Trainer's checkpoint")
     paths = {**{case: written[case] for case in cases}, "Lightning": tmp_path / "a.ckpt"}
+    rules = {"Lightning": r"[['^net\.', '']]"}
     for case, path in paths.items():
         refused = config(data, tmp_path / "run", resume=str(path), train_dataloader__dataset__data_path="/no/data")
         with pytest.raises(ResumeBlocked, match="cannot be resumed: of such files the weights alone are read") as error:
@@ -88,10 +91,12 @@ def test_what_cannot_be_resumed_has_the_command_that_works(
         remedy = str(error.value).partition("a new run with them: ")[2]
         options = vars(train_parser().parse_args(["CONFIG", *shlex.split(remedy.removesuffix("."))]))
         assert "--assume" not in str(error.value) and options["work_dir"] == "NEW", case
-        renamed = {"load_cfg": {"revise_keys": [(r"^net\.", "")]}} if case == "Lightning" else {}
-        runner = load(data, tmp_path / case, Path(options["load_from"]), **renamed)
+        overrides = dict(map(parse_override, options["cfg_options"]))
+        assert overrides == ({"load_cfg.revise_keys": literal_eval(rules[case])} if case in rules else {}), case
+        runner = load(data, tmp_path / case, Path(options["load_from"]),
+                      **{key.replace(".", "__"): value for key, value in overrides.items()})  # fmt: skip
         assert all(torch.equal(tensor, state[name]) for name, tensor in weights(runner).items()), case
-    with pytest.raises(CheckpointError, match=r"not in the model: net\..*load_cfg\.revise_keys maps stored names"):
+    with pytest.raises(CheckpointError, match=r"names are not the model's. Remedy: --cfg-options .*revise_keys="):
         load(data, tmp_path / "again", tmp_path / "a.ckpt")
 
 

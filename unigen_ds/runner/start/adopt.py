@@ -10,10 +10,15 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from unigen_ds.checkpoint.foreign import Foreign, read_foreign
 from unigen_ds.checkpoint.layouts import open_reader
 from unigen_ds.checkpoint.manifest import FileEntry, Manifest
-from unigen_ds.core.errors import ResumeBlocked
+from unigen_ds.checkpoint.partial import fit
+from unigen_ds.checkpoint.settings import LoadSettings
+from unigen_ds.core.errors import ResumeBlocked, UnigenError
+from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import ShardReader
 from unigen_ds.data.batches.stream import SequenceStream
@@ -21,19 +26,24 @@ from unigen_ds.resume.plan import ResumePlan
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import (
     build_limits,
+    build_model,
+    build_processor,
+    named_parameters,
+    parameter_table,
     total_sequences,
 )
 from unigen_ds.schedule.schedule import Schedules
 
 
-def geometry_of(foreign: Foreign) -> Geometry:
+def geometry_of(foreign: Foreign, settings: Settings) -> Geometry:
     """The geometry it was trained with. Raises ``ResumeBlocked``: it cannot be resumed, with the command that loads its
     weights; or what to pass with ``--assume``.
     """
     if foreign.updates is None:
         raise ResumeBlocked(
             f"{foreign.directory} ({foreign.writer}) cannot be resumed: of such files the weights alone are read",
-            remedy=f"a new run with them: --load-from {shlex.quote(str(foreign.directory))} --work-dir NEW",
+            remedy=f"a new run with them: --load-from {shlex.quote(str(foreign.directory))}"
+            f" {_renaming(foreign, settings)} --work-dir NEW".replace("  ", " "),
         )
     if foreign.geometry is None:
         raise ResumeBlocked(
@@ -43,9 +53,23 @@ def geometry_of(foreign: Foreign) -> Geometry:
     return foreign.geometry
 
 
+def _renaming(foreign: Foreign, settings: Settings) -> str:
+    """The further option with which its names are the model's, where they are not and one prefix changes them all."""
+    try:
+        with torch.device("meta"):
+            model = build_model(settings, build_processor(settings, seed=0), seed=0)
+        parameters = parameter_table(named_parameters(model), ())
+        buffers = {name: buffer.numel() for name, buffer in persistent_buffers(model).items()}
+        return fit(
+            foreign.reader, foreign.parameters, parameters=parameters, buffers=buffers, cfg=LoadSettings()
+        ).option
+    except UnigenError:  # it is reported when it is loaded
+        return ""
+
+
 def adopt(foreign: Foreign, settings: Settings, stream: SequenceStream) -> Manifest:
     """A manifest for ``--resume``. ``stream`` is built with the geometry of ``geometry_of``."""
-    geometry, sequences = geometry_of(foreign), foreign.sequences or 0
+    geometry, sequences = geometry_of(foreign, settings), foreign.sequences or 0
     ruler = Ruler(geometry, stream.sequences_per_epoch)
     cursor = stream.seek(sequences)
     optimizer = settings.optim_wrapper.optimizer

@@ -188,7 +188,9 @@ def build_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> 
     unknown: tuple[str, ...] = ()
     if plan.mode == "resume" and plan.checkpoint and manifest is None:
         foreign = read_foreign(plan.checkpoint, assume=parse_assume(settings.assume or ""))
-        manifest = adopt(foreign, settings, build_data(settings, geometry=geometry_of(foreign), ruler=None).stream)
+        manifest = adopt(
+            foreign, settings, build_data(settings, geometry=geometry_of(foreign, settings), ruler=None).stream
+        )
         unknown = foreign.unknown
     if manifest:
         check_rules(manifest.loader["facts"])
