@@ -81,13 +81,6 @@ def test_other_optimizers_and_other_choices_are_left_alone(tmp_path, data, optim
     assert kernels(runner) == {None}
 
 
-def test_it_is_close_to_the_other_kernel(tmp_path, data):
-    fused = train(tmp_path / "fused", data, updates=3)
-    plain = train(tmp_path / "plain", data, updates=3, optim_wrapper__optimizer__fused=False)
-    for a, b in zip(weights(fused), weights(plain), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
 def test_a_device_without_the_kernel_uses_another(tmp_path, data, monkeypatch):
     assert fuses(torch.device("cpu"))
 

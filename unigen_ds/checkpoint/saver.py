@@ -393,9 +393,9 @@ def _consolidate(staging: Path, manifest: Manifest, *, form: Form) -> None:
     With ``'both'``, ``full/`` is a checkpoint of its own, with its own manifest.
     """
     folders = [name for name in shard_folders(manifest) if name != RNG_DIRECTORY]
-    engines = [entry for folder in ("", *folders) for entry in manifest.files if os.path.dirname(entry.path) == folder]
-    engines = [entry for entry in engines if entry.path not in (HOOKS_FILE, CONFIG_FILE)]
-    kept = [entry for entry in manifest.files if entry not in engines]
+    paths = {entry.path for entry in manifest.files if os.path.dirname(entry.path) in ("", *folders)}
+    engines = paths - {HOOKS_FILE, CONFIG_FILE}
+    kept = [entry for entry in manifest.files if entry.path not in engines]
     full = staging / FULL
     full.mkdir()
     entries, _ = _write(full, _consolidated(staging, manifest, folders))
@@ -407,8 +407,8 @@ def _consolidate(staging: Path, manifest: Manifest, *, form: Form) -> None:
         inside = [dataclasses.replace(entry, path=f"{FULL}/{entry.path}") for entry in entries]
         manifest.files = _sorted([*manifest.files, *inside])
         return
-    for entry in engines:
-        (staging / entry.path).unlink()
+    for path in engines:
+        (staging / path).unlink()
     for entry in entries:
         os.replace(full / entry.path, staging / entry.path)
     for folder in folders:
