@@ -42,7 +42,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 @dataclass(frozen=True)
 class Adapted:
-    """What ``add_adapters`` did to a model, which has it as ``adapted``."""
+    """A record of ``add_adapters``, kept as the attribute ``adapted`` of the model."""
 
     lora: Lora
     layers: tuple[str, ...]
@@ -52,7 +52,7 @@ class Adapted:
 
 
 def adapted(model: nn.Module) -> Adapted | None:
-    """How a model was adapted; None: it was not."""
+    """Return the record of a model with adapters; None where it has none."""
     state: Adapted | None = model.__dict__.get("adapted")
     return state
 
