@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.evaluation.sheet import Cell, contact_sheet
 from unigen_ds.examples.emoji.autoencoder import CosineAutoencoder
 from unigen_ds.examples.emoji.catalogue import OBJECTS, PEOPLE, PLAIN, Variant, edits, variants, vocabulary
 from unigen_ds.examples.emoji.classifier import LIMIT, EmojiAccuracy, EmojiClassifier
@@ -210,13 +209,6 @@ def red(sheet: Image.Image) -> int:
     return int((np.asarray(sheet) == (255, 0, 0)).all(-1).sum())
 
 
-def test_a_sheet_of_small_pictures() -> None:
-    cell = Cell([Image.new("RGB", (32, 32), "blue")], "text")
-    small, large = contact_sheet([cell], side=64), contact_sheet([cell])
-    assert small.width == 64 + 20 and large.width == 224 + 20 and red(small) == 0
-    assert red(contact_sheet([Cell(cell.pictures, "text", wrong=True)], side=64)) > 200
-
-
 def test_a_run_ends_with_its_report(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained, evaluated and previewed by the shipped config; resumed from its middle it is the same run."""
     few = tasks()[::20]
@@ -303,15 +295,6 @@ def test_the_model_predicts_pictures(root: Path, tmp_path: Path) -> None:
     assert torch.allclose(pixels, red, atol=1e-4)
     family = family_of(type(model))
     assert family is not None and family.published == () and family.model is type(model)
-
-
-def test_the_hook_refuses_a_run_without_emoji(root: Path, tmp_path: Path) -> None:
-    own = {"type": "UnifiedGenerationDataset", "data_path": str(root / "draw_train.jsonl"), "cache_dir": str(tmp_path)}
-    config = tiny_config(tmp_path / "run", root)
-    config["train_dataloader"]["dataset"] = own
-    with pytest.raises(ConfigError, match=r"EmojiReportHook\.root is not given"):
-        Runner.from_cfg(config).train()
-    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "refused before the training"
 
 
 def test_without_the_package_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from PIL import Image
 from tests.families.bagel.test_inference_golden import inferencer  # noqa: F401 - a fixture
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, FlowSettings
-from unigen_ds.families.bagel.inference import Contexts, InterleaveInferencer, to_picture
+from unigen_ds.families.bagel.inference import Contexts, InterleaveInferencer
+from unigen_ds.inference.generated import to_picture
 from unigen_ds.system.seeding import generator
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "inference.md").read_text(encoding="utf-8")

@@ -198,7 +198,7 @@ class ConversationFamily(Family):
         return processor
 
     def chance_level(self, processor: Any) -> Mapping[str, float]:
-        """Of a cross-entropy over the tokenizer's vocabulary."""
+        """Return the cross-entropy of a uniform guess over the tokenizer's vocabulary."""
         return {"text": math.log(len(processor.tokenizer))}
 
 

@@ -30,9 +30,9 @@ class Chat:
     where: object
     rendered: RenderedChat
     signs: Mapping[str, str]
-    """Of ``Special.shield``; empty where no text spells a special token."""
+    """Signs that replace special tokens spelled in a text (``Special.shield``); empty where there are none."""
     images: Sequence[Any]
-    """What ``image_splits`` needs of each."""
+    """The images in order, as ``image_splits`` of the subclass needs them."""
     spelled: bool
 
 

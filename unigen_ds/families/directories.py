@@ -17,7 +17,7 @@ from unigen_ds.families.nanovlm import family as _nanovlm  # noqa: F401
 
 
 def formats() -> Iterator[PublishedFormat]:
-    """Of every registered family; those that recognise many kinds of models are asked last."""
+    """Yield the formats of all registered families, those that recognise many kinds of models last."""
     of_users_first = sorted(families(), key=lambda each: type(each).__module__.startswith("unigen_ds."))
     every = [each for family in of_users_first for each in family.published]
     yield from sorted(every, key=lambda each: each.general)

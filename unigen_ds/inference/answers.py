@@ -88,7 +88,7 @@ class TextInterface(ABC):
         return [Generated(text, []) for text in texts]
 
     def prompt(self, text: str, images: Sequence[Path]) -> Sequence[Loaded]:
-        """What the model reads before its answer to a text and pictures: by default one message of a chat."""
+        """Return what the model reads before its answer to a text and pictures: by default one message of a chat."""
         turns = [*(Turn("user", "image", str(path)) for path in images), Turn("user", "text", text)]
         return [split.load(self.processor, None) for split in self.processor.plan(turns, reply=True).splits]
 
@@ -99,7 +99,7 @@ class TextInterface(ABC):
         """The text of at most ``max_new_tokens`` tokens that follows each prompt; ``seeds``: of each."""
 
     def idle(self, method: str) -> tuple[Any, ...]:
-        """As of ``InterleaveInferencer``."""
+        """Return arguments of a pass that does nothing: of a rank that has no work while others have."""
         return idle_arguments(self.model, self.processor)
 
 

@@ -42,7 +42,7 @@ def drawn(logits: Tensor, sampling: Sampling, random: torch.Generator) -> int:
 
 
 def chooser(sampling: Sampling, seeds: Sequence[int]) -> Choose:
-    """Of several documents: each draws from a generator of its own, so none depends on which others there are."""
+    """Return a function that chooses the next tokens of several documents, each with a generator of its own."""
     if sampling.temperature == 0.0:
         return likeliest
     randoms = [generator(seed, "write") for seed in seeds]
@@ -60,7 +60,7 @@ def device_of(model: Any) -> torch.device:
 
 
 def idle_arguments(model: Any, processor: Any) -> tuple[Any, ...]:
-    """Of a forward pass over one token, by a rank that has no work while others have (``together.py``)."""
+    """Return arguments of a pass over one token, for a rank without work while others have some (``together.py``)."""
     document = [TokenSplit((processor.tokenizer.eos_id,), (-100,))]
     return (pack_documents([document], processor).to(device_of(model)),)
 

@@ -40,13 +40,13 @@ class Request:
     prompt: Sequence[Loaded]
     wanted: Kind
     seed: int
-    """Of every random number of the answer."""
+    """Seed of every random number of the answer."""
     begin: Sequence[int] = ()
-    """Of a text: ids that it begins with, one at least. They are not part of the answer."""
+    """Ids that a text begins with, one at least. They are not part of the answer."""
     size: tuple[int, int] | None = None
-    """Of a picture: (height, width) in pixels."""
+    """(height, width) of a picture in pixels."""
     picture_first: bool = False
-    """Of a text and a picture: which of them is made first, and seen by the other."""
+    """Whether the picture of a text and a picture is made first; the second is made from the first."""
 
 
 def to_picture(image: Tensor) -> Image.Image:

@@ -26,7 +26,7 @@ class KVCache:
         return len(self.layers[0][0]) if self.layers else 0
 
     def copy(self) -> KVCache:
-        """What is added to one of the two does not appear in the other."""
+        """Return a cache with the same tokens; later ones are added to one of the two alone."""
         return KVCache(list(self.layers))
 
     def attend(self, *, causal: bool, keep: bool) -> CachedAttention:

@@ -19,7 +19,7 @@ _KEYS = {"prompt", "images", "parts"}
 
 @dataclass(frozen=True)
 class Prompt:
-    """What ``unified_generate`` is asked."""
+    """One call of ``unified_generate``: a prompt, and the pictures and texts before it."""
 
     prompt: str = ""
     images: Sequence[str] = ()
@@ -29,7 +29,7 @@ class Prompt:
 
     @property
     def paths(self) -> list[str]:
-        """Of all pictures, in the order in which they are shown."""
+        """Paths of all pictures, in the order in which the model reads them."""
         return [*self.images, *(part["image"] for part in self.parts if not isinstance(part, str))]
 
     @property
@@ -55,7 +55,7 @@ def checked_parts(parts: Any) -> tuple[str | Mapping[str, str], ...]:
 
 
 def read_prompts(path: Path, *, where: str) -> list[Prompt]:
-    """Those of a file: with the ending ``.jsonl`` as in ``ROW``, else one on each line. Empty lines are ignored.
+    """Read prompts: of a file ``.jsonl`` as in ``ROW``, else one on each line. Empty lines are ignored.
 
     Other keys of a line are named once, with the number of lines. Raises ``ConfigError`` where the file cannot be read,
     ``DataError`` with the line that is no prompt.

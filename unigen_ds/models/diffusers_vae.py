@@ -23,7 +23,7 @@ from unigen_ds.core.json_values import stored_object
 
 _CLASS, _CONFIG, _WEIGHTS = "AutoencoderKL", "config.json", "diffusion_pytorch_model.safetensors"
 _FILES = tuple(folder + name for folder in ("", "vae/") for name in (_CONFIG, "diffusion_pytorch_model*.safetensors"))
-"""Those of a repository on the hub that are needed."""
+"""Patterns of the files that are downloaded from a repository on the hub."""
 EXTRA = "pip install 'unigen_ds[diffusers]'"
 
 

@@ -29,9 +29,9 @@ from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.shards import MASTER, ShardReader
 from unigen_ds.models.quantized import QuantizedLinear, pack, shared_weights, unpacked
 from unigen_ds.models.settings import Lora
+from unigen_ds.models.weights import InitialWeights
 from unigen_ds.system.log import logger
 from unigen_ds.system.outputs import save_safetensors
-from unigen_ds.system.seeding import generator
 
 ADAPTER = "default"
 """peft's name of the one set of adapters."""
@@ -42,7 +42,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 @dataclass(frozen=True)
 class Adapted:
-    """What ``add_adapters`` did to a model, which has it as ``adapted``."""
+    """A record of ``add_adapters``, kept as the attribute ``adapted`` of the model."""
 
     lora: Lora
     layers: tuple[str, ...]
@@ -52,7 +52,7 @@ class Adapted:
 
 
 def adapted(model: nn.Module) -> Adapted | None:
-    """How a model was adapted; None: it was not."""
+    """Return the record of a model with adapters; None where it has none."""
     state: Adapted | None = model.__dict__.get("adapted")
     return state
 
@@ -88,7 +88,7 @@ def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
     if base is not None:
         model.__dict__["initial_weights"] = lambda *, seed: initial
     elif not meta:
-        initial.fill(model)
+        initial.fill()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     logger().info(
         "%s of rank %d on %d linear layers, %s parameters: %s",
@@ -166,7 +166,7 @@ def _import_peft() -> Any:
     return peft
 
 
-class AdapterWeights:
+class AdapterWeights(InitialWeights):
     """A ``ShardReader`` over the base's initial weights, under their present names, and those of the adapters.
 
     Args:
@@ -175,52 +175,40 @@ class AdapterWeights:
     """
 
     def __init__(self, model: nn.Module, base: ShardReader | None, *, seed: int) -> None:
-        parameters = dict(model.named_parameters())
-        self._shapes = {name: tuple(p.shape) for name, p in parameters.items() if p.requires_grad}
-        self._names = {name: base_name(name) for name in (*parameters, *persistent_buffers(model))}
-        self._model, self._base, self._seed = model, base, seed
-        self._made: tuple[str, Tensor] | None = None
+        super().__init__(model, {}, self._initialise_adapter, seed=seed)
+        self._model, self._base = model, base
+        self._adapters = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     def kinds(self) -> Iterable[str]:
-        return {MASTER, *(self._base.kinds() if self._base else ())}
+        return [kind for kind in super().kinds() if self.names(kind)]
 
-    def names(self, kind: str) -> Iterable[str]:
+    def names(self, kind: str) -> list[str]:
         held = set(self._base.names(kind)) if self._base else set()
-        of_base = [name for name, plain in self._names.items() if plain in held]
-        return [*of_base, *(self._shapes if kind == MASTER else ())]
-
-    def numel(self, kind: str, name: str) -> int:
-        if name in self._shapes:
-            return math.prod(self._shapes[name])
-        assert self._base is not None
-        return self._base.numel(kind, self._names[name])
+        return [name for name in super().names(kind) if name in self._adapters or base_name(name) in held]
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        if name not in self._shapes:
-            assert self._base is not None
-            return self._base.read(kind, self._names[name], start, stop)
-        if self._made is None or self._made[0] != name:
-            self._made = name, self._initial(name, self._shapes[name]).flatten()
-        return self._made[1][start:stop]
+        if name in self._adapters:
+            return super().read(kind, name, start, stop)
+        assert self._base is not None
+        return self._base.read(kind, base_name(name), start, stop)
 
     @torch.no_grad()
-    def fill(self, model: nn.Module) -> None:
+    def fill(self) -> None:
         """Set the adapters of a model that has memory."""
-        for name in self._shapes:
-            parameter = model.get_parameter(name)
-            parameter.copy_(self._initial(name, tuple(parameter.shape)))
+        for name in self._adapters:
+            parameter = self._model.get_parameter(name)
+            parameter.copy_(self.read(MASTER, name, 0, parameter.numel()).view_as(parameter))
 
-    @torch.no_grad()
-    def _initial(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _initialise_adapter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         """As peft's: A uniform in +-1 / sqrt(fan-in), B zero, lengths those of the rows."""
         if ".lora_A." in name:
-            bound = 1 / math.sqrt(shape[1])
-            values = torch.empty(shape, device="cpu")
-            return values.uniform_(-bound, bound, generator=generator(self._seed, "initial", name))
-        if ".lora_B." in name:
-            return torch.zeros(shape, device="cpu")
-        owner = name.partition(".lora_magnitude_vector.")[0]
-        return torch.linalg.norm(self._weight(owner).float(), dim=1)
+            bound = 1 / math.sqrt(tensor.shape[1])
+            tensor.uniform_(-bound, bound, generator=generator)
+        elif ".lora_B." in name:
+            tensor.zero_()
+        else:
+            weight = self._weight(name.partition(".lora_magnitude_vector.")[0])
+            tensor.copy_(torch.linalg.norm(weight.float(), dim=1))
 
     def _weight(self, owner: str) -> Tensor:
         """The weight ``[rows, columns]`` under an adapter."""

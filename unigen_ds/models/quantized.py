@@ -147,7 +147,7 @@ def _linears(part: nn.Module) -> list[str]:
 
 
 def shared_weights(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of the named layers whose weight another module has, too."""
+    """Return those of the named layers whose weight another module uses, too."""
     owners = Counter(id(p) for layer in model.modules() for p in layer.parameters(recurse=False))
     layers = {name: model.get_submodule(name) for name in names}
     return [name for name, layer in layers.items() if type(layer) is nn.Linear and owners[id(layer.weight)] > 1]

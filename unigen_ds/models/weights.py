@@ -154,7 +154,7 @@ def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], where: obje
 
 
 def stated_sizes(part: str, path: Path, keys: Iterable[str]) -> dict[str, Any]:
-    """Those of ``keys`` that transformers' config of a SigLIP (``vit``), or of a Qwen2 or Llama (``llm``), states.
+    """Read ``keys`` from transformers' config of a SigLIP (``vit``), or of a Qwen2 or Llama (``llm``), if it has them.
 
     Raises ``ConfigError`` where our modules would compute other numbers: another activation, scaled rotary angles, ...
     """
@@ -172,13 +172,13 @@ def stated_sizes(part: str, path: Path, keys: Iterable[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What the files of ``model.pretrained`` hold."""
+    """Sizes and tensors in the files of ``model.pretrained``."""
 
     where: str
     sizes: Mapping[str, Any]
     """Arguments of the model, as far as the files have them."""
     tensors: Mapping[str, Stored]
-    """By the model's names."""
+    """Tensors by the model's names."""
     may_lack: str = "$^"
     """Pattern of names that keep their initial values where the files do not have them."""
     may_leave: str = "$^"
@@ -310,7 +310,7 @@ class PretrainedModel(nn.Module):
         raise NotImplementedError
 
     def parts(self) -> dict[str, nn.Module]:
-        """What ``freeze`` and ``quantize`` of the section ``model`` name."""
+        """Return the parts by the names that ``freeze`` and ``quantize`` of the section ``model`` use."""
         raise NotImplementedError
 
     def freeze(self, names: Iterable[str]) -> None:

@@ -16,9 +16,10 @@ from tests.golden_files import BAGEL, BAGEL_META, BAGEL_VAE, atol, read_json
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.images.transforms import ImageTransform
 from unigen_ds.families.bagel.flow_settings import FlowSettings
-from unigen_ds.families.bagel.inference import THINK_THEN_DRAW, Context, Contexts, InterleaveInferencer, to_picture
+from unigen_ds.families.bagel.inference import THINK_THEN_DRAW, Context, Contexts, InterleaveInferencer
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.processor import UnifiedProcessor
+from unigen_ds.inference.generated import to_picture
 from unigen_ds.system.seeding import derive_seed, generator
 
 META, CASES = BAGEL_META, read_json(BAGEL / "infer.json")

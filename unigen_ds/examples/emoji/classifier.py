@@ -60,7 +60,7 @@ class EmojiClassifier:
         return Finding(self.variants[int(distances.argmin())], asked, float(distances[true]) / blank)
 
     def variant_of(self, image: Image.Image) -> Variant:
-        """Of a true picture, rounded to bytes again. Raises ``DataError`` for any other."""
+        """Return the variant of a true picture, rounded to bytes again. Raises ``DataError`` for any other."""
         distances = np.abs(self._true - _pixels(image)).max(axis=1)
         if distances.min() > _ROUNDED:
             raise DataError("a reference is none of the demo's pictures", remedy="validation data of EmojiDataset")

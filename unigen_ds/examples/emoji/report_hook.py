@@ -33,7 +33,7 @@ class Task:
     """``draw``, ``draw_new``, ``edit_new``, ``read`` or ``read_new``; new: the picture of ``asked`` is held out."""
     asked: Variant
     before: Variant | None = None
-    """Of an edit."""
+    """The picture before an edit."""
 
 
 def tasks() -> list[Task]:

@@ -47,7 +47,7 @@ def documents(lengths: Sequence[int]) -> Iterator[None]:
 
 
 def use_documents(model: Any, *, on: bool) -> None:
-    """Which attention the language model of a model of transformers has: this one, or SDPA."""
+    """Switch the attention of the language model to this one (``on``) or to transformers' SDPA."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -108,7 +108,7 @@ def _mask(
 
 
 def _seen(rule: Rule, tokens: Tensor, rows: Tensor) -> Tensor:
-    """What the rule lets some rows of each document see: ``[B, 1, rows, N]``."""
+    """Evaluate the rule for some rows of each document: ``[B, 1, rows, N]``, true where a row sees a token."""
     first = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=tokens.device)
     visible = rule(first, first, tokens[:, None, rows, None], tokens[:, None, None])
     return visible.expand(len(tokens), 1, len(rows), tokens.shape[1])

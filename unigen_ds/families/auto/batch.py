@@ -34,7 +34,7 @@ _IMAGES = "image_inputs."
 @dataclass(frozen=True, kw_only=True)
 class ModelBatch(PackedBatch):
     image_inputs: Inputs = field(default_factory=dict)
-    """Of all images, in the order of their tokens."""
+    """The model's inputs of all images, in the order of their tokens."""
     host: Inputs = field(default_factory=dict)
     """``text_ids``, ``token_types`` ([T], 1 at an image's tokens) and ``image_inputs`` of whole numbers, which stay on
     the CPU: positions in images are computed of them."""
@@ -90,7 +90,7 @@ class LoadedPicture:
     inputs: Inputs
 
     def place(self, builder: ModelBuilder, position: int) -> int:
-        """As of ``Loaded``."""
+        """Add the tokens and inputs to a batch (``Loaded.place``)."""
         builder.add_tokens(self.ids, self.labels, position)
         builder.inputs.append(self.inputs)
         return position + len(self.ids)
@@ -129,7 +129,7 @@ class ModelBuilder(PackedBuilder):
 
 
 def joined(inputs: Sequence[Inputs], *, by_sample: bool) -> dict[str, Tensor]:
-    """Those of several images as those of one. What differs in shape is filled up with zeros, as processors do.
+    """Join the inputs of several images. Where shapes differ, they are filled up with zeros, as processors do.
 
     ``by_sample``: ``[1, images, ...]``, one row for a sample; else ``[images, ...]``.
     """

@@ -19,7 +19,7 @@ from unigen_ds.models.flops import attention_flops, linear_flops, trains
 
 
 class Cost:
-    """Of one model, made before an engine shards it: experts have their sizes in their parameters alone."""
+    """Counts the operations of a model. Built before an engine shards it: only parameters show the sizes of experts."""
 
     def __init__(self, model: Any, units: Sequence[nn.Module]) -> None:
         decoder = set(model.get_decoder().modules())
@@ -68,7 +68,7 @@ class Cost:
         return total + 4.0 * width * near * (3 if grad else 1) * sum(kind == "sliding_attention" for kind in kinds)
 
     def _seen(self, batch: ModelBatch) -> float:
-        """Of images: tower, and what makes tokens of its features."""
+        """Operations of the vision tower and of the layers that make tokens of its features."""
         pixels, vision = batch.image_inputs.get("pixel_values"), self._vision
         if pixels is None or vision is None:
             return 0.0

@@ -25,7 +25,7 @@ class AutoDirectory(PublishedFormat):
     model: ClassVar[type[TransformersModel]]
 
     def recognises(self, folder: Path) -> bool:
-        """By the class that ``config.json`` names, else by its kind of model."""
+        """Compare the class that ``config.json`` names, or else its kind of model, with those of transformers."""
         stored = stated(folder / "config.json")
         return "model_type" in stored and _auto_of(stored) == self.model.auto
 
@@ -42,7 +42,7 @@ class AutoDirectory(PublishedFormat):
     def write(
         self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
     ) -> None:
-        """By ``save_pretrained`` of transformers, with the tokenizer and the processor that the training began with."""
+        """Write the model by ``save_pretrained`` of transformers, with the tokenizer and processor of the training."""
         with new_directory(out) as folder:
             model.to("cpu", dtype).transformers_model.save_pretrained(folder, max_shard_size=max_shard_size)
             if source is None:
@@ -84,7 +84,7 @@ def _auto_of(stored: Mapping[str, Any]) -> str | None:
 
 
 class _OfTransformers(ConversationFamily):
-    """What both have."""
+    """The base of both families."""
 
     processor_type = ModelProcessor
     terms: ClassVar[Mapping[str, str]] = {"text": "weight of the mean cross-entropy per text target"}

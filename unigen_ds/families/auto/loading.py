@@ -105,13 +105,13 @@ def _check_keys(
 
 
 def _own_keys(config: Any) -> set[str]:
-    """Of a config's class."""
+    """Return the names of the keys that a config's class has."""
     fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     return {*(field.name for field in fields), *getattr(config, "attribute_map", ())}
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """What makes the same config by ``read_config(None, ...)``, as plain values."""
+    """Return plain values from which ``read_config(None, ...)`` makes the same config."""
     values: dict[str, Any] = _without(json.loads(config.to_json_string(use_diff=False)))
     return {"model_type": config.model_type, **values}
 
@@ -198,7 +198,7 @@ def read_weights(folder: Path, model: Any, *, auto: str) -> Pretrained:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Those that transformers loads; a folder may have the same weights once more, in the names of another program."""
+    """List the files that transformers loads; a folder may have the same weights again in another program's names."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.is_file():
         return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
@@ -218,7 +218,7 @@ def _unused(model: Any) -> str:
 
 
 def _renamed(tensors: Mapping[str, Stored], model: Any) -> dict[str, Stored] | None:
-    """By transformers' own rules for older names; None: a rule computes."""
+    """Rename tensors by transformers' own rules for older names; None where a rule also computes."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 

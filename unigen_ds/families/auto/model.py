@@ -42,9 +42,10 @@ _FIRST_IDS, _SECOND_IDS = (5, 3, 9, 4, 7), (8, 2, 6)
 _OTHER_IDS = (4, 9, 2, 8, 3)
 """Instead of the first one: the second must not notice."""
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.1
-"""Of a logit's root mean square, packed against separate: in fp32, and in lower precision."""
+"""Largest difference between packed and separate documents, relative to the root mean square of the logits: in fp32,
+and in lower precision."""
 _NO_MASK = (AttributeError, IndexError, TypeError, ValueError)
-"""Of a model's own attention that is given something else than a mask."""
+"""Errors of a model's own attention that receives something else than a mask."""
 
 
 class TransformersModel(PretrainedModel):
@@ -280,7 +281,7 @@ class TransformersModel(PretrainedModel):
         return (arguments[0].flatten(0, -2)[self._targets][None], *arguments[1:])
 
     def _accepted(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Those that the model's own forward pass has."""
+        """Return those inputs that the model's own forward pass accepts."""
         return {
             name: value for name, value in inputs.items() if value is not None and name in self._parameters_of_forward
         }
@@ -301,7 +302,7 @@ class TransformersModel(PretrainedModel):
         return self._accepted(inputs)
 
     def _types(self, batch: ModelBatch, rows: Rows | None) -> dict[str, Tensor]:
-        """Which tokens are an image's, for models that read it; ``rows``: of documents."""
+        """Mark the tokens of images, for models that read this; ``rows``: documents as rows, or None for one row."""
         if not self.reads_images:
             return {}
         host = batch.host.get("token_types")
@@ -447,7 +448,7 @@ class Cached:
         self._next: Tensor | None = None
 
     def positions(self, model: TransformersModel, batch: ModelBatch) -> dict[str, Tensor]:
-        """Of the tokens of ``batch``, which follow those that are cached."""
+        """Return the positions of the tokens of ``batch``, which follow those in the cache."""
         if self._next is None:
             positions = model.positions(batch)
         else:

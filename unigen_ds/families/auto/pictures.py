@@ -33,7 +33,7 @@ _GREY = (100, 100, 100)
 
 
 class Pictures:
-    """What the processor of a model's directory makes of images.
+    """Makes texts and inputs of images, as the processor of a model's directory does.
 
     Args:
         tokenizer: of the same directory, with the files of the processor.
@@ -48,7 +48,7 @@ class Pictures:
         if getattr(self.processor, "image_token", None) is None:
             raise ConfigError(f"{kind} of transformers has no token for an image", remedy=_OTHER)
         self.token_ids = [each for each in self.processor.image_token_ids if each is not None]
-        """Of the tokens that an image's features replace."""
+        """Ids of the tokens that an image's features replace."""
         self._texts: dict[tuple[int, int], str] = {}
         try:
             two, _ = self._process([Image.new("RGB", _PLAIN, _GREY)] * 2)
@@ -73,7 +73,7 @@ class Pictures:
         return None if PROCESSOR_MAPPING_NAMES.get(model_type, name) == name else name
 
     def text(self, size: tuple[int, int]) -> str:
-        """What replaces ``token`` for an image of (width, height) pixels: it depends on nothing else."""
+        """Return the text that replaces ``token`` for an image of (width, height) pixels."""
         if size not in self._texts:
             self._texts[size] = self._process([Image.new("RGB", size, _GREY)])[1][0]
         return self._texts[size]

@@ -74,7 +74,7 @@ class ModelProcessor(ChatProcessor):
 
     @property
     def fingerprint(self) -> str:
-        """As of ``ConversationProcessor``."""
+        """A digest of all that changes a plan (``ConversationProcessor.fingerprint``)."""
         facts = ("model-plan-1", self.tokenizer.fingerprint, self.pictures is not None)
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
@@ -126,7 +126,7 @@ class ModelProcessor(ChatProcessor):
         return Chat(turns, where, rendered, signs, images, spelled)
 
     def _document(self, text: str) -> RenderedChat:
-        """What the tokenizer puts before a text, which predicts its first token, and the end token after it."""
+        """A text with the begin token, if the tokenizer adds one, and the end token; all of it is learned."""
         chat = self.tokenizer.chat
         begin = chat.bos_token or ""
         begins = bool(begin) and chat("a")["input_ids"][:1] == [chat.bos_token_id]
@@ -148,7 +148,7 @@ class ModelProcessor(ChatProcessor):
     def _with_images(
         self, rendered: RenderedChat, paths: Sequence[str], where: object, keep: bool
     ) -> tuple[RenderedChat, list[_Placed]]:
-        """With each image's own text in place of its token."""
+        """Replace the token of each image by the image's own text; return the images, too."""
         if self.pictures is None:
             return rendered, []
         pieces = rendered.text.split(self.pictures.token)

@@ -40,7 +40,7 @@ class BagelDirectory(PublishedFormat):
         return is_published(folder)
 
     def config(self, folder: Path) -> dict[str, Any]:
-        """With BAGEL's image sizes, or those that an export has kept."""
+        """Return the sections, with BAGEL's image sizes or those that an export has stored."""
         exported = read_exported(folder)
         model: dict[str, Any] = {"type": "UnifiedModel", "pretrained": str(folder)}
         if "timestep_shift" in exported:
@@ -91,13 +91,13 @@ class Bagel(ConversationFamily):
         return flow_for(model, given, where=where)
 
     def target_groups(self, spec: Mapping[str, Any], batch: PackedBatch) -> Mapping[str, tuple[Tensor, Sequence[str]]]:
-        """Of the flow loss: quarters of the time step ``t``, after the shift; 1 is noise."""
+        """Group the targets of the flow loss by quarters of the time step ``t``, after the shift; 1 is noise."""
         raw = batch.timesteps[torch.isfinite(batch.timesteps)]
         t = training_timesteps(raw, float(spec.get("timestep_shift", 1.0)))
         return {"image": ((t * len(_QUARTERS)).long().clamp(max=len(_QUARTERS) - 1), _QUARTERS)}
 
     def chance_level(self, processor: Any) -> Mapping[str, float]:
-        """Of an image the mean square of noise minus latents of unit variance."""
+        """Add that of an image: the mean square of noise minus latents, both of unit variance."""
         return {**super().chance_level(processor), "image": 2.0}
 
     def inferencer(self, model: Any, processor: Any) -> InterleaveInferencer:

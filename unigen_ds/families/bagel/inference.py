@@ -41,8 +41,8 @@ from unigen_ds.inference.generated import (
     Size,
     in_order,
     pictures,
+    to_picture,
 )
-from unigen_ds.inference.generated import to_picture as to_picture
 from unigen_ds.inference.kv_cache import KVCache
 from unigen_ds.inference.sampling import Sampling
 from unigen_ds.models.flow import unpatchify_latent

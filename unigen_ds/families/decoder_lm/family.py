@@ -81,7 +81,7 @@ class Decoder(ConversationFamily):
     published = (TransformersDirectory(),)
 
     def processor(self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int) -> Processor:
-        """As of ``Family``. Raises ``ConfigError`` for what changes images: no record of this model has one."""
+        """Return the processor. Raises ``ConfigError`` for what changes images: no record of this model has one."""
         if without_effect := [key for key in _OF_IMAGES if given.get(key)]:
             raise ConfigError(
                 f"processor sets {', '.join(without_effect)}, and DecoderLM reads texts alone: no record has an image",

@@ -159,7 +159,7 @@ class DecoderLM(PretrainedModel):
 
     @cached_property
     def _row_flops(self) -> tuple[float, float]:
-        """Of a token in the layers, and of a target in the head."""
+        """Operations of a token in the layers, and of a target in the head."""
         token = linear_flops(self.model.layers, input_grad=trains(self.model.embed_tokens))
         return token, linear_flops(self.lm_head, input_grad=trains(self.model))
 

@@ -27,7 +27,7 @@ from unigen_ds.models.weights import Pretrained, read_json, stored_tensors
 ModelType = Literal["llama", "qwen2"]
 MODEL_TYPES: tuple[str, ...] = get_args(ModelType)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Whose angles depend on the position alone; of the others they depend on the longest document of the batch, too."""
+"""Kinds of rotary angles that depend on the position alone, not on the longest document of the batch."""
 _NOT_THE_MODELS = {"use_cache", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id"}
 """Keys of a config that no layer reads; the tokens are the tokenizer's."""
 
@@ -134,7 +134,7 @@ def transformers_config(llm: Mapping[str, Any], stored: Mapping[str, Any]) -> An
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """What ``transformers_config`` made, as values that make it again: the keys of this kind of model, set or not."""
+    """Return plain values from which ``transformers_config`` makes the same config again."""
     from transformers import PreTrainedConfig
 
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}

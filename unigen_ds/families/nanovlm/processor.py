@@ -91,7 +91,7 @@ class VLMProcessor(ChatProcessor):
 
     @property
     def fingerprint(self) -> str:
-        """As of ``ConversationProcessor``."""
+        """A digest of all that changes a plan (``ConversationProcessor.fingerprint``)."""
         # written as the tuple of these facts was when the tiling was one of them
         facts = f"('vlm-plan-1', {self.tokenizer.fingerprint!r}, {self.tiling.fingerprint}, {self.tokens_per_tile!r})"
         return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
@@ -183,7 +183,7 @@ class LoadedTiles:
     vit_patches: Tensor
 
     def place(self, builder: PackedBuilder, position: int) -> int:
-        """As of ``Loaded``."""
+        """Add the patches and tokens to a batch (``Loaded.place``)."""
         split, start, side = self.split, builder.num_tokens, builder.processor.vit_max_patches_per_side
         text = [i for i, token in enumerate(split.ids) if token != split.image_id]
         builder.add_text([split.ids[i] for i in text], [start + i for i in text])

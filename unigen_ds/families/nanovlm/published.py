@@ -93,7 +93,7 @@ def vlm_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nanovlm_sizes(model: Any) -> dict[str, Any]:
-    """What ``vlm_arguments`` reads of nanoVLM's ``config.json``, from a model."""
+    """Return the keys of nanoVLM's ``config.json`` that ``vlm_arguments`` reads, with the sizes of a model."""
     sizes = {theirs: model.llm_config[ours] for ours, theirs in _LLM.items()}
     sizes |= {theirs: model.vit_config[ours] for ours, theirs in _VIT.items()}
     return {**sizes, **_FIXED, "mp_pixel_shuffle_factor": model.connector.factor}
