@@ -12,8 +12,11 @@ last. The next merge deletes what a killed one left.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -175,9 +178,12 @@ def merge(
     split = _split(entries, form, max_shard_size)
     by_name = {entry.name: entry for entry in entries}
     shards = {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
+    needed = sum(map(form.size, shards.values()))
     try:
         with _staged(out) as staging:
-            written = _counted(shards, "writing", sum(map(form.size, shards.values())), progress)
+            if shutil.disk_usage(staging).free < needed:  # now, and not after hours of writing
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written = _counted(shards, "writing", needed, progress)
             for file, of_file in written.items():
                 write_output(staging, form.output(file, of_file))
             if split.is_sharded:
@@ -191,11 +197,11 @@ def merge(
     except OSError as error:
         raise CheckpointError(
             f"could not write {out}: {error}",
-            remedy=f"free disk space ({sum(map(form.size, shards.values())) / 2**20:,.1f} MiB are needed), fix the"
+            remedy=f"free disk space ({needed / 2**20:,.1f} MiB are needed), fix the"
             " permission, or name another folder; nothing was changed",
         ) from error
     files = [*shards, *([form.index] if split.is_sharded else [])]
-    return Merged(files, len(entries), sum(e.numel for e in entries), sum(map(form.size, shards.values())))
+    return Merged(files, len(entries), sum(e.numel for e in entries), needed)
 
 
 @dataclass(frozen=True)
