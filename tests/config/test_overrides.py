@@ -220,51 +220,6 @@ def test_none_of_mmengine_is_the_same_in_a_file_and_as_an_override(config_file: 
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        {"train_cfg.val_interval": 5, "val_dataloader.split": 0.2},
-        {"train_cfg.val_interval": 5},
-        {"train_cfg.by_epoch": False, "train_cfg.max_epochs": None, "train_cfg.max_iters": 9},
-        {"optim_wrapper.type": "AmpOptimWrapper", "optim_wrapper.dtype": "bfloat16"},
-        {"default_hooks.checkpoint.save_best": "auto", "val_dataloader.split": 0.2},
-        {"default_hooks.checkpoint.save_last": True, "default_hooks.param_scheduler.type": "ParamSchedulerHook"},
-        {"env_cfg.dist_cfg.timeout": 60, "env_cfg.dist_cfg.backend": "nccl", "env_cfg.cudnn_benchmark": False},
-        {"train_dataloader.sampler.type": "DefaultSampler", "train_dataloader.sampler.shuffle": True},
-        {"randomness.deterministic": False, "val_cfg.type": "ValLoop", "train_dataloader.persistent_workers": True},
-    ],
-    ids=lambda given: next(iter(given)),
-)
-def test_keys_of_mmengines_are_the_same_in_a_file_and_as_overrides(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
-) -> None:
-    """With the same lines in the log, in each order."""
-    lines: list[str] = []
-    monkeypatch.setattr("unigen_ds.runner.settings.tree.notice", lines.append)
-    a_base = TEXT.replace("import math", "").replace("math.sqrt(4.0)", "2.0").replace("val_dataloader = None", "")
-    config_file.write_text(a_base)
-    by_override = [load_config(config_file, dict(pairs)) for pairs in ([*given.items()], [*given.items()][::-1])]
-    noticed, lines[:] = [*lines], []
-    sections: dict[str, Any] = {}
-    for key, value in given.items():
-        *parents, last = key.split(".")
-        node = sections
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    written = "".join(f"{name} = {value!r}\n" for name, value in sections.items())
-    own = config_file.with_name("own.py")
-    own.write_text(f"_base_ = {config_file.name!r}\nwork_dir = {load_config(config_file).work_dir!r}\n{written}")
-    in_the_file = load_config(own)
-    assert [found.to_dict() for found in by_override] == [in_the_file.to_dict()] * 2
-    assert lines and sorted(map(_in_any_order, noticed)) == sorted(map(_in_any_order, [*lines, *lines]))
-
-
-def _in_any_order(line: str) -> str:
-    """A line in which the keys of a mapping may have another order."""
-    return "".join(sorted(line))
-
-
-@pytest.mark.parametrize(
     ("given", "message"),
     [
         ("randomness.deterministic=True", "write env.deterministic"),

@@ -19,7 +19,7 @@ from mmengine.config import Config, ConfigDict
 
 from unigen_ds.config.file import plain_names, read_file, shipped, unread_names
 from unigen_ds.config.registry import registered_name
-from unigen_ds.config.translation import Change, hint, is_setting, translate
+from unigen_ds.config.translation import Change, hint, translate
 from unigen_ds.core.errors import ConfigError, UnknownKey, close, suggestion
 
 
@@ -49,14 +49,14 @@ def config_path(name: str | Path) -> Path:
     path = Path(name)
     if path.suffix in (".py", ".yaml", ".yml", ".json") and path.exists():
         return path.resolve()
-    found = shipped()
-    if str(name) in found:
-        return found[str(name)]
+    configs = shipped()
+    if str(name) in configs:
+        return configs[str(name)]
     what = f"has the suffix {path.suffix!r}" if path.is_file() else "is neither a file nor a shipped config"
     raise ConfigError(
         f"config {str(name)!r} {what}",
-        allowed="a .py, .yaml or .json file, or one of " + ", ".join(found),
-        remedy=suggestion(path.stem, found),
+        allowed="a .py, .yaml or .json file, or one of " + ", ".join(configs),
+        remedy=suggestion(path.stem, configs),
     )
 
 
@@ -220,9 +220,9 @@ def top_problems(
     unread = unread_names(path) - plain if is_file else set()
     for name in sorted(unread & {*names}, key=names.index):
         meant = close(name, schema, cutoff=0.8)
-        if is_setting(name, schema):
+        if instead := hint(name, schema):
             problem = f"{name!r} at the top of the config has no effect"
-            advice = "nothing reads it there; " + (hint(name, schema) or "use it in the file, or delete it")
+            advice = f"nothing reads it there; {instead}"
             errors.append(UnknownKey(name, section="", valid=schema, hint=advice, problem=problem))
         elif meant:
             advice = f"did you mean '{meant}'? A helper variable of your own may begin with '_'"

@@ -172,13 +172,6 @@ FOREIGN = frozenset((
     "val_cfg", "val_evaluator", "test_cfg", "test_dataloader", "test_evaluator",
 ))  # fmt: skip
 """Sections of mmengine's that this project does not have."""
-SETTINGS = (
-    "batch_size", "accumulative_counts", "max_epochs", "max_iters", "max_updates", "max_tokens", "save_steps",
-    "save_total_limit", "lr", "betas", "weight_decay", "max_norm", "warmup_ratio", "seq_length", "max_length",
-    "dataloader_num_workers", "data_path", "precision", "optim_type", "log_every",
-)  # fmt: skip
-"""Names that xtuner's configs give their helper variables. At the top of a file they have an effect only where the file
-itself reads them."""
 
 
 # ---- advice ---------------------------------------------------------------------------------------------------------
@@ -198,11 +191,6 @@ def argument_hint(name: str) -> str | None:
     """The same of an argument of a component, which may have any name that a section of the config has."""
     key = KEYS.get(name)
     return key.advice if key is not None and name not in RENAMED else None
-
-
-def is_setting(name: str, schema: Mapping[str, Any]) -> bool:
-    """Whether a name at the top of a file is a setting of a section, or what another trainer calls one."""
-    return name in SETTINGS or hint(name, schema) is not None
 
 
 def _paths(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -234,7 +222,7 @@ def translate(config: dict[str, Any]) -> list[Change]:
     work.best()
     for path in sorted(KEYS, key=lambda path: -path.count(".")):  # a section after what is in it
         node, last = work.above(path)
-        if last in node and (path in FOREIGN or "." in path) and KEYS[path].ignores(node[last]):
+        if last in node and KEYS[path].ignores(node[last]):
             work.drop(path, KEYS[path].why)
     return work.changes
 

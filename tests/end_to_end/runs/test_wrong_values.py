@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.tiny import tiny_config
-from unigen_ds.config.translation import SETTINGS
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.runner import Runner
 
@@ -23,7 +22,7 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every key and every component of a list, at any depth."""
     inner = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, (list, tuple)) else ()
     for key, value in inner:
-        if path or key not in (*SETTINGS, "work_dir"):
+        if path or key != "work_dir":
             if isinstance(node, Mapping):
                 yield (*path, key)
             yield from places(value, (*path, key))

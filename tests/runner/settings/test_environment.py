@@ -119,12 +119,6 @@ def test_the_texts_of_a_png_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert expected == PngImagePlugin.MAX_TEXT_CHUNK
 
 
-@pytest.mark.parametrize(("key", "value"), [("matmul_precision", "tf32"), ("num_threads", 0), ("deterministic", 2)])
-def test_wrong_values(tmp_path: Path, key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"env.{key} is {value!r}"):
-        train(tmp_path, env={key: value})
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_bf16_on_a_device_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
