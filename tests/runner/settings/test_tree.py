@@ -20,8 +20,8 @@ from tools.train import main
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.file import read_file
 from unigen_ds.config.overrides import plain_values
+from unigen_ds.config.python_text import config_text
 from unigen_ds.config.registry import FAMILIES, MODELS, PACKERS
-from unigen_ds.config.text import config_text
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry, Ruler
 from unigen_ds.data.images.transforms import ImageTransform

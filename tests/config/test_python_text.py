@@ -10,7 +10,7 @@ import pytest
 
 from tests.tiny import tiny_config
 from unigen_ds.config.overrides import plain_values
-from unigen_ds.config.text import config_text
+from unigen_ds.config.python_text import config_text
 from unigen_ds.runner.settings.tree import Settings, load_config
 
 OWN = """
