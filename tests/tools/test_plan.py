@@ -10,7 +10,7 @@ import pytest
 from tests.end_to_end.engines.users import write_mixed
 from tests.tiny import tiny_config
 from tools.plan import main
-from unigen_ds.config.text import config_text
+from unigen_ds.config.python_text import config_text
 from unigen_ds.core.quantities import share, size
 
 

@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any
 
 from unigen_ds.config.overrides import plain_values, read
-from unigen_ds.config.text import is_name, python_text
+from unigen_ds.config.python_text import is_name, python_text
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.migration.commands import Command, Setting
 

@@ -23,8 +23,8 @@ from unigen_ds.checks.dry_run.first_batches import FirstBatches, Kind, MadeBatch
 from unigen_ds.checks.dry_run.machine_checks import launcher_results, slurm_results, time_limit_s
 from unigen_ds.checks.dry_run.rank_calls import Call, compare
 from unigen_ds.checks.dry_run.resources import num_kept, num_saves, seconds_of_update
+from unigen_ds.config.python_text import config_text
 from unigen_ds.config.registry import HOOKS
-from unigen_ds.config.text import config_text
 from unigen_ds.core.progress import Geometry, Ruler
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.save.checkpoint import CheckpointHook

@@ -24,7 +24,7 @@ from tests.processes import ROOT, Ended, forked_python, ranks, together
 from tests.tiny import tiny_config
 from tools import checkpoints, report, resume, train, zero_to_fp32
 from unigen_ds.checkpoint.store import Lineage, list_checkpoints
-from unigen_ds.config.text import config_text
+from unigen_ds.config.python_text import config_text
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model
 from unigen_ds.system.dist import free_port, launcher_environment

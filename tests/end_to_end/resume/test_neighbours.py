@@ -21,7 +21,7 @@ from tools.export import main as export
 from tools.train import main as train
 from tools.train import parser as train_parser
 from unigen_ds.config.overrides import parse_override
-from unigen_ds.config.text import config_text
+from unigen_ds.config.python_text import config_text
 from unigen_ds.core.errors import CheckpointError, ResumeBlocked, UnigenError
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model

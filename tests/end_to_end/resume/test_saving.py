@@ -22,8 +22,8 @@ from tests.tiny import tiny_config
 from tools.train import main
 from unigen_ds.checkpoint import manifest as manifest_module
 from unigen_ds.checkpoint import store
+from unigen_ds.config.python_text import config_text
 from unigen_ds.config.registry import HOOKS
-from unigen_ds.config.text import config_text
 from unigen_ds.core.errors import ConfigError, SaveError
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook

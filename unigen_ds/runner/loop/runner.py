@@ -16,8 +16,8 @@ from unigen_ds.checkpoint.consolidated import Form
 from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.checkpoint.home import WorkDirLock, claim, run_id, same
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.config.python_text import config_text
 from unigen_ds.config.section import Component
-from unigen_ds.config.text import config_text
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Progress
 from unigen_ds.data.batches.left_out import list_left_out

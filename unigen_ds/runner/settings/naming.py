@@ -73,7 +73,7 @@ def name_and_folder(settings: Settings, geometry: Geometry) -> Named:
     if template is None:
         return Named()
     template = NANOVLM if template == "nanovlm" else template
-    name = filled(template, settings, geometry, date=f"{datetime.now():%m%d-%H%M%S}")
+    name = name_from_template(template, settings, geometry, date=f"{datetime.now():%m%d-%H%M%S}")
     if PLACE not in folder:
         return Named(name)
     existing, why = _existing(folder, template, settings, geometry) if settings.resume else (None, None)
@@ -84,7 +84,7 @@ def name_and_folder(settings: Settings, geometry: Geometry) -> Named:
     return Named(match[1] if match else name, existing, why)
 
 
-def filled(
+def name_from_template(
     template: str, settings: Settings, geometry: Geometry, *, date: str = "", any_of: Collection[str] = ()
 ) -> str:
     """``template`` with the values of the settings, ``*`` for the fields ``any_of``. Raises ``ConfigError`` for another
@@ -140,7 +140,7 @@ def _existing(folder: str, template: str, settings: Settings, geometry: Geometry
     """The folder that a resume continues in (None: a new one), and a warning: see the table above."""
 
     def folders(fields: Collection[str]) -> list[str]:
-        wild = folder.replace(PLACE, filled(template, settings, geometry, any_of=fields))
+        wild = folder.replace(PLACE, name_from_template(template, settings, geometry, any_of=fields))
         return sorted(path for path in glob.glob(glob.escape(wild).replace("[*]", "*")) if Path(path).is_dir())
 
     named = settings.load_from if settings.resume is True else settings.resume if settings.resume != AUTO else None
@@ -153,7 +153,7 @@ def _existing(folder: str, template: str, settings: Settings, geometry: Geometry
         return max(candidates, key=_age), None
     resized = [path for path in folders(_RESIZED) if path in begun]
     likely = [path for path in resized if _same_run(Path(path), settings)]
-    name = filled(template, settings, geometry, date="<date>")
+    name = name_from_template(template, settings, geometry, date="<date>")
     if len(likely) == 1:
         return likely[0], (
             f"Resume: continued in {likely[0]}. No run is named {name}; this is the only one of the same template and"
