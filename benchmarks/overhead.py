@@ -68,7 +68,7 @@ class HandWritten:
         self.device = parts.backend.device
         self.max_norm: float = wrapper["clip_grad"]["max_norm"]
         self.accumulate: int = parts.geometry.accumulative_counts
-        self.loss_weights = dict(parts.loss_weights)
+        self.loss_weights = parts.settings.term_weights
         size = parts.geometry.global_batch_size
         self.rates = [
             [group["lr"] for group in parts.schedules.at(Progress(sequences=update * size))]
@@ -81,7 +81,7 @@ class HandWritten:
 
     def _load(self, settings: Settings, parts: Parts) -> Iterator[PackedBatch]:
         loader = settings.train_dataloader
-        data = build_data(settings, geometry=parts.geometry, ruler=parts.ruler)
+        data = build_data(settings, geometry=parts.geometry, ruler=parts.start.ruler)
         number = self.plan.total * parts.geometry.global_batch_size
         rows = [row for row, _ in islice(data.stream.rows(), number)]
         datasets, processor, seq_length = data.stream.datasets, data.processor, data.stream.seq_length
@@ -97,7 +97,7 @@ class HandWritten:
 
     def prepare(self, settings: Settings, parts: Parts) -> None:
         """Model and optimizer, with the same weights as ours."""
-        self.model = build_model(settings, parts.processor, seed=settings.seed)
+        self.model = build_model(settings, parts.start.data.processor, seed=settings.seed)
         groups = build_groups(settings, self.model.named_parameters())
         self.model.to(self.device).train()
         self.shard()

@@ -46,10 +46,10 @@ def verify(directory: Path) -> int:
     from unigen_ds.checkpoint import listing
 
     damaged = 0
-    for found in listing.find(directory):
-        problem = listing.problems(found)
+    for checkpoint in listing.find(directory):
+        problem = listing.problems(checkpoint)
         damaged += problem is not None
-        print(f"{found.path.name}  {problem or 'complete, every hash agrees'}", flush=True)
+        print(f"{checkpoint.path.name}  {problem or 'complete, every hash agrees'}", flush=True)
     return 1 if damaged else 0
 
 

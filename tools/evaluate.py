@@ -84,12 +84,12 @@ def compare(a: Path, b: Path) -> int:
     """Print the differences; 1 if some values are unlike."""
     from unigen_ds.evaluation.provenance import compare_files
 
-    found = compare_files(a, b)
-    for difference in found.differences:
+    comparison = compare_files(a, b)
+    for difference in comparison.differences:
         print(difference)
-    for refusal in found.refusals:
+    for refusal in comparison.refusals:
         print(f"not compared: {refusal}", file=sys.stderr)
-    return 1 if found.refusals else 0
+    return 1 if comparison.refusals else 0
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -124,15 +124,15 @@ def evaluate(arguments: argparse.Namespace) -> int:
     options = {name: getattr(arguments, name) for name in names}
     options["metrics"] = [metric(text) for text in arguments.metrics]
     options["generation"] = generation(arguments.generation)
-    found = library.evaluate(library.EvaluationSubject(arguments.model, **options, **source(arguments)))
-    status = 1 if found.failed else 0
+    evaluation = library.evaluate(library.EvaluationSubject(arguments.model, **options, **source(arguments)))
+    status = 1 if evaluation.failed else 0
     if not dist.is_main():
         return status
-    for result in found.results:
+    for result in evaluation.results:
         show(result.values)
     if arguments.out is not None:
-        write_results(arguments.out, found.results)
-    for name, why in found.failed.items():
+        write_results(arguments.out, evaluation.results)
+    for name, why in evaluation.failed.items():
         print(f"error: the metric {name} has no value: {why}", file=sys.stderr)
     return status
 
@@ -149,13 +149,15 @@ def benchmark(arguments: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = open_inferencer(arguments.model, device=device, dtype=dtype, raw=not arguments.ema, **source(arguments))
-    found = run_tasks(model, arguments.lmms_tasks.split(",") if arguments.lmms_tasks else TASKS, limit=arguments.limit)
+    results = run_tasks(
+        model, arguments.lmms_tasks.split(",") if arguments.lmms_tasks else TASKS, limit=arguments.limit
+    )
     if not dist.is_main():
         return 0
-    show({f"{task}/{name}": value for task, values in found.items() for name, value in values.items()})
+    show({f"{task}/{name}": value for task, values in results.items() for name, value in values.items()})
     if arguments.out is not None:
         step = {} if arguments.step is None else {"global_step": arguments.step}
-        content = {**step, "checkpoint": str(arguments.model), "results": found}
+        content = {**step, "checkpoint": str(arguments.model), "results": results}
         write_text_atomic(arguments.out, json.dumps(content, indent=1, default=str) + "\n")
     return 0
 
@@ -164,14 +166,14 @@ def generation(texts: Sequence[str]) -> dict[str, Any]:
     """``max_new_tokens=9 flow.num_timesteps=4`` as a mapping. Raises ``ConfigError``."""
     from unigen_ds.config.overrides import override_path, parse_override
 
-    found: dict[str, Any] = {}
-    for given in texts:
-        dotted, value = parse_override(given)
+    settings: dict[str, Any] = {}
+    for text in texts:
+        dotted, value = parse_override(text)
         *parents, last = override_path(dotted)
         if [*parents] not in ([], ["flow"]):
-            raise ConfigError(f"--generation {given}", allowed="KEY=VALUE, and flow.KEY=VALUE")
-        (found.setdefault("flow", {}) if parents else found)[last] = value
-    return found
+            raise ConfigError(f"--generation {text}", allowed="KEY=VALUE, and flow.KEY=VALUE")
+        (settings.setdefault("flow", {}) if parents else settings)[last] = value
+    return settings
 
 
 def metric(text: str) -> dict[str, Any]:

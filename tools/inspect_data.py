@@ -134,15 +134,15 @@ def _check_there(arguments: argparse.Namespace) -> None:
 def _range_of(arguments: argparse.Namespace, stream: SequenceStream) -> tuple[int, int]:
     """The sequences of the page: the given ones, or the first ones of the present data."""
     if arguments.sequences is not None:
-        given: tuple[int, int] = arguments.sequences
-        return given
+        sequences: tuple[int, int] = arguments.sequences
+        return sequences
     first = stream.phases[0].first_sequence or 0
     return first, first + (arguments.num or NUM_SEQUENCES)
 
 
 def newest_manifest(work_dir: Path) -> Manifest | None:
     """The manifest of the last committed checkpoint of a run, if it has one."""
-    manifests = [found.manifest for found in list_checkpoints(work_dir) if found.manifest is not None]
+    manifests = [checkpoint.manifest for checkpoint in list_checkpoints(work_dir) if checkpoint.manifest is not None]
     return manifests[-1] if manifests else None
 
 
@@ -168,13 +168,13 @@ def data_sections(name: str, options: Sequence[str]) -> dict[str, Any]:
         if not config.get("train_dataloader") or not config.get("model"):
             raise
         notice(str(error))
-    found = {key: config[key] for key in _SECTIONS if key in config}
+    sections = {key: config[key] for key in _SECTIONS if key in config}
     try:
-        import_custom(found)
+        import_custom(sections)
     except ConfigError as error:
         notice(str(error))
-        found.pop("custom_imports")
-    return found
+        sections.pop("custom_imports")
+    return sections
 
 
 def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Manifest | None) -> tuple[Settings, Data]:
@@ -199,13 +199,13 @@ def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Man
     return settings, data
 
 
-def write_html(settings: Settings, data: Data, out: Path, shown: tuple[int, int], config: str) -> dict[str, Any]:
+def write_html(settings: Settings, data: Data, out: Path, sequences: tuple[int, int], config: str) -> dict[str, Any]:
     """The page, with the sequences ``shown`` as the loader of the run makes them: each in a micro-batch of its own."""
     from unigen_ds.core.progress import Geometry
     from unigen_ds.report.data_page import DataPage, write_data_page
     from unigen_ds.runner.start.build import build_loader
 
-    stream, (first, stop), dataloader = data.stream, shown, settings.train_dataloader
+    stream, (first, stop), dataloader = data.stream, sequences, settings.train_dataloader
     loader = build_loader(dataloader, data, geometry=Geometry(1), dp_rank=0, cursor=stream.seek(first), workers=False)
     batches = [micro for (micro,) in islice(loader, stop - first)]
     loader.close()
@@ -271,9 +271,9 @@ def _check_line(
         return f"its sequences begin at {first}, the line before ends at {before['sequences'][1]}: some were {what}", 0
     ids = [draw.sample_id(names) for row, _ in islice(rows, stop - first) for draw in row]
     if sample_digest(ids) != line["digest"]:
-        shown = ", ".join(ids[:3])
-        found = f"the config results in {sample_digest(ids)} ({shown}, ...)"
-        return f"the ledger has digest {line['digest']}, {found}", len(ids)
+        first_ids = ", ".join(ids[:3])
+        present = f"the config results in {sample_digest(ids)} ({first_ids}, ...)"
+        return f"the ledger has digest {line['digest']}, {present}", len(ids)
     return None, len(ids)
 
 
@@ -283,15 +283,15 @@ def refused(data: Data, limit: float) -> list[str]:
     from unigen_ds.data.datasets.dataset import check_readable
     from unigen_ds.data.datasets.overflow import check_overflow
 
-    found = []
+    reasons = []
     for part in data.parts:
         unusable = partial(check_unusable, part.fitted, limit=limit)
         for check in (partial(check_readable, part.datasets), partial(check_overflow, part.fitted), unusable):
             try:
                 check(part.names)
             except DataError as error:
-                found.append(str(error))
-    return found
+                reasons.append(str(error))
+    return reasons
 
 
 def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
@@ -378,11 +378,11 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _measured(source: Mapping[str, Any]) -> tuple[str, str]:
     """The part of a streamed source that its numbers are of, and how exact those of an epoch are; else nothing."""
-    found = source.get("streamed")
-    if found is None or found["exact"]:
+    streamed = source.get("streamed")
+    if streamed is None or streamed["exact"]:
         return "", ""
-    names = found["measured"]["shards"]
-    return f" of shard {', '.join(names)} ({len(names):,} of {found['shards']:,})", "about "
+    names = streamed["measured"]["shards"]
+    return f" of shard {', '.join(names)} ({len(names):,} of {streamed['shards']:,})", "about "
 
 
 def _row(name: str, value: int, whole: int) -> str:

@@ -67,23 +67,23 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.checkpoint is not None:
         overrides |= {"resume": arguments.checkpoint, "load_from": None, "load_cfg": None}
     settings = load_settings(arguments.config, overrides)
-    found = inspect_resume(settings, world_size=arguments.world_size, verify=arguments.verify)
+    inspection = inspect_resume(settings, world_size=arguments.world_size, verify=arguments.verify)
     if arguments.json:
-        print(json.dumps(found.state_dict(), indent=1))
+        print(json.dumps(inspection.state_dict(), indent=1))
     else:
-        if found.why:
-            print(found.why)
-        print("\n".join(finding.finding_lines(found.findings)))
-        print("\n".join(finding.plans(found.geometries, found.memory)))
+        if inspection.why:
+            print(inspection.why)
+        print("\n".join(finding.finding_lines(inspection.findings)))
+        print("\n".join(finding.plans(inspection.geometries, inspection.memory)))
     if arguments.write_config:
         base = config_path(arguments.config)
-        write_config(settings, found, arguments.write_config, base=base, overrides=overrides)
+        write_config(settings, inspection, arguments.write_config, base=base, overrides=overrides)
         print(f"Written: {arguments.write_config}", file=sys.stderr)
-    if found.blocked:
+    if inspection.blocked:
         print("The resume is blocked: see above.", file=sys.stderr)
         return 3
     if arguments.run:
-        start(arguments, str(found.plan.checkpoint), world_size=found.geometry.dp_size)
+        start(arguments, str(inspection.plan.checkpoint), world_size=inspection.geometry.dp_size)
     return 0
 
 
@@ -91,15 +91,15 @@ def start(arguments: argparse.Namespace, checkpoint: str, *, world_size: int) ->
     """Replace this process by the training."""
     from unigen_ds.checks.resume import train_command
 
-    given = [arguments.config, "--resume", checkpoint]
+    words = [arguments.config, "--resume", checkpoint]
     if arguments.write_config:
-        given = [str(arguments.write_config)]
+        words = [str(arguments.write_config)]
     for flag in ("work_dir", "checkpoint_dir", "backend", "assume", "on_batch_change", "on_data_change"):
         if getattr(arguments, flag) is not None:
-            given += ["--" + flag.replace("_", "-"), getattr(arguments, flag)]
+            words += ["--" + flag.replace("_", "-"), getattr(arguments, flag)]
     if arguments.cfg_options and not arguments.write_config:
-        given += ["--cfg-options", *arguments.cfg_options]
-    command = train_command(given, world_size=world_size)
+        words += ["--cfg-options", *arguments.cfg_options]
+    command = train_command(words, world_size=world_size)
     print(shlex.join(command), file=sys.stderr, flush=True)
     os.execv(command[0], command)
 

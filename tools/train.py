@@ -167,12 +167,12 @@ def print_dry_run(arguments: argparse.Namespace, *, rank: int) -> int:
         return error.exit_status
     if results is None:  # rank 0 prints them
         return 0
-    found = any(result.status == "problem" for result in results)
+    problems = any(result.status == "problem" for result in results)
     if arguments.json:
-        print(json.dumps({"problems": found, "results": [vars(result) for result in results]}, indent=1))
+        print(json.dumps({"problems": problems, "results": [vars(result) for result in results]}, indent=1))
     else:
         print("\n".join(lines(results, title=f"Dry run of {arguments.config}")))
-    return int(found)
+    return int(problems)
 
 
 def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.tiny import tiny_config
+from unigen_ds.config.file import read_file
 from unigen_ds.config.overrides import plain_values
 from unigen_ds.config.python_text import config_text
 from unigen_ds.runner.settings.tree import Settings, load_config
@@ -58,3 +61,18 @@ def test_a_config_that_imports_classes_is_copied_with_what_it_needs(
     )
     assert ended.returncode == 0, ended.stderr
     assert all(name in ended.stdout for name in ("OwnDigits", "RegisteredHook", "ImportedHook"))
+
+
+def test_the_text_of_a_config_can_be_read_back(tmp_path: Path) -> None:
+    """Also where a key is a keyword of Python or no name at all, and where a number is infinite."""
+    given: dict[str, Any] = {
+        "loss_weights": {"class": 0.5, "value": 1.0, "a'b": 2},
+        "param_scheduler": [{"type": "LinearLR", "end": math.inf}],
+        "launcher": ("one",),
+        "train_cfg": {"max_epochs": 3, "nothing": None, "several\nlines": "a\nb" * 40},
+        "empty": [{}, [], ()],
+        "names": {"class": 1, "value": 2},
+    }
+    path = tmp_path / "config.py"
+    path.write_text(config_text(given), encoding="utf-8")
+    assert plain_values(read_file(path)) == given

@@ -37,10 +37,10 @@ def home_of(directory: Path) -> Path:
 
     Raises ``CheckpointError`` where the work dir names a folder that is not there.
     """
-    named = _line(directory / HINT)
-    if named is None:
+    line = _line(directory / HINT)
+    if line is None:
         return directory
-    home = Path(named)
+    home = Path(line)
     if not home.is_dir():
         raise CheckpointError(
             f"the checkpoints of {directory} are in {home}, as {directory / HINT} states, and there is no such folder",
@@ -59,8 +59,8 @@ def check_home(work_dir: Path, home: Path) -> None:
 
     Reads files only. Raises ``ConfigError``.
     """
-    named = _line(work_dir / HINT)
-    before = work_dir if named is None else Path(named)
+    line = _line(work_dir / HINT)
+    before = work_dir if line is None else Path(line)
     if not same(before, home) and (held := store.list_checkpoints(before)):
         where = "checkpoint_dir" if not same(work_dir, home) else "without a checkpoint_dir they would be"
         keep = "leave checkpoint_dir out" if same(before, work_dir) else f"--checkpoint-dir {before}"
@@ -69,7 +69,7 @@ def check_home(work_dir: Path, home: Path) -> None:
             remedy=f"{keep} to continue it; or first move all that is in {before} and belongs to checkpoints (their"
             f" folders, {store.HINT}, lineage.json) to {home}; or another --work-dir for another run",
         )
-    if named is not None and same(before, home) and not home.is_dir():
+    if line is not None and same(before, home) and not home.is_dir():
         raise ConfigError(
             f"the checkpoints of the run in {work_dir} were in {home}, and there is no such folder",
             remedy=f"restore it; or delete {work_dir / HINT} to begin without them",
@@ -101,20 +101,20 @@ def run_id(work_dir: Path) -> str:
     copy of the folder, and a resume into another one, are runs of their own. Called on rank 0, with the folder locked.
     """
     file, here = work_dir / RUN, str(work_dir.resolve())
-    found, folder = _recorded(file)
+    identifier, folder = _recorded(file)
     first = Path(folder) / RUN
-    known = re.fullmatch("[0-9a-f]{16}", found) is not None
-    copied = known and folder != here and _recorded(first)[0] == found and not first.samefile(file)
+    known = re.fullmatch("[0-9a-f]{16}", identifier) is not None
+    copied = known and folder != here and _recorded(first)[0] == identifier and not first.samefile(file)
     if copied or not known:
-        found = secrets.token_hex(8)
-    if _recorded(file) != (found, here):
-        write_text_atomic(file, f"{found}\n{here}\n")
-    return found
+        identifier = secrets.token_hex(8)
+    if _recorded(file) != (identifier, here):
+        write_text_atomic(file, f"{identifier}\n{here}\n")
+    return identifier
 
 
 def _recorded(file: Path) -> tuple[str, str]:
-    found, _, folder = (_line(file) or "").partition("\n")
-    return found, folder
+    identifier, _, folder = (_line(file) or "").partition("\n")
+    return identifier, folder
 
 
 def same(one: Path, other: Path) -> bool:
@@ -124,8 +124,8 @@ def same(one: Path, other: Path) -> bool:
 
 def _names(work_dir: Path, home: Path) -> bool:
     """Whether a work dir, which may have been deleted or moved, has its checkpoints in ``home``."""
-    named = _line(work_dir / HINT)
-    return named is not None and same(Path(named), home)
+    line = _line(work_dir / HINT)
+    return line is not None and same(Path(line), home)
 
 
 def _taken(home: Path, owner: Path, work_dir: Path) -> ConfigError:
@@ -212,10 +212,10 @@ class WorkDirLock:
         """Raises ``TrainingError`` where the folder is no longer the one that was locked."""
         held = os.fstat(self._stream.fileno())
         try:
-            found = (self._work_dir / FILE_NAME).stat()
+            present = (self._work_dir / FILE_NAME).stat()
         except OSError:
-            found = None
-        if found is None or (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
+            present = None
+        if present is None or (present.st_dev, present.st_ino) != (held.st_dev, held.st_ino):
             raise TrainingError(
                 f"{self._key} {self._work_dir} was moved or deleted during the run",
                 remedy="move it back: the next save then succeeds; from a deleted folder nothing can be"

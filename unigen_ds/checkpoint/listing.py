@@ -34,26 +34,25 @@ def find(directory: Path) -> list[Found]:
     directory = home_of(directory)
     if (directory / FILE_NAME).is_file() or store.is_checkpoint_name(directory.name):
         directory = directory.resolve()
-        return [found for found in store.list_checkpoints(directory.parent) if found.path == directory] or [
-            Found(directory, Manifest.read(directory), None)
-        ]
-    found = store.list_checkpoints(directory)
-    if not found:
+        listing = store.list_checkpoints(directory.parent)
+        return [one for one in listing if one.path == directory] or [Found(directory, Manifest.read(directory), None)]
+    checkpoints = store.list_checkpoints(directory)
+    if not checkpoints:
         raise CheckpointError(f"no checkpoint found in {directory}")
-    return found
+    return checkpoints
 
 
 def table(directory: Path) -> list[str]:
     """One line for each checkpoint, under a heading; sizes are compared, contents are not read."""
-    found = find(directory)
-    abandoned = Lineage.read(found[0].path.parent).abandoned
-    good = [f for f in found if f.problem is None and f.manifest and f.manifest.commit not in abandoned]
+    checkpoints = find(directory)
+    abandoned = Lineage.read(checkpoints[0].path.parent).abandoned
+    good = [f for f in checkpoints if f.problem is None and f.manifest and f.manifest.commit not in abandoned]
     newest = good[-1].path if good else None
     marks = _best_marks(newest)
-    rows = [COLUMNS, *(_row(f, abandoned=abandoned, newest=newest, marks=marks) for f in found)]
+    rows = [COLUMNS, *(_row(f, abandoned=abandoned, newest=newest, marks=marks) for f in checkpoints)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return lines + [f"{path}{mark}" for path, mark in marks.items() if path not in {f.path for f in found}]
+    return lines + [f"{path}{mark}" for path, mark in marks.items() if path not in {f.path for f in checkpoints}]
 
 
 def best(directory: Path) -> list[str]:
@@ -62,11 +61,11 @@ def best(directory: Path) -> list[str]:
     Raises ``CheckpointError`` where the run has none, or it is gone.
     """
     find(directory)
-    found = best_of(home_of(directory).resolve())
-    if found is None:
+    record = best_of(home_of(directory).resolve())
+    if record is None:
         remedy = "custom_hooks=[dict(type='EvaluateHook', save_best='val/loss')] keeps the best one"
         raise CheckpointError(f"no best checkpoint was recorded in {directory}", remedy=remedy)
-    path, chosen = found
+    path, chosen = record
     facts = {"best": path, "metric": f"{chosen.metric} ({chosen.rule} is better)", "value": repr(chosen.value)}
     return [f"{name.ljust(6)}  {value}" for name, value in {**facts, "update": chosen.updates}.items()]
 
@@ -76,19 +75,21 @@ def _best_marks(newest: Path | None) -> dict[Path, str]:
     if newest is None:
         return {}
     try:
-        found = best_of(newest)
+        record = best_of(newest)
     except CheckpointError as error:
         return {newest: f"; {error.problem}"}
-    return {} if found is None else {found[0]: f"; best: {found[1].metric} {found[1].value:.6g}"}
+    return {} if record is None else {record[0]: f"; best: {record[1].metric} {record[1].value:.6g}"}
 
 
-def _row(found: Found, *, abandoned: Sequence[int], newest: Path | None, marks: Mapping[Path, str]) -> tuple[str, ...]:
-    manifest = found.manifest
+def _row(
+    checkpoint: Found, *, abandoned: Sequence[int], newest: Path | None, marks: Mapping[Path, str]
+) -> tuple[str, ...]:
+    manifest = checkpoint.manifest
     if manifest is None:
-        return (found.path.name, *["-"] * (len(COLUMNS) - 2), str(found.problem))
-    state = ABANDONED if manifest.commit in abandoned else NEXT if found.path == newest else COMPLETE
+        return (checkpoint.path.name, *["-"] * (len(COLUMNS) - 2), str(checkpoint.problem))
+    state = ABANDONED if manifest.commit in abandoned else NEXT if checkpoint.path == newest else COMPLETE
     return (
-        found.path.name,
+        checkpoint.path.name,
         str(manifest.iteration),
         str(manifest.progress.updates),
         f"{_epoch(manifest):.2f}",
@@ -96,24 +97,24 @@ def _row(found: Found, *, abandoned: Sequence[int], newest: Path | None, marks: 
         size_text(sum(entry.size for entry in manifest.files)),
         manifest.created,
         manifest.parent or "-",
-        found.problem or state + marks.get(found.path, ""),
+        checkpoint.problem or state + marks.get(checkpoint.path, ""),
     )
 
 
-def problems(found: Found) -> str | None:
+def problems(checkpoint: Found) -> str | None:
     """What is wrong with a checkpoint, every byte read; None when nothing is."""
-    if found.problem is not None or found.manifest is None:
-        return found.problem
-    return store.verify(found.path, found.manifest, hashes=True)
+    if checkpoint.problem is not None or checkpoint.manifest is None:
+        return checkpoint.problem
+    return store.verify(checkpoint.path, checkpoint.manifest, hashes=True)
 
 
 def describe(directory: Path) -> list[str]:
     """The manifest of a checkpoint, or of the newest one of a work dir, as text."""
-    found = find(directory)
-    abandoned = Lineage.read(found[0].path.parent).abandoned
-    readable = [f for f in found if f.manifest is not None]
+    checkpoints = find(directory)
+    abandoned = Lineage.read(checkpoints[0].path.parent).abandoned
+    readable = [f for f in checkpoints if f.manifest is not None]
     if not readable:
-        raise CheckpointError(f"{found[-1].path}: {found[-1].problem}")
+        raise CheckpointError(f"{checkpoints[-1].path}: {checkpoints[-1].problem}")
     current = [f for f in readable if f.problem is None and f.manifest and f.manifest.commit not in abandoned]
     chosen = (current or readable)[-1]
     assert chosen.manifest is not None
@@ -122,10 +123,10 @@ def describe(directory: Path) -> list[str]:
     return [f"{name.ljust(width)}  {value}" for name, value in pairs]
 
 
-def _facts(found: Found, manifest: Manifest) -> Iterator[tuple[str, str]]:
+def _facts(checkpoint: Found, manifest: Manifest) -> Iterator[tuple[str, str]]:
     progress, loader = manifest.progress, manifest.loader
-    yield "checkpoint", str(found.path)
-    yield "state", found.problem or COMPLETE
+    yield "checkpoint", str(checkpoint.path)
+    yield "state", checkpoint.problem or COMPLETE
     yield "created", f"{manifest.created} as commit {manifest.commit}, after {manifest.parent or 'a fresh start'}"
     yield "iteration", f"{manifest.iteration} ({progress.updates} updates, {progress.skipped_updates} of them skipped)"
     yield "epoch", f"{_epoch(manifest):.4f} of {manifest.ruler.sequences_per_epoch:,} sequences each"

@@ -56,12 +56,12 @@ def _is_name(name: str) -> bool:
 
 def list_checkpoints(work_dir: Path) -> list[Found]:
     """Every candidate directory, oldest commit first; those without a valid manifest come first of all."""
-    found = []
+    checkpoints = []
     for path in sorted(work_dir.iterdir()) if work_dir.is_dir() else []:
         if not path.is_dir() or not is_checkpoint_name(path.name):
             continue
-        found.append(_look_at(path))
-    return sorted(found, key=lambda f: f.manifest.commit if f.manifest else -1)
+        checkpoints.append(_look_at(path))
+    return sorted(checkpoints, key=lambda f: f.manifest.commit if f.manifest else -1)
 
 
 def _look_at(path: Path) -> Found:
@@ -72,20 +72,18 @@ def _look_at(path: Path) -> Found:
         return Found(path, None, str(error))
 
 
-def missing(path: Path, given: str | None = None) -> CheckpointError:
+def missing(path: Path, name: str | None = None) -> CheckpointError:
     """The error for a path that does not exist, with the checkpoints of the run that it is of, if there are any."""
-    inside = [found.path for found in list_checkpoints(path.parent) if found.manifest is not None]
-    where = "" if given is None or given == str(path) else f" (looked at {path})"
+    inside = [checkpoint.path for checkpoint in list_checkpoints(path.parent) if checkpoint.manifest is not None]
+    where = "" if name is None or name == str(path) else f" (looked at {path})"
     if not inside:
         remedy = None if path.parent.is_dir() else f"{path.parent} does not exist either: name a checkpoint"
-        return CheckpointError(
-            f"checkpoint {given or path} does not exist{where}", remedy=remedy or "name a checkpoint"
-        )
-    shown = ", ".join(found.name for found in inside[-_MOST_SHOWN:])
+        return CheckpointError(f"checkpoint {name or path} does not exist{where}", remedy=remedy or "name a checkpoint")
+    names = ", ".join(checkpoint.name for checkpoint in inside[-_MOST_SHOWN:])
     older = f" and {len(inside) - _MOST_SHOWN} older ones" if len(inside) > _MOST_SHOWN else ""
     return CheckpointError(
-        f"checkpoint {given or path} does not exist{where}",
-        remedy=f"{path.parent} has {shown}{older}; older ones may have been deleted (CheckpointHook.max_keep_ckpts)",
+        f"checkpoint {name or path} does not exist{where}",
+        remedy=f"{path.parent} has {names}{older}; older ones may have been deleted (CheckpointHook.max_keep_ckpts)",
     )
 
 
@@ -101,9 +99,9 @@ def verified(
     Every reader of a checkpoint begins here. Raises ``CheckpointError`` naming the file that has changed. Of one in a
     ``listing`` the manifest has been read, and the sizes have been compared.
     """
-    found = next((found for found in listing if found.path == directory and found.manifest is not None), None)
-    if found is not None and found.manifest is not None:
-        manifest, problem = found.manifest, found.problem
+    checkpoint = next((one for one in listing if one.path == directory), None)
+    if checkpoint is not None and checkpoint.manifest is not None:
+        manifest, problem = checkpoint.manifest, checkpoint.problem
         problem = problem or (_changed_content(directory, manifest) if hashes else None)
     else:
         manifest = Manifest.read(directory)
@@ -150,18 +148,18 @@ def newest(
     """
     listing = list_checkpoints(work_dir) if listing is None else listing
     lineage = Lineage.read(work_dir)
-    rejected = [found for found in listing if found.manifest is None]
-    for found in reversed(listing):
-        if found.manifest is None:
+    rejected = [checkpoint for checkpoint in listing if checkpoint.manifest is None]
+    for checkpoint in reversed(listing):
+        if checkpoint.manifest is None:
             continue
-        problem = found.problem
-        if problem is None and found.manifest.commit in lineage.abandoned:
+        problem = checkpoint.problem
+        if problem is None and checkpoint.manifest.commit in lineage.abandoned:
             problem = "a later resume went back to an earlier checkpoint and abandoned it (name it to return to it)"
         if problem is None and hashes:
-            problem = _changed_content(found.path, found.manifest)
+            problem = _changed_content(checkpoint.path, checkpoint.manifest)
         if problem is None:
-            return found, rejected
-        rejected.append(Found(found.path, found.manifest, problem))
+            return checkpoint, rejected
+        rejected.append(Found(checkpoint.path, checkpoint.manifest, problem))
     outside = _outside(work_dir, lineage, nothing_found=not listing, hashes=hashes)
     if outside is not None and outside.problem is None:
         return outside, rejected
@@ -174,10 +172,10 @@ def _outside(work_dir: Path, lineage: Lineage, *, nothing_found: bool, hashes: b
     if lineage.start is None:
         gone = hint is not None and nothing_found
         return Found(Path(str(hint)), None, f"{HINT} names it, and it is not there") if gone else None
-    found = _look_at(Path(lineage.start))
-    if found.problem is None and found.manifest is not None and hashes:
-        return Found(found.path, found.manifest, _changed_content(found.path, found.manifest))
-    return found
+    checkpoint = _look_at(Path(lineage.start))
+    if checkpoint.problem is None and checkpoint.manifest is not None and hashes:
+        return Found(checkpoint.path, checkpoint.manifest, _changed_content(checkpoint.path, checkpoint.manifest))
+    return checkpoint
 
 
 def continued_lineage(work_dir: Path, checkpoint: Path, listing: Sequence[Found]) -> Lineage:

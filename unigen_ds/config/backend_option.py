@@ -13,9 +13,9 @@ _ENGINES = {"ddp": "fsdp:NO_SHARD", "fsdp2": "fsdp:FULL_SHARD", "fsdp1": "fsdp:F
 BACKEND_WORDS = "single, deepspeed[:zero1|zero2|zero3|...|FILE.json], fsdp[:FULL_SHARD|...]"
 
 
-def backend_hint(given: Any) -> str | None:
+def backend_hint(value: Any) -> str | None:
     """The ``--backend`` that ``zero2`` or ``full_shard`` probably means; None where it may be a user's own."""
-    text = given.strip().lower() if isinstance(given, str) else ""
+    text = value.strip().lower() if isinstance(value, str) else ""
     if re.fullmatch(r"zero_?-?[123](_offload)?", text):
         return "deepspeed:" + re.sub(r"zero_?-?", "zero", text)
     if text.upper() in _SHARDING:

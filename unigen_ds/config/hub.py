@@ -30,7 +30,7 @@ _SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
 _FILE_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".json", ".jsonl")
 
 
-def folder_of(given: str | Path, *, where: str, weights: bool = True, files: tuple[str, ...] = ()) -> Path:
+def folder_of(path_or_name: str | Path, *, where: str, weights: bool = True, files: tuple[str, ...] = ()) -> Path:
     """The folder that a user names: a path, or ``OWNER/NAME`` of the hub, with ``@REVISION`` for a branch, a tag or a
     commit. Of the hub its files are in the cache of transformers afterwards: downloaded if they are not there, unless
     ``HF_HUB_OFFLINE`` is set.
@@ -40,7 +40,7 @@ def folder_of(given: str | Path, *, where: str, weights: bool = True, files: tup
     none. ``files``: patterns of the files that are needed instead, below folders as well. Raises ``ConfigError`` where
     the hub or the cache has no such model.
     """
-    text = str(given)
+    text = str(path_or_name)
     name, _, revision = text.partition("@")
     path = Path(text).expanduser()
     if path.exists() or not is_hub_name(name) or text.endswith(_FILE_ENDINGS):
@@ -55,13 +55,13 @@ def download(name: str, *, where: str, weights: bool, revision: str | None = Non
     ``where``: begins the error. ``weights``, ``files``: as of ``folder_of``; never code. Raises ``ConfigError``.
     """
     if files:
-        found = _snapshot(name, revision, files, where=where, ignored=())
+        folder = _snapshot(name, revision, files, where=where, ignored=())
     else:
-        found = _snapshot(name, revision, (*_SMALL, *["*.safetensors"] * weights), where=where)
-    if weights and not files and not any(found.glob("*.safetensors")):
-        found = _snapshot(name, revision, (*_SMALL, "*.bin"), where=where)
-    logger().info("%s is of the hub: %s.", where, found)
-    return found
+        folder = _snapshot(name, revision, (*_SMALL, *["*.safetensors"] * weights), where=where)
+    if weights and not files and not any(folder.glob("*.safetensors")):
+        folder = _snapshot(name, revision, (*_SMALL, "*.bin"), where=where)
+    logger().info("%s is of the hub: %s.", where, folder)
+    return folder
 
 
 _AGAIN = ("consolidated*", "*/*")

@@ -49,14 +49,14 @@ def config_path(name: str | Path) -> Path:
     path = Path(name)
     if path.suffix in (".py", ".yaml", ".yml", ".json") and path.exists():
         return path.resolve()
-    found = shipped()
-    if str(name) in found:
-        return found[str(name)]
+    configs = shipped()
+    if str(name) in configs:
+        return configs[str(name)]
     what = f"has the suffix {path.suffix!r}" if path.is_file() else "is neither a file nor a shipped config"
     raise ConfigError(
         f"config {str(name)!r} {what}",
-        allowed="a .py, .yaml or .json file, or one of " + ", ".join(found),
-        remedy=suggestion(path.stem, found),
+        allowed="a .py, .yaml or .json file, or one of " + ", ".join(configs),
+        remedy=suggestion(path.stem, configs),
     )
 
 

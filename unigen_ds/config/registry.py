@@ -334,8 +334,8 @@ def checked(where: str | None = None) -> Callable[[_Called], _Called]:
 
         @functools.wraps(init)
         def checking(self: Any, *args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            check_arguments(init, given, where=where or type(self).__name__, provided=("self",))
+            values = dict(zip(names, args, strict=False)) | kwargs
+            check_arguments(init, values, where=where or type(self).__name__, provided=("self",))
             return init(self, *args, **kwargs)
 
         return cast(_Called, checking)

@@ -46,74 +46,74 @@ class Of:
     """A config's mapping -> the one that is meant; None: it is the same."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        found = core_schema.no_info_plain_validator_function(self._component)
-        return core_schema.nullable_schema(found) if type(None) in get_args(source) else found
+        schema = core_schema.no_info_plain_validator_function(self._component)
+        return core_schema.nullable_schema(schema) if type(None) in get_args(source) else schema
 
-    def _component(self, given: Any) -> Component:
-        if isinstance(given, Component):
-            return given
-        if self.problems(given, where=""):
+    def _component(self, config: Any) -> Component:
+        if isinstance(config, Component):
+            return config
+        if self.problems(config, where=""):
             raise PydanticCustomError("component", "not a component", {"of": self})
-        spec = self._typed(given)
-        cls, named = find(self.registry, spec, where=""), spec["type"] if "type" in given else None
-        return Component(cls, _arguments(cls, spec), named, registry=self.registry, provided=self.provided)
+        spec = self._typed(config)
+        cls, kind = find(self.registry, spec, where=""), spec["type"] if "type" in config else None
+        return Component(cls, _arguments(cls, spec), kind, registry=self.registry, provided=self.provided)
 
-    def _typed(self, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        spec = {"type": self.default, **given} if self.default else given
+    def _typed(self, config: Any) -> Any:
+        if not isinstance(config, Mapping):
+            return config
+        spec = {"type": self.default, **config} if self.default else config
         return spec if self.rewrite is None else self.rewrite(spec)
 
-    def problems(self, given: Any, *, where: str) -> list[ConfigError]:
+    def problems(self, config: Any, *, where: str) -> list[ConfigError]:
         """What is wrong with ``dict(type=..., **arguments)``."""
-        spec = self._typed(given)
+        spec = self._typed(config)
         if isinstance(spec, Mapping) and (both := sorted(set(self.provided) & set(spec))):
             problem = f"{where}.{both[0]} cannot be given here: it follows from the rest of the config"
             return [ConfigError(problem, remedy="leave it out")]
         return component_problems(self.registry, spec, where=where, provided=self.provided)
 
-    def completed(self, given: Any) -> Any:
+    def completed(self, config: Any) -> Any:
         """See ``Section.completed``."""
-        spec = self._typed(given)
+        spec = self._typed(config)
         if not isinstance(spec, Mapping):
-            return given
+            return config
         try:
             cls = find(self.registry, spec, where="")
         except ConfigError:
-            return given
-        given = {key: value for key, value in spec.items() if key != "type"}
-        found = {**Component(cls, provided=self.provided).plain(), **given}
-        parts = {key: nested(hint) for key, hint in argument_hints(cls).items() if key in found}
+            return config
+        config = {key: value for key, value in spec.items() if key != "type"}
+        values = {**Component(cls, provided=self.provided).plain(), **config}
+        parts = {key: nested(hint) for key, hint in argument_hints(cls).items() if key in values}
         return {
-            key: part.argument_completed(value, elsewhere=bool(given.get(part.rest_from)))
+            key: part.argument_completed(value, elsewhere=bool(config.get(part.rest_from)))
             if (part := parts.get(key)) is not None
             else value
-            for key, value in found.items()
+            for key, value in values.items()
         }
 
-    def argument_problems(self, given: Any, *, where: str, elsewhere: bool) -> list[ConfigError]:
+    def argument_problems(self, config: Any, *, where: str, elsewhere: bool) -> list[ConfigError]:
         """What is wrong with an argument; ``elsewhere``: another argument (``rest_from``) has what is left out."""
         if self.many:
-            each = enumerate(one_or_many(given))
+            each = enumerate(one_or_many(config))
             return [problem for i, one in each for problem in self.problems(one, where=f"{where}[{i}]")]
-        if elsewhere and "type" not in (given or {}):
+        if elsewhere and "type" not in (config or {}):
             return []
-        if given is None:
+        if config is None:
             return [ConfigError(f"{where} is not given", allowed="dict(type='...', ...)")] if self.rest_from else []
-        return self.problems(given, where=where)
+        return self.problems(config, where=where)
 
-    def argument_completed(self, given: Any, *, elsewhere: bool) -> Any:
+    def argument_completed(self, config: Any, *, elsewhere: bool) -> Any:
         """An argument with every default that does not depend on a file."""
         if self.many:
-            return [self.completed(one) for one in one_or_many(given)]
-        return given if given is None or elsewhere else self.completed(given)
+            return [self.completed(one) for one in one_or_many(config)]
+        return config if config is None or elsewhere else self.completed(config)
 
-    def argument_converted(self, given: Any) -> Any:
+    def argument_converted(self, config: Any) -> Any:
         """An argument with ``'1e-5'`` as a number where one is allowed."""
-        if "type" not in (spec := self._typed(given)):
-            return given
-        typed = _arguments(find(self.registry, spec, where=""), given)
-        return {**typed, **{key: given[key] for key in given if key == "type"}}
+        if "type" not in (spec := self._typed(config)):
+            return config
+        typed = _arguments(find(self.registry, spec, where=""), config)
+        return {**typed, **{key: config[key] for key in config if key == "type"}}
 
 
 def _arguments(cls: type, spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,61 +147,61 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _left_out(cls, given: Any) -> Any:
+    def _left_out(cls, config: Any) -> Any:
         """None is a section whose keys are all left out. A name that begins with an underscore is the user's own."""
-        if given is None:
+        if config is None:
             return {}
-        return _without_own(given) if isinstance(given, Mapping) else given
+        return _without_own(config) if isinstance(config, Mapping) else config
 
     @classmethod
-    def parse(cls, given: Any, *, where: str = "") -> Self:
+    def parse(cls, config: Any, *, where: str = "") -> Self:
         """Raises one ``ConfigError`` for all that is wrong."""
-        found, errors = cls.checked(given, where=where)
+        section, errors = cls.checked(config, where=where)
         raise_any(errors)
-        assert found is not None
-        return found
+        assert section is not None
+        return section
 
     @classmethod
     def checked(
-        cls, given: Any, *, where: str = "", whole: bool = True, missing: bool = True
+        cls, config: Any, *, where: str = "", whole: bool = True, missing: bool = True
     ) -> tuple[Self | None, list[ConfigError]]:
         """The section, or an error for each problem. Not ``whole``: keys and plain values alone.
 
         ``missing``: whether a required key that is left out is a problem.
         """
         try:
-            found = cls.model_validate(given)
+            section = cls.model_validate(config)
         except ValidationError as error:
             problems = [one for one in error.errors() if missing or one["type"] != "missing"]
-            return None, _explained(cls, given, problems, where, whole=whole)
-        for component, path in _components(found, where):
+            return None, _explained(cls, config, problems, where, whole=whole)
+        for component, path in _components(section, where):
             object.__setattr__(component, "where", path)  # just created, and not yet used elsewhere
-        return found, []
+        return section, []
 
     @classmethod
-    def filled(cls, given: Mapping[str, Any] | None, *, where: str) -> dict[str, Any]:
-        """Every key with its value: ``given``, else the default. Raises one ``ConfigError`` for all that is wrong."""
-        cls.parse(given, where=where)
-        found: dict[str, Any] = cls.completed(cls.argument_converted(given or {}))
-        return found
+    def filled(cls, config: Mapping[str, Any] | None, *, where: str) -> dict[str, Any]:
+        """Every key with its value, or the default. Raises one ``ConfigError`` for all that is wrong."""
+        cls.parse(config, where=where)
+        values: dict[str, Any] = cls.completed(cls.argument_converted(config or {}))
+        return values
 
     @classmethod
-    def argument_problems(cls, given: Any, *, where: str, elsewhere: bool) -> list[ConfigError]:
+    def argument_problems(cls, config: Any, *, where: str, elsewhere: bool) -> list[ConfigError]:
         """See ``Of``."""
-        if given is None and (elsewhere or cls.rest_from is None):
+        if config is None and (elsewhere or cls.rest_from is None):
             return []
-        return cls.checked(given, where=where, missing=not elsewhere)[1]
+        return cls.checked(config, where=where, missing=not elsewhere)[1]
 
     @classmethod
-    def argument_completed(cls, given: Any, *, elsewhere: bool) -> Any:
+    def argument_completed(cls, config: Any, *, elsewhere: bool) -> Any:
         """See ``Of``."""
-        return given if elsewhere or (given is None and cls.rest_from is None) else cls.completed(given)
+        return config if elsewhere or (config is None and cls.rest_from is None) else cls.completed(config)
 
     @classmethod
-    def argument_converted(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+    def argument_converted(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """See ``Of``; without a user's own names."""
         hints = {name: info.annotation for name, info in cls.model_fields.items()}
-        return {key: converted(value, hints.get(key, Any)) for key, value in _without_own(given).items()}
+        return {key: converted(value, hints.get(key, Any)) for key, value in _without_own(config).items()}
 
     @classmethod
     def is_several(cls, config: Any) -> bool:
@@ -218,32 +218,32 @@ class Section(BaseModel):
         return {name: plain(value) for name, value in self.items()}
 
     @classmethod
-    def completed(cls, given: Any) -> Any:
+    def completed(cls, config: Any) -> Any:
         """A config's plain values with the default of every key that is left out. Nothing is checked: what the section
         does not have stays as it is, so that a config of another version can be compared.
         """
-        if not isinstance(given, Mapping | None):
-            return given
-        if given is not None and cls.is_several(given):
-            return {name: None if one is None else cls.completed(one) for name, one in given.items()}
-        found = dict(given or {})
+        if not isinstance(config, Mapping | None):
+            return config
+        if config is not None and cls.is_several(config):
+            return {name: None if one is None else cls.completed(one) for name, one in config.items()}
+        values = dict(config or {})
         for name, info in cls.model_fields.items():
             part, many = part_of(info.annotation, info.metadata)
             default = None if info.is_required() else plain(info.get_default(call_default_factory=True))
-            value = found.get(name, default)
+            value = values.get(name, default)
             if isinstance(part, Of) and many:
                 value = [part.completed(one) for one in one_or_many(value)]
             elif isinstance(part, Of):
-                value = part.completed({} if value is None and name not in found and part.default else value)
+                value = part.completed({} if value is None and name not in values and part.default else value)
             elif part is not None and not many and (value is not None or type(None) not in get_args(info.annotation)):
                 value = part.completed(value)
-            found[name] = value
-        return found
+            values[name] = value
+        return values
 
 
-def _without_own(given: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    own = any(isinstance(key, str) and key.startswith("_") for key in given)
-    return {k: v for k, v in given.items() if not (isinstance(k, str) and k.startswith("_"))} if own else given
+def _without_own(config: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    own = any(isinstance(key, str) and key.startswith("_") for key in config)
+    return {k: v for k, v in config.items() if not (isinstance(k, str) and k.startswith("_"))} if own else config
 
 
 def _components(value: Any, path: str) -> Iterator[tuple[Component, str]]:
@@ -299,10 +299,10 @@ class SettingErrors(ValueError):
 
 
 def _explained(
-    cls: type[Section], given: Any, problems: Sequence[Any], where: str, *, whole: bool
+    cls: type[Section], config: Any, problems: Sequence[Any], where: str, *, whole: bool
 ) -> list[ConfigError]:
     """Pydantic's errors as ours, in the order of the config; a value that fails in several ways only once."""
-    found: dict[tuple[str, str], ConfigError] = {}
+    by_path: dict[tuple[str, str], ConfigError] = {}
     missing: list[str] = []
     members = {one["loc"][:-1] for one in problems if one["loc"] and isinstance(one["loc"][-1], int)}
     for one in problems:
@@ -310,21 +310,21 @@ def _explained(
             continue  # it has a member, whose own problem is reported
         if not whole and one["type"] in ("missing", "component", "value_error", "too_short"):
             continue
-        for path, problem in _explain(cls, given, one, where=where):
+        for path, problem in _explain(cls, config, one, where=where):
             if one["type"] == "missing":
                 missing.append(problem)
             else:
-                found.setdefault((path, str(problem)), problem)
-    errors = list(found.values())
+                by_path.setdefault((path, str(problem)), problem)
+    errors = list(by_path.values())
     if missing:
         remedy = "docs/configs.md describes every key"
         errors.insert(0, ConfigError(f"the config has no {', '.join(missing)}", remedy=remedy))
     return errors
 
 
-def _explain(root: type[Section], given: Any, one: Any, *, where: str) -> Iterator[tuple[str, Any]]:
+def _explain(root: type[Section], config: Any, one: Any, *, where: str) -> Iterator[tuple[str, Any]]:
     """(path, problem) of one of pydantic's errors; of a missing key its path instead of a problem."""
-    section, path, value = root, where, given
+    section, path, value = root, where, config
     info: FieldInfo | None = None
     hints: tuple[Any, Any] | None = None
     for number, step in enumerate(one["loc"], 1):

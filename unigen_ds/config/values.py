@@ -198,7 +198,7 @@ def argument_hints(cls: Any) -> dict[str, Any]:
     try:
         if dataclasses.is_dataclass(cls) and "__init__" in vars(cls):  # each field in the module that declares it
             return typing.get_type_hints(cls, include_extras=True)
-        found = cls.__init__ if isinstance(cls, type) else cls  # type: ignore[misc]
-        return typing.get_type_hints(found, include_extras=True)
+        function = cls.__init__ if isinstance(cls, type) else cls  # type: ignore[misc]
+        return typing.get_type_hints(function, include_extras=True)
     except Exception:  # a name that only a type checker imports, or anything else in a user's annotations
         return {}

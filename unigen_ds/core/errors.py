@@ -132,16 +132,16 @@ def raise_any(errors: Sequence[ConfigError]) -> None:
         raise several(errors) from errors[0].__cause__
 
 
-def close(given: str, valid: Iterable[str], *, cutoff: float = 0.7) -> str | None:
-    """The one of ``valid`` that ``given`` is probably meant to be, whatever the case of its letters."""
+def close(name: str, valid: Iterable[str], *, cutoff: float = 0.7) -> str | None:
+    """The one of ``valid`` that ``name`` is probably meant to be, whatever the case of its letters."""
     names = {name.lower(): name for name in sorted(map(str, valid), reverse=True)}
-    found = difflib.get_close_matches(str(given).lower(), names, n=1, cutoff=cutoff)
-    return names[found[0]] if found else None
+    matches = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=cutoff)
+    return names[matches[0]] if matches else None
 
 
-def suggestion(given: str, valid: Iterable[str]) -> str | None:
+def suggestion(name: str, valid: Iterable[str]) -> str | None:
     """``"did you mean 'x'?"`` where a valid name is close; for an error that lists what is allowed."""
-    near = close(given, valid)
+    near = close(name, valid)
     return f"did you mean '{near}'?" if near else None
 
 
@@ -151,7 +151,7 @@ def valid_names(valid: Iterable[str]) -> str:
     return "valid: " + ", ".join(names) if names else "leave it out: no key is valid there"
 
 
-def nearest(given: str, valid: Iterable[str]) -> str:
+def nearest(name: str, valid: Iterable[str]) -> str:
     """Return ``"did you mean 'x'?"`` for a valid name that is close, or the sorted list of names when none is."""
     names = sorted(map(str, valid))
-    return suggestion(given, names) or valid_names(names)
+    return suggestion(name, names) or valid_names(names)

@@ -37,18 +37,18 @@ class Misfit:
         return "; ".join(f"{kind}: {first_names(names)}" for kind, names in kinds.items() if names)
 
 
-def misfit(stored: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Misfit:
+def misfit(stored: Mapping[str, Shape], own: Mapping[str, Shape]) -> Misfit:
     """Compare by name. Where only numbers of elements are known, the shape is ``(numel,)`` on both sides."""
     return Misfit(
-        missing=[name for name in wanted if name not in stored],
-        unexpected=[name for name in stored if name not in wanted],
-        reshaped={n: (stored[n], wanted[n]) for n in wanted if n in stored and stored[n] != wanted[n]},
+        missing=[name for name in own if name not in stored],
+        unexpected=[name for name in stored if name not in own],
+        reshaped={n: (stored[n], own[n]) for n in own if n in stored and stored[n] != own[n]},
     )
 
 
-def refuse_misfit(where: object, *found: Misfit, **of_kind: Misfit) -> None:
+def refuse_misfit(where: object, *misfits: Misfit, **of_kind: Misfit) -> None:
     """Raise ``CheckpointError`` naming all that differs; ``of_kind``: of the optimizer's state and the like."""
-    texts = [str(each) for each in found if each]
+    texts = [str(each) for each in misfits if each]
     texts += [f"of {kind}: {each}" for kind, each in of_kind.items() if each]
     if texts:
         raise CheckpointError(f"{where} does not fit the model: {'; '.join(texts)}")

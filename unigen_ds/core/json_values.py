@@ -33,19 +33,19 @@ def member_names(members: Sequence[Any]) -> list[str]:
     """What each member of a list is called where lists are compared: a component by its type and name, wherever it is,
     anything else by its index. A name that occurs again is numbered.
     """
-    found: list[str] = []
+    names: list[str] = []
     for index, member in enumerate(members):
         parts = [member.get("type"), member.get("name")] if isinstance(member, Mapping) else []
         name = ":".join(str(part) for part in parts if part) or str(index)
-        again = sum(one.partition("#")[0] == name for one in found)
-        found.append(f"{name}#{again + 1}" if again else name)
-    return found
+        again = sum(one.partition("#")[0] == name for one in names)
+        names.append(f"{name}#{again + 1}" if again else name)
+    return names
 
 
 def stored_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file beside weights; {} for another value. Raises ``CheckpointError`` for a damaged one."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

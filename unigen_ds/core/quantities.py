@@ -24,39 +24,39 @@ def size(text: str) -> int:
     digits = text.strip().rstrip("BbGgIiKkMmTt ")
     unit = text.strip()[len(digits) :].strip().upper()
     try:
-        found = round(float(digits) * UNITS[unit])
+        nbytes = round(float(digits) * UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        found = -1
-    if found < 0:
+        nbytes = -1
+    if nbytes < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: 80GiB, 24GB, 512MiB, or a number of bytes")
-    return found
+    return nbytes
 
 
 def memory(text: str) -> int:
     """The same, of a device or a machine."""
-    found = size(text)
-    if found < LEAST_MEMORY:
-        raise argparse.ArgumentTypeError(f"{text!r} is {found} bytes; allowed: 1MiB or more: 80GiB, 24GB, 512MiB")
-    return found
+    nbytes = size(text)
+    if nbytes < LEAST_MEMORY:
+        raise argparse.ArgumentTypeError(f"{text!r} is {nbytes} bytes; allowed: 1MiB or more: 80GiB, 24GB, 512MiB")
+    return nbytes
 
 
 def share(text: str) -> float:
     """``5%`` -> 0.05."""
     try:
-        found = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
+        value = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        found = -1.0
-    if not 0 <= found < 1:
+        value = -1.0
+    if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no share: 5%, or a number from 0 to below 1")
-    return found
+    return value
 
 
 def share_above_zero(text: str) -> float:
     """The same, of something that is divided by it."""
-    found = share(text)
-    if not found:
+    value = share(text)
+    if not value:
         raise argparse.ArgumentTypeError(f"{text!r}; allowed: a share above 0: 40%")
-    return found
+    return value
 
 
 def positive(text: str) -> int:
@@ -69,9 +69,9 @@ def positive(text: str) -> int:
 def above_zero(text: str) -> float:
     """A number above 0."""
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
+        value = 0.0
+    if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r}; allowed: a number above 0")
-    return found
+    return value

@@ -59,10 +59,10 @@ def _not_known(finding: Finding) -> Finding:
 
 def check_checkpoint(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     size = sum(entry.size for entry in manifest.files)
-    found = f"{len(manifest.files)} files, {size / 2**20:,.1f} MiB, " + (
+    content = f"{len(manifest.files)} files, {size / 2**20:,.1f} MiB, " + (
         "every byte compared" if proposal.hashed else "sizes compared"
     )
-    yield Finding("checkpoint.complete", "ok", "complete", found, guide=1)
+    yield Finding("checkpoint.complete", "ok", "complete", content, guide=1)
     yield Finding(
         "resume.mode",
         "ok",
@@ -187,14 +187,14 @@ def _position(manifest: Manifest, geometry: Geometry, end: float) -> str:
 def learning_rates(manifest: Manifest, schedules: Schedules) -> list[tuple[float, dict[str, float]]]:
     """(position in epochs, learning rate by group) now and at ``POINTS_AHEAD`` points up to the end."""
     progress, end = manifest.progress, schedules.total_sequences
-    found = []
+    rates_ahead = []
     for k in range(POINTS_AHEAD + 1):
         sequences = progress.sequences + max(0.0, end - progress.sequences) * k / POINTS_AHEAD
         grown = sequences / progress.sequences if progress.sequences else 1.0
         there = Progress(int(sequences), int(progress.samples * grown), int(progress.tokens * grown))
         rates = {group["name"]: group["lr"] for group in schedules.at(there)}
-        found.append((sequences / manifest.ruler.sequences_per_epoch, rates))
-    return found
+        rates_ahead.append((sequences / manifest.ruler.sequences_per_epoch, rates))
+    return rates_ahead
 
 
 def check_learning_rate(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:

@@ -58,10 +58,10 @@ def other_model(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[st
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> size: as given; where nothing is given, as the model was built."""
     built = (config.get(BUILT) or {}).get("model")
-    found = {**dict(_leaves(built, "model")), **dict(_leaves(config.get("model"), "model"))}
-    found |= dict(_leaves(config.get("lora"), "lora"))
+    sizes = {**dict(_leaves(built, "model")), **dict(_leaves(config.get("model"), "model"))}
+    sizes |= dict(_leaves(config.get("lora"), "lora"))
     # transformers 5 writes rope_theta into rope_parameters, transformers 4 beside the other sizes
-    return {key.replace("rope_parameters.rope_theta", "rope_theta"): v for key, v in found.items() if _is_size(key)}
+    return {key.replace("rope_parameters.rope_theta", "rope_theta"): v for key, v in sizes.items() if _is_size(key)}
 
 
 def edited_settings(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
@@ -180,9 +180,9 @@ def _groups(parameters: Sequence[Mapping[str, Any]]) -> str:
 
 def other_shapes(stored: Sequence[Mapping[str, Any]], parameters: Sequence[Mapping[str, Any]]) -> list[str]:
     """Parameters that are new, gone or reshaped, in words."""
-    found = misfit(_shapes(stored), _shapes(parameters))
-    words = [f"{name} is new" for name in found.missing] + [f"{name} is gone" for name in found.unexpected]
-    return words + [f"{name} was {[*was]} and is {[*now]}" for name, (was, now) in found.reshaped.items()]
+    differences = misfit(_shapes(stored), _shapes(parameters))
+    words = [f"{name} is new" for name in differences.missing] + [f"{name} is gone" for name in differences.unexpected]
+    return words + [f"{name} was {[*was]} and is {[*now]}" for name, (was, now) in differences.reshaped.items()]
 
 
 def _shapes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Shape]:

@@ -38,11 +38,11 @@ def nearest_totals(total: int, dp_size: int) -> list[int]:
 
 def geometries_text(total: int, dp_size: int, *, most: int = 8) -> str:
     """The remedy for a wrong effective batch: the splits that restore it, or the nearest possible batches."""
-    found = equal_geometries(total, dp_size)
-    if found:
-        shown = ", ".join(f"{g.batch_size} x {g.accumulative_counts}" for g in found[:most])
-        more = f" ... ({len(found)} in all)" if len(found) > most else ""
-        return f"batch_size x accumulative_counts that keep {total} on {dp_size} process(es): {shown}{more}"
+    geometries = equal_geometries(total, dp_size)
+    if geometries:
+        first = ", ".join(f"{g.batch_size} x {g.accumulative_counts}" for g in geometries[:most])
+        more = f" ... ({len(geometries)} in all)" if len(geometries) > most else ""
+        return f"batch_size x accumulative_counts that keep {total} on {dp_size} process(es): {first}{more}"
     nearest = " and ".join(map(str, nearest_totals(total, dp_size)))
     return (
         f"{total} cannot be split over {dp_size} processes; the nearest effective batches are {nearest}, with"

@@ -118,17 +118,17 @@ def _plan(
         )
     allowed = load_cfg or LoadSettings()
     if listing and not resume:
-        names = ", ".join(found.path.name for found in listing[-3:])
+        names = ", ".join(checkpoint.path.name for checkpoint in listing[-3:])
         raise ConfigError(
             f"{work_dir} already holds checkpoints ({names}) but resume was not asked for",
             remedy="--resume continues that run; --work-dir NEW starts another one in its own folder",
         )
-    named = resume if isinstance(resume, str) else load_from
-    if named is None:
+    name = resume if isinstance(resume, str) else load_from
+    if name is None:
         return _newest(work_dir, listing, hashes=hashes) if resume else ResumePlan("fresh")
     if not resume:
-        named = str(folder_of(named, where="load_from"))
-    path = checkpoint_directory(named)
+        name = str(folder_of(name, where="load_from"))
+    path = checkpoint_directory(name)
     if (path / FILE_NAME).is_file():
         manifest = store.verified(path, hashes=hashes, listing=listing)
     elif path.is_dir() and (inside := listing if same(path, work_dir) else store.list_checkpoints(path)):
@@ -156,20 +156,20 @@ def _plan(
 
 
 def _newest(work_dir: Path, listing: Sequence[store.Found], *, hashes: bool) -> ResumePlan:
-    found, rejected = store.newest(work_dir, hashes=hashes, listing=listing)
+    checkpoint, rejected = store.newest(work_dir, hashes=hashes, listing=listing)
     messages = [f"{NOT_RESUMED} {r.path}: {r.problem}" for r in rejected]
-    if found is None and rejected:
+    if checkpoint is None and rejected:
         raise CheckpointError(
             f"{work_dir} holds {len(rejected)} checkpoint(s) and none is usable: " + "; ".join(messages),
             remedy="repair them, name the one to resume from with --resume CKPT, or remove them; a run never starts"
             " from scratch without a message",
         )
-    messages += _lost(work_dir, found)
-    if found is None:
+    messages += _lost(work_dir, checkpoint)
+    if checkpoint is None:
         fresh = f"No checkpoint found in {work_dir}: training starts from scratch."
         return ResumePlan("fresh", messages=(*messages, fresh))
-    messages.append(f"Auto resumed from the latest checkpoint {found.path}.")
-    return ResumePlan("resume", found.path, found.manifest, tuple(messages))
+    messages.append(f"Auto resumed from the latest checkpoint {checkpoint.path}.")
+    return ResumePlan("resume", checkpoint.path, checkpoint.manifest, tuple(messages))
 
 
 def _lost(work_dir: Path, newest: store.Found | None) -> list[str]:
@@ -188,13 +188,13 @@ def _lost(work_dir: Path, newest: store.Found | None) -> list[str]:
     ]
 
 
-def checkpoint_directory(given: str) -> Path:
+def checkpoint_directory(text: str) -> Path:
     """The checkpoint that a path means: itself, the one a file inside it belongs to, another trainer's, or a file of
     weights; or the folder of a run.
     """
-    path = Path(given).expanduser().resolve()
+    path = Path(text).expanduser().resolve()
     if not path.exists():
-        raise store.missing(path, given)
+        raise store.missing(path, text)
     path = home_of(path)
     if path.name.startswith(store.NOT_FINITE):
         raise CheckpointError(
@@ -204,11 +204,11 @@ def checkpoint_directory(given: str) -> Path:
     whole = store.STAGING not in path.name and not path.name.endswith(store.DELETING)
     if whole and (path / FILE_NAME).is_file():
         return path
-    found = locate(path) if whole else path
+    location = locate(path) if whole else path
     inside = [each.path.name for each in store.list_checkpoints(path)] if path.is_dir() else []
-    hinted = found in [path / name for name in inside]  # by our own hint file, which a resume without a name uses
-    if whole and not hinted and ((found / FILE_NAME).is_file() or foreign.is_known(found)):
-        return found
+    hinted = location in [path / name for name in inside]  # by our own hint file, which a resume without a name uses
+    if whole and not hinted and ((location / FILE_NAME).is_file() or foreign.is_known(location)):
+        return location
     if inside:
         return path
     if path.is_dir():

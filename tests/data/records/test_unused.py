@@ -186,7 +186,7 @@ def test_a_source_without_a_readable_image_is_skipped_and_its_group_named(tmp_pa
     texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "this is one"}] * 4)
     dataset = [made["train_dataloader"]["dataset"], {"type": "UnifiedGenerationDataset", "data_path": str(texts)}]
     made["train_dataloader"]["dataset"] = dataset
-    assert Runner.from_cfg(made)._parts.source_names == ("texts",)
+    assert Runner.from_cfg(made)._parts.start.data.stream.names == ("texts",)
     log = (tmp_path / "run" / "train.log").read_text()
     assert "data set drawn is skipped (on_error='skip'): drawn: none of its 4 images can be read" in log
     made["train_dataloader"]["dataset"] = [{**one, "group": group} for one, group in zip(dataset, "ab", strict=True)]

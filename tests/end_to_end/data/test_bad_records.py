@@ -122,7 +122,7 @@ def test_the_choice_changes_no_good_data_and_bad_records_may_be_appended(tmp_pat
         Runner.from_cfg(config(tmp_path, "run", train_dataloader__dataset__on_record_error=one), max_updates=3)
         for one in ("error", "skip")
     ]
-    first, second = (runner._parts.data_identity for runner in either)
+    first, second = (runner._parts.start.data.stream.identity for runner in either)
     assert first == second
     either[0].train()
     assert not (tmp_path / "run" / "left_out.jsonl").exists()
@@ -167,7 +167,7 @@ def test_an_image_that_was_repaired_is_read_at_the_next_start(tmp_path: Path) ->
         return Runner.from_cfg(tiny_config(tmp_path / name, root, **settings), max_updates=more.get("resume", 0) + 1)
 
     def unreadable(runner: Runner) -> int:
-        return int((runner._parts.datasets[0].counts().unreadable > 0).sum())
+        return int((runner._parts.start.data.stream.sources[0].counts().unreadable > 0).sum())
 
     run = started("run")
     broken = unreadable(run)

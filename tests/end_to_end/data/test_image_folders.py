@@ -43,7 +43,7 @@ def config(folder: Path, **overrides: Any) -> Any:
 
 
 def identity(runner: Runner) -> str:
-    return str(runner._parts.data_identity["fingerprint"])
+    return str(runner._parts.start.data.stream.identity["fingerprint"])
 
 
 def greys(kept: KeepBatches) -> list[float]:

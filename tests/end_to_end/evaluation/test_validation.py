@@ -481,7 +481,7 @@ def test_the_data_without_a_share_is_what_it_was(tmp_path: Path) -> None:
     """The fingerprint that every older checkpoint has."""
     run = text_run(tmp_path)
     assert not run.validation
-    assert "validation" not in run._parts.data_identity["facts"]
+    assert "validation" not in run._parts.start.data.stream.identity["facts"]
 
 
 # --- the settings -----------------------------------------------------------------------------------------------------

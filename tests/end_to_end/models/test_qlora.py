@@ -40,7 +40,7 @@ def trained(folder: Path, source: Path, **more: Any) -> Runner:
 
 
 def hidden(runner: Runner, model: Any) -> Tensor:
-    batch = next(iter(runner._parts.loader_at(runner.geometry, runner._parts.cursor)))[0].batch
+    batch = next(iter(runner._parts.loader_at(runner.geometry, runner._parts.start.cursor)))[0].batch
     noise = torch.linspace(-1, 1, batch.flow_noise.numel()).view(batch.flow_noise.shape)
     with torch.no_grad():
         states, _ = model.eval().hidden_states(batch, noise, torch.full(batch.timesteps.shape, 0.5))

@@ -28,7 +28,7 @@ from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import vlm_arguments
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.naming import NANOVLM as TEMPLATE
-from unigen_ds.runner.settings.naming import filled
+from unigen_ds.runner.settings.naming import name_from_template
 from unigen_ds.runner.settings.tree import ModelSettings, Settings, load_config
 from unigen_ds.runner.start.build import build_geometry, build_groups, build_processor
 from unigen_ds.system.journals import read_lines
@@ -248,7 +248,7 @@ def test_the_recipe_has_nanovlms_numbers(tmp_path) -> None:
     parts = {"vit": "google/siglip2-base-patch16-512", "llm": "HuggingFaceTB/SmolLM2-360M-Instruct"}
     given = load_config("nanovlm_460m", {"model.pretrained": parts, "model.vit": None, "model.llm": None})
     named = Settings.from_config(given)
-    assert filled(TEMPLATE, named, build_geometry(named, dp_size=8), date="1229-143022") == NAME
+    assert name_from_template(TEMPLATE, named, build_geometry(named, dp_size=8), date="1229-143022") == NAME
     with torch.device("meta"):
         model = settings.model.build()
     named = dict(model.named_parameters())

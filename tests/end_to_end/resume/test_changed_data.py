@@ -46,7 +46,7 @@ def test_a_change_in_place_in_a_large_file_is_noticed(tmp_path: Path) -> None:
         Runner.from_cfg(text_config(tmp_path, resume=True))
     path.write_bytes(content)
     again = Runner.from_cfg(text_config(tmp_path, resume=True), max_updates=3)
-    assert again._parts.data_identity["fingerprint"] == manifest["loader"]["fingerprint"]
+    assert again._parts.start.data.stream.identity["fingerprint"] == manifest["loader"]["fingerprint"]
     again.train()
 
 

@@ -17,7 +17,7 @@ from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings.naming import NANOVLM, filled
+from unigen_ds.runner.settings.naming import NANOVLM, name_from_template
 from unigen_ds.runner.settings.tree import Settings
 
 
@@ -48,15 +48,15 @@ def test_nanovlms_name(tmp_path: Path, digits: Path) -> None:
     weights = {"vit": "google/siglip2-base-patch16-512", "llm": "HuggingFaceTB/SmolLM2-360M-Instruct"}
     model: Any = Part("VLM", {"pretrained": weights})
     settings = settings.model_copy(update={"model": model, "processor": {"max_image_size": 2048}})
-    found = filled(NANOVLM, settings, Geometry(2, 8, 8), date="1229-143022")
+    found = name_from_template(NANOVLM, settings, Geometry(2, 8, 8), date="1229-143022")
     assert found == (
         "nanoVLM_siglip2-base-patch16-512_2048_mp4_SmolLM2-360M-Instruct_8xGPU_bs128_40000"
         "_lr_vision_5e-05-language_5e-05-0.00512_1229-143022"
     )
-    rates = filled("{group_lrs}", settings, Geometry(2))
+    rates = name_from_template("{group_lrs}", settings, Geometry(2))
     assert rates == "vision_5e-05-language_5e-05-0.00512"
     with pytest.raises(ConfigError, match=r"visualizer\.run_name has size\. Allowed: fields model"):
-        filled("{size}", settings, Geometry(2), date="")
+        name_from_template("{size}", settings, Geometry(2), date="")
 
 
 def test_a_folder_for_each_run_that_a_resume_finds_again(tmp_path: Path, digits: Path) -> None:

@@ -92,9 +92,9 @@ def check_trackers(known: Known) -> Iterator[Checked]:
     """Packages and keys of log writers; no server is asked."""
     for component in Visualizer.parse(known.given.get("visualizer") or {}).vis_backends:
         writer = component.build()
-        found = [*getattr(writer, "lacks", list)()]
-        yield from (result for error in found for result in problems_of(error))
-        if not found:
+        errors = [*getattr(writer, "lacks", list)()]
+        yield from (result for error in errors for result in problems_of(error))
+        if not errors:
             yield ok(f"{component.name}: installed, and with a key where it needs one; its server was not asked")
 
 
@@ -107,7 +107,7 @@ def check_tokenizer(known: Known) -> Iterator[Checked]:
     expand_paths(given, where="tokenizer")
     tokenizer: Any = build(TOKENIZERS, given, where="tokenizer")
     names = ("bos_id", "eos_id", "pad_id", "image_start_id", "image_end_id", "image_id")
-    ids = {name: found for name in names if isinstance(found := getattr(tokenizer, name, None), int)}
+    ids = {name: token_id for name in names if isinstance(token_id := getattr(tokenizer, name, None), int)}
     outside = {name: number for name, number in ids.items() if not 0 <= number < len(tokenizer)}
     for name, number in outside.items():
         yield problem(f"the tokenizer's {name} is {number}", allowed=f"0 to {len(tokenizer) - 1}")
@@ -228,71 +228,71 @@ _SHOWN = 8
 def check_batches(known: Known) -> Iterator[Checked]:
     """Adds ``batches``: samples that cannot be read, ids that the model does not have, and how ranks differ."""
     settings, start, geometry = known.need("settings"), known.need("start"), known.need("geometry")
-    found = make_first_batches(settings, start, known.model, geometry, known.asked.num_batches)
-    for text, number in found.errors.most_common(_SHOWN):
+    batches = make_first_batches(settings, start, known.model, geometry, known.asked.num_batches)
+    for text, number in batches.errors.most_common(_SHOWN):
         yield problem(f"{number} micro-batch{'es' * (number != 1)}: {text}")
-    if len(found.errors) > _SHOWN:
-        yield problem(f"and {len(found.errors) - _SHOWN} other errors")
-    yield from _skipped_results(found, start.data.stream.datasets, settings.train_dataloader.max_skipped_fraction)
-    if found.foreign_ids:
+    if len(batches.errors) > _SHOWN:
+        yield problem(f"and {len(batches.errors) - _SHOWN} other errors")
+    yield from _skipped_results(batches, start.data.stream.datasets, settings.train_dataloader.max_skipped_fraction)
+    if batches.foreign_ids:
         yield problem(
-            f"{len(found.foreign_ids)} micro-batches have token ids that the model's vocabulary does not have:"
-            f" {'; '.join(found.foreign_ids[:3])}",
+            f"{len(batches.foreign_ids)} micro-batches have token ids that the model's vocabulary does not have:"
+            f" {'; '.join(batches.foreign_ids[:3])}",
             remedy="use the tokenizer of the model",
         )
-    if not found.made:
+    if not batches.made:
         return
-    known.batches = found
-    for one in found.made:
+    known.batches = batches
+    for one in batches.made:
         check_counts(one.targets, of="Batch", declared=settings.term_weights)
     seq_length = settings.train_dataloader.seq_length * geometry.batch_size
-    yield ok("\n".join(_rank_lines(found, seq_length)))
-    yield from _kind_results(found)
+    yield ok("\n".join(_rank_lines(batches, seq_length)))
+    yield from _kind_results(batches)
 
 
-def _skipped_results(found: FirstBatches, datasets: Sequence[PlannedDataset], limit: float) -> Iterator[Checked]:
+def _skipped_results(batches: FirstBatches, datasets: Sequence[PlannedDataset], limit: float) -> Iterator[Checked]:
     """Samples that padding replaces. Too many: of those that were made, or of all records, as headers show it."""
-    if not found.skipped:
+    if not batches.skipped:
         return
-    samples = sum(one.samples for one in found.made)
-    named = "; ".join(f"{one['sample']}: {one['why']}" for one in found.skipped[:_SHOWN])
-    more = f"; and {len(found.skipped) - _SHOWN} more" if len(found.skipped) > _SHOWN else ""
-    text = f"{len(found.skipped)} of {samples} samples cannot be read: {named}{more}"
+    samples = sum(one.samples for one in batches.made)
+    examples = "; ".join(f"{one['sample']}: {one['why']}" for one in batches.skipped[:_SHOWN])
+    more = f"; and {len(batches.skipped) - _SHOWN} more" if len(batches.skipped) > _SHOWN else ""
+    text = f"{len(batches.skipped)} of {samples} samples cannot be read: {examples}{more}"
     records, unreadable = sum(map(len, datasets)), sum(int((one.counts().unreadable > 0).sum()) for one in datasets)
-    if unreadable > limit * records or exceeds(len(found.skipped), samples, limit):
+    if unreadable > limit * records or exceeds(len(batches.skipped), samples, limit):
         yield problem(text, allowed=f"a share of {limit:g} (train_dataloader.max_skipped_fraction)")
     else:
         yield warning(text)
 
 
-def _rank_lines(found: FirstBatches, seq_length: int) -> Iterator[str]:
+def _rank_lines(batches: FirstBatches, seq_length: int) -> Iterator[str]:
     """All ranks together, then each, or the two with the fewest and the most tokens."""
-    made, ranks = found.made, len(found.of_rank)
-    how = f"by {found.processes} processes" if found.processes else "in this process"
-    yield f"{len(made):,} micro-batches of {ranks} rank{'s' * (ranks != 1)}, {_numbers(made, seq_length)}"
-    yield f"made {how}: {found.seconds_each:.3g} s of one process for each"
-    by_rank = [[one for one in rank if one is not None] for rank in found.of_rank]
-    shown = sorted(range(ranks), key=lambda rank: sum(one.tokens for one in by_rank[rank]))
-    shown = sorted(shown) if ranks <= _SHOWN else [shown[0], shown[-1]]
-    yield from (f"rank {rank}: {_numbers(by_rank[rank], seq_length)}" for rank in shown if ranks > 1)
+    each, ranks = batches.made, len(batches.of_rank)
+    how = f"by {batches.processes} processes" if batches.processes else "in this process"
+    yield f"{len(each):,} micro-batches of {ranks} rank{'s' * (ranks != 1)}, {_numbers(each, seq_length)}"
+    yield f"made {how}: {batches.seconds_each:.3g} s of one process for each"
+    by_rank = [[one for one in rank if one is not None] for rank in batches.of_rank]
+    ranks_in_order = sorted(range(ranks), key=lambda rank: sum(one.tokens for one in by_rank[rank]))
+    ranks_in_order = sorted(ranks_in_order) if ranks <= _SHOWN else [ranks_in_order[0], ranks_in_order[-1]]
+    yield from (f"rank {rank}: {_numbers(by_rank[rank], seq_length)}" for rank in ranks_in_order if ranks > 1)
 
 
-def _numbers(made: Sequence[MadeBatch], seq_length: int) -> str:
-    samples, tokens, images = (sum(getattr(one, name) for one in made) for name in ("samples", "tokens", "images"))
-    terms = sorted({term for one in made for term, number in one.targets.items() if number})
-    without = {"images": sum(not one.images for one in made)} if images else {}
-    without |= {f"targets of {term}": sum(not one.targets.get(term) for one in made) for term in terms}
+def _numbers(batches: Sequence[MadeBatch], seq_length: int) -> str:
+    samples, tokens, images = (sum(getattr(one, name) for one in batches) for name in ("samples", "tokens", "images"))
+    terms = sorted({term for one in batches for term, number in one.targets.items() if number})
+    without = {"images": sum(not one.images for one in batches)} if images else {}
+    without |= {f"targets of {term}": sum(not one.targets.get(term) for one in batches) for term in terms}
     lacks = "; ".join(f"{number} without {what}" for what, number in without.items() if number)
-    used = tokens / max(seq_length * len(made), 1)
-    return f"{samples:,} samples, {tokens:,} tokens ({used:.1%} of the length), {images:,} images" + (
+    share = tokens / max(seq_length * len(batches), 1)
+    return f"{samples:,} samples, {tokens:,} tokens ({share:.1%} of the length), {images:,} images" + (
         f"; {lacks}" if lacks else ""
     )
 
 
-def _kind_results(found: FirstBatches) -> Iterator[Checked]:
+def _kind_results(batches: FirstBatches) -> Iterator[Checked]:
     """How unevenly the ranks of an update are loaded."""
-    updates = [*found.updates()]
-    if len(found.of_rank) == 1 or not updates:
+    updates = [*batches.updates()]
+    if len(batches.of_rank) == 1 or not updates:
         return
     mixed = sum(len({rank[k].kind for rank in update}) > 1 for update in updates for k in range(len(update[0])))
     costs = [[sum(one.flops or one.tokens for one in rank) for rank in update] for update in updates]

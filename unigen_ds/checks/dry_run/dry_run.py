@@ -51,9 +51,9 @@ def dry_run(asked: Asked) -> list[Checked] | None:
 
 def _results(known: Known, names: Iterable[str]) -> Iterator[Checked]:
     for name in names:
-        found = [*_of_check(known, name)]
-        new = [one for one in found if not (one.status == "problem" and _is_listed(known, name, one.text))]
-        if found and not new:
+        results = [*_of_check(known, name)]
+        new = [one for one in results if not (one.status == "problem" and _is_listed(known, name, one.text))]
+        if results and not new:
             new = [unchecked("ended at a problem that is listed above")]
         yield from (replace(one, check=name) for one in new)
 
@@ -94,12 +94,12 @@ def _gathered(own: list[Checked]) -> list[Checked]:
                             remedy="see MASTER_ADDR and MASTER_PORT, and that all processes were started"), check="job")
         ]  # fmt: skip
     try:
-        found = dist.gather_to_main((platform.node(), own)) or []
+        of_ranks = dist.gather_to_main((platform.node(), own)) or []
     finally:
         td.destroy_process_group()
     known = {(result.check, result.text) for result in own}
     others: list[Checked] = []
-    for rank, (host, results) in enumerate(found):
+    for rank, (host, results) in enumerate(of_ranks):
         others += [
             replace(result, text=f"rank {rank} on {host}: {result.text}")
             for result in results

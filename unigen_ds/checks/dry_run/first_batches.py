@@ -54,12 +54,12 @@ class Kind:
 def titles(kinds: Collection[Kind]) -> dict[Kind, str]:
     """Each as a person reads it: by the first of what is empty, but not in all of them."""
     common = set.intersection(*(set(kind.empty) for kind in kinds))
-    found = {}
+    names = {}
     for kind in kinds:
         empty = [name for name in kind.empty if name not in common]
         more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
-        found[kind] = f"without {empty[0]}{more}" if empty else "with all parts"
-    return found
+        names[kind] = f"without {empty[0]}{more}" if empty else "with all parts"
+    return names
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ class FirstBatches:
         """The whole updates: [rank][iteration of the update]."""
         step = self.geometry.accumulative_counts
         for first in range(0, len(self.of_rank[0]) - step + 1, step):
-            found = [[one for one in rank[first : first + step] if one is not None] for rank in self.of_rank]
-            if all(len(rank) == step for rank in found):
-                yield found
+            update = [[one for one in rank[first : first + step] if one is not None] for rank in self.of_rank]
+            if all(len(rank) == step for rank in update):
+                yield update
 
 
 def make_first_batches(settings: Settings, start: Start, model: torch.nn.Module | None, geometry: Geometry,
@@ -124,7 +124,7 @@ def make_first_batches(settings: Settings, start: Start, model: torch.nn.Module 
                 for rank in range(geometry.dp_size)]  # fmt: skip
     loading = settings.train_dataloader
     processes = min(loading.num_workers, num_cores())
-    found = FirstBatches(geometry, [[] for _ in range(geometry.dp_size)], processes=processes)
+    batches = FirstBatches(geometry, [[] for _ in range(geometry.dp_size)], processes=processes)
     loader = BatchLoader(
         RowSource(stream.sources, stream.names, stream.sample_length),
         start.data.processor,
@@ -133,28 +133,28 @@ def make_first_batches(settings: Settings, start: Start, model: torch.nn.Module 
         prefetch_factor=loading.prefetch_factor,
         timeout=loading.timeout,
     )
-    begin = shown = time.perf_counter()
+    begin = last_line = time.perf_counter()
     try:
         for i in range(len(of_ranks)):
-            if time.perf_counter() - shown > SHOWN_EVERY_S:
-                shown = time.perf_counter()
+            if time.perf_counter() - last_line > SHOWN_EVERY_S:
+                last_line = time.perf_counter()
                 logger().warning(
                     "%s of %s micro-batches are made (--batches makes fewer)", f"{i:,}", f"{len(of_ranks):,}"
                 )
-            rank = found.of_rank[i % geometry.dp_size]
+            rank = batches.of_rank[i % geometry.dp_size]
             begin = begin if i != 1 else time.perf_counter()
             try:
                 batch = loader.next()
             except UnigenError as error:
-                found.errors[str(error)] += 1
+                batches.errors[str(error)] += 1
                 rank.append(None)
                 continue
             rank.append(_counted(batch, model))
-            _keep(found, batch, rank[-1], vocabulary=getattr(model, "vocab_size", None))
+            _keep(batches, batch, rank[-1], vocabulary=getattr(model, "vocab_size", None))
     finally:
         loader.close()
-    found.seconds, found.timed = time.perf_counter() - begin, max(len(of_ranks) - 1, 1)
-    return found
+    batches.seconds, batches.timed = time.perf_counter() - begin, max(len(of_ranks) - 1, 1)
+    return batches
 
 
 def _counted(batch: Batch, model: torch.nn.Module | None) -> MadeBatch:
@@ -166,22 +166,22 @@ def _counted(batch: Batch, model: torch.nn.Module | None) -> MadeBatch:
     )  # fmt: skip
 
 
-def _keep(found: FirstBatches, batch: Batch, made: MadeBatch | None, *, vocabulary: object) -> None:
+def _keep(batches: FirstBatches, batch: Batch, counts: MadeBatch | None, *, vocabulary: object) -> None:
     """The example of its kind, and what is wrong with it."""
-    assert made is not None
-    examples = found.examples.setdefault(made.kind, [])
+    assert counts is not None
+    examples = batches.examples.setdefault(counts.kind, [])
     if not examples:
         examples.append(copied(batch))
     else:
         fewest, most = min(examples, key=_size), max(examples, key=_size)
         if _size(batch) < _size(fewest):
-            found.examples[made.kind] = [copied(batch), most]
+            batches.examples[counts.kind] = [copied(batch), most]
         elif _size(batch) > _size(most):
-            found.examples[made.kind] = [fewest, copied(batch)]
-    found.skipped += batch.skipped
+            batches.examples[counts.kind] = [fewest, copied(batch)]
+    batches.skipped += batch.skipped
     ids = getattr(batch, "text_ids", None)
     if isinstance(vocabulary, int) and isinstance(ids, Tensor) and ids.numel() and int(ids.max()) >= vocabulary:
-        found.foreign_ids.append(f"{int(ids.max())} in {', '.join(batch.sample_ids[:3])}")
+        batches.foreign_ids.append(f"{int(ids.max())} in {', '.join(batch.sample_ids[:3])}")
 
 
 def _size(batch: Batch) -> tuple[int, int]:

@@ -101,15 +101,15 @@ def record_calls(settings: Settings, processor: Any, batches: Sequence[Batch], g
     """The collective calls of an update with each of ``batches``. For a process of its own."""
     backend, _ = build_engine(settings)
     counted = CountedBytes(fake=True)
-    found: list[list[Call]] = []
+    calls: list[list[Call]] = []
     with fake_group(geometry.dp_size), counted, without_compile():
         optimizer_cfg = build_optimizer_config(settings, fused=True)
         prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
         for batch in batches:
-            if not found or _what(found[-1]) != _what(found[0]):  # an engine has learnt another order
+            if not calls or _what(calls[-1]) != _what(calls[0]):  # an engine has learnt another order
                 _warm_up(lambda: _calls_of(backend, batches[0], settings))
-            found.append(_calls_of(backend, batch, settings))
-    return found
+            calls.append(_calls_of(backend, batch, settings))
+    return calls
 
 
 def _warm_up(update: Callable[[], list[Call]]) -> None:

@@ -70,10 +70,10 @@ def check_memory(known: Known) -> Iterator[Checked]:
     known.need("model")  # of one that cannot be built the problem is listed
     preload()
     largest = largest_batches(start.data, geometry)
-    found = trace_engines({CHOSEN: settings}, start.data.processor, largest, geometry, jobs=1)[CHOSEN]
-    traced = known.traced = found.traced
+    plan = trace_engines({CHOSEN: settings}, start.data.processor, largest, geometry, jobs=1)[CHOSEN]
+    traced = known.traced = plan.traced
     if traced is None:
-        yield untraced(found.problem)
+        yield untraced(plan.problem)
         return
     reserve = Reserve(2 * GIB, 0.05, 4 * GIB)
     phases = device_bytes(traced, reserve)

@@ -66,13 +66,13 @@ def report_values(report: MemoryReport, reserve: Reserve) -> dict[str, Any]:
 
 
 def _values(plan: EnginePlan, report: MemoryReport, reserve: Reserve) -> dict[str, Any]:
-    found: dict[str, Any] = {"engine": plan.engine, "topology": plan.topology, "problem": plan.problem}
-    found["fits"] = fits(plan, report, reserve)
+    values: dict[str, Any] = {"engine": plan.engine, "topology": plan.topology, "problem": plan.problem}
+    values["fits"] = fits(plan, report, reserve)
     if plan.traced is not None:
-        found |= {"device": device_bytes(plan.traced, reserve), "host": host_bytes(plan.traced, reserve)}
-        found["traced"] = {**vars(plan.traced)}
-        found["step_of_rank"] = {**plan.ranks}
-    return found
+        values |= {"device": device_bytes(plan.traced, reserve), "host": host_bytes(plan.traced, reserve)}
+        values["traced"] = {**vars(plan.traced)}
+        values["step_of_rank"] = {**plan.ranks}
+    return values
 
 
 def report_lines(report: MemoryReport, reserve: Reserve) -> list[str]:

@@ -85,8 +85,8 @@ def plan_memory(
             if all(topology != plan.topology for plan in plans.values()):
                 plans[name] = EnginePlan(name, None, topology=topology)
                 engines[name] = one
-        found = trace_engines(engines, data.processor, largest, geometry, jobs=jobs)
-    plans |= {name: replace(plan, topology=plans[name].topology) for name, plan in found.items()}
+        traces = trace_engines(engines, data.processor, largest, geometry, jobs=jobs)
+    plans |= {name: replace(plan, topology=plans[name].topology) for name, plan in traces.items()}
     precision = settings.optim_wrapper.precision
     return MemoryReport([*plans.values()], largest, geometry, precision, world_size, per_node)
 
@@ -98,8 +98,8 @@ def preload() -> None:
 
 
 def _with_engine(settings: Settings, name: str) -> Settings:
-    found = Settings.from_config({**settings.given, "backend": backend_spec(name)})
-    return found.with_seed(settings.seed).with_precision(settings.optim_wrapper.precision)
+    settings_of_engine = Settings.from_config({**settings.given, "backend": backend_spec(name)})
+    return settings_of_engine.with_seed(settings.seed).with_precision(settings.optim_wrapper.precision)
 
 
 def trace_engines(

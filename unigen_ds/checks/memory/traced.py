@@ -73,10 +73,10 @@ def highest(ranks: Sequence[Traced]) -> Traced:
 
 def _most(each: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """By phase the highest of several sums."""
-    found: dict[str, int] = {}
+    highest_sums: dict[str, int] = {}
     for phases in each:
-        found |= {phase: max(nbytes, found.get(phase, 0)) for phase, nbytes in phases.items()}
-    return found
+        highest_sums |= {phase: max(nbytes, highest_sums.get(phase, 0)) for phase, nbytes in phases.items()}
+    return highest_sums
 
 
 def trace(
@@ -273,8 +273,8 @@ def _moment_kinds(cfg: OptimizerConfig) -> tuple[str, ...]:
     optimizer = construct(optimizer_class(cfg.type), [{"params": [matrix], "lr": 1.0}], cfg.arguments)
     matrix.grad = torch.ones_like(matrix)
     optimizer.step()
-    found = optimizer.state[matrix].items()
-    return tuple(sorted(kind for kind, value in found if isinstance(value, Tensor) and value.shape == matrix.shape))
+    state = optimizer.state[matrix].items()
+    return tuple(sorted(kind for kind, value in state if isinstance(value, Tensor) and value.shape == matrix.shape))
 
 
 def _offloads(backend: Backend) -> bool:

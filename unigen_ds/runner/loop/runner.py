@@ -154,14 +154,14 @@ class Runner:
             for key, folder in folders.items():
                 self._locks.append(WorkDirLock(folder, key=key))
             claim(self.work_dir, self.checkpoint_dir)
-            found = run_id(self.work_dir)
+            identifier = run_id(self.work_dir)
         except BaseException:
             self._unlock_folders()
             raise
         for lock, folder in zip(self._locks, folders.values(), strict=True):
             for path in store.sweep(folder, older_than_s=0.0 if lock.exclusive else hour):
                 logger().info("Removed %s, left by an interrupted save or deletion.", path)
-        return found
+        return identifier
 
     def _check_folders(self) -> None:
         """On rank 0, else nothing. Raises ``TrainingError`` where a locked folder is gone."""
@@ -188,10 +188,10 @@ class Runner:
             with self.clock("forward_backward"), self.backend.accumulate(last=last):
                 terms = self.backend.model(micro_batch.batch.to(self.backend.device))
                 self.backend.backward(terms.weighted(self._loss_weights, update.counts))
-            found = {name: value.detach() for name, value in terms.sums.items()}
+            values = {name: value.detach() for name, value in terms.sums.items()}
             each = {name: value.detach() for name, value in terms.each.items()}
-            self.iteration = Iteration(micro_batch.batch, found, self._loss_weights, each)
-            for name, value in found.items():
+            self.iteration = Iteration(micro_batch.batch, values, self._loss_weights, each)
+            for name, value in values.items():
                 sums[name] = sums[name] + value if name in sums else value
             if not last:
                 self._call("after_train_iter", i, micro_batch.batch)
@@ -359,8 +359,8 @@ class Parameters:
             changes += [f"replaces {name}" for name, p in now.items() if built.get(name, p) is not p]
         if changes:
             more = f" (and {len(changes) - 1} more changes)" if len(changes) > 1 else ""
-            found_late = point == "after_update" and not changes[0].startswith("sets ")
-            others = " (or a hook before it in this update)" if found_late else ""
+            late = point == "after_update" and not changes[0].startswith("sets ")
+            others = " (or a hook before it in this update)" if late else ""
             raise ConfigError(
                 f"{hook.name or type(hook).__name__}.{point}{others} {changes[0]}{more}, after the engine was built",
                 allowed="hooks that leave the model's parameters as they are",

@@ -39,10 +39,10 @@ def publish(
     Raises ``ConfigError`` where ``out`` exists, ``source`` does not fit or the model has no published form, and
     ``CheckpointError`` where ``out`` cannot be written.
     """
-    found = exported_format(family_of_model(type(model)), type(model))
+    directory_format = exported_format(family_of_model(type(model)), type(model))
     if source is not None:
         check_digests(source := folder_of(source, where="--source"))
-    found.write(model, processor, out, source=source, dtype=dtype, max_shard_size=max_shard_size)
+    directory_format.write(model, processor, out, source=source, dtype=dtype, max_shard_size=max_shard_size)
 
 
 def publish_adapters(model: nn.Module, processor: Any, out: Path, *, base: Any) -> None:

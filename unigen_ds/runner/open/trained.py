@@ -58,13 +58,13 @@ def open_model(
     if config is not None:
         import_custom(config)  # first: they may register the format, or the layout
     path = folder_of(path, where="MODEL")
-    found = published_format(path, complete=config is not None)
-    if found is not None and found.pretrained:
+    directory_format = published_format(path, complete=config is not None)
+    if directory_format is not None and directory_format.pretrained:
         if base is not None:
             raise ConfigError(f"--base {base} has no effect: {path} is a published directory", remedy="leave it out")
         check_digests(path)
         try:
-            settings = ModelSettings.of(found.config(path))
+            settings = ModelSettings.of(directory_format.config(path))
             processor = build_processor(settings, seed=0)
             return build_model(settings, processor, seed=0), processor
         except ConfigError as error:  # the config is the directory's, nobody wrote it
@@ -132,13 +132,13 @@ def self_contained(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any
     """The config of a checkpoint without the folders that it names: the sizes as the model was built, the tokenizer
     that was saved with it.
     """
-    found, built = dict(config), (config.get(BUILT) or {}).get("model")
+    whole, built = dict(config), (config.get(BUILT) or {}).get("model")
     if built:
         model = {key: value for key, value in config["model"].items() if key not in _OF_FILES}
-        found["model"] = {**model, **built}
+        whole["model"] = {**model, **built}
     if (checkpoint / TOKENIZER).is_dir():
-        found["tokenizer"] = {**config["tokenizer"], "path": str(checkpoint / TOKENIZER)}
-    return found
+        whole["tokenizer"] = {**config["tokenizer"], "path": str(checkpoint / TOKENIZER)}
+    return whole
 
 
 _OF_FILES = ("pretrained", "copy_init_moe")
@@ -158,9 +158,9 @@ def _seed_of(config: Mapping[str, Any]) -> int:
 
 def config_of(directory: Path) -> dict[str, Any]:
     """The config that a checkpoint contains. Raises ``CheckpointError`` where it has none."""
-    found = published_format(directory)
-    if found is not None and not found.pretrained:
-        return found.config(directory)
+    directory_format = published_format(directory)
+    if directory_format is not None and not directory_format.pretrained:
+        return directory_format.config(directory)
     if not (directory / FILE_NAME).is_file():
         check_digests(directory)
         raise CheckpointError(
@@ -186,10 +186,10 @@ def _refuse_imports(config: Mapping[str, Any], directory: Path) -> None:
     and those of this package, which are found in its own folder whatever the working directory contains.
     """
     own = ("unigen_ds.",)
-    wanted = [name for name in custom_modules(config) if name not in sys.modules and not name.startswith(own)]
-    if wanted:
+    modules = [name for name in custom_modules(config) if name not in sys.modules and not name.startswith(own)]
+    if modules:
         raise ConfigError(
-            f"the config in {directory} imports {', '.join(wanted)} (custom_imports), which would execute their code",
+            f"the config in {directory} imports {', '.join(modules)} (custom_imports), which would execute their code",
             remedy="--allow-custom-imports if you trust them, or name a config of your own: --config CONFIG",
         )
 

@@ -23,7 +23,7 @@ from unigen_ds.system.log import logger
 class CustomImports(Section):
     """A user's own modules, which register their classes."""
 
-    imports: Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
+    imports: Annotated[tuple[str, ...], BeforeValidator(lambda names: (names,) if isinstance(names, str) else names),
                        LISTED] = Field(default=(), description="names of modules, as Python imports them")  # fmt: skip
     allow_failed_imports: bool = Field(default=False, description="True: a module that cannot be imported is a warning")
 
@@ -41,8 +41,8 @@ def importable(config: ConfigValues) -> None:
     """Modules of ``custom_imports`` that Python does not find are looked for beside the config and its bases. For the
     whole process: worker processes of data loaders import them again.
     """
-    given = config.values.get("custom_imports")
-    names = given.get("imports") if isinstance(given, Mapping) else None
+    section = config.values.get("custom_imports")
+    names = section.get("imports") if isinstance(section, Mapping) else None
     names = [names] if isinstance(names, str) else names or []
     if not any(isinstance(name, str) and _is_missing(name) for name in names):
         return
@@ -62,8 +62,8 @@ def _is_missing(name: str) -> bool:
 
 def import_custom(config: Mapping[str, Any]) -> None:
     """``custom_imports=dict(imports=['my.module'])``: modules that register a user's own classes."""
-    found = CustomImports.parse(config.get("custom_imports"), where="custom_imports")
-    for name in found.imports:
+    section = CustomImports.parse(config.get("custom_imports"), where="custom_imports")
+    for name in section.imports:
         try:
             with undone_on_failure():
                 importlib.import_module(name)
@@ -72,7 +72,7 @@ def import_custom(config: Mapping[str, Any]) -> None:
             searched = ["the installed packages", f"PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'})", *_beside]
             reason = f"there is no such module in {', '.join(searched)}" if absent else str(error)
             problem = f"custom_imports: {name!r} cannot be imported: {reason}"
-            if not found.allow_failed_imports:
+            if not section.allow_failed_imports:
                 remedy = "put it beside the config, or start with PYTHONPATH=FOLDER" if absent else None
                 raise ConfigError(problem, remedy=remedy) from error
             logger().log(WARNING, problem)

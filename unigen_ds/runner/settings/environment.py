@@ -69,7 +69,7 @@ class Environment(Section):
 def apply_variables(env: Environment) -> None:
     """Set what is read from the environment, and the limit of PIL. Called first of all, before CUDA is used."""
     if env.cuda_allocator is not None:
-        _set_allocator(env.cuda_allocator, given="cuda_allocator" in env.model_fields_set)
+        _set_allocator(env.cuda_allocator, in_config="cuda_allocator" in env.model_fields_set)
     if env.tokenizers_parallelism is not None:
         os.environ.setdefault(TOKENIZERS, str(env.tokenizers_parallelism).lower())
     if env.png_text_bytes is not None:
@@ -90,12 +90,12 @@ def apply_environment(env: Environment) -> None:
         torch.use_deterministic_algorithms(env.deterministic)
 
 
-def _set_allocator(wanted: str, *, given: bool) -> None:
-    """torch reads the variable when it first uses CUDA. ``given``: by the config, so a contradiction is reported."""
+def _set_allocator(value: str, *, in_config: bool) -> None:
+    """torch reads the variable when it first uses CUDA. ``in_config``: a contradiction to the config is reported."""
     name = next((name for name in _ALLOCATORS if name in os.environ), _ALLOCATOR)
-    found = os.environ.setdefault(name, wanted)
-    if given and found != wanted:
-        logger().warning("%s=%s of the environment is used, not env.cuda_allocator=%s.", name, found, wanted)
-    elif given and torch.cuda.is_initialized():
+    current = os.environ.setdefault(name, value)
+    if in_config and current != value:
+        logger().warning("%s=%s of the environment is used, not env.cuda_allocator=%s.", name, current, value)
+    elif in_config and torch.cuda.is_initialized():
         logger().warning("env.cuda_allocator has no effect: this process has used CUDA before. Set %s=%s before it"
-                         " starts.", _ALLOCATOR, wanted)  # fmt: skip
+                         " starts.", _ALLOCATOR, value)  # fmt: skip

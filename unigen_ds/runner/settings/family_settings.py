@@ -53,8 +53,8 @@ def of_its_kind(kind: type, spec: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except (CheckpointError, ConfigError) as error:
-        given, family = spec.get("pretrained"), family_of(kind)
-        folder = Path(given) if isinstance(given, str) else None
+        path, family = spec.get("pretrained"), family_of(kind)
+        folder = Path(path) if isinstance(path, str) else None
         if (
             folder is None
             or not folder.is_dir()
@@ -62,26 +62,26 @@ def of_its_kind(kind: type, spec: Mapping[str, Any]) -> Iterator[None]:
             or any(f.recognises(folder) for f in family.published)
         ):
             raise
-        found = published_format(folder)
-        if found is None:
+        published = published_format(folder)
+        if published is None:
             raise
         try:
-            other = found.config(folder)["model"]["type"]
+            other = published.config(folder)["model"]["type"]
         except (CheckpointError, ConfigError):
             other = None
         own = error.remedy is not None and other in _LANGUAGE
         parts = f"; or {error.remedy}" if own else ""
         raise ConfigError(
-            f"model.pretrained is {given!r}: {found.name}, and not for model.type {kind.__name__!r}",
+            f"model.pretrained is {path!r}: {published.name}, and not for model.type {kind.__name__!r}",
             allowed=", ".join(each.name for each in family.published) or None,
             remedy=(f"model.type={other!r}" if other else "another folder") + parts,
         ) from error
 
 
-def family_problems(given: Mapping[str, Any]) -> Iterator[ConfigError]:
+def family_problems(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """What is wrong with ``tokenizer``, ``processor`` and ``loss_weights``, which depend on the model's family."""
     try:
-        kind = find(MODELS, given.get("model") or {}, where="")
+        kind = find(MODELS, config.get("model") or {}, where="")
     except ConfigError:
         return  # reported with the model
     try:
@@ -89,9 +89,9 @@ def family_problems(given: Mapping[str, Any]) -> Iterator[ConfigError]:
     except ConfigError as error:
         yield error
         return
-    if family.needs_tokenizer and given.get("tokenizer") is None:
+    if family.needs_tokenizer and config.get("tokenizer") is None:
         yield ConfigError("the config has no tokenizer", remedy="docs/configs.md describes every key")
-    processor, weights = given.get("processor"), given.get("loss_weights")
+    processor, weights = config.get("processor"), config.get("loss_weights")
     if isinstance(processor, Mapping):
         fixed = (*_FIXED, *getattr(kind, "fixes_of_processor", ()))
         yield from (
@@ -128,12 +128,14 @@ def channel_problems(model: Component, processor: Mapping[str, Any]) -> Iterator
     """Images of other channels than the model's input."""
     for part, key in (("vae", "channels"), ("vit", "num_channels")):
         transform, section = processor.get(f"{part}_transform"), model.get(part)
-        given = section.get(key, 3) if isinstance(section, Mapping) else None
+        channels = section.get(key, 3) if isinstance(section, Mapping) else None
         spec = transform if isinstance(transform, Mapping) else {}
         mode = (spec.get("mode") or "RGB") if spec.get("type") in _WITH_MODE else None
-        made = _CHANNELS.get(str(mode))
-        if isinstance(given, int) and made is not None and given != made:
-            other = next((name for name, number in _CHANNELS.items() if number == given), None)
+        produced = _CHANNELS.get(str(mode))
+        if isinstance(channels, int) and produced is not None and channels != produced:
+            other = next((name for name, number in _CHANNELS.items() if number == channels), None)
             grey = f"processor.{part}_transform.mode={other!r} converts the images, or " if other else ""
-            problem = f"model.{part}.{key} is {given}, and processor.{part}_transform makes {made} (mode={mode!r})"
-            yield ConfigError(problem, remedy=f"{grey}model.{part}.{key}={made} keeps them as they are")
+            problem = (
+                f"model.{part}.{key} is {channels}, and processor.{part}_transform makes {produced} (mode={mode!r})"
+            )
+            yield ConfigError(problem, remedy=f"{grey}model.{part}.{key}={produced} keeps them as they are")

@@ -73,27 +73,27 @@ def name_and_folder(settings: Settings, geometry: Geometry) -> Named:
     if template is None:
         return Named()
     template = NANOVLM if template == "nanovlm" else template
-    name = filled(template, settings, geometry, date=f"{datetime.now():%m%d-%H%M%S}")
+    name = name_from_template(template, settings, geometry, date=f"{datetime.now():%m%d-%H%M%S}")
     if PLACE not in folder:
         return Named(name)
     existing, why = _existing(folder, template, settings, geometry) if settings.resume else (None, None)
     if existing is None:
         return Named(name, folder.replace(PLACE, name), why)
     parts = map(re.escape, folder.split(PLACE, 1))
-    found = re.fullmatch("(.+)".join(parts), existing)
-    return Named(found[1] if found else name, existing, why)
+    match = re.fullmatch("(.+)".join(parts), existing)
+    return Named(match[1] if match else name, existing, why)
 
 
-def filled(
+def name_from_template(
     template: str, settings: Settings, geometry: Geometry, *, date: str = "", any_of: Collection[str] = ()
 ) -> str:
     """``template`` with the values of the settings, ``*`` for the fields ``any_of``. Raises ``ConfigError`` for another
     field.
     """
-    given = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
-    if given - {*FIELDS}:
+    names = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
+    if names - {*FIELDS}:
         raise ConfigError(
-            f"visualizer.run_name has {', '.join(sorted(given - {*FIELDS}))}", allowed="fields " + ", ".join(FIELDS)
+            f"visualizer.run_name has {', '.join(sorted(names - {*FIELDS}))}", allowed="fields " + ", ".join(FIELDS)
         )
     values = {**_values(settings, geometry), "date": date, **{field: _Anything() for field in any_of}}
     return re.sub(r"[/\\\s]+", "-", template.format(**values))
@@ -140,7 +140,7 @@ def _existing(folder: str, template: str, settings: Settings, geometry: Geometry
     """The folder that a resume continues in (None: a new one), and a warning: see the table above."""
 
     def folders(fields: Collection[str]) -> list[str]:
-        wild = folder.replace(PLACE, filled(template, settings, geometry, any_of=fields))
+        wild = folder.replace(PLACE, name_from_template(template, settings, geometry, any_of=fields))
         return sorted(path for path in glob.glob(glob.escape(wild).replace("[*]", "*")) if Path(path).is_dir())
 
     named = settings.load_from if settings.resume is True else settings.resume if settings.resume != AUTO else None
@@ -149,11 +149,11 @@ def _existing(folder: str, template: str, settings: Settings, geometry: Geometry
         return next((path for path in folders(FIELDS) if same(_home(path), parent)), None), None
     own, every = folders({"date"}), folders(FIELDS)
     begun = [path for path in every if _checkpoints(path)]
-    if found := [path for path in own if path in begun] or ([] if begun else own):
-        return max(found, key=_age), None
+    if candidates := [path for path in own if path in begun] or ([] if begun else own):
+        return max(candidates, key=_age), None
     resized = [path for path in folders(_RESIZED) if path in begun]
     likely = [path for path in resized if _same_run(Path(path), settings)]
-    name = filled(template, settings, geometry, date="<date>")
+    name = name_from_template(template, settings, geometry, date="<date>")
     if len(likely) == 1:
         return likely[0], (
             f"Resume: continued in {likely[0]}. No run is named {name}; this is the only one of the same template and"
@@ -188,7 +188,7 @@ def _age(path: str) -> float:
 
 def _same_run(folder: Path, settings: Settings) -> bool:
     """Whether the newest checkpoint has the same template and the same model; it may have where none can be read."""
-    manifests = [found.manifest for found in _checkpoints(str(folder)) if found.manifest is not None]
+    manifests = [one.manifest for one in _checkpoints(str(folder)) if one.manifest is not None]
     if not manifests:
         return True
     stored, now = manifests[-1].config, json_values(settings.given)

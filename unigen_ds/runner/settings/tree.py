@@ -53,8 +53,8 @@ from unigen_ds.system.log import notice
 from unigen_ds.tracking.settings import Visualizer
 
 
-def _single_by_default(given: Any) -> Any:
-    return given or {"type": "single"}
+def _single_by_default(config: Any) -> Any:
+    return config or {"type": "single"}
 
 
 class Randomness(Section):
@@ -106,12 +106,14 @@ class ModelSettings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _own_sections(cls, given: Any) -> Any:
+    def _own_sections(cls, config: Any) -> Any:
         """``processor`` and ``loss_weights`` may be None: all their keys are left out."""
-        if not isinstance(given, Mapping):
-            return given
-        none: dict[str, Any] = {key: {} for key in ("processor", "loss_weights") if key in given and given[key] is None}
-        return {**given, **none}
+        if not isinstance(config, Mapping):
+            return config
+        none: dict[str, Any] = {
+            key: {} for key in ("processor", "loss_weights") if key in config and config[key] is None
+        }
+        return {**config, **none}
 
 
 class Settings(ModelSettings):
@@ -246,45 +248,47 @@ class Settings(ModelSettings):
         cls, values: Mapping[str, Any], problems: Sequence[ConfigError] = (), *, checked: Settings | None = None
     ) -> tuple[Settings | None, list[ConfigError]]:
         """The settings of a config, or an error for each problem. ``checked``: by ``load_config``."""
-        given, errors = {key: value for key, value in values.items() if key in cls.model_fields}, [*problems]
+        sections, errors = {key: value for key, value in values.items() if key in cls.model_fields}, [*problems]
         try:
-            import_custom(given)
+            import_custom(sections)
         except ConfigError as error:
-            return None, [*errors, *cls.checked(given, whole=False)[1], error]
+            return None, [*errors, *cls.checked(sections, whole=False)[1], error]
         try:
-            expand_paths(given)
+            expand_paths(sections)
         except ConfigError as error:
             errors.append(error)
-        if checked is not None and checked.given == given and not checked.custom_imports.imports:
+        if checked is not None and checked.given == sections and not checked.custom_imports.imports:
             settings: Settings | None = checked
         else:
-            settings, more = cls.checked(given)
+            settings, more = cls.checked(sections)
             errors += more
-        errors += family_problems(given)
-        of_model = settings or ModelSettings.checked({k: given[k] for k in ModelSettings.model_fields if k in given})[0]
+        errors += family_problems(sections)
+        of_model = (
+            settings or ModelSettings.checked({k: sections[k] for k in ModelSettings.model_fields if k in sections})[0]
+        )
         if of_model is not None:
             errors += channel_problems(of_model.model, of_model.processor)
         if settings is None or errors:
             return None, errors
-        settings._given = given
+        settings._given = sections
         return settings, [*_misfits(settings)]
 
     @classmethod
-    def completed(cls, given: Any) -> Any:
+    def completed(cls, config: Any) -> Any:
         """See ``Section.completed``; of ``processor`` the keys that the model's family has."""
-        found = super().completed(given)
+        values = super().completed(config)
         try:
-            family = family_of_model(find(MODELS, found["model"], where=""))
+            family = family_of_model(find(MODELS, values["model"], where=""))
         except (ConfigError, TypeError, KeyError):
-            return found
+            return values
         defaults = argument_defaults(family.processor_arguments())
         section = {key: defaults[key] for key in PROCESSOR_KEYS if key in defaults}
-        weights = {**dict.fromkeys(family.terms, DEFAULT_WEIGHT), **(found["loss_weights"] or {})}
-        return {**found, "processor": {**section, **(found["processor"] or {})}, "loss_weights": weights}
+        weights = {**dict.fromkeys(family.terms, DEFAULT_WEIGHT), **(values["loss_weights"] or {})}
+        return {**values, "processor": {**section, **(values["processor"] or {})}, "loss_weights": weights}
 
     def plain(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.completed(super().plain())
-        return found
+        values: dict[str, Any] = self.completed(super().plain())
+        return values
 
     @property
     def term_weights(self) -> dict[str, float]:
@@ -296,16 +300,16 @@ class Settings(ModelSettings):
         """Whether a hook of the config evaluates."""
         return any(issubclass(hook.cls, EvaluateHook) for hook in self.custom_hooks)
 
-    def _with(self, values: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
-        """The same with other ``values`` of sections, which a config has as ``given``."""
+    def _with(self, values: Mapping[str, Any], config: Mapping[str, Any]) -> Settings:
+        """The same with other ``values`` of sections, which ``config`` has in place of the present ones."""
         settings = self.model_copy(update=values)
-        settings._given = {**self._given, **given}
+        settings._given = {**self._given, **config}
         return settings
 
     def with_seed(self, seed: int) -> Settings:
         """The same, with a seed that was drawn or recorded."""
-        given = {**(self._given.get("randomness") or {}), "seed": seed}
-        return self._with({"randomness": Randomness(seed=seed)}, {"randomness": given})
+        config = {**(self._given.get("randomness") or {}), "seed": seed}
+        return self._with({"randomness": Randomness(seed=seed)}, {"randomness": config})
 
     def with_base(self, base: Base | None) -> Settings:
         """The same, with the files of the base where rank 0 has found them. None: nothing changes; nor where this
@@ -321,8 +325,8 @@ class Settings(ModelSettings):
         if self.optim_wrapper.precision == precision:
             return self
         wrapper = self.optim_wrapper.model_copy(update={"precision": precision})
-        given = {**self._given["optim_wrapper"], "precision": precision}
-        return self._with({"optim_wrapper": wrapper}, {"optim_wrapper": given})
+        config = {**self._given["optim_wrapper"], "precision": precision}
+        return self._with({"optim_wrapper": wrapper}, {"optim_wrapper": config})
 
     def with_resume(self, resume: str) -> Settings:
         """The same, with ``resume`` where the config does not resume."""
@@ -402,12 +406,12 @@ def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
         expand_paths(config)
     except ConfigError as error:
         errors.append(error)
-    given = {key: value for key, value in plain_values(config).items() if key in Settings.model_fields}
+    sections = {key: value for key, value in plain_values(config).items() if key in Settings.model_fields}
     with _migration_advice(name):
-        settings, more = Settings.checked(given, whole=False)
+        settings, more = Settings.checked(sections, whole=False)
         raise_any([*errors, *more])
     if settings is not None:
-        settings._given = given
+        settings._given = sections
     object.__setattr__(config, "checked", settings)
     return config
 

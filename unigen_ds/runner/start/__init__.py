@@ -1,5 +1,5 @@
-"""Settings -> everything that the loop uses: ``build_parts`` in ``parts.py``.
+"""Settings -> everything that the loop uses, in stages: engine, plan, data, checklist, hooks, model, prepared engine.
 
-``begin.py`` decides about a resume, ``build.py`` makes each object, ``agreement.py`` compares the ranks,
-``adopt.py`` and ``restore.py`` load a checkpoint.
+``stages.py`` has the stages, ``build.py`` makes each object, ``parts.py`` runs all stages over all processes
+(``build_parts``), ``agreement.py`` compares the ranks, ``adopt.py`` and ``restore.py`` load a checkpoint.
 """

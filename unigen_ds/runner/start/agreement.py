@@ -51,11 +51,11 @@ def check_settings(settings: Settings, *, max_updates: int | None) -> None:
         for key, value in values.items()
         if not key.startswith(_OWN) and not key.endswith(_OWN_LAST) and not _is_local(value)
     }
-    given = values.get("backend.config")
-    if isinstance(given, str) and Path(given).is_file():
-        kept["backend.config"] = Path(given).read_text(encoding="utf-8", errors="replace")
+    backend_config = values.get("backend.config")
+    if isinstance(backend_config, str) and Path(backend_config).is_file():
+        kept["backend.config"] = Path(backend_config).read_text(encoding="utf-8", errors="replace")
     code = {f"code of {name}": _code(name) for name in settings.custom_imports.imports}
-    own: dict[str, Any] = {f"version of {name}": found for name, found in current_versions().items()}
+    own: dict[str, Any] = {f"version of {name}": version for name, version in current_versions().items()}
     own |= {"max_updates": max_updates, "code of unigen_ds": source_digest()}
     _compare({**kept, **code, **own})
 
@@ -64,19 +64,19 @@ def check_data(settings: Settings, data: Data, *, total_sequences: float) -> Non
     """The same for the data that each rank has read, and for the files of published weights. Collective."""
     if dist.world_size() == 1:
         return
-    found: dict[str, Any] = {"total_sequences": total_sequences}
+    facts: dict[str, Any] = {"total_sequences": total_sequences}
     parts: list[tuple[str, Any]] = [("data", data.stream)]
     parts += [(f"validation data {one.name}".rstrip(), one) for one in data.validation]
     for kind, part in parts:
         for name, dataset in zip(part.names, part.datasets, strict=True):
-            found[f"{kind} {name}: records"] = len(dataset)
-            found[f"{kind} {name}: fingerprint"] = dataset.fingerprint
+            facts[f"{kind} {name}: records"] = len(dataset)
+            facts[f"{kind} {name}: fingerprint"] = dataset.fingerprint
     identity = data.stream.identity
     order = {key: value for key, value in identity["facts"].items() if key not in _NAMED_ABOVE}
-    found |= _leaves({"order": order, "phases": identity["phases"]})
+    facts |= _leaves({"order": order, "phases": identity["phases"]})
     for key, value in _leaves({"pretrained": located(settings.model.spec).get("pretrained")}):
-        found[f"model.{key}: files"] = _files(Path(value).expanduser()) if isinstance(value, str) else value
-    _compare(found)
+        facts[f"model.{key}: files"] = _files(Path(value).expanduser()) if isinstance(value, str) else value
+    _compare(facts)
 
 
 def _compare(own: Mapping[str, Any]) -> None:
@@ -93,7 +93,7 @@ def _compare(own: Mapping[str, Any]) -> None:
         for rank, one in enumerate(ranks):
             having[one.get(key, "not there")].append(rank)
         if len(having) > 1:
-            lines.append(f"{key}: " + "; ".join(f"{_of(found)}: {text}" for text, found in having.items()))
+            lines.append(f"{key}: " + "; ".join(f"{_of(of_text)}: {text}" for text, of_text in having.items()))
     more = f"\n  and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
     raise RanksDiffer(
         "the processes differ:\n  " + "\n  ".join(lines[:_MOST]) + more,
@@ -102,8 +102,8 @@ def _compare(own: Mapping[str, Any]) -> None:
 
 
 def _of(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+    numbers = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {numbers}"
 
 
 def _short(text: str) -> str:
@@ -128,7 +128,7 @@ def _named(value: Any) -> Any:
     """A class or a function by its name: the text of an object has its address."""
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    return re.sub(r" at 0x[0-9a-f]+", "", found) if isinstance(found := as_text(value), str) else found
+    return re.sub(r" at 0x[0-9a-f]+", "", text) if isinstance(text := as_text(value), str) else text
 
 
 def _is_local(value: Any) -> bool:
@@ -145,6 +145,6 @@ def _code(module: str) -> str | None:
 
 def _files(path: Path) -> dict[str, int]:
     """Names and sizes of the files of weights: to read them all would need minutes."""
-    found = [path] if path.is_file() else sorted(path.rglob("*"))
-    sizes = {str(one.relative_to(path)): one.stat().st_size for one in found if one.suffix in _WEIGHTS}
+    paths = [path] if path.is_file() else sorted(path.rglob("*"))
+    sizes = {str(one.relative_to(path)): one.stat().st_size for one in paths if one.suffix in _WEIGHTS}
     return {name: size for name, size in sizes.items() if not name.startswith(".cache")}

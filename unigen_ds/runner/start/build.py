@@ -79,16 +79,16 @@ def build_sources(
     ``again``: whether records that could not be used at an earlier start are read again: on a resume that would be
     other data.
     """
-    found, skipped = [], list[Skipped]()
+    datasets, skipped = [], list[Skipped]()
     for component in components:
         try:
-            made = component.build(processor=processor)
-            if again and hasattr(made, "forget_mended") and made.forget_mended():
-                made = component.build(processor=processor)
-            made = apply_filters(first_records(made))
+            dataset = component.build(processor=processor)
+            if again and hasattr(dataset, "forget_mended") and dataset.forget_mended():
+                dataset = component.build(processor=processor)
+            dataset = apply_filters(first_records(dataset))
             if component.arguments.get("on_error") == "skip":
-                check_readable([made], [made.name])
-            found.append(made)
+                check_readable([dataset], [dataset.name])
+            datasets.append(dataset)
         except ConfigError as error:
             raise error.at(component.where) from error
         except DataError as error:
@@ -97,12 +97,12 @@ def build_sources(
             name = component.arguments.get("name") or component.arguments.get("data_path")
             skipped.append(Skipped(str(name), str(error), component.arguments.get("group")))
             logger().warning("data set %s is skipped (on_error='skip'): %s", name, error)
-    if len(found) < len(components):
-        left = len(components) - len(found)
-        if not found:
+    if len(datasets) < len(components):
+        left = len(components) - len(datasets)
+        if not datasets:
             raise DataError(f"No valid datasets were loaded: all {left} were skipped", remedy="see the warnings above")
-        logger().warning("%d of %d data sets are skipped, %d are used", left, len(components), len(found))
-    return found, skipped
+        logger().warning("%d of %d data sets are skipped, %d are used", left, len(components), len(datasets))
+    return datasets, skipped
 
 
 @dataclass(frozen=True)
@@ -202,20 +202,20 @@ def build_validation(settings: Settings, sets: Sequence[ValidationData]) -> list
 def build_processor(settings: ModelSettings, *, seed: int) -> Any:
     """The tokenizer and the family's processor; every size that the model determines is read from the model."""
     tokenizer = None if settings.tokenizer is None else settings.tokenizer.build()
-    kind, spec, given = settings.model.cls, located(settings.model.spec), dict(settings.processor)
+    kind, spec, arguments = settings.model.cls, located(settings.model.spec), dict(settings.processor)
     with of_its_kind(kind, spec):
-        return family_of_model(kind).processor(spec, given, tokenizer=tokenizer, seed=seed)
+        return family_of_model(kind).processor(spec, arguments, tokenizer=tokenizer, seed=seed)
 
 
 def located(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     """The section ``model`` with folders instead of the hub's names in ``pretrained``."""
-    given, where = spec.get("pretrained"), "model.pretrained"
-    if isinstance(given, str):
-        return {**spec, "pretrained": str(folder_of(given, where=where))}
-    if not isinstance(given, Mapping):
+    pretrained, where = spec.get("pretrained"), "model.pretrained"
+    if isinstance(pretrained, str):
+        return {**spec, "pretrained": str(folder_of(pretrained, where=where))}
+    if not isinstance(pretrained, Mapping):
         return spec
     parts = {part: folder_of(path, where=f"{where}.{part}") if isinstance(path, str) else path
-             for part, path in given.items()}  # fmt: skip
+             for part, path in pretrained.items()}  # fmt: skip
     return {**spec, "pretrained": {part: str(path) if isinstance(path, Path) else path for part, path in parts.items()}}
 
 
@@ -319,13 +319,13 @@ def build_schedules(
     own at the present progress. A change of the effective batch scales both as ``on_batch_change`` requires.
     """
     base = [{"name": group.name, "lr": group.lr} for group in groups]
-    given = Schedules.from_cfg(settings.param_scheduler, ruler=ruler, base=base, total_sequences=total_sequences)
+    curves = Schedules.from_cfg(settings.param_scheduler, ruler=ruler, base=base, total_sequences=total_sequences)
     if manifest is None:
-        return given
+        return curves
     stored = Schedules.from_state_dict(manifest.schedule)
-    same = (stored.base, stored.total_sequences) == (given.base, given.total_sequences) and stored.same_curves(given)
+    same = (stored.base, stored.total_sequences) == (curves.base, curves.total_sequences) and stored.same_curves(curves)
     factor = lr_factor(settings.on_batch_change, was=manifest.geometry.global_batch_size, now=global_batch_size)
-    return replace(stored if same else given, lr_scale=stored.lr_scale * factor)
+    return replace(stored if same else curves, lr_scale=stored.lr_scale * factor)
 
 
 def build_hooks(settings: Settings) -> list[Hook]:

@@ -139,6 +139,7 @@ def _begin(
     """Rank 0 reads the files and, on a resume, runs the checklist; then the processes join, and each reads the data."""
     joined, own_folder = dist.joined(), PLACE in (settings.work_dir or "")
     begun: tuple[ResumePlan, Start | None, list[Finding]] | None = None
+    hooks: list[Hook] = []
     if joined:
         settings = _named(settings, dist.on_main(lambda: name_and_folder(settings, geometry)))
     else:
@@ -146,8 +147,9 @@ def _begin(
         dist.open_store(timeout_s=settings.env.dist_timeout_s)
         if dist.env_rank() == 0:
             settings = _named(settings, name_and_folder(settings, geometry))
+            hooks = build_hooks(settings)  # what they refuse is refused before data is read
             begun = _plan(settings, backend, geometry)
-    hooks = build_hooks(settings)
+    hooks = hooks or build_hooks(settings)
     apply_environment(settings.env)
     announced.arrive(timeout_s=settings.env.dist_timeout_s)
     dist.init(timeout_s=settings.env.dist_timeout_s)

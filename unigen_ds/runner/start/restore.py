@@ -69,19 +69,19 @@ def fit_weights(
             f"load_from is {parts.plan.checkpoint}, which has no adapters, and lora is set",
             remedy="adapters need a published directory: tools/export.py CHECKPOINT DIR, then model.pretrained='DIR'",
         )
-    stored, wanted = ([row for row in rows if row["name"] not in base] for rows in (stored, parts.parameters))
+    stored, own = ([row for row in rows if row["name"] not in base] for rows in (stored, parts.parameters))
     buffers = {name: buffer.numel() for name, buffer in parts.backend.buffers().items() if name not in base}
-    found = fit(reader, stored, parameters=wanted, buffers=buffers, cfg=cfg, sizes=sizes)
-    report = {"checkpoint": str(parts.plan.checkpoint), **found.state_dict()}
+    fitted = fit(reader, stored, parameters=own, buffers=buffers, cfg=cfg, sizes=sizes)
+    report = {"checkpoint": str(parts.plan.checkpoint), **fitted.state_dict()}
     dist.on_main(lambda: write_text_atomic(report_file, json.dumps(report, indent=1) + "\n"))
-    found.check(cfg, first=other_model(stored_config, parts.plain_config))
+    fitted.check(cfg, first=other_model(stored_config, parts.plain_config))
     if dist.is_main():
-        for kind, line in found.lines():
+        for kind, line in fitted.lines():
             logger().log(WARNING if kind in DIFFERENCES else INFO, "Weights: %s.", line)
-        numbers = len(found.sources), len(found.kept)
+        numbers = len(fitted.sources), len(fitted.kept)
         logger().info("Weights: %d tensors are the checkpoint's, %d stay as initialised. What differs: %s.",
                       *numbers, report_file)  # fmt: skip
-    parts.backend.load_tensors(FittedReader(reader, found), weights_only=True, keep={*found.kept, *base})
+    parts.backend.load_tensors(FittedReader(reader, fitted), weights_only=True, keep={*fitted.kept, *base})
     logger().info("Loaded weights only from %s; progress starts at zero.", parts.plan.checkpoint)
 
 
