@@ -23,7 +23,7 @@ from unigen_ds.config.backend_option import backend_hint, backend_spec
 from unigen_ds.config.translation import argument_hint
 from unigen_ds.config.values import argument_hints, described, fits, nested, shown
 from unigen_ds.core.errors import ConfigError, DataError, UnknownKey, nearest, raise_any
-from unigen_ds.system.log import logger
+from unigen_ds.system.log import notice
 
 _Called = TypeVar("_Called", bound=Callable[..., Any])
 
@@ -253,7 +253,7 @@ def resolve(registry: Registry, spec: Mapping[str, Any], *, where: str) -> tuple
 
 def _log_counterpart(registry: Registry, kind: Any, where: str) -> None:
     if counterpart(registry, kind) is not None:
-        logger().info("%s: %s is read as the class of that name in unigen_ds", where, kind)
+        notice(f"{where}: {kind} is read as the class of that name in unigen_ds")
 
 
 def build(registry: Registry, spec: Mapping[str, Any], *, where: str, **extra: Any) -> Any:
