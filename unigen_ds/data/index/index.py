@@ -397,29 +397,20 @@ def _report(source: RecordSource, counts: Counts, on_error: OnRecordError, unuse
     """How much of the data will not be learned as intended."""
     if dist.env_rank() != 0:
         return
-    path = source.title
-    for note in source.notes():
-        logger().warning("%s: %s", path, note)
+    lines, number = [*source.notes()], len(counts.tokens)
     if keys.any():
-        logger().warning("%s: %s", path, unused_line(unused_of(keys)))
-    if unused.any():
-        logger().warning(
-            "%d records of %s have several texts to choose from; one of each is used, always the same, and %d are not",
-            int((unused > 0).sum()), path, int(unused.sum()),
-        )  # fmt: skip
-    empty, unknown = int((counts.empty_texts > 0).sum()), int(counts.unknown.sum())
-    if empty:
-        logger().warning("%d of %d records of %s have an empty text (a caption, a question or an answer)",
-                         empty, len(counts.tokens), path)  # fmt: skip
-    if unknown:
+        lines.append(unused_line(unused_of(keys)))
+    if several := int((unused > 0).sum()):
+        several_texts = f"{several} records have several texts to choose from"
+        lines.append(f"{several_texts}; one of each is used, always the same, and {int(unused.sum())} are not")
+    if empty := int((counts.empty_texts > 0).sum()):
+        lines.append(f"{empty} of {number} records have an empty text (a caption, a question or an answer)")
+    if unknown := int(counts.unknown.sum()):
         texts = int(counts.tokens.sum() - counts.image_tokens.sum())
-        logger().warning(
-            "%d of %d text tokens of %s (%.2g %%) are words that the tokenizer does not have (<unk>)",
-            unknown, texts, path, 100 * unknown / texts,
-        )  # fmt: skip
+        share = f"{unknown} of {texts} text tokens ({100 * unknown / texts:.2g} %)"
+        lines.append(f"{share} are words that the tokenizer does not have (<unk>)")
     broken = int((counts.unreadable > 0).sum())
     if broken and on_error == "error":
-        logger().warning(
-            "%d of %d records of %s have an image that cannot be read; they become counted skips",
-            broken, len(counts.tokens), path,
-        )  # fmt: skip
+        lines.append(f"{broken} of {number} records have an image that cannot be read; they become counted skips")
+    for line in lines:
+        logger().warning("%s: %s", source.title, line)
