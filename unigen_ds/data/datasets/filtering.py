@@ -16,7 +16,7 @@ import numpy as np
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, fingerprint, load_or_fill
-from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset, is_streamed
+from unigen_ds.data.datasets.dataset import PlannedDataset, ScannedDataset, UnifiedGenerationDataset, is_streamed
 from unigen_ds.data.datasets.filters import RATED, CheckedRecord, RecordFilter, decide
 from unigen_ds.data.datasets.subset import Subset, subset_by, whole_of
 from unigen_ds.data.index.index import batches
@@ -60,18 +60,19 @@ def apply_filters(dataset: Any) -> Any:
     if is_streamed(whole_of(dataset)):
         return dataset  # each shard is filtered when it is reached
     kept = kept_records(dataset)
-    if not len(kept):
+    if kept is not dataset and not len(kept):
         raise all_removed(kept)
     return kept
 
 
 def kept_records(dataset: Any) -> Any:
     """The data set, or what its filters keep of it. It may be nothing."""
-    whole: Any = whole_of(dataset)
-    number = len(dataset)  # num_used_data counts records of the file
-    filters: Sequence[RecordFilter] = getattr(whole, "filters", ())
-    first = getattr(whole, "first_number", 0)
-    unusable = [one for one in getattr(whole, "unusable", tuple)() if one.number - first < number]
+    whole, number = whole_of(dataset), len(dataset)  # num_used_data counts records of the file
+    if not isinstance(whole, (UnifiedGenerationDataset, ScannedDataset)):
+        return dataset
+    filters = whole.filters if isinstance(whole, UnifiedGenerationDataset) else ()
+    first = whole.first_number
+    unusable = [one for one in whole.unusable() if one.number - first < number]
     if not filters and not unusable:
         return dataset
     removed, parts = np.zeros(number, dtype=np.int64), np.zeros((number, 0), dtype=np.int64)
@@ -98,7 +99,7 @@ def filtering_of(dataset: PlannedDataset) -> Filtering | None:
     return None if subset is None else subset.choice
 
 
-def _decide(dataset: UnifiedGenerationDataset) -> tuple[Array, Array]:
+def _decide(dataset: Any) -> tuple[Array, Array]:
     """Of each record the number of the first filter that removes it, from 1, or 0; and ``removed_parts`` [N, rules]."""
     filters, index = dataset.filters, dataset.index
     facts = [fact for one in filters for fact in (one.settings, one.code)]

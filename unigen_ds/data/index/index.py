@@ -86,7 +86,6 @@ class Index:
     """``unused_keys`` of each record."""
     lines: NDArray[np.uint8]
     """The first records that cannot be trained on (``unusable.as_array``)."""
-    on_record_error: OnRecordError
     cache: Path | None
     """The file that it was read from; None: it was made by this start."""
 
@@ -97,12 +96,6 @@ class Index:
     def malformed(self) -> Array:
         """Numbers of the records that have no sample."""
         return np.flatnonzero((self.records == _MALFORMED) & (self.counts.tokens == 0))
-
-    @cached_property
-    def left_out(self) -> Array:
-        """Numbers of the records that ``on_record_error`` leaves out."""
-        unreadable = np.flatnonzero(self.counts.unreadable)
-        return np.union1d(self.malformed, unreadable) if self.on_record_error == "skip" else self.malformed
 
     def unusable(self) -> list[BadRecord]:
         """All records that cannot be trained on; those after many without their reason."""
@@ -149,8 +142,8 @@ class Index:
             malformed = set(self.malformed.tolist())
             for start, entries in batches(self.source, (0, len(self))):
                 values = [b"" if n in malformed else entry.values for n, entry in enumerate(entries, start)]
-                found = b"".join(hashlib.blake2b(one, digest_size=8).digest() for one in values)
-                new.put("digests", start, np.frombuffer(found, dtype="<i8").astype(np.int64))
+                digests = b"".join(hashlib.blake2b(one, digest_size=8).digest() for one in values)
+                new.put("digests", start, np.frombuffer(digests, dtype="<i8").astype(np.int64))
 
         cache = None if self.folder is None else self.folder / f"{self.source.origin.name}-content-{key[:16]}{SUFFIX}"
         return load_or_fill(cache, key, fill)["digests"]
@@ -203,7 +196,7 @@ class Index:
         digest = fingerprint(*facts)
         index = cls(
             source, arrays["records"], counts, digest, folder, layout, of_records, content, arrays[_UNUSED_KEYS],
-            arrays[UNUSABLE], on_record_error, None if made else cache,
+            arrays[UNUSABLE], None if made else cache,
         )  # fmt: skip
         if on_record_error == "error" and index.malformed.size:
             if cache is not None:  # the code that reads it may be what is mended
