@@ -41,11 +41,11 @@ class Filtering:
     """Those."""
 
     def facts(self, numbers: Array) -> tuple[object, ...]:
-        """As of ``Choice``."""
+        """See ``Choice``."""
         return _FORMAT, _digest(numbers)
 
     def prefix_facts(self, numbers: Array) -> tuple[object, ...] | None:
-        """As of ``Choice``. Before the first bad record the digest is the source's own: one may be appended to it."""
+        """See ``Choice.prefix_facts``. Before the first bad record the digest is the source's own: one may be appended to it."""
         if not self.settings and (not len(numbers) or numbers[-1] == len(numbers) - 1):
             return None
         return (_digest(numbers),)
@@ -56,7 +56,7 @@ def _digest(numbers: Array) -> str:
 
 
 def apply_filters(dataset: Any) -> Any:
-    """The data set, or what its filters keep of it. Raises ``DataError`` where that is nothing."""
+    """Return the data set, or what its filters keep of it. Raises ``DataError`` where that is nothing."""
     if is_streamed(whole_of(dataset)):
         return dataset  # each shard is filtered when it is reached
     kept = kept_records(dataset)
@@ -66,7 +66,7 @@ def apply_filters(dataset: Any) -> Any:
 
 
 def kept_records(dataset: Any) -> Any:
-    """The data set, or what its filters keep of it. It may be nothing."""
+    """Return the data set, or what its filters keep of it, which may be nothing."""
     whole, number = whole_of(dataset), len(dataset)  # num_used_data counts records of the file
     if not isinstance(whole, (UnifiedGenerationDataset, ScannedDataset)):
         return dataset
@@ -85,7 +85,7 @@ def kept_records(dataset: Any) -> Any:
 
 
 def all_removed(subset: Subset, *, title: str | None = None) -> DataError:
-    """For a source of which nothing is kept. ``title``: how the message calls it; None: its name."""
+    """Return the error for a source of which nothing is kept. ``title`` is its name in the message."""
     report = subset.choice.report
     return DataError(
         f"{title or subset.name}: all {report['records']:,} records are left out ({removal_line(report)})",
@@ -94,7 +94,7 @@ def all_removed(subset: Subset, *, title: str | None = None) -> DataError:
 
 
 def filtering_of(dataset: PlannedDataset) -> Filtering | None:
-    """What the filters of a data set have decided; None: it has none."""
+    """Return what the filters of a data set have decided, or None if it has none."""
     subset = subset_by(dataset, Filtering)
     return None if subset is None else subset.choice
 
