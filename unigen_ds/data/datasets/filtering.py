@@ -45,7 +45,7 @@ class Filtering:
         return _FORMAT, _digest(numbers)
 
     def prefix_facts(self, numbers: Array) -> tuple[object, ...] | None:
-        """See ``Choice``. Before the first bad record the digest is the source's own: a bad one may be appended to it."""
+        """See ``Choice``. Before the first bad record it is the source's own: a bad one may be appended."""
         if not self.settings and (not len(numbers) or numbers[-1] == len(numbers) - 1):
             return None
         return (_digest(numbers),)
