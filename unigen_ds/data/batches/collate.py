@@ -18,12 +18,11 @@ import torch
 from unigen_ds.core.batch import Batch
 from unigen_ds.data.batches.stream import Row
 from unigen_ds.data.datasets.dataset import PlannedDataset, planned_tokens, source_names
-from unigen_ds.data.datasets.overflow import part_of, unit_tokens
 from unigen_ds.data.images.image_files import UnreadableImage
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.samples.processor import Processor
 from unigen_ds.data.samples.sample import Loaded as Loaded
-from unigen_ds.data.samples.sample import Sample
+from unigen_ds.data.samples.sample import Sample, piece_bounds
 from unigen_ds.data.samples.splits import unreadable
 from unigen_ds.system.seeding import generator
 
@@ -93,13 +92,29 @@ def load(
     if sample.num_tokens != planned:
         changed = next((split.source for split in sample.splits if split.source), "")
         raise unreadable(changed, f"the sample has {sample.num_tokens} tokens, but {planned} when it was indexed")
-    part, key = part_of(sample, draw.piece, seq_length), (seed, draw.pass_number, name)
+    part, key = _part_of(sample, draw.piece, seq_length), (seed, draw.pass_number, name)
     removed = _dropped(part, processor, key)
     loaded = (
         split.dropped() if number in removed else split.load(processor, (*key, number))
         for number, split in enumerate(part.splits)
     )
     return [one for one in loaded if one is not None]
+
+
+def _part_of(sample: Sample, piece: int, seq_length: int) -> Sample:
+    """The part of its record that a drawn unit is."""
+    if piece < 0:
+        return sample.truncated(seq_length)
+    start, stop = piece_bounds(sample.num_tokens, seq_length, piece)
+    return sample.part(int(start), int(stop))
+
+
+def unit_tokens(num_tokens: int, piece: int, seq_length: int) -> int:
+    """Tokens of a drawn unit of a record of ``num_tokens``."""
+    if piece < 0:
+        return min(num_tokens, seq_length)
+    start, stop = piece_bounds(num_tokens, seq_length, piece)
+    return int(stop - start)
 
 
 def _dropped(sample: Sample, processor: Processor, key: tuple[object, ...]) -> set[int]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from unigen_ds.data.batches.collate import unit_tokens
 from unigen_ds.data.batches.stream import Cursor, Row, SequenceStream
 from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset, planned_tokens, unreadable
 from unigen_ds.data.datasets.filtering import filtering_of, removal_line
-from unigen_ds.data.datasets.overflow import unit_tokens
 from unigen_ds.data.datasets.streamed_units import StreamedFitted, streamed_lines, streamed_report
 from unigen_ds.data.datasets.subset import FirstRecords, first_records_line, subset_by, whole_of
 from unigen_ds.data.records.unusable import SKIPPED

@@ -125,7 +125,7 @@ class UnifiedGenerationDataset:
         )
         cache = Path(cache_dir) if cache_dir is not None else None
         self.processor, self.weight, self.name = processor, weight, name or default_name(data_path)
-        self.group, self.num_used_data = group, num_used_data
+        self.group, self.num_used_data, self._on_record_error = group, num_used_data, on_record_error
         layout = Layout(
             None,
             captions,
@@ -231,7 +231,7 @@ class UnifiedGenerationDataset:
 
     def unusable(self) -> Sequence[BadRecord]:
         """Records that ``on_record_error`` leaves out, by their numbers in sample ids."""
-        if not self.index.left_out.size:
+        if self._on_record_error == "error":
             return ()
         return [replace(one, number=self.first_number + one.number) for one in self.index.unusable()]
 
@@ -258,6 +258,7 @@ class ScannedDataset:
     cache_folder: Path | None = None
     unk_id: int | None = None
     """The tokenizer's id of unknown words, if it has one."""
+    first_number = 0
 
     def __len__(self) -> int:
         raise NotImplementedError(f"{type(self).__name__}.__len__")

@@ -16,7 +16,7 @@ import numpy as np
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, fingerprint, load_or_fill
-from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset, is_streamed
+from unigen_ds.data.datasets.dataset import PlannedDataset, ScannedDataset, UnifiedGenerationDataset, is_streamed
 from unigen_ds.data.datasets.filters import RATED, CheckedRecord, RecordFilter, decide
 from unigen_ds.data.datasets.subset import Subset, subset_by, whole_of
 from unigen_ds.data.index.index import batches
@@ -41,11 +41,11 @@ class Filtering:
     """Those."""
 
     def facts(self, numbers: Array) -> tuple[object, ...]:
-        """As of ``Choice``."""
+        """See ``Choice``."""
         return _FORMAT, _digest(numbers)
 
     def prefix_facts(self, numbers: Array) -> tuple[object, ...] | None:
-        """As of ``Choice``. Before the first bad record the digest is the source's own: one may be appended to it."""
+        """See ``Choice``. Before the first bad record it is the source's own: a bad one may be appended."""
         if not self.settings and (not len(numbers) or numbers[-1] == len(numbers) - 1):
             return None
         return (_digest(numbers),)
@@ -56,22 +56,23 @@ def _digest(numbers: Array) -> str:
 
 
 def apply_filters(dataset: Any) -> Any:
-    """The data set, or what its filters keep of it. Raises ``DataError`` where that is nothing."""
+    """Return the data set, or what its filters keep of it. Raises ``DataError`` where that is nothing."""
     if is_streamed(whole_of(dataset)):
         return dataset  # each shard is filtered when it is reached
     kept = kept_records(dataset)
-    if not len(kept):
+    if kept is not dataset and not len(kept):
         raise all_removed(kept)
     return kept
 
 
 def kept_records(dataset: Any) -> Any:
-    """The data set, or what its filters keep of it. It may be nothing."""
-    whole: Any = whole_of(dataset)
-    number = len(dataset)  # num_used_data counts records of the file
-    filters: Sequence[RecordFilter] = getattr(whole, "filters", ())
-    first = getattr(whole, "first_number", 0)
-    unusable = [one for one in getattr(whole, "unusable", tuple)() if one.number - first < number]
+    """Return the data set, or what its filters keep of it, which may be nothing."""
+    whole, number = whole_of(dataset), len(dataset)  # num_used_data counts records of the file
+    if not isinstance(whole, (UnifiedGenerationDataset, ScannedDataset)):
+        return dataset
+    filters = whole.filters if isinstance(whole, UnifiedGenerationDataset) else ()
+    first = whole.first_number
+    unusable = [one for one in whole.unusable() if one.number - first < number]
     if not filters and not unusable:
         return dataset
     removed, parts = np.zeros(number, dtype=np.int64), np.zeros((number, 0), dtype=np.int64)
@@ -84,7 +85,7 @@ def kept_records(dataset: Any) -> Any:
 
 
 def all_removed(subset: Subset, *, title: str | None = None) -> DataError:
-    """For a source of which nothing is kept. ``title``: how the message calls it; None: its name."""
+    """Return the error for a source of which nothing is kept. ``title`` is its name in the message."""
     report = subset.choice.report
     return DataError(
         f"{title or subset.name}: all {report['records']:,} records are left out ({removal_line(report)})",
@@ -93,12 +94,12 @@ def all_removed(subset: Subset, *, title: str | None = None) -> DataError:
 
 
 def filtering_of(dataset: PlannedDataset) -> Filtering | None:
-    """What the filters of a data set have decided; None: it has none."""
+    """Return what the filters of a data set have decided, or None if it has none."""
     subset = subset_by(dataset, Filtering)
     return None if subset is None else subset.choice
 
 
-def _decide(dataset: UnifiedGenerationDataset) -> tuple[Array, Array]:
+def _decide(dataset: Any) -> tuple[Array, Array]:
     """Of each record the number of the first filter that removes it, from 1, or 0; and ``removed_parts`` [N, rules]."""
     filters, index = dataset.filters, dataset.index
     facts = [fact for one in filters for fact in (one.settings, one.code)]

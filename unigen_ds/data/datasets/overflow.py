@@ -25,7 +25,7 @@ from unigen_ds.data.order.order import Draw
 from unigen_ds.data.records.unusable import BadRecord
 from unigen_ds.data.rules import RULES
 from unigen_ds.data.samples.counts import COLUMNS, CONTENT, KINDS, Array, count
-from unigen_ds.data.samples.sample import Sample, num_pieces, piece_bounds
+from unigen_ds.data.samples.sample import num_pieces, piece_bounds
 
 Action = Literal["split", "truncate", "skip", "error"]
 ACTIONS: tuple[Action, ...] = ("split", "truncate", "skip", "error")
@@ -207,22 +207,6 @@ class Fitted:
 
 _UNITS = "unigen-units-1"
 _DONE: dict[Action, str] = {"split": "split", "truncate": "truncated", "skip": "skipped", "error": "refused"}
-
-
-def part_of(sample: Sample, piece: int, seq_length: int) -> Sample:
-    """The part of its record that a drawn unit is."""
-    if piece < 0:
-        return sample.truncated(seq_length)
-    start, stop = piece_bounds(sample.num_tokens, seq_length, piece)
-    return sample.part(int(start), int(stop))
-
-
-def unit_tokens(num_tokens: int, piece: int, seq_length: int) -> int:
-    """Tokens of a drawn unit of a record of ``num_tokens``."""
-    if piece < 0:
-        return min(num_tokens, seq_length)
-    start, stop = piece_bounds(num_tokens, seq_length, piece)
-    return int(stop - start)
 
 
 def check_refused(source: Fitted, name: str, title: str) -> None:

@@ -31,14 +31,14 @@ from unigen_ds.system.seeding import derive_seed
 
 
 class Choice(Protocol):
-    """Why these records were chosen."""
+    """The reason why a subset has its records."""
 
     def facts(self, numbers: Array) -> tuple[object, ...]:
-        """What the fingerprint of the records ``numbers`` has beside that of the source."""
+        """Return what the fingerprint of the records ``numbers`` has beside that of the source."""
         ...
 
     def prefix_facts(self, numbers: Array) -> tuple[object, ...] | None:
-        """The same for ``prefix_digest``; None: the source's own digest is theirs."""
+        """Return the same for ``prefix_digest``, or None if their digest is the source's own."""
         ...
 
 
@@ -47,8 +47,8 @@ class Subset:
 
     Args:
         whole: the source, or a subset of it.
-        numbers: of the records in ``whole``, ascending.
-        choice: why these.
+        numbers: the numbers of the records in ``whole``, ascending.
+        choice: a ``Choice``: ``FirstRecords``, ``Side`` or ``Filtering``.
     """
 
     def __init__(self, whole: PlannedDataset, numbers: Array, choice: Any) -> None:
@@ -101,26 +101,26 @@ def _are_first(numbers: Array) -> bool:
 
 
 def subsets(dataset: PlannedDataset) -> Iterator[Subset]:
-    """The subsets through which a data set was made, the last one first; none for a source itself."""
+    """Yield the subsets through which a data set was made, the last one first; none for a source itself."""
     while isinstance(dataset, Subset):
         yield dataset
         dataset = dataset.whole
 
 
 def subset_by(dataset: PlannedDataset, kind: type) -> Subset | None:
-    """The subset of a data set whose choice is of a type; None: there is none."""
+    """Return the subset of a data set whose choice has the type ``kind``, or None if there is none."""
     return next((one for one in subsets(dataset) if isinstance(one.choice, kind)), None)
 
 
 def whole_of(dataset: PlannedDataset) -> PlannedDataset:
-    """The source that a sample id refers to."""
+    """Return the source that a sample id refers to."""
     while isinstance(dataset, Subset):
         dataset = dataset.whole
     return dataset
 
 
 def record_number(dataset: PlannedDataset, index: int) -> int:
-    """The number of a record of ``dataset`` in sample ids: that in ``whole_of(dataset)``."""
+    """Return the number that a record of ``dataset`` has in sample ids: that in ``whole_of(dataset)``."""
     while isinstance(dataset, Subset):
         index, dataset = int(dataset.numbers[index]), dataset.whole
     return getattr(dataset, "first_number", 0) + index
@@ -131,15 +131,15 @@ class FirstRecords:
     """``num_used_data`` of a data set: only its first records are trained on."""
 
     def facts(self, numbers: Array) -> tuple[object, ...]:
-        """As of ``Choice``."""
+        """See ``Choice``."""
         return "num_used_data", len(numbers)
 
     def prefix_facts(self, numbers: Array) -> None:
-        """As of ``Choice``."""
+        """See ``Choice``."""
 
 
 def first_records(dataset: Any) -> Any:
-    """The data set, or the part of it that its ``num_used_data`` asks for. Warns where it has no more than that."""
+    """Return the data set, or the part that its ``num_used_data`` asks for. Warns where it has no more than that."""
     number = getattr(dataset, "num_used_data", None)
     if number is None or number == len(dataset):
         return dataset
@@ -189,20 +189,20 @@ class Side:
     """``train`` or ``validation``."""
 
     def facts(self, numbers: Array) -> tuple[object, ...]:
-        """As of ``Choice``."""
+        """See ``Choice``."""
         return self.division, self.name
 
     prefix_facts = facts
 
 
 def division_of(datasets: Sequence[PlannedDataset]) -> Division | None:
-    """How the records of the sources are divided; None: they are not."""
+    """Return how the records of the sources are divided, or None if they are not."""
     sides = (subset_by(dataset, Side) for dataset in datasets)
     return next((side.choice.division for side in sides if side is not None), None)
 
 
 def divide(datasets: Sequence[PlannedDataset], division: Division) -> tuple[list[Subset], list[Subset]]:
-    """Each source without the share, and the share of each, which may be empty.
+    """Return each source without the share, and the share of each, which may be empty.
 
     Raises ``DataError`` where nothing would be left to train on, or nothing to validate on; ``ConfigError`` for a
     source whose records have no digests.

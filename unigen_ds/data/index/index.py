@@ -86,7 +86,6 @@ class Index:
     """``unused_keys`` of each record."""
     lines: NDArray[np.uint8]
     """The first records that cannot be trained on (``unusable.as_array``)."""
-    on_record_error: OnRecordError
     cache: Path | None
     """The file that it was read from; None: it was made by this start."""
 
@@ -97,12 +96,6 @@ class Index:
     def malformed(self) -> Array:
         """Numbers of the records that have no sample."""
         return np.flatnonzero((self.records == _MALFORMED) & (self.counts.tokens == 0))
-
-    @cached_property
-    def left_out(self) -> Array:
-        """Numbers of the records that ``on_record_error`` leaves out."""
-        unreadable = np.flatnonzero(self.counts.unreadable)
-        return np.union1d(self.malformed, unreadable) if self.on_record_error == "skip" else self.malformed
 
     def unusable(self) -> list[BadRecord]:
         """All records that cannot be trained on; those after many without their reason."""
@@ -149,8 +142,8 @@ class Index:
             malformed = set(self.malformed.tolist())
             for start, entries in batches(self.source, (0, len(self))):
                 values = [b"" if n in malformed else entry.values for n, entry in enumerate(entries, start)]
-                found = b"".join(hashlib.blake2b(one, digest_size=8).digest() for one in values)
-                new.put("digests", start, np.frombuffer(found, dtype="<i8").astype(np.int64))
+                digests = b"".join(hashlib.blake2b(one, digest_size=8).digest() for one in values)
+                new.put("digests", start, np.frombuffer(digests, dtype="<i8").astype(np.int64))
 
         cache = None if self.folder is None else self.folder / f"{self.source.origin.name}-content-{key[:16]}{SUFFIX}"
         return load_or_fill(cache, key, fill)["digests"]
@@ -203,7 +196,7 @@ class Index:
         digest = fingerprint(*facts)
         index = cls(
             source, arrays["records"], counts, digest, folder, layout, of_records, content, arrays[_UNUSED_KEYS],
-            arrays[UNUSABLE], on_record_error, None if made else cache,
+            arrays[UNUSABLE], None if made else cache,
         )  # fmt: skip
         if on_record_error == "error" and index.malformed.size:
             if cache is not None:  # the code that reads it may be what is mended
@@ -397,29 +390,20 @@ def _report(source: RecordSource, counts: Counts, on_error: OnRecordError, unuse
     """How much of the data will not be learned as intended."""
     if dist.env_rank() != 0:
         return
-    path = source.title
-    for note in source.notes():
-        logger().warning("%s: %s", path, note)
+    lines, number = [*source.notes()], len(counts.tokens)
     if keys.any():
-        logger().warning("%s: %s", path, unused_line(unused_of(keys)))
-    if unused.any():
-        logger().warning(
-            "%d records of %s have several texts to choose from; one of each is used, always the same, and %d are not",
-            int((unused > 0).sum()), path, int(unused.sum()),
-        )  # fmt: skip
-    empty, unknown = int((counts.empty_texts > 0).sum()), int(counts.unknown.sum())
-    if empty:
-        logger().warning("%d of %d records of %s have an empty text (a caption, a question or an answer)",
-                         empty, len(counts.tokens), path)  # fmt: skip
-    if unknown:
+        lines.append(unused_line(unused_of(keys)))
+    if several := int((unused > 0).sum()):
+        several_texts = f"{several} records have several texts to choose from"
+        lines.append(f"{several_texts}; one of each is used, always the same, and {int(unused.sum())} are not")
+    if empty := int((counts.empty_texts > 0).sum()):
+        lines.append(f"{empty} of {number} records have an empty text (a caption, a question or an answer)")
+    if unknown := int(counts.unknown.sum()):
         texts = int(counts.tokens.sum() - counts.image_tokens.sum())
-        logger().warning(
-            "%d of %d text tokens of %s (%.2g %%) are words that the tokenizer does not have (<unk>)",
-            unknown, texts, path, 100 * unknown / texts,
-        )  # fmt: skip
+        share = f"{unknown} of {texts} text tokens ({100 * unknown / texts:.2g} %)"
+        lines.append(f"{share} are words that the tokenizer does not have (<unk>)")
     broken = int((counts.unreadable > 0).sum())
     if broken and on_error == "error":
-        logger().warning(
-            "%d of %d records of %s have an image that cannot be read; they become counted skips",
-            broken, len(counts.tokens), path,
-        )  # fmt: skip
+        lines.append(f"{broken} of {number} records have an image that cannot be read; they become counted skips")
+    for line in lines:
+        logger().warning("%s: %s", source.title, line)
