@@ -9,7 +9,7 @@ No line is shown twice, and none of an abandoned branch: ``SafeWriter`` records 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,26 +37,6 @@ ALIASES = {
 """Names under which BAGEL's and nanoVLM's dashboards look for our metrics. ``lr`` and ``grad_norm`` are the same."""
 
 
-@dataclass(frozen=True)
-class RunName:
-    """What a tracker calls a run. ``parent``: the run that it continues from ``since`` updates on; None: its own."""
-
-    name: str
-    group: str
-    parent: str | None = None
-    since: int = 0
-
-    @property
-    def of_branch(self) -> str:
-        """The name, and from which update on where there is a parent."""
-        return self.name if self.parent is None else f"{self.name} from update {self.since}"
-
-    @property
-    def lineage(self) -> dict[str, Any]:
-        """The parent, as the config of a run has it."""
-        return {} if self.parent is None else {"parent_run": self.parent, "parent_update": self.since}
-
-
 class Writer:
     """Base of all writers. ``SafeWriter`` calls it, and catches what it raises. Rank 0 only.
 
@@ -67,8 +47,8 @@ class Writer:
     """What to install with ``pip install`` when its package is missing."""
     purges = False
     """Whether ``open`` removes or hides what was written after ``updates``: a resume then writes it again."""
-    run_name = RunName("", "")
-    """Set before each ``open``."""
+    branch = Branch(None, None, 0, "")
+    """The run that is opened: its name, group and parent. Set before each ``open``."""
     num_sent = 0
     """Lines that the run was sent before, set before each ``open``."""
 
@@ -145,7 +125,7 @@ class SafeWriter:
             )
 
             def open_run(run: Branch) -> str | None:
-                writer.run_name = RunName(run.name, run.group, run.parent, run.start)
+                writer.branch = run
                 writer.num_sent = sent.num_sent(run.id)
                 run_id: str | None = writer.open(run_id=run.id, work_dir=work_dir, config=config, updates=updates)
                 return run_id
