@@ -146,7 +146,7 @@ _METHODS = (
     "all_to_all_single",
 )  # fmt: skip
 _clocks: list[Clock] = []
-"""Of the runs that train in this process."""
+"""The clocks of the runs that train in this process."""
 _originals: list[tuple[Any, str, Any]] = []
 
 

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from unigen_ds.core.errors import CheckpointError, ConfigError
 
 ALGORITHM = "xxh3_128"
-"""Of a checkpoint's files."""
+"""The algorithm of the digests of a checkpoint's files."""
 _BLOCK = 1 << 20
 
 
@@ -59,7 +59,7 @@ def _pid_space() -> str:
 
 
 PID_SPACE = _pid_space()
-"""Where a process number means the same process as here: not in a container of the same host name."""
+"""Names where a process number means the same process as here: not in a container of the same host name."""
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(tmp|writing)-(?P<space>[A-Za-z0-9-]*)\.(?P<process>\d+)(-[0-9a-f]+)?")
 _MADE: set[str] = set()
 """Names that this process made: its threads may fill several temporaries of one name at a time."""
@@ -222,7 +222,7 @@ def write_digests(folder: Path, *, keep: Mapping[str, str] | None = None) -> Non
 
 
 def stored_digests(folder: Path) -> dict[str, str]:
-    """What ``digests.json`` there has; {} without one. Raises ``CheckpointError`` where it is damaged."""
+    """Return the content of ``digests.json`` there; {} without one. Raises ``CheckpointError`` where it is damaged."""
     path = folder / DIGESTS
     try:
         digests = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -299,7 +299,7 @@ def held(path: Path) -> Iterator[OSError | None]:
 
 _MARKS = ((codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"),
           (codecs.BOM_UTF16_BE, "UTF-16"))  # fmt: skip
-"""Of UTF-32 first: its little-endian mark begins as that of UTF-16."""
+"""UTF-32 comes first: its little-endian mark begins as that of UTF-16."""
 
 
 def encoding_problem(path: Path, *, bom_allowed: bool = False) -> tuple[str, str] | None:

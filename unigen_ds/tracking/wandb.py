@@ -128,7 +128,7 @@ class WandbVisBackend(Writer):
         return str(self._run.id)
 
     def _url(self) -> str | None:
-        """Of a run that has one: W&B warns where an offline run is asked."""
+        """Return the run's address, if it has one: W&B warns where an offline run is asked."""
         return None if self._run.offline else self._run.url
 
     def write(self, record: Mapping[str, Any], *, update: int) -> None:

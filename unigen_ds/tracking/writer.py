@@ -44,7 +44,7 @@ class Writer:
     """
 
     package = ""
-    """What to install with ``pip install`` when its package is missing."""
+    """The argument of ``pip install`` when its package is missing."""
     purges = False
     """Whether ``open`` removes or hides what was written after ``updates``: a resume then writes it again."""
     branch = Branch(None, None, 0, "")
@@ -53,11 +53,11 @@ class Writer:
     """Lines that the run was sent before, set before each ``open``."""
 
     def kept_in(self) -> Mapping[str, Any]:
-        """Where runs are kept, such as the project: a resume with another value begins a new run there."""
+        """Return where runs are kept, such as the project: a resume with another value begins a new run there."""
         return {}
 
     def lacks(self) -> list[ConfigError]:
-        """What ``open`` would fail for, as far as it can be found without a network: for ``--dry-run``."""
+        """Return the errors of ``open``, as far as they can be found without a network: for ``--dry-run``."""
         needed = Requirement(self.package.strip("'")) if self.package else None
         names = [] if needed is None else sorted(needed.extras) or [needed.name]  # an extra has its package's name
         missing = [name for name in names if installed(name) is None]
@@ -104,7 +104,7 @@ class SafeWriter:
         self._writer: Any = writer
         self.name = name or type(writer).__name__
         self.run_id: str | None = None
-        """Of the run that is written to; before ``open`` that of the checkpoint."""
+        """The id of the run that is written to; before ``open`` that of the checkpoint."""
         self._sent: Sent | None = None
         self._axes: set[str] = set()
 
@@ -234,7 +234,7 @@ def plain_config(config: Any) -> dict[str, Any]:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """What a dashboard can draw: numbers and truth values; texts, nulls and lists are left out."""
+    """Return what a dashboard can draw: numbers and truth values; texts, nulls and lists are left out."""
     return {name: float(value) for name, value in record.items() if isinstance(value, (bool, int, float))}
 
 
