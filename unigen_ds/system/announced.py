@@ -37,7 +37,7 @@ _OF_CONNECTION = re.compile(
     r"gloo|nccl|broken pipe|process ?group|connection (was )?(closed|reset|refused|timed out)|socket closed|"
     r"(application|read|write|wait) timeout|timed out waiting|operation timed out|pair (is not connected|closure)", re.I
 )  # fmt: skip
-"""A lost connection in a ``RuntimeError`` of torch's C++ parts. A timeout of the data loader is an error of this rank."""
+"""A lost connection in a ``RuntimeError`` of torch's C++ parts. A timeout of the data loader is an error of its own."""
 _number = 0
 """The number of errors that this process has had. It is in the keys: the process may begin another run after one."""
 _said = -1
