@@ -433,8 +433,9 @@ def sample(campaign: Campaign, number: int, seed: int) -> int:
     print("\nNot detected:\n  " + "\n  ".join(survivors) if survivors else "")
     tested = share["detected"] + share["survived"]
     print(f"\n{share['detected']} of {tested} random edits detected ({share['detected'] / max(tested, 1):.0%})")
+    result = {"sample": number, "seed": seed, "not_run": number - len(outcomes), **share, "survivors": survivors}
     record = importlib.import_module("benchmarks.shared.record")  # after the last fork: it imports the package
-    print(record.write_result("mutations_sample", {"sample": number, "seed": seed, **share, "survivors": survivors}))
+    print(record.write_result("mutations_sample", result))
     return 0
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from tests import lanes
 from tests.processes import ENVIRONMENT, run
@@ -68,26 +66,8 @@ def test_every_test_runs_once_and_the_processes_share_them(tmp_path: Path) -> No
     assert shown.count(" PASSED") == 21
 
 
-def test_the_longest_files_are_the_last_and_exist() -> None:
-    """The other processes begin with the last."""
-    tests = Path(__file__).parent
-    assert all(len(list(tests.rglob(f"{Path(name).name}.py"))) >= 1 for name in lanes.LONG)
-    names = ["z/test_other.py", *(f"{name}.py" for name in reversed(lanes.LONG)), "a/test_other.py"]
-    files: list[Any] = [[SimpleNamespace(path=Path("/tests") / name)] for name in names]
-    ordered = [items[0].path.as_posix().removeprefix("/tests/") for items in sorted(files, key=lanes._rank)]
-    assert ordered == ["z/test_other.py", "a/test_other.py", *(f"{name}.py" for name in lanes.LONG)]
-
-
 def test_a_crash_of_another_process_is_an_error(tmp_path: Path) -> None:
     files = {"test_a.py": TESTS, "test_b.py": TESTS, "test_c.py": "import os\ndef test_ends():\n    os.abort()\n"}
     status, shown = session(tmp_path, files)
     assert status == 3 and "another process of tests ended early: status -6" in shown, shown
     assert "test_c.py::test_ends" in shown
-
-
-def test_the_first_failure_ends_all(tmp_path: Path) -> None:
-    files = {f"test_{letter}.py": TESTS for letter in "abcdefgh"}
-    status, shown = session(tmp_path, {**files, "test_a.py": FAILS}, "-x")
-    assert status == 1 and "1 failed" in shown and "stopping after 1 failures" in shown, shown
-    ran = tmp_path / "ran.txt"
-    assert not ran.exists() or len(ran.read_text().splitlines()) < 21

@@ -260,7 +260,6 @@ class Changes(mmengine.hooks.Hook):
             "freezes",
             r"Changes\.before_train sets requires_grad=False of .*weight, after the engine was built",
         ),
-        ("before_train_epoch", "replaces", r"Changes\.before_train_epoch replaces .*weight, after"),
         (
             "after_train_iter",
             "replaces",

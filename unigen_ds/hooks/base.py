@@ -143,7 +143,7 @@ class Run(Protocol):
 
     @property
     def processor(self) -> Any:
-        """As returned by ``Family.processor``; its attributes depend on the family."""
+        """The value of ``Family.processor``; its attributes depend on the family."""
         ...
 
     @property
@@ -160,7 +160,7 @@ class Run(Protocol):
     def work_dir(self) -> Path: ...
     @property
     def run_id(self) -> str:
-        """Of the work dir: the same over all starts of this run, and no other run's."""
+        """The id of the work dir: the same over all starts of this run, and no other run's."""
         ...
 
     @property

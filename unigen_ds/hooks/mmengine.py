@@ -413,7 +413,7 @@ class RunnerView(_View):
 
     @property
     def model(self) -> nn.Module:
-        """As the engine wraps it."""
+        """The model as the engine wraps it."""
         return self._run.backend.model
 
     @cached_property
@@ -435,7 +435,7 @@ class RunnerView(_View):
 
     @property
     def val_dataloader(self) -> DataLoaderView:
-        """Of an evaluation: the batches of this rank, and the samples of all ranks.
+        """The loader of an evaluation: the batches of this rank, and the samples of all ranks.
 
         Raises ``NoSuchAttribute`` where the config has none.
         """
@@ -459,8 +459,8 @@ class RunnerView(_View):
 
     @property
     def outputs(self) -> dict[str, Tensor]:
-        """Of the last micro-batch on this rank: ``loss/<term>``, the mean over its own targets, and ``loss``, their
-        weighted sum. Empty before the first.
+        """The losses of the last micro-batch on this rank: ``loss/<term>``, the mean over its own targets, and
+        ``loss``, their weighted sum. Empty before the first.
         """
         iteration = self._run.iteration
         if iteration is None:

@@ -29,7 +29,7 @@ from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 
 _PATIENCE_S = 10.0
-"""For another rank to find the same error, to read one, or to answer: it may be slower, or have started later."""
+"""Time for another rank to find the same error, to read one, or to answer: it may be slower, or have started later."""
 _POLL_S = 0.5
 _MOST = 2000
 """Characters of an error that another rank repeats."""
@@ -37,9 +37,9 @@ _OF_CONNECTION = re.compile(
     r"gloo|nccl|broken pipe|process ?group|connection (was )?(closed|reset|refused|timed out)|socket closed|"
     r"(application|read|write|wait) timeout|timed out waiting|operation timed out|pair (is not connected|closure)", re.I
 )  # fmt: skip
-"""In a ``RuntimeError`` of torch's C++ parts. A ``DataLoader`` that timed out is an error of this rank."""
+"""A lost connection in a ``RuntimeError`` of torch's C++ parts. A timeout of the data loader is an error of its own."""
 _number = 0
-"""Of errors that this process has had, and so in the keys: it may begin another run after one."""
+"""The number of errors that this process has had. It is in the keys: the process may begin another run after one."""
 _said = -1
 """The last ``_number`` whose error rank 0 has reported."""
 _failed, _stopped = threading.Event(), threading.Event()

@@ -40,8 +40,7 @@ class Clock:
         self.totals: dict[str, float] = {}
         """Seconds by section since the clock was made; reading does not reset them."""
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._overlapping: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        """Of other streams, which pass their events in another order."""
+        """Section, begin and end of what the device may not have passed yet."""
         self._since = time.perf_counter()
         self._current: str | None = None
         self._thread = threading.get_ident()
@@ -63,7 +62,7 @@ class Clock:
         """Count communication inside of the present section, from a mark until now."""
         now = self.mark()
         if not isinstance(since, float) and not isinstance(now, float):
-            self._overlapping.append((COMMUNICATION, since, now))
+            self._events.append((COMMUNICATION, since, now))
         elif isinstance(since, float) and isinstance(now, float) and self._current is not None:
             self._add(COMMUNICATION, now - since)
             self._add(self._current, since - now)
@@ -92,13 +91,12 @@ class Clock:
 
     def read(self) -> tuple[float, dict[str, float]]:
         """Seconds since the last read, and seconds by section; starts anew."""
-        passed = [event for event in self._events if event[2].query()]
-        self._events = self._events[len(passed) :]  # they are passed in the order in which they were recorded
-        overlapping, self._overlapping = self._overlapping, []
-        for event in overlapping:
-            (passed if event[1].query() and event[2].query() else self._overlapping).append(event)
-        for section, start, end in passed:
-            self._add(section, start.elapsed_time(end) / 1000.0)
+        events, self._events = self._events, []
+        for section, begin, end in events:
+            if begin.query() and end.query():  # streams pass their events in different orders
+                self._add(section, begin.elapsed_time(end) / 1000.0)
+            else:
+                self._events.append((section, begin, end))
         now = time.perf_counter()
         wall, sections = now - self._since, self._sections
         self._since, self._sections = now, {}
@@ -148,7 +146,7 @@ _METHODS = (
     "all_to_all_single",
 )  # fmt: skip
 _clocks: list[Clock] = []
-"""Of the runs that train in this process."""
+"""The clocks of the runs that train in this process."""
 _originals: list[tuple[Any, str, Any]] = []
 
 

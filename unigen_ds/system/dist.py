@@ -22,7 +22,7 @@ from unigen_ds.core.errors import ConfigError, UnigenError
 
 T = TypeVar("T")
 _timeout: timedelta | None = None
-"""Of the process groups, as ``init`` got it."""
+"""The timeout of the process groups, as ``init`` got it."""
 _store: Any = None
 _TCP: Any = td.TCPStore  # type: ignore[attr-defined]  # documented, and missing in its stubs
 _PREFIX: Any = td.PrefixStore  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ _ENV = {
     "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 }
 _PROCESSES_OF_A_NODE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
-"""As torchrun, the deepspeed launcher, MPI and SLURM (``4`` or ``4(x2)``) report them."""
+"""The variables of torchrun, the deepspeed launcher, MPI and SLURM (``4`` or ``4(x2)``)."""
 
 
 def launcher_environment(launcher: str) -> None:
@@ -53,14 +53,14 @@ def launcher_environment(launcher: str) -> None:
 
 
 def _first_node() -> str:
-    """Of a SLURM step: that of rank 0 (``gpu[03-04,7]-ib,n1`` begins with ``gpu03-ib``). None listed: this machine."""
+    """Return the node of rank 0 of a SLURM step: ``gpu03-ib`` of ``gpu[03-04,7]-ib,n1``. None listed: this machine."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""
     match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
     return "".join(match.groups("")) if match else "127.0.0.1"
 
 
 def _port_of_job() -> str:
-    """The same on every node of a job, and different for jobs that share one."""
+    """Return a port that is the same on every node of a job, and another one for jobs that share a node."""
     job = os.environ.get("SLURM_JOB_ID", "")
     return str(20000 + int(job) % 20000) if job.isdecimal() else "29500"
 
@@ -122,7 +122,7 @@ def open_store(*, timeout_s: float) -> Any:
 
 
 def job_store() -> Any:
-    """What ``open_store`` has opened, else None."""
+    """Return the store that ``open_store`` has opened, else None."""
     return _store
 
 

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from unigen_ds.core.errors import CheckpointError, ConfigError
 
 ALGORITHM = "xxh3_128"
-"""Of a checkpoint's files."""
+"""The algorithm of the digests of a checkpoint's files."""
 _BLOCK = 1 << 20
 
 
@@ -59,7 +59,7 @@ def _pid_space() -> str:
 
 
 PID_SPACE = _pid_space()
-"""Where a process number means the same process as here: not in a container of the same host name."""
+"""Names where a process number means the same process as here: not in a container of the same host name."""
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(tmp|writing)-(?P<space>[A-Za-z0-9-]*)\.(?P<process>\d+)(-[0-9a-f]+)?")
 _MADE: set[str] = set()
 """Names that this process made: its threads may fill several temporaries of one name at a time."""
@@ -222,7 +222,7 @@ def write_digests(folder: Path, *, keep: Mapping[str, str] | None = None) -> Non
 
 
 def stored_digests(folder: Path) -> dict[str, str]:
-    """What ``digests.json`` there has; {} without one. Raises ``CheckpointError`` where it is damaged."""
+    """Return the content of ``digests.json`` there; {} without one. Raises ``CheckpointError`` where it is damaged."""
     path = folder / DIGESTS
     try:
         digests = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -297,25 +297,24 @@ def held(path: Path) -> Iterator[OSError | None]:
 
 # Whether a file is text that can be read: UTF-8, no byte order mark where a parser would trip over it, not binary.
 
-_BOM = codecs.BOM_UTF8
-_UTF_32 = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
-_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_MARKS = ((codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"),
+          (codecs.BOM_UTF16_BE, "UTF-16"))  # fmt: skip
+"""UTF-32 comes first: its little-endian mark begins as that of UTF-16."""
 
 
 def encoding_problem(path: Path, *, bom_allowed: bool = False) -> tuple[str, str] | None:
-    """What is wrong with the encoding, from the first bytes, and the command that converts the file; else None.
+    """Return what is wrong with the encoding, from the first bytes, and the command that converts the file; else None.
 
     UTF-16 without a mark is recognised by its zero bytes, which no JSON, YAML or Python text has.
     """
     with path.open("rb") as stream:
         head = stream.read(64)
-    convert = "iconv -f {} -t UTF-8 " + f"{path.name} > utf8{path.suffix}"
-    if head.startswith(_UTF_32):
-        return "is UTF-32 text, not UTF-8", convert.format("UTF-32")
-    if head.startswith(_UTF_16):
-        return "is UTF-16 text, not UTF-8", convert.format("UTF-16")
-    if b"\0" in head[:4] and len(head) > 1:
-        return "is UTF-16 text, not UTF-8", convert.format("UTF-16LE" if head[1:2] == b"\0" else "UTF-16BE")
-    if head.startswith(_BOM) and not bom_allowed:
+    encoding = next((name for mark, name in _MARKS if head.startswith(mark)), None)
+    if encoding is None and b"\0" in head[:4] and len(head) > 1:
+        encoding = "UTF-16LE" if head[1:2] == b"\0" else "UTF-16BE"
+    if encoding is not None:
+        command = f"iconv -f {encoding} -t UTF-8 {path.name} > utf8{path.suffix}"
+        return f"is {encoding[:6]} text, not UTF-8", command
+    if head.startswith(codecs.BOM_UTF8) and not bom_allowed:
         return "begins with a byte order mark (BOM)", f"sed -i '1s/^\\xEF\\xBB\\xBF//' {path.name}"
     return None

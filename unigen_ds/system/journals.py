@@ -145,5 +145,5 @@ def in_effect(lines: Iterable[dict[str, Any]], *, key: str = "update") -> list[d
 
 
 def sample_digest(sample_ids: Iterable[str]) -> str:
-    """What the ledger records of an update's samples: BLAKE2b-64 of their ids in order, hex."""
+    """Return the digest of an update's samples in the ledger: BLAKE2b-64 of their ids in order, hex."""
     return hashlib.blake2b("\n".join(sample_ids).encode(), digest_size=8).hexdigest()

@@ -135,7 +135,7 @@ class Workers:
         return self._arrived(result)
 
     def _lost(self, error: Exception) -> Exception:
-        """What a user can do where a worker has ended; ``error`` where none has."""
+        """Return an error with what a user can do where a worker has ended, or ``error`` where none has."""
         ended = wait([process.sentinel for process in self._processes], _END_S)
         for number, process in enumerate(self._processes):
             if process.sentinel in ended:
@@ -162,7 +162,7 @@ def _end(owner: int, processes: list[BaseProcess], pipes: list[Connection]) -> N
 
 
 def _as_here() -> Callable[[], None]:
-    """What a thread does first to use the accelerator of this one, and one core."""
+    """Return what a thread calls first to use the accelerator of this one, and one core."""
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def begin() -> None:

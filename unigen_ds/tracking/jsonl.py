@@ -33,7 +33,7 @@ class JsonlVisBackend(Writer):
         return {"save_dir": self._save_dir}
 
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
-        name = run_id or own_file(Path(self._save_dir), self.run_name.name, suffix=".jsonl")
+        name = run_id or own_file(Path(self._save_dir), self.branch.name, suffix=".jsonl")
         path = Path(self._save_dir) / f"{name}.jsonl"
         self._lines = JsonLines(path)
         if path.exists() and path.stat().st_size:

@@ -44,7 +44,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Branch:
-    """A run of the tracker: it has the lines after ``start`` updates, its parent those before."""
+    """A run of the tracker: it has the lines after ``start`` updates, its parent those before. ``id`` None: a new run;
+    ``parent`` None: it begins by itself."""
 
     id: str | None
     parent: str | None
@@ -53,6 +54,16 @@ class Branch:
     group: str = ""
     kept_in: Mapping[str, Any] = field(default_factory=dict)
     identity: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name, and from which update on where there is a parent."""
+        return self.name if self.parent is None else f"{self.name} from update {self.start}"
+
+    @property
+    def lineage(self) -> dict[str, Any]:
+        """The parent, as the config of a run has it."""
+        return {} if self.parent is None else {"parent_run": self.parent, "parent_update": self.start}
 
 
 class Sent:

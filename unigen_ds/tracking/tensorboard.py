@@ -40,7 +40,7 @@ class TensorboardVisBackend(Writer):
 
         folder = Path(self._save_dir) if self._save_dir else work_dir / "tensorboard"
         if not folder.resolve().is_relative_to(work_dir.resolve()):
-            run_id = run_id or own_file(folder, self.run_name.name, suffix="")
+            run_id = run_id or own_file(folder, self.branch.name, suffix="")
             folder /= run_id
         self._writer = SummaryWriter(str(folder), purge_step=updates + 1)  # at a first start, too: it may be repeated
         return run_id

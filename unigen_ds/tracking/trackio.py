@@ -47,15 +47,15 @@ class TrackioVisBackend(Writer):
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
         import trackio
 
-        run_name = self.run_name if self._name is None else replace(self.run_name, name=self._name)
+        branch = self.branch if self._name is None else replace(self.branch, name=self._name)
         self._run = trackio.init(
             # a run is found again by its name, so that of a new run is like no other's
-            name=run_id or f"{run_name.of_branch} {uuid.uuid4().hex[:6]}",
-            config={**plain_config(config), **run_name.lineage},
+            name=run_id or f"{branch.title} {uuid.uuid4().hex[:6]}",
+            config={**plain_config(config), **branch.lineage},
             resume="never" if run_id is None else "allow",
             **{
                 "project": self._project or work_dir.name,
-                "group": self._group or run_name.group,
+                "group": self._group or branch.group,
                 "embed": False,
                 **self._init_kwargs,
             },

@@ -101,8 +101,8 @@ class WandbVisBackend(Writer):
         arguments = {
             "id": own_id,
             "resume": "allow",
-            "name": self.run_name.name,
-            "group": self.run_name.group,
+            "name": self.branch.name,
+            "group": self.branch.group,
             "dir": self._save_dir or str(work_dir),
             **self._init_kwargs,
         }
@@ -111,8 +111,8 @@ class WandbVisBackend(Writer):
             wandb.setup(wandb.Settings(show_info=bool(own.get("show_info"))))
             flush = {_FLUSH: _FLUSH_SECONDS} if hasattr(wandb.Settings(), _FLUSH) else {}  # older ones flush each row
             arguments["settings"] = {"quiet": True, **flush, **own}
-        if self.run_name.parent is not None:  # a run of its own, whatever the config calls the first
-            arguments["name"] = replace(self.run_name, name=str(arguments["name"])).of_branch
+        if self.branch.parent is not None:  # a run of its own, whatever the config calls the first
+            arguments["name"] = replace(self.branch, name=str(arguments["name"])).title
             arguments["id"] = own_id
         self._run = wandb.init(**arguments)
         if url := self._url():
@@ -120,7 +120,7 @@ class WandbVisBackend(Writer):
         # Offline, W&B does not know the steps that the run has, and counts from 0: on its server later rows would
         # replace earlier ones (https://github.com/wandb/wandb/pull/11144).
         self._next_step = self.num_sent if self._run.offline and self.num_sent else None
-        self._run.config.update({**plain_config(config), **self.run_name.lineage}, allow_val_change=True)
+        self._run.config.update({**plain_config(config), **self.branch.lineage}, allow_val_change=True)
         self._run.define_metric("update")
         self._run.define_metric("*", step_metric="update")
         for entry in self._define_metric_cfg:
@@ -128,7 +128,7 @@ class WandbVisBackend(Writer):
         return str(self._run.id)
 
     def _url(self) -> str | None:
-        """Of a run that has one: W&B warns where an offline run is asked."""
+        """Return the run's address, if it has one: W&B warns where an offline run is asked."""
         return None if self._run.offline else self._run.url
 
     def write(self, record: Mapping[str, Any], *, update: int) -> None:

@@ -9,7 +9,7 @@ No line is shown twice, and none of an abandoned branch: ``SafeWriter`` records 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,26 +37,6 @@ ALIASES = {
 """Names under which BAGEL's and nanoVLM's dashboards look for our metrics. ``lr`` and ``grad_norm`` are the same."""
 
 
-@dataclass(frozen=True)
-class RunName:
-    """What a tracker calls a run. ``parent``: the run that it continues from ``since`` updates on; None: its own."""
-
-    name: str
-    group: str
-    parent: str | None = None
-    since: int = 0
-
-    @property
-    def of_branch(self) -> str:
-        """The name, and from which update on where there is a parent."""
-        return self.name if self.parent is None else f"{self.name} from update {self.since}"
-
-    @property
-    def lineage(self) -> dict[str, Any]:
-        """The parent, as the config of a run has it."""
-        return {} if self.parent is None else {"parent_run": self.parent, "parent_update": self.since}
-
-
 class Writer:
     """Base of all writers. ``SafeWriter`` calls it, and catches what it raises. Rank 0 only.
 
@@ -64,20 +44,20 @@ class Writer:
     """
 
     package = ""
-    """What to install with ``pip install`` when its package is missing."""
+    """The argument of ``pip install`` when its package is missing."""
     purges = False
     """Whether ``open`` removes or hides what was written after ``updates``: a resume then writes it again."""
-    run_name = RunName("", "")
-    """Set before each ``open``."""
+    branch = Branch(None, None, 0, "")
+    """The run that is opened: its name, group and parent. Set before each ``open``."""
     num_sent = 0
     """Lines that the run was sent before, set before each ``open``."""
 
     def kept_in(self) -> Mapping[str, Any]:
-        """Where runs are kept, such as the project: a resume with another value begins a new run there."""
+        """Return where runs are kept, such as the project: a resume with another value begins a new run there."""
         return {}
 
     def lacks(self) -> list[ConfigError]:
-        """What ``open`` would fail for, as far as it can be found without a network: for ``--dry-run``."""
+        """Return the errors of ``open``, as far as they can be found without a network: for ``--dry-run``."""
         needed = Requirement(self.package.strip("'")) if self.package else None
         names = [] if needed is None else sorted(needed.extras) or [needed.name]  # an extra has its package's name
         missing = [name for name in names if installed(name) is None]
@@ -124,7 +104,7 @@ class SafeWriter:
         self._writer: Any = writer
         self.name = name or type(writer).__name__
         self.run_id: str | None = None
-        """Of the run that is written to; before ``open`` that of the checkpoint."""
+        """The id of the run that is written to; before ``open`` that of the checkpoint."""
         self._sent: Sent | None = None
         self._axes: set[str] = set()
 
@@ -145,7 +125,7 @@ class SafeWriter:
             )
 
             def open_run(run: Branch) -> str | None:
-                writer.run_name = RunName(run.name, run.group, run.parent, run.start)
+                writer.branch = run
                 writer.num_sent = sent.num_sent(run.id)
                 run_id: str | None = writer.open(run_id=run.id, work_dir=work_dir, config=config, updates=updates)
                 return run_id
@@ -254,7 +234,7 @@ def plain_config(config: Any) -> dict[str, Any]:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """What a dashboard can draw: numbers and truth values; texts, nulls and lists are left out."""
+    """Return what a dashboard can draw: numbers and truth values; texts, nulls and lists are left out."""
     return {name: float(value) for name, value in record.items() if isinstance(value, (bool, int, float))}
 
 

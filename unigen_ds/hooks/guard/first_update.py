@@ -27,7 +27,7 @@ KNOWS = 0.9
 LARGEST, SMALLEST = 10.0, 1e-5
 """Root mean square of a weight matrix; those of published models are between 0.005 and 1."""
 FEWEST_TOKENS = 200
-"""Of a tokenizer that must be able to write any text; a smaller one is a list of words."""
+"""A tokenizer of at least so many tokens must be able to write any text; a smaller one is a list of words."""
 NAMED = 3
 """Tensors that a warning names."""
 TEXT = "Paris, 1889: the tower is 300 m high; e = 2.718 (about)."

@@ -46,7 +46,7 @@ class _Update:
     tokens: int
     flops: float
     own_tokens: int
-    """Of this rank alone, as are the next two."""
+    """This rank's share, as are the next two."""
     own_samples: int
     own_images: int
 
@@ -176,7 +176,7 @@ class IterTimerHook(Hook):
         return statistics
 
     def flops_per_second(self) -> float:
-        """Of this rank's model over the window; 0 where the model has no ``flops``."""
+        """Return the operations a second of this rank's model over the window; 0 where the model has no ``flops``."""
         seconds = sum(update.seconds for update in self._updates)
         return sum(update.flops for update in self._updates) / seconds if seconds else 0.0
 
