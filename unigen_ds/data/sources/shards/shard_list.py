@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from unigen_ds.config.paths import is_hub_name
-from unigen_ds.config.registry import SOURCES
+from unigen_ds.config.registry import SOURCES, resolve
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.stored_image import StoredImage
 from unigen_ds.data.records.records import Captions
@@ -86,7 +86,8 @@ def list_shards(
     Raises ``DataError`` where there is none, or where they cannot be listed; ``ConfigError`` for an unknown format, and
     for one that has no shards.
     """
-    paths, cls, options = requested(data_path, format)
+    paths, spec = requested(data_path, format)
+    cls, options = resolve(SOURCES, spec, where="format") if spec else (None, {})
     if cls is not None and issubclass(cls, IterableShards):
         return IteratedShards(cls(Path(str(paths[0])), **options), limit=limit)
     hub, revision = _hub_name(paths, cls)
