@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.golden_files import NANOVLM, atol, read_json
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.images.image_files import open_image
-from unigen_ds.data.images.tiles import TILE_TOKENS, Tiling, image_string, num_tiles
+from unigen_ds.data.images.tiles import TILE_TOKENS, Tiling, image_string, num_tiles, split_tiles
 
 SPLIT = read_json(NANOVLM / "image_split.json")
 ATOL = atol("nanovlm/image_split tiles")
@@ -27,7 +27,7 @@ def test_tiles_and_their_string(number: int) -> None:
     grid = tiling.grid(*image.size)
     assert list(grid) == case["grid"]
     assert [side * tiling.tile_size for side in grid] == case["resized_hw"]
-    tiles = tiling(image)
+    tiles = split_tiles(tiling.pixels(image), tiling.tile_size)
     assert len(tiles) == num_tiles(grid) == case["n_tiles"]
     torch.testing.assert_close(
         tiles, load_file(NANOVLM / "image_split.safetensors")[f"tiles_{number}"], atol=ATOL, rtol=0
@@ -55,7 +55,12 @@ def test_any_size_has_as_many_tiles_as_planned() -> None:
         width, height = draw.randint(1, 120), draw.randint(1, 120)
         rows, columns = tiling.grid(width, height)
         assert max(rows, columns) * 8 <= tiling.max_size
-        assert tiling(Image.new("L", (width, height))).shape == (num_tiles((rows, columns)), 3, 8, 8)
+        assert split_tiles(tiling.pixels(Image.new("L", (width, height))), 8).shape == (
+            num_tiles((rows, columns)),
+            3,
+            8,
+            8,
+        )
 
 
 @pytest.mark.parametrize("sizes", [(16, 24), (16, 0), (16, 144), (0, 16)])

@@ -104,7 +104,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "last line": (lambda f: written(f / "a.jsonl", '{"text": "a"}\n{"text": "b'), {}, "Remedy: the record ends early"),
     "Latin-1": (lambda f: written(f / "a.jsonl", b'{"text": "caf\xe9"}\n'), {}, "iconv -f LATIN1 -t UTF-8 a.jsonl"),
     "an image folder, streamed": (lambda f: str(picture(f / "in" / "1.png").parent), {"streaming": True},
-                                  "in has no file of a known format. Allowed: files of one format for a streamed data"
+                                  "in is read as 'image_folder'. Allowed: files of one format for a streamed data"
                                   " set; an image folder is read without streaming"),
     "binary texts": (lambda f: binary_texts(f / "a.parquet"), {},
                      "a.parquet row 1: text has bytes. Allowed: a text. Remedy: store the column as texts (UTF-8)"),

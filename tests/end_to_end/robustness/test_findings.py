@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tarfile
 from pathlib import Path
@@ -13,14 +12,11 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
-from tests.data.support import image, make_processor, picture, talk, text, write_jsonl
+from tests.data.support import make_processor
 from tests.end_to_end.robustness.cases import write_tar
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.batches.collate import collate
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.order.order import Draw
 from unigen_ds.data.sources.base import Position
 from unigen_ds.data.sources.json_lines import JsonText
 
@@ -55,28 +51,6 @@ def test_a_tar_is_read_whole_or_not_at_all(tmp_path: Path, tar: bytes) -> None:
     assert len(opened(file)) == 4, "tars are filled up with zeros"
 
 
-def test_a_size_below_zero_ends_a_tar(tmp_path: Path, tar: bytes) -> None:
-    """Python's reader would find the same members again, for ever."""
-    raw = bytearray(tar)
-    raw[1024 + 124 : 1024 + 136] = b"\xff" * 11 + b"\x00"
-    raw[1024 + 148 : 1024 + 156] = b" " * 8
-    raw[1024 + 148 : 1024 + 156] = b"%06o\0 " % sum(raw[1024:1536])
-    (tmp_path / "train.tar").write_bytes(raw)
-    with pytest.raises(DataError, match=r"train\.tar (ends within|is no whole tar)"):
-        opened(tmp_path / "train.tar")
-
-
-@pytest.mark.parametrize("name", ["pipe.png", "/dev/zero"])
-def test_what_never_ends_is_a_counted_skip(tmp_path: Path, name: str) -> None:
-    os.mkfifo(tmp_path / "pipe.png")
-    picture(tmp_path / "0.png", 8, 8)
-    records = [talk(image("user", one), text("assistant", "seen")) for one in ("0.png", name)]
-    found = opened(write_jsonl(tmp_path / "train.jsonl", records))
-    batch = collate([(Draw(0, 0, 0), Draw(0, 1, 0))], [found], make_processor(), seq_length=99)
-    (skipped,) = batch.skipped
-    assert name in skipped["why"] and "a pipe, a socket or a device" in skipped["why"]
-
-
 @pytest.mark.parametrize(
     "name", ["train.parquet", "train.arrow", "train.jsonl.gz", "train.tar", "train.jsonl", "a.txt"]
 )
@@ -109,19 +83,6 @@ def test_a_size_that_no_memory_has_is_of_the_file(tmp_path: Path) -> None:
         opened(file)
 
 
-@pytest.mark.parametrize(
-    "column",
-    [
-        pa.array([0, 2**62, 0], pa.timestamp("us")),
-        pa.StringArray.from_buffers(3, pa.py_buffer(np.arange(4, dtype="<i4").tobytes()), pa.py_buffer(b"a\xffb")),
-    ],
-)
-def test_a_value_that_python_does_not_have_names_its_row(tmp_path: Path, column: Any) -> None:
-    pq.write_table(pa.table({"text": ["one", "two", "three"], "more": column}), tmp_path / "train.parquet")
-    with pytest.raises(DataError, match=r"train\.parquet row 2: a value cannot be read"):
-        opened(tmp_path / "train.parquet")
-
-
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     table = pa.table([pa.array(["one"]), pa.array(["two"])], names=["text", "text"])
     pq.write_table(table, tmp_path / "train.parquet")
@@ -146,44 +107,3 @@ def test_values_that_are_nested_too_deeply_are_named(tmp_path: Path) -> None:
         except DataError as error:
             outcomes.append("nested too deeply" in str(error))
     assert True in outcomes
-
-
-@pytest.mark.parametrize(
-    "state",
-    [{"_data_files": ["a.arrow"]}, {"_data_files": 3}, {"_data_files": [{"filename": "../a"}]}, {"_data_files": {}}],
-)
-def test_a_saved_folder_names_its_files(tmp_path: Path, state: dict[str, Any]) -> None:
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    with pytest.raises(DataError, match="names no files"):
-        opened(tmp_path)
-
-
-@pytest.mark.parametrize("splits", [[1], "train", None, ["../../x"], [None], {}])
-def test_a_saved_folder_names_its_splits(tmp_path: Path, splits: Any) -> None:
-    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
-    with pytest.raises(DataError, match="names no splits"):
-        opened(tmp_path)
-
-
-def test_a_message_is_short_and_can_be_printed(tmp_path: Path) -> None:
-    picture(tmp_path / "0.png", 8, 8)
-    names = ["0.png", "x" * 70_000, "\ud800.png"]
-    records = [talk(image("user", one), text("assistant", "seen")) for one in names]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
-    found = opened(tmp_path / "train.jsonl")
-    batch = collate([tuple(Draw(0, i, 0) for i in range(3))], [found], make_processor(), seq_length=99)
-    long, half = (one["why"] for one in batch.skipped)
-    assert len(long) < 2000 and "xxx" in long
-    half.encode()
-    str(DataError("a \ud800", allowed="\ud800", remedy="\ud800")).encode()
-
-
-@pytest.mark.parametrize("mode", ["LAB", "PA", "F", "I;16", "CMYK", "YCbCr", "1"])
-def test_an_image_of_any_mode_is_read_or_a_counted_skip(tmp_path: Path, mode: str) -> None:
-    bands = len(Image.new(mode, (1, 1)).getbands())
-    size = {"F": 4, "I;16": 2, "1": 1}.get(mode, bands)
-    raw = bytes(range(64)) * size if mode != "1" else bytes(8)
-    Image.frombytes(mode, (8, 8), raw[: 64 * size] if mode != "1" else raw).save(tmp_path / "0.tif")
-    found = opened(write_jsonl(tmp_path / "train.jsonl", [talk(image("user", "0.tif"), text("assistant", "seen"))]))
-    batch = collate([(Draw(0, 0, 0),)], [found], make_processor(), seq_length=99)
-    assert not batch.skipped or "cannot be decoded" in batch.skipped[0]["why"]

@@ -15,7 +15,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.batches.collate import collate
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.images.image_files import open_image
-from unigen_ds.data.images.tiles import GLOBAL_TOKEN, tile_token
+from unigen_ds.data.images.tiles import GLOBAL_TOKEN, split_tiles, tile_token
 from unigen_ds.data.images.transforms import patchify
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.records.records import parse_record
@@ -64,7 +64,7 @@ def test_a_batch_of_a_text_and_two_pictures(tmp_path, tokenizer) -> None:
     assert list(batch.document_lengths) == data.lengths()[0].tolist()
     positions = [torch.arange(n) for n in batch.document_lengths]
     assert torch.equal(batch.position_ids, torch.cat(positions)) and (batch.split_modes == CAUSAL).all()
-    expected = [processor.tiling(open_image(path)) for path in (wide, small)]
+    expected = [split_tiles(processor.tiling.pixels(open_image(path)), TILE) for path in (wide, small)]
     assert torch.equal(batch.vit_patches, torch.cat([patchify(tile, PATCH) for tiles in expected for tile in tiles]))
     assert batch.vit_lengths == ((TILE // PATCH) ** 2,) * 8
     assert batch.vit_index.numel() == 8 * PER_TILE

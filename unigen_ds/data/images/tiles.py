@@ -80,10 +80,6 @@ class Tiling:
         resized = on_white(image, "RGB").resize(size, Image.Resampling.BICUBIC)
         return torch.from_numpy(np.array(resized, dtype=np.uint8)).permute(2, 0, 1).to(torch.float32).div_(255)
 
-    def __call__(self, image: Image.Image) -> Tensor:
-        """[tiles, 3, tile_size, tile_size] float32 in [0, 1]: the global tile if there is one, then row by row."""
-        return split_tiles(self.pixels(image), self.tile_size)
-
 
 @dataclass(frozen=True)
 class TransformTiling:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unigen_ds.data.records.turn import wrong
+from unigen_ds.core.errors import DataError
+from unigen_ds.data.records.turn import format_value
 
 RATINGS = ("relevance", "image_correspondence", "visual_dependency", "formatting")
 """nanoVLM's ratings of a question and its answer; a record has them as ``relevance_ratings`` and so on."""
@@ -29,7 +30,8 @@ def rated_out(record: Mapping[str, Any], ratings: Sequence[tuple[str, int]], whe
             continue
         numbers = isinstance(values, list) and all(one is None or type(one) in _NUMBERS for one in values)
         if not numbers or len(values) != len(texts):
-            raise wrong(where, f"{name}_ratings", values, f"{len(texts)} numbers or null, one for each of texts")
+            allowed = f"{len(texts)} numbers or null, one for each of texts"
+            raise DataError(f"{where}: {name}_ratings is {format_value(values)}", allowed=allowed)
         for i, rating in enumerate(values):
             if rating is not None and rating < least and low[i] is None:
                 low[i] = name

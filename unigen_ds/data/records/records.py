@@ -26,10 +26,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unigen_ds.core.errors import DataError, close
+from unigen_ds.core.errors import DataError
 from unigen_ds.data.records.ratings import well_rated
 from unigen_ds.data.records.turn import Captions as Captions
-from unigen_ds.data.records.turn import Role, Turn, Values
+from unigen_ds.data.records.turn import Role, Turn, Values, key_names, rename_hint
 
 Record = Mapping[str, Any]
 PLACEHOLDER = "<image>"
@@ -65,7 +65,7 @@ class Layout:
         """Return ``record`` with the keys of the layouts. Raises ``DataError`` where it lacks one of ``columns``."""
         if missing := [name for name, _ in self.columns if name not in record]:
             raise DataError(
-                f"{where}: columns names {', '.join(missing)}, and the record has: {_key_names(record)}",
+                f"{where}: columns names {', '.join(missing)}, and the record has: {key_names(record)}",
                 remedy="columns={'name in the file': 'key of a layout'}",
             )
         others = {key: value for key, value in record.items() if key not in dict(self.columns)}
@@ -102,12 +102,12 @@ def parse_record(
     if "texts" in record:
         raise values.wrong("texts", record["texts"], "nanoVLM's list of {user, assistant}; a document is {text}")
     raise DataError(
-        f"{where}: conversations is missing (the record has: {_key_names(record) or 'nothing'})",
+        f"{where}: conversations is missing (the record has: {key_names(record) or 'nothing'})",
         allowed="{conversations: [...]}, {text_prompt, image_path}, {text}, LLaVA's {image, conversations},"
         " {messages}, {images, texts}, {image, caption}, {image, captions}, {image_list, instruction_list} or"
         " {instruction, input_images, output_images}",
         remedy=other_delimiter(list(record))
-        or _rename_hint(record, _FIRST_KEYS)
+        or rename_hint(record, _FIRST_KEYS)
         or "other names: columns={'name in the file': 'text'}",
     )
 
@@ -125,32 +125,6 @@ _FIRST_KEYS = (
     "instruction", "output_image", "output_images",
 )  # fmt: skip
 """Keys by which a layout is recognised."""
-
-
-def _key_names(record: Record) -> str:
-    text = ", ".join(map(str, record))
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
-def _required(values: Values, key: str) -> Any:
-    """Return the value of a key. Raises ``DataError`` with the record's keys where it is missing or null."""
-    record = values.record
-    if record.get(key) is None:
-        what = "null" if key in record else "missing"
-        raise DataError(
-            f"{values.where}: {key} is {what} (the record has: {_key_names(record)})",
-            allowed="the path of an image" if key.startswith("image") else "a text",
-            remedy=None if key in record else _rename_hint(record, (key,)),
-        )
-    return record[key]
-
-
-def _rename_hint(record: Record, keys: Sequence[str]) -> str | None:
-    """Return the setting that reads a key of the record as the one of ``keys`` that it is probably meant to be."""
-    for name in map(str, record):
-        if name not in keys and (near := close(name, keys)):
-            return f"did you mean {near!r}? columns={{{name!r}: {near!r}}} reads it so"
-    return None
 
 
 def other_delimiter(names: Sequence[str]) -> str | None:
@@ -319,8 +293,9 @@ def _document(values: Values) -> list[Turn]:
 
 
 def _prompted(values: Values) -> list[Turn]:
-    prompt, key = values.text(_required(values, "text_prompt"), "text_prompt"), _drawn_key(values.record)
-    return _image_and_text(values, values.image(_required(values, key), key), prompt)
+    record, key = values.record, _drawn_key(values.record)
+    prompt = values.text(record.get("text_prompt"), "text_prompt")
+    return _image_and_text(values, values.image(record.get(key), key), prompt)
 
 
 def _drawn_key(record: Record) -> str:
@@ -334,7 +309,7 @@ def _image_with_text(values: Values) -> list[Turn]:
 
 
 def _captioned(values: Values) -> list[Turn]:
-    image, record = values.image(_required(values, "image"), "image"), values.record
+    image, record = values.image(values.record.get("image"), "image"), values.record
     if "captions" not in record:
         return _image_and_text(values, image, values.text(record["caption"], "caption"))
     texts = _alternatives(record["captions"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from unigen_ds.core.errors import DataError
+from unigen_ds.core.errors import DataError, close
 from unigen_ds.data.images.stored_image import StoredImage
 
 Role = Literal["user", "assistant", "system"]
@@ -44,10 +44,18 @@ def format_value(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def wrong(where: object, field: str, value: Any, allowed: str) -> DataError:
-    """Return the error for a value that is none of ``allowed``. ``where``: file and line."""
-    what = "missing" if value is None else format_value(value)
-    return DataError(f"{where}: {field} is {what}", allowed=allowed)
+def key_names(record: Mapping[str, Any]) -> str:
+    """Return the keys of a record for a message about it."""
+    text = ", ".join(map(str, record))
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def rename_hint(record: Mapping[str, Any], keys: Sequence[str]) -> str | None:
+    """Return the setting that reads a key of the record as the one of ``keys`` that it is probably meant to be."""
+    for name in map(str, record):
+        if name not in keys and (near := close(name, keys)):
+            return f"did you mean {near!r}? columns={{{name!r}: {near!r}}} reads it so"
+    return None
 
 
 class Values:
@@ -68,8 +76,13 @@ class Values:
         self.record, self.where, self.image_root, self.captions = record, where, image_root, captions
 
     def wrong(self, field: str, value: Any, allowed: str) -> DataError:
-        """Return the error for a value that is none of ``allowed``."""
-        return wrong(self.where, field, value, allowed)
+        """Return the error for a value that is none of ``allowed``; of a key that is missing with the record's keys."""
+        if value is not None:
+            return DataError(f"{self.where}: {field} is {format_value(value)}", allowed=allowed)
+        of_record = field.isidentifier()  # not a part of the value of a key
+        keys = f" (the record has: {key_names(self.record)})" if of_record else ""
+        hint = rename_hint(self.record, (field,)) if of_record and field not in self.record else None
+        return DataError(f"{self.where}: {field} is missing{keys}", allowed=allowed, remedy=hint)
 
     def text(self, value: Any, field: str) -> str:
         """Return a text that a tokenizer accepts. Raises ``DataError`` for everything else."""

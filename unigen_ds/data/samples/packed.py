@@ -16,12 +16,17 @@ from unigen_ds.data.samples.sample import IGNORED, Loaded, TextTokenizer
 
 
 class PackedSizes(Protocol):
-    """What the batch needs of the processor."""
+    """What the splits of a conversation and their batch need of a processor (``processor.ConversationProcessor``)."""
 
     tokenizer: TextTokenizer
     ce_reweight: bool
+    vit_transform: Any
+    vae_transform: Any
+    augment: Sequence[Any]
+    vit_augment: Sequence[Any]
     vit_patch_size: int
     vit_max_patches_per_side: int
+    vae_downsample: int
     latent_channels: int
     latent_patch_size: int
     vae_spatial_downsample: int
@@ -31,6 +36,7 @@ class PackedSizes(Protocol):
     def vit_channels(self) -> int: ...
     @property
     def vae_channels(self) -> int: ...
+    def read_image(self, image: Any) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -14,38 +14,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from unigen_ds.core.batch import FULL, NOISE
 from unigen_ds.data.images.augment import Augment, changed
 from unigen_ds.data.images.image_files import ImageContent, UnreadableImage
 from unigen_ds.data.images.transforms import ImageTransform, patchify
-from unigen_ds.data.samples.packed import Latent, PackedBuilder
+from unigen_ds.data.samples.packed import Latent, PackedBuilder, PackedSizes
 from unigen_ds.data.samples.sample import IGNORED, Split, Tally, TextTokenizer
 from unigen_ds.system.seeding import generator
 
 ImageKind = Literal["vit", "vae", "noise"]
 END = -1
 """As ``TextSplit.following``: the end token."""
-
-
-class ImageProcessor(Protocol):
-    """What an image needs of the processor that it is loaded for."""
-
-    vit_transform: ImageTransform | None
-    vae_transform: ImageTransform | None
-    augment: Sequence[Augment]
-    vit_augment: Sequence[Augment]
-    vit_patch_size: int
-    vae_downsample: int
-    latent_channels: int
-    latent_patch_size: int
-
-    def read_image(self, image: str | ImageContent) -> Image.Image: ...
 
 
 @dataclass(frozen=True)
@@ -186,21 +170,21 @@ class ImageSplit(Split):
     def dropped(self) -> DroppedImage:
         return DroppedImage()
 
-    def pixels(self, processor: ImageProcessor) -> Tensor:
+    def pixels(self, processor: PackedSizes) -> Tensor:
         if self.tensor is not None:
             return self.tensor
         transform = self._transform(processor)
         assert transform is not None, "planned without a transform"
         return transform(processor.read_image(self.content or self.path))
 
-    def picture_size(self, processor: ImageProcessor) -> tuple[int, int]:
+    def picture_size(self, processor: PackedSizes) -> tuple[int, int]:
         stride = processor.vae_downsample
         return self.grid[0] * stride, self.grid[1] * stride
 
-    def _transform(self, processor: ImageProcessor) -> ImageTransform | None:
+    def _transform(self, processor: PackedSizes) -> ImageTransform | None:
         return processor.vit_transform if self.kind == "vit" else processor.vae_transform
 
-    def load(self, processor: ImageProcessor, key: tuple[object, ...] | None) -> LoadedImage:
+    def load(self, processor: PackedSizes, key: tuple[object, ...] | None) -> LoadedImage:
         vit = self.kind == "vit"
         try:
             image = self.pixels(processor)

@@ -224,10 +224,6 @@ class RecordSource:
         """``root``, where its images belong to it alone; None: it may be read together with others."""
         return None
 
-    def same_folder(self, other: RecordSource) -> bool:
-        """Whether relative image paths of both start from one folder."""
-        return os.path.abspath(self.root) == os.path.abspath(other.root)
-
     @property
     def several_folders(self) -> bool:
         """Whether some of its records are ``InFolder``: their file is in another folder than ``root``."""
@@ -333,7 +329,8 @@ class Joined(RecordSource):
         self.sources = tuple(sources)
         self.captions, self.batch = sources[0].captions, sources[0].batch  # type: ignore[misc]
         self._bounds = np.zeros(1, np.int64)
-        self._folders = [None if source.same_folder(sources[0]) else source.root for source in sources]
+        first = os.path.abspath(sources[0].root)
+        self._folders = [None if os.path.abspath(source.root) == first else source.root for source in sources]
 
     @property
     def several_folders(self) -> bool:

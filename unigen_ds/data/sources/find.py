@@ -54,8 +54,8 @@ def open_source(
     Raises ``DataError`` where there are no such files, or files of several formats; ``ConfigError`` for an unknown
     format, or a setting that it does not have.
     """
-    paths, cls, options = requested(data_path, format)
-    is_hub = cls is not None and cls is SOURCES.module_dict["huggingface"]
+    paths, spec = requested(data_path, format)
+    is_hub = spec.get("type") == "huggingface"
     if not is_hub and (urls := [str(path) for path in paths if "://" in str(path)]):
         raise ConfigError(
             f"data_path {urls[0]!r} is a url",
@@ -65,7 +65,7 @@ def open_source(
     matches = [Path(path) for path in paths] if is_hub else [one for path in paths for one in matching(path)]
     if not matches:
         raise ConfigError("data_path is an empty list", allowed="a file, a folder, a pattern, or a list of files")
-    cls = cls or SOURCES.module_dict[one_format(matches)]
+    cls, options = resolve(SOURCES, {**spec, "type": spec.get("type") or one_format(matches)}, where="format")
     files = [file for path in matches for file in files_of(path, cls)]
     for file, number in Counter(files).items():
         if number > 1:
@@ -78,12 +78,10 @@ def open_source(
     return Joined(sources, f"{', '.join(map(str, paths))} ({len(sources)} files)")
 
 
-def requested(
-    data_path: DataPath, format: str | Mapping[str, Any] | None
-) -> tuple[list[str | Path], type | None, dict[str, Any]]:
-    """Return the paths, the class of the format and its settings; None and {} where the format follows from the files.
+def requested(data_path: DataPath, format: str | Mapping[str, Any] | None) -> tuple[list[str | Path], dict[str, Any]]:
+    """Return the paths, and the format as ``dict(type=..., **settings)``, as far as the config has it.
 
-    Raises ``ConfigError`` for an unknown format, or a setting that it does not have.
+    Raises ``ConfigError`` for an unknown format.
     """
     spec = {"type": format} if isinstance(format, str) else dict(format or {})
     paths = [data_path] if isinstance(data_path, (str, Path)) else list(data_path)
@@ -91,7 +89,7 @@ def requested(
     if isinstance(kind, str) and kind not in SOURCES.module_dict:
         valid = sorted(SOURCES.module_dict)
         raise ConfigError(f"format is {kind!r}", allowed=", ".join(valid), remedy=suggestion(kind, valid))
-    return paths, *(resolve(SOURCES, spec, where="format") if spec else (None, {}))
+    return paths, spec
 
 
 def open_file(

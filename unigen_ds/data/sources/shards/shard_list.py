@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from unigen_ds.config.paths import is_hub_name
-from unigen_ds.config.registry import SOURCES
+from unigen_ds.config.registry import SOURCES, resolve
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.stored_image import StoredImage
 from unigen_ds.data.records.records import Captions
@@ -33,6 +33,7 @@ from unigen_ds.data.sources.find import (
     by_suffix,
     files_of,
     matching,
+    one_format,
     open_file,
     requested,
     suffix_of,
@@ -85,7 +86,8 @@ def list_shards(
     Raises ``DataError`` where there is none, or where they cannot be listed; ``ConfigError`` for an unknown format, and
     for one that has no shards.
     """
-    paths, cls, options = requested(data_path, format)
+    paths, spec = requested(data_path, format)
+    cls, options = resolve(SOURCES, spec, where="format") if spec else (None, {})
     if cls is not None and issubclass(cls, IterableShards):
         return IteratedShards(cls(Path(str(paths[0])), **options), limit=limit)
     hub, revision = _hub_name(paths, cls)
@@ -153,20 +155,18 @@ def _ranges(text: str) -> list[str]:
 
 
 def _format_of_local(path: Path) -> type:
-    """What finds the files of a folder: the only format there."""
+    """The format whose files a folder has."""
     if not path.is_dir():
         return RecordSource  # a file is itself
-    known = by_suffix()
-    kinds = sorted({known[suffix] for file in path.rglob("*") if (suffix := suffix_of(file)) in known} - {"text"})
-    if len(kinds) != 1:
-        formats = f"files of {len(kinds)} formats: {', '.join(kinds)}" if kinds else "no file of a known format"
+    kind = one_format([path])
+    cls: type[RecordSource] = SOURCES.module_dict[kind]
+    if not cls.suffixes:
         saved = f"of a folder of save_to_disk its shards: data_path='{path}/*.arrow'" if is_saved(path) else None
         raise DataError(
-            f"folder {path} has {formats}",
+            f"folder {path} is read as {kind!r}",
             allowed="files of one format for a streamed data set; an image folder is read without streaming",
             remedy=saved or "data_path='FOLDER/*.parquet', or format='parquet'",
         )
-    cls: type = SOURCES.module_dict[kinds[0]]
     return cls
 
 

@@ -35,8 +35,6 @@ _LONGEST_NAME = 100
 _LONGEST_WAIT_S = 30.0
 _LONGEST_ASKED_S = 600.0
 """Wait that a server may ask for."""
-_TOUCHED_S = 1.0
-"""A shard that was used less than this ago is not marked as used again."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class Spool:
         while True:
             with self._locked(name, fcntl.LOCK_SH):
                 if _is_whole(file, shard):
-                    _mark_used(file.parent)
+                    os.utime(file.parent)  # used now
                     yield file
                     return
             self.fetch(shard)
@@ -222,21 +220,7 @@ def _copies(folder: Path) -> Iterator[tuple[float, int, Path]]:
     """When each copy was used last, its bytes, and its folder. What has another name is a user's."""
     for path in filter(lambda path: _COPY.match(path.name), folder.iterdir()):
         with suppress(OSError):  # removed meanwhile
-            yield path.stat().st_mtime, _used(path), path
-
-
-def _used(folder: Path) -> int:
-    """Bytes of a folder; of a link its own."""
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # removed meanwhile
-            total += path.lstat().st_size
-    return total
-
-
-def _mark_used(folder: Path) -> None:
-    if time.time() - folder.stat().st_mtime > _TOUCHED_S:
-        os.utime(folder)
+            yield path.stat().st_mtime, sum(file.lstat().st_size for file in path.rglob("*")), path
 
 
 def attempted(what: str, attempts: int, act: Callable[[], _T], *, progress: Callable[[], str] = str) -> _T:
