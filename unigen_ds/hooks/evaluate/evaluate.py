@@ -22,7 +22,7 @@ from unigen_ds.evaluation.metrics import Metric, build_metrics
 from unigen_ds.evaluation.provenance import write_results
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.evaluate.ema import ema_of
-from unigen_ds.hooks.save.best import BestCheckpoint
+from unigen_ds.hooks.save.best import BestCheckpoint, rule_of
 from unigen_ds.system import dist
 from unigen_ds.system.clock import EVALUATION
 from unigen_ds.system.files import make_directory
@@ -97,6 +97,12 @@ class EvaluateHook(Hook):
         self.empty_cache, self.max_samples = empty_cache, max_samples
         self._answering = Answering.of(generation or {}, where="EvaluateHook.generation")
         self._metrics, self._intervals = _metrics_of(metrics, interval=metric_interval, unit=self.unit)
+        if save_best not in (None, "auto"):
+            try:
+                rule_of(str(save_best), rule)
+            except ConfigError as error:  # the cause may be an unknown name
+                near = suggestion(str(save_best), ["val/loss", *(f"{PREFIX}{metric.name}" for metric in self._metrics)])
+                raise ConfigError(error.problem, allowed=error.allowed, remedy=near or error.remedy) from error
         self.save_best = save_best
         self._best_options: dict[str, Any] = {"rule": rule, "weights_only": best_weights_only, "ema": use_ema}
         self.best: BestCheckpoint | None = None
@@ -122,10 +128,10 @@ class EvaluateHook(Hook):
         where = "EvaluateHook.metrics"
         scoring.check(self._metrics, run.backend, run.validation, where=where, answering=self._answering)
         if self.save_best is not None:
-            name = f"val/{run.validation[0].own}loss" if self.save_best == "auto" else self.save_best
+            name = f"{PREFIX}{run.validation[0].own}loss" if self.save_best == "auto" else self.save_best
             self.check_name(run, name, where="EvaluateHook.save_best")
             self.best = BestCheckpoint(name, **self._best_options)
-            self.best.before_run(run, provenance=self.provenance(run, self.best.metric))
+            self.best.before_run(run, provenance=self.provenance(run, name))
 
     def check_name(self, run: Run, name: str, *, where: str, prefix: str = PREFIX) -> None:
         """Raise ``ConfigError`` where no evaluation of this run can have a value of that name.
