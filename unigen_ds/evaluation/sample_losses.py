@@ -41,7 +41,7 @@ class SampleLosses:
         self._validation = validation
         self._rows: list[_Row] = []
         self._texts: list[tuple[float, int, str]] = []
-        """Without weights: the sum of the losses of each text, the number of its targets, and its id."""
+        """The sum of the losses of each text without weights, the number of its targets, and its id."""
         self.missing = self._no_texts = ""
 
     def __call__(self, batch: Batch, terms: LossTerms) -> None:
@@ -110,7 +110,7 @@ def _samples_of_targets(batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
 
 
 def _sums(sample: Tensor, values: Tensor, number: int) -> list[float]:
-    """Of the values of each of ``number`` samples."""
+    """Return the sum of the values of each of ``number`` samples."""
     sums: list[float] = torch.zeros(number, dtype=torch.float64).index_add_(0, sample, values).tolist()
     return sums
 

@@ -38,10 +38,10 @@ DEFINITION = 1
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of all sets of validation data; the same on all ranks."""
+    """The values on all sets of validation data; the same on all ranks."""
 
     results: Sequence[Result]
-    """Of each set the losses, with the values of ``Validation.losses``, then the metrics that have a value."""
+    """The losses of each set, with the values of ``Validation.losses``, and the metrics that have a value."""
     failed: Mapping[str, str]
     """Name of each other metric -> why it has none."""
 

@@ -97,7 +97,7 @@ class _Point:
 
 
 def _spent(start: RunStart, until: int) -> Spent:
-    """Of the updates up to ``until``. A kill leaves updates after the last line: they count with the average."""
+    """Divide the time of the updates up to ``until``. Updates after the last line count with the average."""
     points = [_Point(start.update, 0.0, {})]
     for line in start.times:
         sections = line.get("sections")

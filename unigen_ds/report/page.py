@@ -66,7 +66,7 @@ def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
 
 
 def _config_differences(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
-    """Of the configs of the last start; keys that are the same in all runs are left out, with their number."""
+    """Compare the configs of the last start; keys that are the same in all runs are counted and left out."""
     known = {name: flat(run.config, by_name=True) for name, run in runs.items() if run.config}
     keys = sorted({key for config in known.values() for key in config if key not in _NOT_COMPARED})
     texts = {key: [value_text(c[key]) if key in c else "not given" for c in known.values()] for key in keys}

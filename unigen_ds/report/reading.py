@@ -85,7 +85,7 @@ class WorkDir:
     best: str | None
     """Name of the best checkpoint."""
     best_state: Mapping[str, Any]
-    """Of ``EvaluateHook``: metric, rule, value, updates."""
+    """The state of ``EvaluateHook``: metric, rule, value, updates."""
     skipped: Sequence[Line]
     previews: Sequence[tuple[int | None, Path]]
     """Update and file, in order; None: a picture of another name."""

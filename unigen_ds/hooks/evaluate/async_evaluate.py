@@ -84,7 +84,7 @@ class AsyncEvaluateHook(Hook):
         self._every: Duration | None = None
         self._due = self._asks = False
         self._jobs: dict[int, Job] = {}
-        """Of rank 0: by update, those without a result."""
+        """Evaluations without a result, by update; on rank 0."""
         self._logged: set[int] = set()
         self._reported: dict[Path, tuple[int, int]] = {}
         """Time and size of each malformed result that a warning has named."""
@@ -122,7 +122,7 @@ class AsyncEvaluateHook(Hook):
         return any(job.commit == manifest.commit for job in self._jobs.values())
 
     def _on_main(self, action: Callable[[], None]) -> None:
-        """On rank 0 alone; not collective. Whatever goes wrong is a warning."""
+        """Run ``action`` on rank 0 alone; not collective. Whatever goes wrong is a warning."""
         if not dist.is_main():
             return
         try:

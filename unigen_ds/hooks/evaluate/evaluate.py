@@ -230,7 +230,7 @@ class EvaluateHook(Hook):
         return evaluation.values
 
     def _is_due(self, metric: Metric, run: Run) -> bool:
-        """At its interval, at the end of the training, and before it."""
+        """Whether it is computed now: at its interval, at the end of the training, and before the first update."""
         every = self._metric_every.get(metric.name)
         if every is None or run.finished or run.progress.updates == 0:
             return True
