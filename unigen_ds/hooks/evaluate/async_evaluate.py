@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -260,9 +259,6 @@ class AsyncEvaluateHook(Hook):
             f"Their checkpoints are kept. Results are written into {self._folder.folder}, where tools/report.py finds"
             " them; the next start of this run (tools/train.py with --resume, also of one that is finished) logs them."
         )
-        if "SLURM_JOB_ID" in os.environ and self._local():
-            lines.append("SLURM ends the local ones with this job: wait_at_end=True waits for them, and with sbatch as"
-                         " the command each is a job of its own.")  # fmt: skip
         logger().info("%s", " ".join(lines))
 
     def _wait(self, run: Run) -> None:
