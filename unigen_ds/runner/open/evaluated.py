@@ -157,10 +157,10 @@ class EvaluationSubject:
         if ValDataloader.is_several(section):
             loaders = {name: dict(one) for name, one in section.items() if one is not None}
         if self.data is not None:
-            first = next(iter(loaders.values()))
+            first = next(iter(loaders.values()), {})
             data = _with_path(self.data, first, given.get("train_dataloader") or {})
             loaders = {"": {**{key: value for key, value in first.items() if key != "split"}, "dataset": data}}
-        if not all(loaders.values()):
+        if not loaders or not all(loaders.values()):
             raise ConfigError(
                 f"no data is named on which {self.path} is to be evaluated",
                 remedy="--data FILE, or --config with a config that has val_dataloader",
