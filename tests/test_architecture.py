@@ -7,8 +7,10 @@ Imports inside functions count as well: they are dependencies, too. Tests mirror
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,6 +18,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
@@ -411,3 +415,22 @@ def test_the_search_for_banned_words_finds_them() -> None:
     )  # fmt: skip
     assert not [word for text in right for word in banned_words(text)]
     assert list(banned_words("one\ntold")) == ["2: 'told' (write: reported, stated, has the message)"]
+
+
+MOST_LINES = {"unigen_ds": 56_900, "tests": 53_200}
+"""A change of these limits, and of those below, needs a sentence in ``docs/decisions.md``."""
+MOST_ENTERED = {"load_config": 33, "a record on its way to a packed row": 29, "a save": 43, "a restore": 30}
+"""Modules that a journey may enter (``tests/journeys.py``)."""
+
+
+@pytest.mark.parametrize("folder", MOST_LINES)
+def test_the_size_stays(folder: str) -> None:
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py"))
+    assert lines <= MOST_LINES[folder], f"{lines} lines: delete before you add"
+
+
+def test_journeys_enter_few_modules() -> None:
+    done = run([sys.executable, "-m", "tests.journeys", "--json"], cwd=ROOT, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    entered = json.loads(done.stdout.splitlines()[-1])
+    assert {name: len(modules) for name, modules in entered.items() if len(modules) > MOST_ENTERED[name]} == {}

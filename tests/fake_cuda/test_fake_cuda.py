@@ -85,7 +85,7 @@ def waits(report: Report, phase: str) -> dict[tuple[str, str], int]:
 def allowed(report: Report, case: cases.Case) -> dict[str, dict[tuple[str, str], int]]:
     """Every wait of an update that neither logs nor saves, by phase."""
     if not case.offload:
-        engine = "single" if case.world == 1 else "fsdp"
+        engine = "single" if case.world == 1 else "fsdp/fsdp"
         return {"step": {(READ_NORM, f"backends/{engine}.py:step"): 1}}
     # FSDP2 copies the gradients of the first micro-batch without waiting, and adds those of later ones on the host
     number = len(report["tensors"]["trainable"])
