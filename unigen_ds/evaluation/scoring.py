@@ -18,6 +18,7 @@ from PIL import Image
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.generation import Answering, Answers, answers, ask, check_answers, inferencer_of
 from unigen_ds.evaluation.metrics import Metric, evaluated
+from unigen_ds.evaluation.metrics.base import NOT_USED
 from unigen_ds.evaluation.provenance import Result
 from unigen_ds.evaluation.sample_losses import SampleLosses
 from unigen_ds.evaluation.validation import Validation, Watch
@@ -30,8 +31,6 @@ from unigen_ds.system.seeding import kept_generators
 KINDS: tuple[Kind, ...] = ("text", "image", BOTH)
 _WORDS = {"text": "texts", "image": "pictures", BOTH: "texts with pictures"}
 """What a model answers with."""
-NOT_USED = "none"
-"""In a provenance: there is no such thing."""
 DEFINITION = 1
 """Of ``val/loss`` and its parts; another number means that values changed."""
 
@@ -72,34 +71,20 @@ def check(
             if name not in known:
                 allowed = ", ".join(filter(None, known)) or "no name: val_dataloader is one section"
                 raise ConfigError(f"{where}[{number}].sets has {name!r}", allowed=allowed)
-    for validation in sets:
-        _check_set(of_set(validation, metrics), metrics, backend, validation, where=where, answering=answering)
-
-
-def _check_set(
-    metrics: Sequence[Metric],
-    listed: Sequence[Metric],
-    backend: Any,
-    validation: Validation,
-    *,
-    where: str,
-    answering: Answering,
-) -> None:
-    """``listed``: all metrics, as the config has them."""
-    data, limit = validation.data, getattr(backend.model, "max_document_tokens", None)
+    limit = getattr(backend.model, "max_document_tokens", None)
     for metric in metrics:
         if metric.predicts not in (*KINDS, "loss"):
             raise ConfigError(f"{metric.name} scores {metric.predicts}, which no validation record is answered with",
                               allowed="metrics of texts, of images, of both in one answer, and of losses")  # fmt: skip
-    for kind, names in _kinds(metrics).items():
+    for data, kind, names in ((one.data, *each) for one in sets for each in _kinds(of_set(one, metrics)).items()):
         by_hand = "; score answers of your own: docs/metrics.md#answers-of-your-own" if kind == BOTH else ""
         if kind != "text":
             answering.drawing(backend)
         try:
             check_answers(inferencer_of(backend, data.processor)[1], kind)
         except ConfigError as error:
-            number = next(k for k, metric in enumerate(listed) if metric.predicts == kind)
-            cls = type(listed[number]).__name__
+            number = next(k for k, metric in enumerate(metrics) if metric.predicts == kind)
+            cls = type(metrics[number]).__name__
             problem = f"{where}[{number}]: {cls} needs {_WORDS[kind]} ({names}), and {error.problem}"
             remedy = error.remedy or f"delete {cls} from the metrics{by_hand}"
             raise ConfigError(problem, allowed=error.allowed, remedy=remedy) from error

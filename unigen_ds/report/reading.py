@@ -104,6 +104,13 @@ class WorkDir:
         return next(iter(names), "val/loss")
 
     @property
+    def best_loss(self) -> tuple[float, int | None] | None:
+        """The smallest ``validation_loss`` and its update; None: there is none."""
+        key = self.validation_loss
+        losses = [(one.values[key], one.update) for one in self.evaluations if key in one.values]
+        return min(losses, key=lambda pair: pair[0], default=None)
+
+    @property
     def last(self) -> Line:
         """The last line of an update; empty where there is none."""
         return self.updates[-1] if self.updates else {}

@@ -263,8 +263,7 @@ class AsyncEvaluateHook(Hook):
 
     def _wait(self, run: Run) -> None:
         """Until no local evaluation is left; Ctrl-C ends it."""
-        local = self._local()
-        if local:
+        if local := self._local():
             logger().info("Waiting for %d evaluations, of update %s (AsyncEvaluateHook.wait_at_end). Ctrl-C ends the"
                           " training without them: they continue.", len(local), _listed(local))  # fmt: skip
         try:

@@ -162,11 +162,11 @@ class EvaluateHook(Hook):
 
     def provenance(self, run: Run, name: str) -> Mapping[str, str]:
         """Where its values ``name`` come from; the same in all evaluations of this run and on all ranks. Collective."""
-        weights = "EMA" if self.use_ema else "trained"
+        precision, weights = str(run.backend.topology().get("precision")), "EMA" if self.use_ema else "trained"
         sets = [one for one in run.validation if name.startswith(f"val/{one.own}")] or run.validation
         return dist.on_main(lambda: scoring.provenance_of(
             name, sets[0], self._metrics, max_batches=self.max_batches, max_samples=self.max_samples,
-            answering=self._answering, made_by={"precision": _precision(run), "weights": weights},
+            answering=self._answering, made_by={"precision": precision, "weights": weights},
         ))  # fmt: skip
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
@@ -221,7 +221,7 @@ class EvaluateHook(Hook):
                 run.backend, run.validation, due,
                 checkpoint=f"{run.work_dir} (update {run.progress.updates}){' EMA' if self.use_ema else ''}",
                 max_batches=self.max_batches, max_samples=self.max_samples, answering=self._answering, resamples=0,
-                made_by={"precision": _precision(run)}, logged=self._logged,
+                made_by={"precision": str(run.backend.topology().get("precision"))}, logged=self._logged,
             )  # fmt: skip
         self._computed |= {metric.name: run.progress for metric in due if metric.name in self._metric_every}
         self.complete = len(due) == len(self._metrics) and not evaluation.failed
@@ -312,10 +312,6 @@ def _store(run: Run, evaluation: scoring.Evaluation) -> None:
     except OSError as error:
         logger().warning("The metrics of update %d are not stored with their provenance: %s",
                          run.progress.updates, error)  # fmt: skip
-
-
-def _precision(run: Run) -> str:
-    return str(run.backend.topology().get("precision"))
 
 
 # Files ``<update>.*`` of a folder after a resume that went back: those of later updates belong to no run any more.
