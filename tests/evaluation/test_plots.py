@@ -11,7 +11,6 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from unigen_ds.core.errors import DataError
 from unigen_ds.evaluation.plots import plot_curves
 
 
@@ -59,10 +58,3 @@ def test_validation_is_drawn_beside_the_training(tmp_path: Path, monkeypatch: py
         [(one.get_label(), list(one.get_xdata())) for one in figure.axes[0].lines]))  # fmt: skip
     plot_curves(files, tmp_path / "both.png")
     assert figures == [[("plain", [12, 24, 48]), ("drawn", [12, 24, 48]), ("drawn val/loss", [0.0, 36.0, 48.0])]]
-
-
-def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no update"):
-        plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
-    with pytest.raises(DataError):
-        picture(tmp_path / "events", [{"event": "resume", "updates": 0}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -574,13 +573,17 @@ def test_names_of_runs() -> None:
         run_names([Path("a"), Path("b/../a")])
 
 
-def test_plots_of_several_runs(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    here = os.getcwd()
-    os.chdir(tmp_path)
-    try:
-        assert plot([str(runs.killed), str(runs.other)]) == 0
-    finally:
-        os.chdir(here)
+def test_plots_of_one_run_and_of_several(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert plot([str(runs.other)]) == 0
+    assert capsys.readouterr().out.strip() == str(runs.other / "curves.png")
+    assert np.asarray(Image.open(runs.other / "curves.png")).std() > 10
+    monkeypatch.chdir(tmp_path)
+    assert plot([str(tmp_path)]) == 1 and "holds no update" in capsys.readouterr().err
+    for name, problem in (("curves.gif", ".svg"), ("no/such/curves.png", "cannot be written")):
+        assert plot([str(runs.other), "--out", str(tmp_path / name)]) == 2 and problem in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [] and plot([str(runs.killed), str(runs.other)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "curves.png")
     out = tmp_path / "curves.svg"
     assert plot([str(runs.killed), str(runs.other), "--out", str(out)]) == 0

@@ -172,7 +172,7 @@ class ValDataloader(Section):
             return handler(config)
         sections = {name: one for name, one in config.items() if one is not None}
         for name, section in sections.items():
-            if name == "loss" or not re.fullmatch(r"[A-Za-z]\w*(-\w+)*", name) or cls.is_several(section):
+            if name == "loss" or not re.fullmatch(r"[A-Za-z]\w*(-\w+)*", str(name)) or cls.is_several(section):
                 allowed = "names of letters, digits, - and _, a letter first, but not 'loss'; each with one section"
                 raise ConfigError(f"val_dataloader has a set {name!r}: {section!r}", allowed=allowed)
         adapter: TypeAdapter[dict[str, ValDataloader]] = TypeAdapter(dict[str, cls])  # type: ignore[valid-type]

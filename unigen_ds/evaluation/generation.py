@@ -58,7 +58,7 @@ class Records:
 
     datasets: Sequence[PlannedDataset]
     names: Sequence[str]
-    """Of the sources, for sample ids."""
+    """The names of the sources, which sample ids begin with."""
     processor: Any
     seed: int = 0
     batch_size: int = 8
@@ -69,21 +69,21 @@ class Answering:
     """How the model answers validation records for metrics. Raises ``ConfigError``."""
 
     max_new_tokens: Annotated[int, Ge(1)] = 64
-    """Of a text."""
+    """The longest text, in tokens."""
     temperature: float = 0.0
-    """Of texts; 0 chooses the likeliest token."""
+    """How random the tokens of a text are; 0 chooses the likeliest one."""
     top_p: float = 1.0
-    """Of texts: only the likeliest tokens are drawn, which have this probability together."""
+    """Tokens are drawn from the likeliest ones that have this probability together."""
     batch_size: Annotated[int, Ge(1)] | None = None
     """Records that are answered together; None: ``val_dataloader.batch_size``."""
     seed: int | None = None
-    """Of every random number; None: that of ``val_dataloader``."""
+    """The seed of every random number; None: that of ``val_dataloader``."""
     flow: Mapping[str, Any] | None = None
-    """Of pictures: settings of drawing as of ``PreviewHook.flow``."""
+    """Settings of drawing, as ``PreviewHook.flow`` has them."""
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], *, where: str) -> Answering:
-        """From a config. Raises ``ConfigError`` for unknown keys and wrong values."""
+        """Read a config's section. Raises ``ConfigError`` for unknown keys and wrong values."""
         check_arguments(cls, dict(arguments), where=where)
         answering = cls(**arguments)
         try:
@@ -115,10 +115,10 @@ class Question:
     before: tuple[Split, ...]
     target: Split
     begin: tuple[int, ...]
-    """Of a text: the ids that it begins with; they are shown, too."""
+    """The ids that a text begins with; the model reads them, too."""
     reference_ids: tuple[int, ...] = ()
     drawn: Split | None = None
-    """Of a text and a picture: the picture; ``target`` is the text."""
+    """The picture of an answer with a text and a picture; ``target`` is the text."""
     picture_first: bool = False
     own_prompt: str | None = None
     """The texts before the answer as the record has them, where that is known (``own_prompt``)."""
@@ -239,7 +239,7 @@ def _is_copy(split: Split, drawn: Split) -> bool:
 
 
 def _shown(splits: Sequence[Split]) -> tuple[Split, ...]:
-    """Without drawn pictures: one that later turns refer to is there again, as a condition."""
+    """Leave out drawn pictures: one that later turns refer to is there again, as a condition."""
     return tuple(split for split in splits if not split.drawn)
 
 
@@ -423,7 +423,7 @@ def own_prompt(dataset: PlannedDataset, index: int) -> str | None:
 def _answer_questions(
     inferencer: Any, processor: Any, questions: Sequence[Question | None], seed: int, **options: Any
 ) -> list[Answer]:
-    """Without records whose images cannot be decoded."""
+    """Answer the questions whose images can be decoded."""
     readable: list[tuple[Question, Request, str | Image.Image | None]] = []
     for question in questions:
         assert question is not None, "the data changed while it was read"

@@ -29,7 +29,7 @@ def interpolated(known: Sequence[tuple[float, float]], x: float) -> float | None
 
 
 def number(value: object) -> float | None:
-    """A finite number as float; None for everything else."""
+    """Return a finite number as float, and None for everything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -68,12 +68,12 @@ def validation_losses(keys: Iterable[str]) -> list[str]:
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a number of updates."""
+    """Whether a value is a number of updates."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def well_formed(lines: Iterable[Line]) -> tuple[list[Line], int]:
-    """Without lines whose counts are no counts; and their number."""
+    """Return the lines whose counts are counts, and the number of all others."""
     lines = list(lines)
     good = [
         line

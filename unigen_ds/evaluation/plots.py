@@ -65,7 +65,7 @@ def plot_curves(metrics_files: Path | Mapping[str, Path], path: Path) -> None:
 
 
 def shortened(name: str, *, most: int = 80) -> str:
-    """At most ``most`` characters: the middle is left out, since names often differ at one of the ends."""
+    """Shorten a name to ``most`` characters: the middle is left out, since names often differ at one of the ends."""
     end = (most - 1) // 2
     return name if len(name) <= most else f"{name[:end]}…{name[-end:]}"
 

@@ -27,9 +27,7 @@ MAY_DIFFER = frozenset({"checkpoint", "resampling"})
 """What is compared, and what changes no value."""
 NO_DRAWS = "none, since "
 """Begins a recorded ``resampling`` that has a reason for having no draws."""
-_WITHOUT_DRAWS = (
-    "EvaluateHook draws no samples again; for one: tools/evaluate.py CKPT --metrics ... --out FILE, of both"
-)
+_REMEDY = "EvaluateHook draws no samples again; for one: tools/evaluate.py CKPT --metrics ... --out FILE, of both"
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ def _difference(a: Result, b: Result, name: str, level: float) -> Difference:
     if not len(draws[0]) or not len(draws[1]):
         reasons = [result.provenance.get("resampling", "") for result in (a, b)]
         why = next((one.removeprefix(NO_DRAWS) for one in reasons if one.startswith(NO_DRAWS)), "")
-        note = f"no interval: {why or _WITHOUT_DRAWS}"
+        note = f"no interval: {why or _REMEDY}"
     elif len(draws[0]) != len(draws[1]) or a.provenance.get("resampling") != b.provenance.get("resampling"):
         descriptions = [
             result.provenance.get("resampling", f"{len(one)} draws") for result, one in zip((a, b), draws, strict=True)

@@ -8,19 +8,24 @@ processes, and no random generator is changed.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.batch import Batch, LossTerms
+from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.evaluation.generation import Answering, Answers, answers, ask, check_answers, inferencer_of
 from unigen_ds.evaluation.metrics import Metric, evaluated
-from unigen_ds.evaluation.provenance import Result
-from unigen_ds.evaluation.sample_losses import SampleLosses
-from unigen_ds.evaluation.validation import Validation, Watch
+from unigen_ds.evaluation.metrics.base import NOT_USED, draws
+from unigen_ds.evaluation.provenance import NO_DRAWS, Result
+from unigen_ds.evaluation.validation import Key, Validation, Watch
 from unigen_ds.inference.generated import BOTH, Kind
 from unigen_ds.system import dist
 from unigen_ds.system.journals import sample_digest
@@ -30,18 +35,16 @@ from unigen_ds.system.seeding import kept_generators
 KINDS: tuple[Kind, ...] = ("text", "image", BOTH)
 _WORDS = {"text": "texts", "image": "pictures", BOTH: "texts with pictures"}
 """What a model answers with."""
-NOT_USED = "none"
-"""In a provenance: there is no such thing."""
 DEFINITION = 1
 """Of ``val/loss`` and its parts; another number means that values changed."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of all sets of validation data; the same on all ranks."""
+    """The values on all sets of validation data; the same on all ranks."""
 
     results: Sequence[Result]
-    """Of each set the losses, with the values of ``Validation.losses``, then the metrics that have a value."""
+    """The losses of each set, with the values of ``Validation.losses``, and the metrics that have a value."""
     failed: Mapping[str, str]
     """Name of each other metric -> why it has none."""
 
@@ -72,34 +75,20 @@ def check(
             if name not in known:
                 allowed = ", ".join(filter(None, known)) or "no name: val_dataloader is one section"
                 raise ConfigError(f"{where}[{number}].sets has {name!r}", allowed=allowed)
-    for validation in sets:
-        _check_set(of_set(validation, metrics), metrics, backend, validation, where=where, answering=answering)
-
-
-def _check_set(
-    metrics: Sequence[Metric],
-    listed: Sequence[Metric],
-    backend: Any,
-    validation: Validation,
-    *,
-    where: str,
-    answering: Answering,
-) -> None:
-    """``listed``: all metrics, as the config has them."""
-    data, limit = validation.data, getattr(backend.model, "max_document_tokens", None)
+    limit = getattr(backend.model, "max_document_tokens", None)
     for metric in metrics:
         if metric.predicts not in (*KINDS, "loss"):
             raise ConfigError(f"{metric.name} scores {metric.predicts}, which no validation record is answered with",
                               allowed="metrics of texts, of images, of both in one answer, and of losses")  # fmt: skip
-    for kind, names in _kinds(metrics).items():
+    for data, kind, names in ((one.data, *each) for one in sets for each in _kinds(of_set(one, metrics)).items()):
         by_hand = "; score answers of your own: docs/metrics.md#answers-of-your-own" if kind == BOTH else ""
         if kind != "text":
             answering.drawing(backend)
         try:
             check_answers(inferencer_of(backend, data.processor)[1], kind)
         except ConfigError as error:
-            number = next(k for k, metric in enumerate(listed) if metric.predicts == kind)
-            cls = type(listed[number]).__name__
+            number = next(k for k, metric in enumerate(metrics) if metric.predicts == kind)
+            cls = type(metrics[number]).__name__
             problem = f"{where}[{number}]: {cls} needs {_WORDS[kind]} ({names}), and {error.problem}"
             remedy = error.remedy or f"delete {cls} from the metrics{by_hand}"
             raise ConfigError(problem, allowed=error.allowed, remedy=remedy) from error
@@ -279,3 +268,112 @@ def _colored(answer: Any) -> Any:
     if isinstance(answer, tuple):
         return tuple(map(_colored, answer))
     return answer.convert("RGB") if isinstance(answer, Image.Image) else answer
+
+
+# ---- what each sample adds to the losses, for the interval of a comparison and for perplexity ----
+
+TEXT = "text"
+"""The loss term of texts, of which perplexity is computed."""
+_NUMBERS = re.compile(r"(:\d+){2,3}$")
+"""Of a sample id after its source: record, pass, and the piece of a record that is split."""
+COUNT, SEED = 1000, 0
+"""Of the bootstrap draws."""
+_Row = tuple[str, dict[Key, tuple[float, float]]]
+"""A sample's id; sum of the losses and number of the targets by term, source and group."""
+
+
+class SampleLosses:
+    """A ``Watch`` of ``Validation.losses``: what each sample adds, with and without the weights of ``ce_reweight``.
+
+    ``missing``: why samples have no values of their own, else ''.
+    """
+
+    def __init__(self, validation: Validation) -> None:
+        self._validation = validation
+        self._rows: list[_Row] = []
+        self._texts: list[tuple[float, int, str]] = []
+        """The sum of the losses of each text without weights, the number of its targets, and its id."""
+        self.missing = self._no_texts = ""
+
+    def __call__(self, batch: Batch, terms: LossTerms) -> None:
+        """Add a batch with one sample a sequence; ``batch`` on the CPU."""
+        targets, ids = _samples_of_targets(batch), batch.sample_ids
+        each = {term: one.detach().double().cpu() for term, one in terms.each.items() if term in targets}
+        if TEXT in each:
+            sample, weight = targets[TEXT]
+            sums, numbers = _sums(sample, each[TEXT] / weight, len(ids)), sample.bincount(minlength=len(ids)).tolist()
+            self._texts += [one for one in zip(sums, numbers, ids, strict=True) if one[1]]
+        else:
+            self._no_texts = f"{type(batch).__name__} and the model's LossTerms.each have no loss of each text target"
+        if without := ", ".join(term for term in terms.sums if term not in each):
+            self.missing = f"of {without} there is no value of each target (LossTerms.each, Batch.target_positions)"
+            return
+        groups = self._validation.groups(batch)
+        rows: list[dict[Key, tuple[float, float]]] = [{} for _ in ids]
+        for term in terms.sums:
+            sample, weight = targets[term]
+            labels, names = groups.get(term, (sample, ()))
+            parts: dict[Key, Tensor] = {(term,): torch.ones_like(sample, dtype=torch.bool)}
+            parts |= {(term, name): labels == number for number, name in enumerate(names)}
+            for key, part in parts.items():
+                sums, counts = (_sums(sample[part], one[part], len(rows)) for one in (each[term], weight))
+                for row, total, count in zip(rows, sums, counts, strict=True):
+                    if count:
+                        row[key] = (total, count)
+        for sample_id, row in zip(ids, rows, strict=True):
+            source = _NUMBERS.sub("", sample_id)
+            self._rows.append((sample_id, row | {(*key, source): value for key, value in row.items() if len(key) == 1}))
+
+    def texts(self) -> tuple[Sequence[float], Sequence[int], Sequence[str]]:
+        """Sums, numbers of targets and sample ids of this rank's texts, as ``Perplexity.update`` has them.
+
+        Raises ``DataError`` where the model does not return what is needed.
+        """
+        if self._no_texts:
+            remedy = "return them in eval mode (docs/evaluation.md), or leave out Perplexity"
+            raise DataError(self._no_texts, remedy=remedy)
+        sums, numbers, keys = zip(*self._texts, strict=True) if self._texts else ((), (), ())
+        return sums, numbers, keys
+
+    def resampled(self, *, count: int = COUNT) -> tuple[dict[str, list[float]], str]:
+        """Name -> the values of ``count`` draws over the samples of all ranks, as ``Metric.resampled`` draws them; and
+        how they were drawn, or why there are none. The same on all ranks. Collective.
+        """
+        per_rank = dist.gather_to_main((self._rows, self.missing))
+
+        def values() -> tuple[dict[str, list[float]], str]:
+            missing = next((why for _, why in per_rank or () if why), "")
+            if missing:
+                return {}, f"{NO_DRAWS}{missing}"
+            rows = sorted((row for part, _ in per_rank or () for row in part), key=lambda row: row[0])
+            return _replicates(self._validation, rows, count), f"{count} draws, seed {SEED}"
+
+        return dist.on_main(values)
+
+
+def _samples_of_targets(batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
+    """Term -> (number of the sample of each target, its weight in the number of targets)."""
+    ends = torch.tensor(batch.sample_ends, dtype=torch.int64)
+    return {
+        term: (torch.searchsorted(ends, index, right=True), weight.double())
+        for term, (index, weight) in batch.target_positions().items()
+    }
+
+
+def _sums(sample: Tensor, values: Tensor, number: int) -> list[float]:
+    """Return the sum of the values of each of ``number`` samples."""
+    sums: list[float] = torch.zeros(number, dtype=torch.float64).index_add_(0, sample, values).tolist()
+    return sums
+
+
+def _replicates(validation: Validation, rows: Sequence[_Row], count: int) -> dict[str, list[float]]:
+    keys = sorted({key for _, row in rows for key in row})
+    table = np.array([[row.get(key, (0.0, 0.0)) for key in keys] for _, row in rows]).reshape(len(rows), -1)
+    replicates: dict[str, list[float]] = {}
+    for number, chosen in enumerate(draws(len(rows), count=count, seed=SEED) if rows else ()):
+        totals = (np.bincount(chosen, minlength=len(rows)) @ table).reshape(len(keys), 2)
+        sums, numbers = ({key: float(total[k]) for key, total in zip(keys, totals, strict=True)} for k in (0, 1))
+        values = validation.values(sums, numbers)
+        for name in {*replicates, *values}:  # a draw may have no target of a part
+            replicates.setdefault(name, [np.nan] * number).append(values.get(name, np.nan))
+    return replicates

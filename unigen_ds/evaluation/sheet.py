@@ -67,7 +67,7 @@ def _draw_cell(cell: Cell, font: _Font, width: int, side: int) -> Image.Image:
 
 
 def _scale(picture: Image.Image, side: int) -> Image.Image:
-    """At most ``side`` pixels; enlarged by whole pixels."""
+    """Scale a picture to at most ``side`` pixels; a small one by a whole factor."""
     scale = side / max(picture.size)
     size = [max(1, round(length * (math.floor(scale) if scale >= 1 else scale))) for length in picture.size]
     way = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.LANCZOS
@@ -75,7 +75,7 @@ def _scale(picture: Image.Image, side: int) -> Image.Image:
 
 
 def _lines(text: str, font: _Font, width: int) -> list[str]:
-    """At most ``_LINES`` lines of about that width in pixels; words that are too long are broken."""
+    """Wrap a text into at most ``_LINES`` lines of about that width in pixels; words that are too long are broken."""
     characters = max(1, int(width / font.getlength("0")))
     lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, characters)]
     if len(lines) > _LINES:

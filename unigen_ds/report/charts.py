@@ -206,7 +206,7 @@ def smoothed(points: Points) -> list[tuple[float, float]]:
 
 
 def reduced(points: Points) -> Points:
-    """At most about ``MOST_POINTS``: the smallest and the largest value of each interval, in their order."""
+    """Return about ``MOST_POINTS`` at most: the smallest and the largest value of each interval, in their order."""
     if len(points) <= MOST_POINTS:
         return points
     size = len(points) / (MOST_POINTS // 2)
@@ -344,7 +344,7 @@ def position(edges: Sequence[int], value: float) -> float:
 
 
 def _fewer(groups: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """At most ``NUM_COLOURS`` groups: the last ones together."""
+    """Return at most ``NUM_COLOURS`` groups: the last ones are joined."""
     names = [*groups]
     if len(names) <= NUM_COLOURS:
         return dict(groups)

@@ -38,7 +38,7 @@ class DataPage:
     stream: SequenceStream
     processor: Any
     batches: Sequence[MicroBatch]
-    """Of one sequence each, as the run's loader makes them, in order; the cursor of each is the position after it."""
+    """Batches of one sequence each, as the run's loader makes them; a cursor is the position after its batch."""
     skipped_sources: int = 0
     """Data sets of the config that could not be opened (``on_error='skip'``)."""
 

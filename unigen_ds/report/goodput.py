@@ -71,10 +71,6 @@ def spent_by_start(starts: Sequence[RunStart]) -> list[Spent]:
     return [_spent(start, updates) for start, updates in zip(starts, until, strict=True)]
 
 
-def total_spent(starts: Sequence[RunStart]) -> Spent:
-    return sum(spent_by_start(starts), Spent())
-
-
 def idle_before(starts: Sequence[RunStart], spent: Sequence[Spent]) -> list[float | None]:
     """Seconds between the end of the start before and each start; None where that is not known."""
     began = [time_of(start.record.get("time")) for start in starts]
@@ -97,7 +93,7 @@ class _Point:
 
 
 def _spent(start: RunStart, until: int) -> Spent:
-    """Of the updates up to ``until``. A kill leaves updates after the last line: they count with the average."""
+    """Divide the time of the updates up to ``until``. Updates after the last line count with the average."""
     points = [_Point(start.update, 0.0, {})]
     for line in start.times:
         sections = line.get("sections")

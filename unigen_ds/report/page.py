@@ -14,7 +14,7 @@ from typing import Any
 from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.evaluation.metric_lines import number
 from unigen_ds.report.document import TableCell, write_document
-from unigen_ds.report.goodput import PARTS, changes, idle_before, spent_by_start, total_spent
+from unigen_ds.report.goodput import PARTS, Spent, changes, idle_before, spent_by_start
 from unigen_ds.report.panels import curves, overlay, validation_curves
 from unigen_ds.report.pictures import previews_of
 from unigen_ds.report.reading import RunStart, WorkDir, read_work_dir, run_names
@@ -50,11 +50,9 @@ def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
     """Key numbers, overlaid curves, and the keys of the configs that differ."""
     rows = []
     for name, run in runs.items():
-        spent, last = total_spent(run.starts), run.last
-        key = run.validation_loss
-        best = min((one.values[key] for one in run.evaluations if key in one.values), default=None)
+        spent, last = sum(spent_by_start(run.starts), Spent()), run.last
         rows.append((
-            name, last.get("update"), last.get("sequences"), number(last.get("loss")), best,
+            name, last.get("update"), last.get("sequences"), number(last.get("loss")), (run.best_loss or [None])[0],
             number(last.get("tokens_per_second")), spent.goodput, spent.total, len(run.starts),
         ))  # fmt: skip
     return {
@@ -66,7 +64,7 @@ def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
 
 
 def _config_differences(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
-    """Of the configs of the last start; keys that are the same in all runs are left out, with their number."""
+    """Compare the configs of the last start; keys that are the same in all runs are counted and left out."""
     known = {name: flat(run.config, by_name=True) for name, run in runs.items() if run.config}
     keys = sorted({key for config in known.values() for key in config if key not in _NOT_COMPARED})
     texts = {key: [value_text(c[key]) if key in c else "not given" for c in known.values()] for key in keys}
@@ -84,14 +82,12 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
     """Everything that the template displays of a run. ``budget``: bytes of its pictures."""
     last = run.last
     pictures, picture_notes = previews_of(run, budget=budget)
-    key = run.validation_loss
-    losses = [(one.values[key], one.update) for one in run.evaluations if key in one.values]
     main, more = curves(run) if run.updates else ([], [])
     return {
         "run": run,
         "chips": _chips(run),
         "last": {key: number(last.get(key)) for key in ("update", "loss", "epoch", "tokens_per_second")},
-        "best_loss": min(losses, key=lambda pair: pair[0], default=None),
+        "best_loss": run.best_loss,
         "time": _time(run),
         "curves": main,
         "more_curves": more,
@@ -139,7 +135,7 @@ def _chips(run: WorkDir) -> list[Chip]:
 def _time(run: WorkDir) -> dict[str, Any]:
     """Lost time and goodput, then a row for each start."""
     spent = spent_by_start(run.starts)
-    total, idle = total_spent(run.starts), idle_before(run.starts, spent)
+    total, idle = sum(spent, Spent()), idle_before(run.starts, spent)
     rows = []
     for i, (start, one) in enumerate(zip(run.starts, spent, strict=True)):
         end = start.end or ("killed" if i + 1 < len(spent) else "killed or running")

@@ -85,7 +85,7 @@ class WorkDir:
     best: str | None
     """Name of the best checkpoint."""
     best_state: Mapping[str, Any]
-    """Of ``EvaluateHook``: metric, rule, value, updates."""
+    """The state of ``EvaluateHook``: metric, rule, value, updates."""
     skipped: Sequence[Line]
     previews: Sequence[tuple[int | None, Path]]
     """Update and file, in order; None: a picture of another name."""
@@ -102,6 +102,13 @@ class WorkDir:
         """``val/loss``, or of several sets that of the first."""
         names = validation_losses(key for evaluation in self.evaluations for key in evaluation.values)
         return next(iter(names), "val/loss")
+
+    @property
+    def best_loss(self) -> tuple[float, int | None] | None:
+        """The smallest ``validation_loss`` and its update; None: there is none."""
+        key = self.validation_loss
+        losses = [(one.values[key], one.update) for one in self.evaluations if key in one.values]
+        return min(losses, key=lambda pair: pair[0], default=None)
 
     @property
     def last(self) -> Line:

@@ -37,7 +37,7 @@ class Evaluated:
 
 
 def of_lines(lines: Iterable[Line]) -> list[Evaluated]:
-    """Of lines with an event, and of those of updates that have ``val/...``."""
+    """Read lines with an event, and those of updates that have ``val/...``."""
     evaluations = []
     for line in lines:
         event = line.get("event")
@@ -60,7 +60,7 @@ def _provenance(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def once(lines: Iterable[Evaluated], files: Sequence[Evaluated]) -> list[Evaluated]:
-    """Without the values of lines that a file has with their provenance."""
+    """Leave out the values of lines that a file has with their provenance."""
     stored = {(one.update, key) for one in files for key in one.values}
     rest = [
         replace(line, values={key: n for key, n in line.values.items() if (line.update, key) not in stored})
@@ -70,7 +70,7 @@ def once(lines: Iterable[Evaluated], files: Sequence[Evaluated]) -> list[Evaluat
 
 
 def async_prefix(config: Mapping[str, Any], lines: Iterable[Line]) -> str | None:
-    """Of the names that ``AsyncEvaluateHook`` logs; None: the run has no such hook."""
+    """Return the prefix of the names that ``AsyncEvaluateHook`` logs; None: the run has no such hook."""
     hooks = config.get("custom_hooks")
     for hook in hooks if isinstance(hooks, list) else ():
         if isinstance(hook, Mapping) and str(hook.get("type")).rpartition(".")[2] == "AsyncEvaluateHook":
@@ -130,7 +130,7 @@ def _result_of(content: Line, update: int | None, origin: str) -> Evaluated:
 
 
 def _as_score(one: Evaluated) -> Evaluated:
-    """With the names that ``EvaluateHook`` logs."""
+    """Give the values the names that ``EvaluateHook`` logs."""
     values = {key if key.startswith("val/") else f"val/{key}": value for key, value in one.values.items()}
     return replace(one, values=values, origin=SCORES)
 

@@ -15,7 +15,7 @@ from tests.text_run import text_config, words
 from tools.evaluate import main
 from unigen_ds.config.registry import METRICS, MODELS
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
-from unigen_ds.evaluation.metrics import gathered
+from unigen_ds.evaluation.metrics import evaluated
 from unigen_ds.evaluation.metrics.text import BLEU
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import Settings
@@ -53,7 +53,8 @@ FID = {"type": "FID", "extractor": {"type": "MeanColour"}}
 EARLY = {"type": "EarlyStoppingHook", "rule": "less"}
 REFUSED: list[tuple[list[dict[str, Any]], str]] = [
     ([evaluating(save_best="val/blue", metrics="BLEU")],
-     r"save_best is 'val/blue', which no.*Allowed: val/loss, val/loss/text, val/bleu.*did you mean 'val/bleu'\?"),
+     r"'val/blue' is better when .* cannot be inferred.*did you mean 'val/bleu'\?"),
+    ([evaluating(save_best="val/quality")], "cannot be inferred from its name.*add rule='less' or rule='greater'"),
     ([evaluating(save_best="val/vqa_acc", metrics=["BLUE"])], r"metrics\[0\].type is 'BLUE'.*BLEU"),
     ([evaluating(metrics=[{"type": "FID", "extractor": "inception"}])],
      r"'inception', and there is no.*a file with the weights.*a folder with.*dict\(type=\.\.\.\).*or a module"),
@@ -109,7 +110,7 @@ def test_bleu_of_short_answers_is_a_warning(caplog: pytest.LogCaptureFixture) ->
         for _ in range(2):
             metric.reset()
             metric.update(["a b", "a b c", "a b c d"], ["a b", "a b c", "a b c d"], ["0", "1", "2"])
-            gathered(metric)
+            evaluated(metric, checkpoint="", resamples=0)
     finally:
         logging.getLogger("unigen_ds").removeHandler(caplog.handler)
     lines = {record.getMessage() for record in caplog.records if "BLEU" in record.getMessage()}

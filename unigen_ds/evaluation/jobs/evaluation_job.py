@@ -54,7 +54,7 @@ class Job:
 
     update: int
     commit: int
-    """Of the checkpoint's manifest."""
+    """The number of the checkpoint's commit, as its manifest has it."""
     checkpoint: str
     command: tuple[str, ...]
     created: float

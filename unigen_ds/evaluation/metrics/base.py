@@ -47,7 +47,7 @@ class Metric:
     """
 
     name = ""
-    """Of the value, or what all its values begin with."""
+    """The name of the value, or what the names of all its values begin with."""
     predicts = "text"
     """What a prediction is: ``text``, ``image``, ``loss`` (a sum in nats) or ``text and image`` (a pair)."""
     compares = "text"
@@ -55,7 +55,7 @@ class Metric:
     library: str | None = None
     """The distribution that computes the value; its version is in the provenance."""
     definition = 1
-    """Of a metric that this package computes: another number means that values changed."""
+    """The version of a metric that this package computes: another number means that values changed."""
     resamples = 1000
     """How often ``resampled`` draws the samples by default."""
     sets: Sequence[str] | None = None
@@ -163,7 +163,7 @@ class Metric:
 
 
 class TextMetric(Metric):
-    """Of texts, each sample with a row of its own."""
+    """The base of metrics of texts that have a row for each sample."""
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
         return [self.row(one, several) for one, several in text_pairs(predictions, references, keys)]
@@ -277,7 +277,7 @@ def pictures(values: Sequence[Any], keys: Sequence[str], *, what: str) -> list[I
 
 
 def _digest(reference: Any) -> str:
-    """Of a reference, so that values against other references are unlike."""
+    """Return a digest of a reference, so that values against other references are unlike."""
     digest = blake2b(digest_size=8)
     if isinstance(reference, Image.Image):
         digest.update(f"{reference.mode} {reference.size}".encode())

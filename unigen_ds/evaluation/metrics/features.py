@@ -54,7 +54,7 @@ class ModuleExtractor:
         return {"model": f"{self.name} {self._hash()}", "resize": size if self._resize else NOT_USED}
 
     def _hash(self) -> str:
-        """Of the weights; a function has none."""
+        """Return a hash of the weights; a function has none."""
         if not isinstance(self.module, nn.Module):
             return "without weights"
         digest = blake2b(digest_size=16)
@@ -181,7 +181,7 @@ class FeatureMetric(Metric):
         return list(np.concatenate([of_predictions, of_references], axis=-1))
 
     def _features(self, images: Sequence[Image.Image]) -> np.ndarray:
-        """In the extractor's own precision, shape (images, dimensions)."""
+        """Return features in the extractor's own precision, shape (images, dimensions)."""
         parts = [images[n : n + self._batch_size] for n in range(0, len(images), self._batch_size)]
         with exact():
             return torch.cat([self._features_of_part(part) for part in parts]).cpu().numpy()

@@ -150,7 +150,7 @@ class KID(FeatureMetric):
         return {self.name: float(np.mean(estimates)), f"{self.name}_std": float(np.std(estimates))}
 
     def resampled(self, merged: State, *, count: int, seed: int) -> dict[str, list[float]]:
-        """Of the estimate over all samples. The kernels are computed once: a draw is a weight of each sample."""
+        """Resample the estimate over all samples. The kernels are computed once: a draw is a weight of each sample."""
         table = self._table(merged)
         kernels, chosen = _kernels(table), draws(len(table), count=count, seed=seed)
         weights = [np.bincount(one, minlength=len(table)).astype(np.float64) for one in chosen]

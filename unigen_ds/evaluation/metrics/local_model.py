@@ -69,7 +69,7 @@ class LocalModel:
 
     @cached_property
     def model(self) -> Any:
-        """In evaluation mode, on its device."""
+        """The model in evaluation mode, on its device."""
         return self._load("AutoModel", use_safetensors=True, dtype=torch.float32).eval().to(self.device)
 
     @cached_property
@@ -78,12 +78,12 @@ class LocalModel:
 
     @cached_property
     def processor(self) -> Any:
-        """Of texts and images, or of images alone."""
+        """The processor of texts and images, or of images alone."""
         return self._load("AutoProcessor")
 
     @property
     def image_processor(self) -> Any:
-        """Of images alone."""
+        """The processor of images alone."""
         return getattr(self.processor, "image_processor", None) or self.processor
 
     @property
@@ -91,7 +91,7 @@ class LocalModel:
         return default_device(self._device)
 
     def _load(self, kind: str, **arguments: Any) -> Any:
-        """By a class of transformers. Raises ``ConfigError``. The global random numbers stay as they were."""
+        """Load the folder by a class of transformers. Raises ``ConfigError``. Draws no global random number."""
         import transformers
 
         self.check()
@@ -103,7 +103,7 @@ class LocalModel:
 
 
 def hash_of_files(files: Iterable[Path]) -> str:
-    """Of their names and contents."""
+    """Return a hash of the files' names and contents."""
     digest = blake2b(digest_size=16)
     for path in sorted(files):
         digest.update(f"{path.name} {file_digest(path)}\n".encode())

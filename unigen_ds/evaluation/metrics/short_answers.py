@@ -86,7 +86,7 @@ class VQAAccuracy(TextMetric):
 
 
 def vqa_accuracy(answer: str, people: Sequence[str]) -> float:
-    """Of one answer against those of several people.
+    """Return the accuracy of one answer against those of several people.
 
     With n equal ones of k: leaving out an equal one (n of k ways) leaves n - 1, any other leaves n.
     """

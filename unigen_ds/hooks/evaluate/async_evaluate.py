@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -84,7 +83,7 @@ class AsyncEvaluateHook(Hook):
         self._every: Duration | None = None
         self._due = self._asks = False
         self._jobs: dict[int, Job] = {}
-        """Of rank 0: by update, those without a result."""
+        """Evaluations without a result, by update; on rank 0."""
         self._logged: set[int] = set()
         self._reported: dict[Path, tuple[int, int]] = {}
         """Time and size of each malformed result that a warning has named."""
@@ -122,7 +121,7 @@ class AsyncEvaluateHook(Hook):
         return any(job.commit == manifest.commit for job in self._jobs.values())
 
     def _on_main(self, action: Callable[[], None]) -> None:
-        """On rank 0 alone; not collective. Whatever goes wrong is a warning."""
+        """Run ``action`` on rank 0 alone; not collective. Whatever goes wrong is a warning."""
         if not dist.is_main():
             return
         try:
@@ -260,15 +259,11 @@ class AsyncEvaluateHook(Hook):
             f"Their checkpoints are kept. Results are written into {self._folder.folder}, where tools/report.py finds"
             " them; the next start of this run (tools/train.py with --resume, also of one that is finished) logs them."
         )
-        if "SLURM_JOB_ID" in os.environ and self._local():
-            lines.append("SLURM ends the local ones with this job: wait_at_end=True waits for them, and with sbatch as"
-                         " the command each is a job of its own.")  # fmt: skip
         logger().info("%s", " ".join(lines))
 
     def _wait(self, run: Run) -> None:
         """Until no local evaluation is left; Ctrl-C ends it."""
-        local = self._local()
-        if local:
+        if local := self._local():
             logger().info("Waiting for %d evaluations, of update %s (AsyncEvaluateHook.wait_at_end). Ctrl-C ends the"
                           " training without them: they continue.", len(local), _listed(local))  # fmt: skip
         try:

@@ -22,7 +22,7 @@ from unigen_ds.evaluation.metrics import Metric, build_metrics
 from unigen_ds.evaluation.provenance import write_results
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.evaluate.ema import ema_of
-from unigen_ds.hooks.save.best import BestCheckpoint
+from unigen_ds.hooks.save.best import BestCheckpoint, rule_of
 from unigen_ds.system import dist
 from unigen_ds.system.clock import EVALUATION
 from unigen_ds.system.files import make_directory
@@ -97,6 +97,12 @@ class EvaluateHook(Hook):
         self.empty_cache, self.max_samples = empty_cache, max_samples
         self._answering = Answering.of(generation or {}, where="EvaluateHook.generation")
         self._metrics, self._intervals = _metrics_of(metrics, interval=metric_interval, unit=self.unit)
+        if save_best not in (None, "auto"):
+            try:
+                rule_of(str(save_best), rule)
+            except ConfigError as error:  # the cause may be an unknown name
+                near = suggestion(str(save_best), ["val/loss", *(f"{PREFIX}{metric.name}" for metric in self._metrics)])
+                raise ConfigError(error.problem, allowed=error.allowed, remedy=near or error.remedy) from error
         self.save_best = save_best
         self._best_options: dict[str, Any] = {"rule": rule, "weights_only": best_weights_only, "ema": use_ema}
         self.best: BestCheckpoint | None = None
@@ -122,10 +128,10 @@ class EvaluateHook(Hook):
         where = "EvaluateHook.metrics"
         scoring.check(self._metrics, run.backend, run.validation, where=where, answering=self._answering)
         if self.save_best is not None:
-            name = f"val/{run.validation[0].own}loss" if self.save_best == "auto" else self.save_best
+            name = f"{PREFIX}{run.validation[0].own}loss" if self.save_best == "auto" else self.save_best
             self.check_name(run, name, where="EvaluateHook.save_best")
             self.best = BestCheckpoint(name, **self._best_options)
-            self.best.before_run(run, provenance=self.provenance(run, self.best.metric))
+            self.best.before_run(run, provenance=self.provenance(run, name))
 
     def check_name(self, run: Run, name: str, *, where: str, prefix: str = PREFIX) -> None:
         """Raise ``ConfigError`` where no evaluation of this run can have a value of that name.
@@ -156,11 +162,11 @@ class EvaluateHook(Hook):
 
     def provenance(self, run: Run, name: str) -> Mapping[str, str]:
         """Where its values ``name`` come from; the same in all evaluations of this run and on all ranks. Collective."""
-        weights = "EMA" if self.use_ema else "trained"
+        precision, weights = str(run.backend.topology().get("precision")), "EMA" if self.use_ema else "trained"
         sets = [one for one in run.validation if name.startswith(f"val/{one.own}")] or run.validation
         return dist.on_main(lambda: scoring.provenance_of(
             name, sets[0], self._metrics, max_batches=self.max_batches, max_samples=self.max_samples,
-            answering=self._answering, made_by={"precision": _precision(run), "weights": weights},
+            answering=self._answering, made_by={"precision": precision, "weights": weights},
         ))  # fmt: skip
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
@@ -215,7 +221,7 @@ class EvaluateHook(Hook):
                 run.backend, run.validation, due,
                 checkpoint=f"{run.work_dir} (update {run.progress.updates}){' EMA' if self.use_ema else ''}",
                 max_batches=self.max_batches, max_samples=self.max_samples, answering=self._answering, resamples=0,
-                made_by={"precision": _precision(run)}, logged=self._logged,
+                made_by={"precision": str(run.backend.topology().get("precision"))}, logged=self._logged,
             )  # fmt: skip
         self._computed |= {metric.name: run.progress for metric in due if metric.name in self._metric_every}
         self.complete = len(due) == len(self._metrics) and not evaluation.failed
@@ -224,7 +230,7 @@ class EvaluateHook(Hook):
         return evaluation.values
 
     def _is_due(self, metric: Metric, run: Run) -> bool:
-        """At its interval, at the end of the training, and before it."""
+        """Whether it is computed now: at its interval, at the end of the training, and before the first update."""
         every = self._metric_every.get(metric.name)
         if every is None or run.finished or run.progress.updates == 0:
             return True
@@ -306,10 +312,6 @@ def _store(run: Run, evaluation: scoring.Evaluation) -> None:
     except OSError as error:
         logger().warning("The metrics of update %d are not stored with their provenance: %s",
                          run.progress.updates, error)  # fmt: skip
-
-
-def _precision(run: Run) -> str:
-    return str(run.backend.topology().get("precision"))
 
 
 # Files ``<update>.*`` of a folder after a resume that went back: those of later updates belong to no run any more.

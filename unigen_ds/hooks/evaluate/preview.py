@@ -299,7 +299,7 @@ class PreviewHook(Hook):
         return Records(datasets, names, run.processor)
 
     def _show(self, run: Run, entries: Sequence[_Entry]) -> None:
-        """On rank 0."""
+        """Write the sheet and the texts, and log the sheet. On rank 0."""
         update = run.progress.updates
         folder = run.work_dir / FOLDER
         folder.mkdir(parents=True, exist_ok=True)

@@ -129,7 +129,8 @@ class EvaluationSubject:
             max_samples = hook.get("max_samples")
             if max_samples is None and hook.get("max_batches") is not None:
                 sets = self.settings.val_dataloader.sets.values() if self.settings.val_dataloader else ()
-                max_samples = hook["max_batches"] * (next((one.batch_size for one in sets), None) or 1)
+                sizes = {one.batch_size or 1 for one in sets}
+                max_samples = hook["max_batches"] * sizes.pop() if len(sizes) == 1 else None  # else: not one number
         if dist.is_main() and (generation != given or max_samples != self.max_samples):
             logger().info(
                 "Answers as those of the config's EvaluateHook: generation %s, max_samples %s (--generation and"
@@ -156,10 +157,10 @@ class EvaluationSubject:
         if ValDataloader.is_several(section):
             loaders = {name: dict(one) for name, one in section.items() if one is not None}
         if self.data is not None:
-            first = next(iter(loaders.values()))
+            first = next(iter(loaders.values()), {})
             data = _with_path(self.data, first, given.get("train_dataloader") or {})
             loaders = {"": {**{key: value for key, value in first.items() if key != "split"}, "dataset": data}}
-        if not all(loaders.values()):
+        if not loaders or not all(loaders.values()):
             raise ConfigError(
                 f"no data is named on which {self.path} is to be evaluated",
                 remedy="--data FILE, or --config with a config that has val_dataloader",
