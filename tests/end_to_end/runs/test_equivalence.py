@@ -65,7 +65,7 @@ def outcomes(tmp_path_factory, data) -> dict[tuple[int, int], Outcome]:
 
 
 def mismatches(a: Outcome, b: Outcome) -> list[str]:
-    """What differs beyond rounding: losses and norms by 1e-5 relative, weights by relative L2: 1e-5, and 3e-5 of a bias.
+    """What differs beyond rounding: losses and norms by 1e-5 relative, weights by relative L2: 1e-5, of a bias 3e-5.
     A bias begins at 0, so its norm is that of its updates alone, in which Adam amplifies rounding.
     """
     found = []
