@@ -232,11 +232,8 @@ def test_digits_are_written_once_by_processes_that_start_together(tmp_path: Path
 def test_digits_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
-    with pytest.raises(ConfigError, match="holds something else"):
+    with pytest.raises(ConfigError, match=r"cannot be written.*a folder that does not exist"):
         write_digits(tmp_path / "full")
-    for wrong in ({"split": "test"}, {"task": "name"}):
-        with pytest.raises(ConfigError, match="DigitsDataset"):
-            DigitsDataset(tmp_path / "d", processor=digits_processor(), **wrong)  # type: ignore[arg-type]
     real = builtins.__import__
 
     def without(name: str, *rest: Any, **more: Any) -> Any:

@@ -145,7 +145,7 @@ def test_a_change_of_another_shape_is_named(data: Path, tmp_path: Path) -> None:
         ("augment", {"type": "RandomFlop"}, r"processor\.augment\[0\]\.type is 'RandomFlop'.*RandomFlip"),
         ("augment", {"type": "RandomCrop", "min_area": 0.0}, r"processor\.augment\[0\]\.min_area is 0\.0"),
         ("augment", {"type": "ColorJitter"}, "ColorJitter changes nothing"),
-        ("vae_transform", {"type": "CenterCrop", "side": 9, "stride": 2}, "9 pixels, stride 2"),
+        ("vae_transform", {"type": "CenterCrop", "side": 9, "stride": 2, "mode": "L"}, "9 pixels, stride 2"),
     ],
 )
 def test_wrong_transforms_are_named(key: str, spec: Any, message: str, data: Path, tmp_path: Path) -> None:

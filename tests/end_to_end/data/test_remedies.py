@@ -186,12 +186,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "side": ({"vit_transform": {"type": "CenterCrop", "side": 64, "stride": 4, "mode": "L"}}, {},
              "vit_transform.side 64 allows up to 16 patches a side"),
     "keys of a base": ({}, {"type": "DatasetAdapter", "data_path": "x.jsonl", "dataset": {"type": "a.B"}},
-                       "it is a key of UnifiedGenerationDataset: where a _base_ of the config has set it, replace that "
-                       "section: dict(_delete_=True, type='DatasetAdapter', ...)"),
+                       "has no key 'data_path' (DatasetAdapter). Remedy: valid: cache_dir, dataset"),
     "a path of a class": ({}, {"type": "DatasetAdapter", "dataset": "my.Data"}, "Remedy: dataset=dict(type='my.Data')"),
     "the name of a filter": ({}, {"data_path": "x.jsonl", "filters": "ImageSizeFilter"},
-                             "Allowed: a list of dict(type='...', ...), or one of them. "
-                             "Remedy: filters=dict(type='ImageSizeFilter', ...)"),
+                             "Allowed: a list of dict(type='...', ...), or one of them."),
 }  # fmt: skip
 
 
