@@ -16,8 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
+
 import unigen_ds
 from unigen_ds import Runner, load_config
+from unigen_ds.checkpoint import saver
+from unigen_ds.runner.loop import runner as loop
 
 PACKAGE = Path(unigen_ds.__file__).parent
 Modules = dict[str, list[str]]
@@ -34,6 +38,8 @@ def tracing(modules: Modules) -> Iterator[None]:
             names = modules.setdefault(str(Path(code.co_filename).relative_to(PACKAGE)), [])
             if code.co_name not in names and not code.co_name.startswith("<"):
                 names.append(code.co_name)
+        if before is not None:
+            before(frame, event, _)
 
     before = sys.getprofile()
     sys.setprofile(profile)
@@ -55,11 +61,9 @@ def traced(call: Callable[..., Any], modules: Modules) -> Callable[..., Any]:
 
 def journeys(folder: Path) -> dict[str, Modules]:
     """The modules that each journey enters. ``folder`` is the work dir of the training."""
-    from unigen_ds.runner.loop import runner as loop
-
     overrides = {"work_dir": str(folder), "train_cfg.max_epochs": 1, "train_dataloader.num_workers": 0}
     load_config("unified_digits", overrides)  # imports
-    config, record, save, restore = Modules(), Modules(), Modules(), Modules()
+    config, record, save, whole_save, restore = (Modules() for _ in range(5))
     loaded = traced(load_config, config)("unified_digits", overrides)
 
     runner = Runner.from_cfg(loaded, max_updates=3)
@@ -68,16 +72,19 @@ def journeys(folder: Path) -> dict[str, Modules]:
     traced(next, record)(updates)
 
     runner = Runner.from_cfg(loaded, max_updates=3)
-    saving = loop.Runner.save_checkpoint
-    restoring = loop.restore
-    try:
-        loop.Runner.save_checkpoint = traced(saving, save)  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "save", traced(saver.save, save))
+        patch.setattr(Runner, "save_checkpoint", traced(Runner.save_checkpoint, whole_save))
         runner.train()
-        loop.restore = traced(restoring, restore)
+        patch.setattr(loop, "restore", traced(loop.restore, restore))
         Runner.from_cfg(load_config("unified_digits", {**overrides, "resume": True}), max_updates=4).train()
-    finally:
-        loop.Runner.save_checkpoint, loop.restore = saving, restoring  # type: ignore[method-assign]
-    return {"load_config": config, "a record on its way to a packed row": record, "a save": save, "a restore": restore}
+    return {
+        "load_config": config,
+        "a record on its way to a packed row": record,
+        "a save, from the copy to the commit": save,
+        "a save with what hooks do before and after it": whole_save,
+        "a restore": restore,
+    }
 
 
 if __name__ == "__main__":

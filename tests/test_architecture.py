@@ -425,9 +425,15 @@ def test_the_search_for_banned_words_finds_them() -> None:
     assert list(banned_words("one\ntold")) == ["2: 'told' (write: reported, stated, has the message)"]
 
 
-MOST_LINES = {"unigen_ds": 56_900, "tests": 53_200}
+MOST_LINES = {"unigen_ds": 54_900, "tests": 52_200}
 """A change of these limits, and of those below, needs a sentence in ``docs/decisions.md``."""
-MOST_ENTERED = {"load_config": 25, "a record on its way to a packed row": 29, "a save": 43, "a restore": 30}
+MOST_ENTERED = {
+    "load_config": 20,
+    "a record on its way to a packed row": 24,
+    "a save, from the copy to the commit": 20,
+    "a save with what hooks do before and after it": 41,
+    "a restore": 28,
+}
 """Modules that a journey may enter (``tests/journeys.py``)."""
 
 

@@ -83,6 +83,7 @@ class DatasetAdapter(ScannedDataset):
         on_record_error: OnRecordError = "error",
     ) -> None:
         self.on_record_error, self._bad = on_record_error, list[BadRecord]()
+        self._arguments = str(dataset) if isinstance(dataset, Mapping) else None
         self.dataset = _make(dataset) if isinstance(dataset, Mapping) else dataset
         is_map = hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")
         if not is_map or isinstance(self.dataset, (str, bytes)):
@@ -131,7 +132,7 @@ class DatasetAdapter(ScannedDataset):
         """``_read_all``; with ``cache_dir`` by one process of all starts."""
         processor = getattr(self.processor, "fingerprint", None)
         facts = (_ADAPTER, self.name, len(self), self.images, processor, self.unk_id, self.own_fingerprint)
-        key = fingerprint(*facts, self.on_record_error)
+        key = fingerprint(*facts, self._arguments, self.on_record_error)
 
         def make() -> dict[str, Array]:
             self._num_typed = 0
