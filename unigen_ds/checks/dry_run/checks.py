@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from unigen_ds.checkpoint.home import same
-from unigen_ds.checks.dry_run.context import Known
+from unigen_ds.checks.dry_run.context import Known, Unknown
 from unigen_ds.checks.dry_run.first_batches import FirstBatches, MadeBatch, make_first_batches
 from unigen_ds.checks.dry_run.machine_checks import (
     check_devices,
@@ -27,7 +27,8 @@ from unigen_ds.checks.dry_run.machine_checks import (
 )
 from unigen_ds.checks.dry_run.rank_calls import check_collectives
 from unigen_ds.checks.dry_run.resources import check_disk, check_memory, check_time, check_workers
-from unigen_ds.checks.dry_run.result import Checked, ok, problem, problems_of, warning
+from unigen_ds.checks.dry_run.result import Checked, ok, problem, problems_of, unchecked, warning
+from unigen_ds.checks.dry_run.usable_settings import NOWHERE, usable_settings
 from unigen_ds.checks.resume import announced
 from unigen_ds.config.paths import expand_paths
 from unigen_ds.config.registry import DRY_RUN_CHECKS, TOKENIZERS, build
@@ -35,16 +36,15 @@ from unigen_ds.config.section import Component
 from unigen_ds.core.batch import check_counts
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.progress import Geometry
 from unigen_ds.data.datasets.dataset import PlannedDataset, check_readable
 from unigen_ds.data.records.unusable import exceeds
 from unigen_ds.optim.optimizer import AUTO as AUTO_PRECISION
-from unigen_ds.optim.optimizer import settled_precision
-from unigen_ds.resume.finding import Finding
 from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan
 from unigen_ds.runner.settings.naming import name_and_folder
 from unigen_ds.runner.settings.tree import Settings, read_config
 from unigen_ds.runner.start.build import build_hooks, build_model, build_processor, check_states
-from unigen_ds.runner.start.stages import build_engine, plan_start, read_start, run_checklist, settle
+from unigen_ds.runner.start.stages import Start, build_engine, plan_start, read_start, run_checklist, settle
 from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.tracking.settings import Visualizer
 
@@ -52,20 +52,28 @@ Check = Callable[[Known], Iterable[Checked]]
 
 
 def check_config(known: Known) -> Iterator[Checked]:
-    """Adds ``given``, also of a config with mistakes, the number of processes, and ``settings`` of one without."""
+    """Adds ``given``, the number of processes, and ``settings``: of a config with mistakes those of the rest."""
     config = read_config(known.asked.config, known.asked.overrides)
     known.given = config.values
     with suppress(ConfigError):  # reported by ``check_job``
         count_processes(known)
     with announced(known.world_size, per_node=known.per_node):
-        settings = Settings.from_config(config)
-        known.settings = settings.with_resume(AUTO) if known.asked.resume_auto else settings
-    yield ok(f"{known.asked.config}: every key and value")
+        try:
+            settings = Settings.from_config(config)
+            yield ok(f"{known.asked.config}: every key and value")
+        except Exception as error:  # of a user's own module, too
+            yield from problems_of(error)
+            usable = usable_settings(known.given)
+            if usable is None:
+                return
+            settings, known.changed, known.replaced = usable.settings, usable.changed, usable.replaced
+    known.settings = settings.with_resume(AUTO) if known.asked.resume_auto else settings
 
 
 def check_engine(known: Known) -> Iterator[Checked]:
     """Adds ``backend`` and ``geometry``: versions, precision and the split of the batch."""
-    settings: Settings = known.need("settings")
+    known.section("backend").backend.build()  # refuses what the engine cannot do with any optimizer
+    settings = known.section("backend", "optim_wrapper")
     hardware = known.hardware
     precision = settings.optim_wrapper.precision
     if hardware is not None and hardware.count:
@@ -117,7 +125,7 @@ def check_tokenizer(known: Known) -> Iterator[Checked]:
 
 def check_hooks(known: Known) -> Iterator[Checked]:
     """All hooks can be built, and their states can be stored."""
-    settings: Settings = known.need("settings")
+    settings = known.section("default_hooks", "custom_hooks", "visualizer")
     try:
         hooks = build_hooks(settings)
     except Exception as error:
@@ -133,33 +141,41 @@ def check_hooks(known: Known) -> Iterator[Checked]:
 
 
 def check_start(known: Known) -> Iterator[Checked]:
-    """Adds ``start``: the checkpoint to begin with, the checklist of a resume, and all data sets. Without a checkpoint
-    that can be used, the data is checked as that of a new run.
+    """Adds ``start``: the checkpoint to begin with, the checklist of a resume, and all data sets. Without an engine or
+    a checkpoint that can be used, the data is checked as that of a new run.
     """
-    backend, geometry, settings = known.need("backend"), known.need("geometry"), known.need("settings")
+    settings: Settings = known.need("settings")
+    geometry = known.geometry or Geometry(settings.train_dataloader.batch_size or 1, 1, known.world_size)
+    known.loaded = geometry
+    plan = None
     try:
+        backend = known.need("backend")
         run = name_and_folder(settings, geometry)
         settings = settings.named(run.name, run.folder)
         plan = plan_start(settings, hashes=False)
         yield from (warning(message) for message in plan.messages if message.startswith(NOT_RESUMED))
         if settings.work_dir and not same(settings.folder, settings.checkpoints):
             yield ok(f"checkpoints in {settings.checkpoints}")
-        if plan.mode != "resume":
-            yield ok("a new run" + (f" with the weights of {plan.checkpoint}" if plan.checkpoint else ""))
-    except UnigenError as error:
-        yield from problems_of(error)
-        precision = settled_precision(settings.optim_wrapper.precision)
-        plan = ResumePlan("fresh", seed=settings.randomness.seed or 0, precision=precision)
-    settings = known.settings = settle(settings, plan, backend=backend, geometry=geometry)
+        settings = settle(settings, plan, backend=backend, geometry=geometry)
+    except (Unknown, UnigenError) as error:
+        missing = isinstance(error, Unknown)
+        yield from [unchecked(f"the checkpoint to begin with: needs {error}")] if missing else problems_of(error)
+        plan = None
+        settings = settings.with_seed(settings.randomness.seed or 0)
+    known.settings = settings
+    if wrong := known.replaced.intersection(("model", "tokenizer", "train_dataloader.dataset")):
+        yield from () if "model" in wrong else _problems_of_sources(settings)
+        raise Unknown(f"{', '.join(sorted(wrong))} without problems")
     try:
-        start = known.start = read_start(settings, plan, geometry=geometry)
+        start = known.start = read_start(settings, plan or ResumePlan("fresh"), geometry=geometry)
     except UnigenError as error:
         yield from [*_problems_of_sources(settings)] or problems_of(error)
         return
-    if plan.mode == "resume":
-        yield from _findings(run_checklist(start, plan, backend=backend, geometry=geometry, hashed=False))
-        yield ok(f"resumes from {plan.checkpoint} (its files' sizes were compared, not their content)")
+    if plan is not None and plan.mode == "resume":
+        yield from _checklist(known, start, plan)
     else:
+        if plan is not None:
+            yield ok("a new run" + (f" with the weights of {plan.checkpoint}" if plan.checkpoint else ""))
         curves = Schedules.from_cfg(
             settings.param_scheduler, ruler=start.ruler, base=(), total_sequences=start.total_sequences
         )
@@ -173,9 +189,14 @@ def check_start(known: Known) -> Iterator[Checked]:
     )
 
 
-def _findings(findings: Iterable[Finding]) -> Iterator[Checked]:
+def _checklist(known: Known, start: Start, plan: ResumePlan) -> Iterator[Checked]:
     """What the checklist of a resume refuses or warns about."""
-    for finding in findings:
+    yield ok(f"resumes from {plan.checkpoint} (its files' sizes were compared, not their content)")
+    if known.changed:
+        yield unchecked(f"the checklist of the resume: needs {', '.join(sorted(known.changed))} without problems")
+        return
+    backend, geometry = known.need("backend"), known.need("geometry")
+    for finding in run_checklist(start, plan, backend=backend, geometry=geometry, hashed=False):
         text = f"{finding.id}: {finding.was} -> {finding.now}. {finding.why}"
         if finding.status == "block":
             yield problem(text, remedy=finding.remedy or None)
@@ -190,6 +211,8 @@ def _problems_of_sources(settings: Settings) -> Iterator[Checked]:
     for loader in settings.val_dataloader.sets.values() if settings.val_dataloader else ():
         components += loader.dataset
     for component in components:
+        if component.get("data_path") == NOWHERE:
+            continue
         try:
             dataset = component.build(processor=processor)
             check_readable([dataset], [dataset.name])
@@ -199,7 +222,7 @@ def _problems_of_sources(settings: Settings) -> Iterator[Checked]:
 
 def check_model(known: Known) -> Iterator[Checked]:
     """Adds ``model``, without memory, with the files of published weights read; its vocabulary has all tokens."""
-    settings: Settings = known.need("settings")
+    settings = known.section("model", "lora", "tokenizer")
     if known.start is not None:
         processor, model = known.start.data.processor, known.start.meta_model
     else:  # the data has a problem, or the engine
@@ -227,7 +250,7 @@ _SHOWN = 8
 
 def check_batches(known: Known) -> Iterator[Checked]:
     """Adds ``batches``: samples that cannot be read, ids that the model does not have, and how ranks differ."""
-    settings, start, geometry = known.need("settings"), known.need("start"), known.need("geometry")
+    settings, start, geometry = known.need("settings"), known.need("start"), known.need("loaded")
     batches = make_first_batches(settings, start, known.model, geometry, known.asked.num_batches)
     for text, number in batches.errors.most_common(_SHOWN):
         yield problem(f"{number} micro-batch{'es' * (number != 1)}: {text}")

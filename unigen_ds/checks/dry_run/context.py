@@ -66,8 +66,15 @@ class Known:
     world_size: int = 1
     per_node: int = 1
     settings: Settings | None = None
+    """Of a config with mistakes those of the rest."""
+    changed: frozenset[str] = frozenset()
+    """Sections that are not as the config has them, since something in them is wrong."""
+    replaced: frozenset[str] = frozenset()
+    """Keys of their parts that have nothing, or not all, of what the config should have."""
     backend: Backend | None = None
     geometry: Geometry | None = None
+    loaded: Geometry | None = None
+    """By which ``start`` divides the data: ``geometry``, or the batch size alone."""
     start: Start | None = None
     model: nn.Module | None = None
     """On the meta device."""
@@ -85,11 +92,19 @@ class Known:
             raise Unknown(_NAMES[name])
         return value
 
+    def section(self, *sections: str) -> Settings:
+        """``settings``. Raises ``Unknown`` where something in one of these sections is wrong."""
+        settings: Settings = self.need("settings")
+        if wrong := self.changed.intersection(sections):
+            raise Unknown(f"{', '.join(sorted(wrong))} without problems")
+        return settings
+
 
 _NAMES = {
     "settings": "a config without problems",
     "backend": "an engine that can be used",
     "geometry": "an engine that can be used",
+    "loaded": "data without problems",
     "start": "data and, on a resume, a checkpoint without problems",
     "model": "a model that can be built",
     "batches": "the first micro-batches",

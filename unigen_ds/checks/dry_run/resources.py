@@ -66,7 +66,7 @@ def check_workers(known: Known) -> Iterator[Checked]:
 
 def check_memory(known: Known) -> Iterator[Checked]:
     """Adds ``traced``: one update of the engine on the largest micro-batch, without memory."""
-    settings, start, geometry = known.need("settings"), known.need("start"), known.need("geometry")
+    settings, start, geometry = known.section("optim_wrapper", "backend"), known.need("start"), known.need("geometry")
     known.need("model")  # of one that cannot be built the problem is listed
     preload()
     largest = largest_batches(start.data, geometry)
@@ -102,7 +102,7 @@ def check_memory(known: Known) -> Iterator[Checked]:
 
 def check_disk(known: Known) -> Iterator[Checked]:
     """The checkpoints that the run will keep at a time, against the free space."""
-    settings = known.need("settings")
+    settings = known.section("default_hooks", "train_cfg")
     start, traced = known.need("start"), known.need("traced")
     component = settings.default_hooks.checkpoint
     if component is None:
@@ -161,7 +161,7 @@ def seconds_of_update(batches: FirstBatches, *, peak_tflops: float, mfu: float) 
 
 def check_time(known: Known) -> Iterator[Checked]:
     """Of the whole run, and whether the loading processes are fast enough and the job is long enough."""
-    settings, start, batches = known.need("settings"), known.need("start"), known.need("batches")
+    settings, start, batches = known.section("train_cfg"), known.need("start"), known.need("batches")
     geometry = known.need("geometry")
     known.need("model")
     hardware = known.hardware

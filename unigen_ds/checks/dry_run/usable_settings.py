@@ -1,0 +1,123 @@
+"""A config with mistakes -> settings of all that is right in it, for the checks that do not depend on the mistakes.
+
+The config is edited until it has no problem: a key is removed and has its default then, or a part that every config
+must have is replaced. Each possible edit is tried: the first that solves a problem and reveals no other one is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unigen_ds.config.overrides import plain_values
+from unigen_ds.runner.settings.custom_imports import import_custom
+from unigen_ds.runner.settings.tree import Settings, problems_of
+
+NOWHERE = "unreadable"
+"""The path of the data set that replaces those of the config."""
+_SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+_PARTS = {"llm": {**_SIZES, "num_key_value_heads": 1}, "vit": {**_SIZES, "num_hidden_layers": 1}}
+"""Keys of ``model`` -> sizes on which no data depends."""
+_LLM = {"model_type": "llama", "vocab_size": 8, **_PARTS["llm"], **_PARTS["vit"]}
+_REPLACEMENTS: tuple[dict[str, Any], ...] = (
+    {"optim_wrapper.optimizer": {"type": "AdamW", "lr": 1e-3}},
+    {"train_cfg.max_updates": 1},
+    {"train_dataloader.batch_size": 1},
+    {"train_dataloader.dataset": {"type": "UnifiedGenerationDataset", "data_path": NOWHERE}},
+    {"tokenizer": {"type": "WordTokenizer", "words": ["a"]}},
+    {"model": {"type": "DecoderLM", "llm": _LLM}, "processor": {}, "loss_weights": {}, "lora": None},
+)
+"""Parts without which there are no settings, by their keys."""
+
+
+@dataclass(frozen=True)
+class UsableSettings:
+    """Settings of the rest of a config with mistakes."""
+
+    settings: Settings
+    changed: frozenset[str]
+    """Sections that are not as the config has them."""
+    replaced: frozenset[str]
+    """Keys of parts that are replaced, and of lists of which a member is left out."""
+
+
+@dataclass(frozen=True)
+class _Edit:
+    values: dict[str, Any]
+    replaced: frozenset[str]
+
+
+def usable_settings(config: Mapping[str, Any]) -> UsableSettings | None:
+    """None: no edits make the config usable."""
+    values, replaced, replacements = plain_values(config), frozenset[str](), [*_REPLACEMENTS]
+    try:
+        import_custom(values)
+    except Exception:  # of a user's own module; reported with the config
+        values.pop("custom_imports")
+    while problems := _problems(values):
+        named = {section for section in values if any(section in problem for problem in problems)}
+        edit = _best_edit(values, problems, named, replacements) or _best_edit(values, problems, {*values}, [])
+        if edit is None:
+            return None
+        values, replaced = edit.values, replaced | edit.replaced
+        replacements = [each for each in replacements if not replaced.issuperset(each)]  # each of them once
+    changed = frozenset(key for key in {*config, *values} if config.get(key) != values.get(key))
+    return UsableSettings(Settings.from_config(values), changed, replaced)
+
+
+def _problems(values: Mapping[str, Any]) -> set[str]:
+    return {str(error) for error in problems_of(values)}
+
+
+def _best_edit(
+    values: dict[str, Any], problems: set[str], sections: set[str], replacements: list[dict[str, Any]]
+) -> _Edit | None:
+    """The first edit that solves a problem and reveals none, or else the one that reveals the fewest."""
+    best, fewest = None, 0
+    for edit in _edits(values, sections, replacements):
+        remaining = _problems(edit.values)
+        if remaining < problems:
+            return edit
+        revealed = len(remaining - problems)
+        if not problems <= remaining and (best is None or revealed < fewest):
+            best, fewest = edit, revealed
+    return best
+
+
+def _edits(values: dict[str, Any], sections: set[str], replacements: list[dict[str, Any]]) -> Iterator[_Edit]:
+    """The removal of each key and each member of a list in ``sections``, innermost first; then the replacements."""
+    paths = [path for path in _paths(values) if path[0] in sections]
+    for *outer, last in sorted(paths, key=len, reverse=True):
+        edited = inner = plain_values(values)
+        for step in outer:
+            inner = inner[step]
+        del inner[last]
+        yield _Edit(edited, frozenset([".".join(map(str, outer))] if isinstance(last, int) else ()))
+    model = values.get("model")
+    for part, sizes in _PARTS.items():
+        own = model.get(part) if isinstance(model, dict) else None
+        if isinstance(model, dict) and isinstance(own, dict) and not sizes.items() <= own.items():
+            yield _Edit({**values, "model": {**model, part: {**own, **sizes}}}, frozenset())
+    for replacement in replacements:
+        edited = dict(values)
+        for dotted, value in replacement.items():
+            section, _, key = dotted.partition(".")
+            own = edited.get(section)
+            edited[section] = {**(own if isinstance(own, dict) else {}), key: value} if key else value
+        yield _Edit(edited, frozenset(replacement))
+
+
+def _paths(values: Any) -> Iterator[tuple[Any, ...]]:
+    """The steps to each key except ``type``, and to each mapping in a list, the last first: the others keep their
+    numbers when it is removed.
+    """
+    if isinstance(values, dict):
+        members = [(key, value) for key, value in values.items() if key != "type"]
+    elif isinstance(values, list):
+        members = [pair for pair in reversed([*enumerate(values)]) if isinstance(pair[1], dict)]
+    else:
+        return
+    for step, value in members:
+        yield (step,)
+        yield from ((step, *path) for path in _paths(value))
