@@ -28,11 +28,11 @@ Reports = Callable[[str], Report]
 
 READ_NORM = "value read"
 LOG = {
-    ("value read", "hooks/log/logger.py:<listcomp>"), ("value read", "hooks/log/logger.py:_read_norms"),
-    ("value read", "hooks/log/by_source.py:<listcomp>"),
+    ("value read", "hooks/log/measurements.py:<listcomp>"), ("value read", "hooks/log/logger.py:_read_norms"),
+    ("value read", "hooks/log/measurements.py:means"),
 }  # fmt: skip
 """At a log line: the loss terms, those of each source, and the gradient norm."""
-EPOCH = {("value read", "hooks/log/epoch.py:<genexpr>")}
+EPOCH = {("value read", "hooks/log/measurements.py:settle")}
 """At the end of an epoch: the sums of its losses."""
 FIRST = {("value read", "hooks/guard/first_update.py:<listcomp>")}
 """After the first update from published weights: its losses."""
@@ -126,8 +126,8 @@ def test_the_logger_reads_the_device_at_its_lines_only(reports: Reports, name: s
     report, case = reports(name), case_of(name)
     terms = 2 if case.model == "unified" else 1
     found = waits(report, f"update {2 if case.kind == 'resume' else 1}, hooks")
-    assert found["value read", "hooks/log/logger.py:<listcomp>"] == terms
-    by_source = found.get(("value read", "hooks/log/by_source.py:<listcomp>"), 0)
+    assert found["value read", "hooks/log/measurements.py:<listcomp>"] == terms
+    by_source = found.get(("value read", "hooks/log/measurements.py:means"), 0)
     assert by_source == (2 * terms if case.kind == "single" else 0), "the numbers of two sources, read together"
     assert all(line["grad_norm"] == 1.0 for line in report["lines"])  # what the recorder gives to who reads a value
     assert all((line["memory"], line["memory_reserved"]) == (3.0, 5.0) for line in report["lines"])

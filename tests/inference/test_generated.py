@@ -46,7 +46,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         ({"flow": FlowSettings(num_timesteps=2.5)}, "flow.num_timesteps is 2.5"),  # type: ignore[arg-type]
         ({"flow": 4}, "flow is 4. Allowed: FlowSettings"),
         ({"prompt": ["a", "b"]}, r"prompt is \['a', 'b'\]. Allowed: a text"),
-        ({"temprature": 1.0}, "has no argument 'temprature'. Remedy: did you mean 'temperature'"),
+        ({"temprature": 1.0}, r"has no key 'temprature'.*Remedy: did you mean 'temperature'"),
         (
             {"images": np.zeros((4, 4, 3))},
             r"a ndarray of float64 with shape \(4, 4, 3\). Allowed: a path, a PIL",
