@@ -146,6 +146,7 @@ WRONG = {
         {"hooks": 2},
         set(),
     ),
+    "misspelt hook": (["custom_hooks=[dict(type='PreviewHok')]"], {"config": 1}, {"hooks"}),
     "model": (["model.llm.hidden_size=33"], {"config": 1}, {"model", "collectives", "time"}),
     "vision tower": (["model.vit.hidden_size='x'"], {"config": 1}, {"model", "collectives", "time"}),
     "misspelt": (["model.timestep_shfit=2.0"], {"config": 1}, {"model", "collectives", "time"}),
@@ -166,7 +167,7 @@ def test_what_does_not_depend_on_a_problem_is_checked(config, capsys, what):
     found = results(capsys)
     wrong = {check: sum(status == "problem" for status, _ in of) for check, of in found.items()}
     assert {check: number for check, number in wrong.items() if number} == problems, found
-    later = ("engine", "tokenizer", "start", "model", "batches", "workers", "collectives", "time")
+    later = ("engine", "tokenizer", "hooks", "start", "model", "batches", "workers", "collectives", "time")
     assert {check for check in later if "ok" not in {status for status, _ in found[check]}} - {*problems} == unchecked
     assert any(" records of 1 data set(s)" in text for status, text in found["start"] if status == "ok"), found
     assert any(" micro-batches of 1 rank" in text for _, text in found["batches"]), found
@@ -216,6 +217,21 @@ def test_what_does_not_depend_on_a_missing_part_is_checked(config, tmp_path, cap
     later = ("engine", "tokenizer", "hooks", "start", "model", "batches", "workers", "collectives", "time")
     assert {check for check in later if "ok" in {status for status, _ in found[check]}} == made
     assert any(status == "not checked" and "without problems" in text for status, text in found["start"]), found
+
+
+def test_a_resume_by_a_config_with_a_mistake(config, capsys):
+    """The checkpoint and the data are checked; the checklist compares a whole config."""
+    path, later = config(), ["--skip", "model", "memory", "collectives", "--batches", "1"]
+    assert main([path, "--max-updates", "1"]) == 0
+    capsys.readouterr()
+    options = ["--cfg-options", "custom_hooks=[dict(type='PreviewHok')]", "train_dataloader.num_wrokers=3"]
+    assert main([path, "--resume", "--dry-run", "--json", *later, *options]) == 1
+    found = results(capsys)
+    assert len(found["config"]) == 2 and not any(status == "problem" for status, _ in found["start"]), found
+    texts = [text for status, text in found["start"] if status == "ok"]
+    assert any("iter_2" in text for text in texts) and any(" records of 1 data set(s)" in text for text in texts), found
+    needed = "the checklist of the resume: needs custom_hooks, train_dataloader without problems"
+    assert ("not checked", needed) in found["start"] and found["batches"][0][0] == "ok", found
 
 
 def test_a_folder_in_which_another_process_trains(config, tmp_path, capsys):

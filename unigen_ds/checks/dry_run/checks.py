@@ -40,6 +40,7 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.data.datasets.dataset import PlannedDataset, check_readable
 from unigen_ds.data.records.unusable import exceeds
 from unigen_ds.optim.optimizer import AUTO as AUTO_PRECISION
+from unigen_ds.optim.optimizer import settled_precision
 from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan
 from unigen_ds.runner.settings.naming import name_and_folder
 from unigen_ds.runner.settings.tree import Settings, read_config
@@ -161,7 +162,8 @@ def check_start(known: Known) -> Iterator[Checked]:
         missing = isinstance(error, Unknown)
         yield from [unchecked(f"the checkpoint to begin with: needs {error}")] if missing else problems_of(error)
         plan = None
-        settings = settings.with_seed(settings.randomness.seed or 0)
+        precision = settled_precision(settings.optim_wrapper.precision)
+        settings = settings.with_seed(settings.randomness.seed or 0).with_precision(precision)
     known.settings = settings
     if wrong := known.replaced.intersection(("model", "tokenizer", "train_dataloader.dataset")):
         yield from () if "model" in wrong else _problems_of_sources(settings)

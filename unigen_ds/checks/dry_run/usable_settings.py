@@ -6,6 +6,7 @@ must have is replaced. Each possible edit is tried: the first that solves a prob
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ _REPLACEMENTS: tuple[dict[str, Any], ...] = (
     {"model": {"type": "DecoderLM", "llm": _LLM}, "processor": {}, "loss_weights": {}, "lora": None},
 )
 """Parts without which there are no settings, by their keys."""
+_MISSING = "the config has no "
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ def usable_settings(config: Mapping[str, Any]) -> UsableSettings | None:
     except Exception:  # of a user's own module; reported with the config
         values.pop("custom_imports")
     while problems := _problems(values):
-        named = {section for section in values if any(section in problem for problem in problems)}
-        edit = _best_edit(values, problems, named, replacements) or _best_edit(values, problems, {*values}, [])
+        named = {*values}.intersection(re.findall(r"\w+", " ".join(problems)))
+        edit = _best_edit(values, problems, named or {*values}, replacements)
         if edit is None:
             return None
         values, replaced = edit.values, replaced | edit.replaced
@@ -67,21 +69,31 @@ def usable_settings(config: Mapping[str, Any]) -> UsableSettings | None:
 
 
 def _problems(values: Mapping[str, Any]) -> set[str]:
-    return {str(error) for error in problems_of(values)}
+    """Texts; each key that is missing is a problem of its own."""
+    problems = set[str]()
+    for error in problems_of(values):
+        if error.problem.startswith(_MISSING):
+            problems |= {_MISSING + key for key in error.problem.removeprefix(_MISSING).split(", ")}
+        else:
+            problems.add(str(error))
+    return problems
 
 
 def _best_edit(
     values: dict[str, Any], problems: set[str], sections: set[str], replacements: list[dict[str, Any]]
 ) -> _Edit | None:
-    """The first edit that solves a problem and reveals none, or else the one that reveals the fewest."""
-    best, fewest = None, 0
+    """The first edit that solves a problem and reveals none, or else the one that reveals the fewest, missing keys
+    last.
+    """
+    best, least = None, (0, 0)
     for edit in _edits(values, sections, replacements):
         remaining = _problems(edit.values)
         if remaining < problems:
             return edit
-        revealed = len(remaining - problems)
-        if not problems <= remaining and (best is None or revealed < fewest):
-            best, fewest = edit, revealed
+        revealed = remaining - problems
+        number = (sum(problem.startswith(_MISSING) for problem in revealed), len(revealed))
+        if not problems <= remaining and (best is None or number < least):
+            best, least = edit, number
     return best
 
 
