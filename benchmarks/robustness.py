@@ -152,7 +152,11 @@ def only(what: str, seed: int, number: int) -> int:
     from tests.end_to_end.robustness.streams import stream_case
 
     folder = Path(tempfile.mkdtemp(prefix=f"robustness-{seed}-{number}-"))
-    print((stream_case if what == "streams" else case)(seed, number, folder))
+    if what == "streams":
+        with stream_case(seed, number, folder) as streamed:
+            print(streamed)
+    else:
+        print(case(seed, number, folder))
     with tempfile.TemporaryDirectory(dir=scratch()) as again:
         print(*ending(what)(seed, number, Path(again)))
     shutil.rmtree(folder)

@@ -1,4 +1,5 @@
-"""A server of files over real HTTP: ranges and ETags, and transfers that it ends early.
+"""A server of files over real HTTP, and what real ones do on bad days: errors, pages instead of files, transfers that
+end early, wrong lengths, silence, content that changes between two requests.
 
 The same files are also a data set of the Hugging Face hub, ``org/name``, in the part of the hub's API that listing and
 downloading use: with revisions, private where it has a token, and with a limit of requests.
@@ -6,10 +7,14 @@ downloading use: with revisions, private where it has a token, and with a limit 
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import hashlib
 import json
+import socket
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +27,49 @@ COMMIT = "1" * 40
 NAME = "org/name"
 RESET_S = 3
 """Seconds that a client is asked to wait which has sent too many requests."""
+SILENT_S = 0.5
+"""Longer than the client waits, where a test is about silence."""
+PAGE = b"<!DOCTYPE html>\n<html><body>Please sign in to the network first.</body></html>\n"
+STATUSES = (204, 301, 400, 401, 403, 404, 410, 418, 429, 500, 502, 503)
+ANSWERS: dict[str, Callable[[bytes], tuple[bytes, dict[str, str]]]] = {
+    "short": lambda content: (content[: len(content) // 2], {"Content-Length": str(len(content))}),
+    "reset": lambda content: (content[: len(content) // 2], {"Content-Length": str(len(content))}),
+    "silent": lambda content: (content[: len(content) // 2], {"Content-Length": str(len(content))}),
+    "cut": lambda content: (content[: len(content) // 2], {}),
+    "long": lambda content: (content + b"\n{}\nmore", {}),
+    "empty": lambda content: (b"", {}),
+    "endless": lambda content: (content, {"Content-Length": str(10**15)}),
+    "no_length": lambda content: (content, {"Content-Length": ""}),
+    "chunked": lambda content: (b"%x\r\n%s\r\n0\r\n\r\n" % (len(content), content), {"Transfer-Encoding": "chunked"}),
+    "chunks_cut": lambda content: (b"%x\r\n%s\r\n" % (9, content[:9]), {"Transfer-Encoding": "chunked"}),
+    "page": lambda content: (PAGE, {"Content-Type": "text/html; charset=utf-8", "ETag": ""}),
+    "page_of_the_size": lambda content: (PAGE.ljust(len(content))[: len(content)], {"Content-Type": "text/html"}),
+    "new_etag": lambda content: (content, {"ETag": f'"{time.time_ns()}"'}),
+    "compressed": lambda content: (gzip.compress(content), {"Content-Encoding": "gzip"}),
+    "compressed_wrongly": lambda content: (content, {"Content-Encoding": "gzip"}),
+    "changed": lambda content: (content, {}),
+}
+"""What is wrong with an answer, by name -> its body, and headers in place of the right ones."""
+
+
+@dataclass
+class Fault:
+    """What is wrong with some of the answers: of ``ANSWERS``, or the number of a status."""
+
+    name: str
+    methods: tuple[str, ...] = ("GET",)
+    times: int = -1
+    """How many answers; -1: all."""
+    after: int = 0
+    """Answers to these methods that are right before it."""
+
+    def applies(self, method: str) -> bool:
+        """Called once for each request."""
+        if method not in self.methods or not self.times:
+            return False
+        self.after, wait = max(self.after - 1, 0), self.after
+        self.times -= not wait
+        return not wait
 
 
 @dataclass
@@ -30,36 +78,32 @@ class Served:
 
     folder: Path
     url: str = ""
-    interrupt: dict[str, int] = field(default_factory=dict)
-    """Name of a file -> how many of its transfers still end in the middle; -1: all."""
-    ranges: bool = True
+    faults: dict[str, list[Fault]] = field(default_factory=dict)
+    """Of a file, by its name."""
+    later: bytes = b""
+    """What the fault ``changed`` makes of a file, from then on."""
     etags: bool = True
-    asked: list[str] = field(default_factory=list)
+    kind: str = "application/octet-stream"
     token: str | None = None
     """Of the data set of the hub, which is private then."""
     revisions: dict[str, Path] = field(default_factory=dict)
     """Of the hub: other folders, by the names of their revisions."""
     limited: int = 0
     """Requests to the hub that are still answered by: too many requests."""
-    transfers: list[tuple[str, int]] = field(default_factory=list)
-    """(name, first byte) of each request for content."""
-
-    def number(self, name: str) -> int:
-        """Transfers of a file."""
-        return sum(found == name for found, _ in self.transfers)
+    transfers: list[str] = field(default_factory=list)
+    """The name of each request for content."""
 
 
 class _Handler(Answering):
     served: Served
 
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
     def do_GET(self) -> None:
-        self._answer(body=True)
+        with contextlib.suppress(ConnectionError):
+            self._answer()
 
-    def _answer(self, *, body: bool) -> None:
-        self.served.asked.append(f"{self.command} {self.path}")
+    do_HEAD = do_POST = do_GET
+
+    def _answer(self) -> None:
         served, name = self.served, unquote(urlsplit(self.path).path).lstrip("/")
         folder = served.folder
         if name.startswith((f"api/datasets/{NAME}", f"datasets/{NAME}/resolve/")) and self._refused_by_hub():
@@ -72,36 +116,33 @@ class _Handler(Answering):
         path = folder / name
         if not path.is_file():
             return self.send(404, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
-        content, begin, end = path.read_bytes(), 0, path.stat().st_size
-        etag = hashlib.md5(content).hexdigest()
-        asked = self.headers.get("Range", "")
-        if served.ranges and asked.startswith("bytes="):
-            first, _, last = asked.removeprefix("bytes=").partition("-")
-            begin, end = int(first), min(int(last) + 1 if last else end, end)
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")
-        else:
-            self.send_response(200)
-        self.send_header("Accept-Ranges", "bytes" if served.ranges else "none")
-        self.send_header("X-Repo-Commit", COMMIT)
+        fault = next((one.name for one in served.faults.get(name, ()) if one.applies(self.command)), "")
+        if fault == "changed":
+            path.write_bytes(served.later)
+        content = body = path.read_bytes()
+        headers = {"Content-Type": served.kind, "X-Repo-Commit": COMMIT, "Content-Length": str(len(content))}
         if served.etags:
-            self.send_header("ETag", f'"{etag}"')
-        self.send_header("Content-Length", str(end - begin))
+            headers["ETag"] = f'"{hashlib.md5(content).hexdigest()}"'
+        if fault.isdigit():
+            body, headers = b"", {"Retry-After": "0", "Content-Length": "0"} if fault != "204" else {}
+        elif fault:
+            body, wrong = ANSWERS[fault](content)
+            length = {} if "Transfer-Encoding" in wrong else {"Content-Length": str(len(body))}
+            headers = {**headers, "Content-Length": "", "Connection": "close", **length, **wrong}
+        self.send_response(int(fault) if fault.isdigit() else 200)
+        for key, value in headers.items():
+            if value:
+                self.send_header(key, value)
         self.end_headers()
-        if not body:
-            return
-        served.transfers.append((name, begin))
-        part = content[begin:end]
-        if served.interrupt.get(name, 0):
-            served.interrupt[name] -= 1
-            part = part[: len(part) // 2]
-            self.close_connection = True
-        self.wfile.write(part)
-        if self.close_connection:
-            time.sleep(0.2)  # what arrives with the error is lost to the client
-
-    def do_POST(self) -> None:
-        self._answer(body=True)
+        self.close_connection = bool(fault)
+        if self.command == "GET":
+            served.transfers.append(name)
+            self.wfile.write(body)
+        if fault in ("short", "reset", "silent"):
+            self.wfile.flush()
+            time.sleep(SILENT_S if fault == "silent" else 0.1)  # what arrives with the error is lost to the client
+        if fault == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def _folder_of(self, revision: str) -> Path | None:
         """Of a branch, a tag or a commit."""
@@ -132,24 +173,22 @@ class _Handler(Answering):
         if folder is None:
             return self.send(404, X_Error_Code="RevisionNotFound")
         commit = next((one for k in "123456789" if self._folder_of(one := k * 40) == folder), COMMIT)
-        paths = sorted(path for path in folder.iterdir() if path.is_file())
-        listed = [
-            {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": hashlib.sha1(content).hexdigest()}
-            for path in paths
-            for content in [path.read_bytes()]
-        ]
-        found: Any = {
+        contents = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+        answer: Any = {
             "id": NAME, "sha": commit, "private": self.served.token is not None, "tags": [], "downloads": 0, "likes": 0,
-            "siblings": [{"rfilename": path.name} for path in paths],
+            "siblings": [{"rfilename": name} for name in contents],
         }  # fmt: skip
         if asked.startswith(("tree/", "paths-info/")):
-            found = listed
-        self.send(200, json.dumps(found).encode(), Content_Type="application/json")
+            answer = [
+                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for name, content in contents.items()
+            ]
+        self.send(200, json.dumps(answer).encode(), Content_Type="application/json")
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Served]:
+def serving(folder: Path, **settings: Any) -> Iterator[Served]:
     """A server of the files in ``folder``, until the context ends."""
-    served = Served(folder)
+    served = Served(folder, **settings)
     with serving_by(_Handler, served=served) as served.url:
         yield served

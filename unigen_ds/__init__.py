@@ -33,7 +33,7 @@ PUBLIC = {
     "data.images.image_files": "UnreadableImage",
     "data.images.transforms": "ImageTransform",
     "data.sources.base": "Arrays RecordSource Row",
-    "data.sources.shards.shard_list": "IterableShards",
+    "data.sources.shard_files": "IterableShards",
     "data.datasets.dataset": "PlannedDataset ScannedDataset",
     "data.datasets.filters": "CheckedRecord RecordFilter",
     "data.batches.collate": "pack_documents",

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shutil
 import tarfile
 import zlib
@@ -24,7 +25,7 @@ from tests.end_to_end.data import own_shards
 from tests.end_to_end.data.test_formats import SAMPLES, source, write_parquet
 from tests.end_to_end.data.test_formats import train as train_images
 from tests.end_to_end.data.test_mixtures import train_and_kill
-from tests.shard_server import RESET_S, Served, serving
+from tests.shard_server import RESET_S, Fault, Served, serving
 from tests.text_run import KeepBatches, text_config, trained, words
 from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
@@ -37,8 +38,8 @@ from unigen_ds.data.datasets.streamed import SPAN
 from unigen_ds.data.datasets.streamed_units import ShardWalk, fitted
 from unigen_ds.data.order.order import GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
-from unigen_ds.data.sources.shards import spool, transfer
-from unigen_ds.data.sources.shards.shard_list import IterableShards, write_records
+from unigen_ds.data.sources import shard_files
+from unigen_ds.data.sources.shard_files import IterableShards, write_records
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
 
@@ -69,7 +70,7 @@ def served(shards: Path) -> Iterator[Served]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spool, "_LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(shard_files, "_LONGEST_WAIT_S", 0.01)
 
 
 def urls(served: Served, number: int = len(SIZES)) -> str:
@@ -228,10 +229,10 @@ def test_what_is_not_exact_is_reported_at_the_start(tmp_path: Path, served: Serv
     size = sum(path.stat().st_size for path in served.folder.glob("*.jsonl"))
     estimate = 13 * size // (served.folder / "part-0.jsonl").stat().st_size
     assert f"streamed from 7 shards of {size / 1024:,.1f} KiB together; about {estimate} samples a pass" in text
-    assert "records are shuffled within 2 shards at a time" in text
-    assert "this node fetches every shard once a pass" in text and "at most 32.0 GiB" in text
-    assert "7 of 7 shards have no version" in text
-    assert "fetch" not in log_of_local(tmp_path / "local", served.folder)
+    assert "records are shuffled within 2 shards at a time" in text and "at most 32.0 GiB" in text
+    assert "each node fetches every shard once a pass" in text and "7 of 7 shards have no version" in text
+    trained(config(tmp_path / "local", streamed(served.folder), train_cfg=dict(max_updates=1)))
+    assert "fetch" not in log(tmp_path / "local")
 
 
 def test_numbers_of_a_streamed_source_name_the_part_that_is_measured(
@@ -274,11 +275,6 @@ def test_numbers_of_a_streamed_source_name_the_part_that_is_measured(
     assert "web:12</code> zero one" in page, "the removed record"
 
 
-def log_of_local(folder: Path, shards: Path) -> str:
-    trained(config(folder, streamed(shards, streaming=True), train_cfg=dict(max_updates=1)))
-    return log(folder)
-
-
 def test_copies_that_exceed_the_limit_are_removed_and_fetched_again(tmp_path: Path, served: Served) -> None:
     trained(config(tmp_path / "all", streamed(urls(served), streaming={"mixed_shards": 1})))
     largest = max(path.stat().st_size for path in served.folder.glob("*.jsonl"))
@@ -299,45 +295,42 @@ def test_copies_that_exceed_the_limit_are_removed_and_fetched_again(tmp_path: Pa
 # --- fetching -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranges", [True, False])
-def test_an_interrupted_transfer_is_tried_again(
-    tmp_path: Path, served: Served, ranges: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer, "_BLOCK", 64)
-    monkeypatch.setattr(transfer, "_OVERLAP", 8)
-    served.ranges, served.interrupt = ranges, {f"part-{shard}.jsonl": 1 for shard in range(7)}
+@pytest.mark.parametrize("fault", ["short", "page"])
+def test_a_transfer_that_fails_is_tried_again(tmp_path: Path, served: Served, fault: str) -> None:
+    served.faults = {f"part-{shard}.jsonl": [Fault(fault, times=1)] for shard in range(7)}
     trained(config(tmp_path, streamed(urls(served))))
     trained(config(tmp_path / "local", streamed(served.folder)))
     assert digests(tmp_path) == digests(tmp_path / "local")
-    size = (served.folder / "part-4.jsonl").stat().st_size
     assert "part-4.jsonl: attempt 1 of 5 failed" in log(tmp_path).replace(f"{served.url}/", "")
-    begun = [begin for name, begin in served.transfers if name == "part-4.jsonl"]
-    assert begun[0] == 0 and (size // 4 < begun[1] < size if ranges else 0 in begun[1:])
+
+
+def test_a_copy_that_is_too_short_is_fetched_again(tmp_path: Path, served: Served) -> None:
+    data = streamed(urls(served))
+    killed(tmp_path, data, 3)
     for path in (tmp_path / "cache").glob("streamed/shards/*/part-*"):
-        assert path.read_bytes() == (served.folder / path.name).read_bytes()
+        path.write_bytes(path.read_bytes()[:-9])
+    trained(config(tmp_path, data, resume=True))
+    trained(config(tmp_path / "straight", data))
+    assert digests(tmp_path) == digests(tmp_path / "straight")
+    assert re.search(r"shard part-\d\.jsonl: its copy \S+ is damaged, and is fetched again", log(tmp_path))
 
 
-def test_a_transfer_that_never_succeeds_ends_the_run_and_names_the_shard(tmp_path: Path, served: Served) -> None:
-    served.interrupt = {"part-0.jsonl": -1}
-    data = streamed(urls(served), streaming={**MIXED, "attempts": 2})
-    with pytest.raises(
-        DataError, match=r"shard part-0\.jsonl from http://\S+ failed in 2 attempts: .*, after \d+ bytes"
-    ):
-        trained(config(tmp_path, data))
-
-
-def test_a_shard_that_is_not_there_is_named_at_once(tmp_path: Path, served: Served) -> None:
-    with pytest.raises(DataError, match=r"shard part-7\.jsonl at http://\S+: it does not exist"):
-        trained(config(tmp_path, streamed(urls(served, 8))))
-    assert "attempt 1" not in (log(tmp_path) if (tmp_path / "run" / "train.log").exists() else "")
-
-
-def test_without_a_network_the_error_is_clear(tmp_path: Path) -> None:
-    with serving(tmp_path) as gone:
-        url = gone.url
-    data = streamed(f"{url}/part-0.jsonl", streaming={"attempts": 3})
-    with pytest.raises(DataError, match=r"looking for shard part-0\.jsonl at http://\S+ failed in 3 attempts"):
-        trained(config(tmp_path, data))
+@pytest.mark.parametrize(
+    ("fault", "number", "message"),
+    [
+        (Fault("short"), 7, r"fetching shard part-0\.jsonl from http://\S+ failed in 2 attempts: "),
+        (Fault("changed", after=0), 7, r"shard part-0\.jsonl from http://\S+ failed in 2 attempts: it changed"),
+        (Fault("503", ("HEAD", "GET")), 7, r"looking for shard part-0\.jsonl at http://\S+ failed in 2 attempts: 503"),
+        (None, 8, r"shard part-7\.jsonl at http://\S+: it does not exist"),
+    ],
+)
+def test_what_cannot_be_fetched_ends_the_run_and_is_named(
+    tmp_path: Path, served: Served, fault: Fault | None, number: int, message: str
+) -> None:
+    served.faults = {} if fault is None else {"part-0.jsonl": [fault]}
+    served.later = (served.folder / "part-0.jsonl").read_bytes().replace(b"one", b"two")
+    with pytest.raises(DataError, match=message):
+        trained(config(tmp_path, streamed(urls(served, number), streaming={**MIXED, "attempts": 2})))
 
 
 def test_a_truncated_shard_is_an_error_that_names_it(tmp_path: Path, shards: Path) -> None:
@@ -479,7 +472,7 @@ def test_files_of_a_private_data_set_at_a_revision(tmp_path: Path, monkeypatch: 
     slept: list[float] = []
     with serving(new) as server:
         server.token, server.revisions = "hf_right", {"v1": old}
-        monkeypatch.setattr(spool.time, "sleep", slept.append)
+        monkeypatch.setattr(shard_files.time, "sleep", slept.append)
         for revision, token in (("v1", None), ("v1", "hf_wrong"), ("v2", "hf_right")):
             with pytest.raises(DataError, match=rf"hf://datasets/org/name@{revision}/part-\*\.jsonl"):
                 trained(config(tmp_path / "refused", hub_files(server, revision, token)))
@@ -532,7 +525,7 @@ def test_an_iteration_of_unknown_shards_is_one_shard(tmp_path: Path, unknown: An
     data = streamed("infinite", format="endless", streaming={"cache_gib": 1e-5})
     with pytest.raises(DataError, match=r"shard all has more than 10,737 bytes after \d+ records"):
         trained(config(tmp_path, data))
-    for record, message in (("text", "it is a str"), ({"text": {1, 2}}, "record 0: text is a set")):
+    for record, message in (("text", "it is a str"), ({"text": {1, 2}}, "record 0 cannot be written: it has a set")):
         with pytest.raises(DataError, match=message):
             write_records([record], tmp_path / "records", name="all", limit=100)  # type: ignore[list-item]
 

@@ -148,10 +148,10 @@ class UnifiedGenerationDataset:
                 format=format,
                 cache_dir=cache,
                 layout=layout,
-                image_root=None if image_root is None else Path(image_root),
-                num_workers=index_workers,
                 settings=Streaming.parse(None if streaming is True else streaming, where="streaming"),
                 facts=[fact for one in self.filters for fact in (one.settings, one.code)],
+                image_root=None if image_root is None else Path(image_root),
+                num_workers=index_workers,
                 on_record_error=on_record_error,
             )
             self.index = self.shards.index(0)

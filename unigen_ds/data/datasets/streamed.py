@@ -13,7 +13,6 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import parent_process
@@ -29,13 +28,12 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import cache_folder, fingerprint
 from unigen_ds.data.index.index import Index
 from unigen_ds.data.records.records import Layout
-from unigen_ds.data.records.unusable import OnRecordError
 from unigen_ds.data.rules import RULES
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
 from unigen_ds.data.sources.find import DataPath
-from unigen_ds.data.sources.shards.shard_list import ShardList, list_shards
-from unigen_ds.data.sources.shards.spool import DataShard, Spool, shown
+from unigen_ds.data.sources.shard_files import DataShard, ShardList, Spool
+from unigen_ds.data.sources.unpacked import format_size
 from unigen_ds.system.files import quick_digest
 from unigen_ds.system.log import logger
 
@@ -104,7 +102,6 @@ class ShardSource(RecordSource):
         return (*self._listed.facts, *(("image_folders",) if self._moved else ()))
 
     def index_folder(self, cache_dir: Path | None) -> Path:
-        """That of the spool."""
         return self.spool.index_folder
 
     def content_digest(self, folder: Path | None) -> str:
@@ -172,26 +169,27 @@ class Recent(Generic[_T]):
         self._values.move_to_end(shard)
         return self._values[shard][1]
 
-    def keep(self, shard: int, value: _T, *, records: int) -> _T:
-        """``value``, which is forgotten after others were used."""
+    def keep(self, shard: int, value: _T, *, records: int) -> None:
+        """``value`` is forgotten after others were used."""
         self._values[shard] = records, value
         while len(self._values) > self._number and sum(number for number, _ in self._values.values()) > _KEPT_RECORDS:
             self._values.popitem(last=False)
-        return value
 
 
 class StreamedShards:
     """The shards of a data set, and the index of each.
 
     Copies are below ``cache_dir``, beside local data, or in the user's cache. Raises ``DataError`` and ``ConfigError``
-    as ``list_shards``.
+    as ``ShardList``.
 
     Args:
         data_path, format: of the data set.
-        processor, image_root, num_workers, on_record_error: as of ``Index.build``.
+        processor: plans the records.
+        cache_dir: of the data set.
         layout: without ``captions`` that of the format.
         settings: of the config.
         facts: what else decides which samples there are (filters), for the fingerprint.
+        build: further arguments of ``Index.build``.
     """
 
     def __init__(
@@ -202,68 +200,48 @@ class StreamedShards:
         format: str | Mapping[str, Any] | None,
         cache_dir: Path | None,
         layout: Layout,
-        image_root: Path | None,
-        num_workers: int,
         settings: Streaming,
         facts: Sequence[object],
-        on_record_error: OnRecordError,
+        **build: Any,
     ) -> None:
-        self.listed = list_shards(
+        self.listed = listed = ShardList(
             data_path,
             format=format,
             storage_options=settings.storage_options,
             attempts=settings.attempts,
             limit=settings.limit,
         )
-        folder = self._copies_folder(cache_dir)
-        self.spool = Spool(folder, limit=settings.limit, attempts=settings.attempts, fetch=self.listed.fetch)
-        self.processor, self.settings, self._facts = processor, settings, tuple(facts)
-        self._layout = replace(layout, captions=layout.captions or self.listed.captions)
-        self._image_root, self._num_workers, self._on_record_error = image_root, num_workers, on_record_error
+        folder = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unigen_ds"
+        if listed.root is not None:
+            beside = cache_folder(Path(listed.shards[0].url), cache_dir)
+            if beside is None:
+                raise DataError(
+                    f"the folder {listed.root} cannot be written, and no other one is given for what is streamed",
+                    remedy="cache_dir=FOLDER of the data set",
+                )
+            folder = beside
+        self.spool = Spool(folder / "streamed", limit=settings.limit, attempts=settings.attempts, fetch=listed.fetch)
+        self.processor, self.settings, self._facts, self._build_options = processor, settings, tuple(facts), build
+        self._layout = replace(layout, captions=layout.captions or listed.captions)
+        self.mixed = min(settings.mixed_shards, len(self))
+        """Shards whose records are shuffled together."""
         self._recent: Recent[Index] = Recent(2 * settings.mixed_shards + 1)
-        self._ahead: dict[int, Future[Index | None]] = {}
-        self._process = os.getpid()
+        self._ahead: set[int] = set()
         self._reported: set[int] = set()
         self.fetches_ahead = False
         """Whether ``prepare`` does anything: a run needs the records soon, a tool that only plans does not."""
-        self._check_limit()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ahead": {}, "fetches_ahead": False}
-
-    def __len__(self) -> int:
-        return len(self.listed.shards)
-
-    def _copies_folder(self, cache_dir: Path | None) -> Path:
-        folder = cache_dir
-        if self.listed.root is not None:
-            folder = cache_folder(Path(self.listed.shards[0].url), cache_dir)
-            if folder is None:
-                raise DataError(
-                    f"the folder {self.listed.root} cannot be written, and no other one is given for what is streamed",
-                    remedy="cache_dir=FOLDER of the data set",
-                )
-        elif folder is None:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unigen_ds"
-        return folder / "streamed"
-
-    def _check_limit(self) -> None:
-        """Raise ``DataError`` where the shards that are shuffled together, and the next ones, exceed the limit."""
-        by_size = sorted(self.listed.shards, key=lambda shard: shard.copied, reverse=True)
-        largest = [shard.copied for shard in by_size[: 2 * self.mixed]]
-        if sum(largest) > self.settings.limit:
+        by_size = sorted(listed.shards, key=lambda shard: shard.copied, reverse=True)[: 2 * self.mixed]
+        total = sum(shard.copied for shard in by_size)
+        if total > settings.limit:
             raise DataError(
-                f"streaming.mixed_shards={self.settings.mixed_shards} uses {len(largest)} shards at a time (those that"
-                f" are mixed, and the next ones), which have up to {shown(sum(largest))}"
-                f" (the largest: {by_size[0].name}, {shown(largest[0])});"
-                f" streaming.cache_gib keeps {shown(self.settings.limit)}",
+                f"streaming.mixed_shards={settings.mixed_shards} uses {len(by_size)} shards at a time (those that are"
+                f" mixed, and the next ones), which have up to {format_size(total)} (the largest: {by_size[0].name},"
+                f" {format_size(by_size[0].copied)}); streaming.cache_gib keeps {format_size(settings.limit)}",
                 remedy="a larger cache_gib, or fewer mixed_shards",
             )
 
-    @property
-    def mixed(self) -> int:
-        """Shards whose records are shuffled together."""
-        return min(self.settings.mixed_shards, len(self))
+    def __len__(self) -> int:
+        return len(self.listed.shards)
 
     @property
     def measured(self) -> str:
@@ -283,27 +261,20 @@ class StreamedShards:
     @property
     def fingerprint(self) -> str:
         """Changes with every name, size and version of a shard, and with what decides how they are read and mixed."""
-        shards = [shard.facts for shard in self.listed.shards]
-        facts = (*self.listed.facts, *self._layout.facts, *self._facts, *self._folders)
+        listed, own_folders = self.listed, tuple[object, ...]()
+        if self._layout.folders and any(Path(shard.url).parent != listed.root for shard in listed.shards):
+            own_folders = (("image_folders", RULES.image_folders),) if listed.root is not None else ()
+        shards = [shard.facts for shard in listed.shards]
+        facts = (*listed.facts, *self._layout.facts, *self._facts, *own_folders)
         return fingerprint(_FORMAT, shards, self.settings.mixed_shards, self.processor.fingerprint, RULES, *facts)
-
-    @property
-    def _folders(self) -> tuple[object, ...]:
-        """That images of local shards in different folders start beside each; nothing where it changes none."""
-        if not self._layout.folders or self.listed.root is None:
-            return ()
-        moved = any(Path(shard.url).parent != self.listed.root for shard in self.listed.shards)
-        return (("image_folders", RULES.image_folders),) if moved else ()
 
     def index(self, shard: int) -> Index:
         """Of a shard, from the cache or by fetching and planning it. Raises ``DataError`` where that is impossible."""
         index = self._recent.get(shard)
         if index is None:
-            ahead = self._ahead.pop(shard, None)
-            if ahead is not None and self._process == os.getpid():  # a process that was forked has no thread
-                index = ahead.result()
-            index = index or self._build(shard, self.processor)
+            index = self._build(shard, self.processor)
             self._recent.keep(shard, index, records=len(index))
+            self._ahead.discard(shard)
         return index
 
     def find(self, number: int) -> tuple[Index, int]:
@@ -313,38 +284,24 @@ class StreamedShards:
 
     def prepare(self, shards: Sequence[int]) -> None:
         """Fetch and plan some shards in the background. What fails is tried again, and reported, when it is needed."""
-        self._ahead = {shard: ahead for shard, ahead in self._ahead.items() if not ahead.done() or shard in shards}
-        new: dict[int, Future[Index | None]] = {
-            shard: Future() for shard in shards if shard not in self._ahead and self._recent.get(shard) is None
-        }
+        new = [shard for shard in shards if shard not in self._ahead and self._recent.get(shard) is None]
         if not new or not self.fetches_ahead:
             return
+        self._ahead.update(new)
         processor = copy.deepcopy(self.processor)  # a tokenizer is set before each call
-        self._ahead |= new
 
         def work() -> None:
-            for shard, ahead in new.items():
+            for shard in new:
                 try:
-                    # also where its index is known; not kept while it is built: who builds it fetches it, too
-                    self.spool.fetch(self.listed.shards[shard])
-                    ahead.set_result(self._build(shard, processor))
-                except BaseException as error:
+                    self.spool.fetch(self.listed.shards[shard])  # also where its index is known
+                    self._build(shard, processor)  # whose file the next one that asks for it waits for
+                except Exception as error:
                     logger().debug("shard %d was not prepared: %s", shard, error)
-                    ahead.set_result(None)
 
         threading.Thread(target=work, name="streamed-shards", daemon=True).start()
 
     def _build(self, shard: int, processor: ConversationProcessor) -> Index:
         report = parent_process() is None and shard not in self._reported
         self._reported.add(shard)
-        own_folder = self._layout.folders
-        source = ShardSource(self.listed.shards[shard], self.listed, self.spool, own_folder=own_folder)
-        return Index.build(
-            source,
-            processor,
-            image_root=self._image_root,
-            num_workers=self._num_workers,
-            layout=self._layout,
-            report=report,
-            on_record_error=self._on_record_error,
-        )
+        source = ShardSource(self.listed.shards[shard], self.listed, self.spool, own_folder=self._layout.folders)
+        return Index.build(source, processor, layout=self._layout, report=report, **self._build_options)

@@ -28,7 +28,7 @@ from unigen_ds.data.datasets.subset import whole_of
 from unigen_ds.data.order.order import Draw, permute_many
 from unigen_ds.data.records.unusable import BadRecord, exceeds, unusable_error
 from unigen_ds.data.samples.counts import Array
-from unigen_ds.data.sources.shards.spool import shown
+from unigen_ds.data.sources.unpacked import format_size
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 from unigen_ds.system.seeding import derive_seed
@@ -147,23 +147,23 @@ def fitted(dataset: PlannedDataset, overflow: Overflow) -> Fitted:
 class StreamedFitted(Fitted):
     """One streamed source. Its attributes are those of the first shard."""
 
-    def __init__(self, dataset: Any, overflow: Overflow) -> None:
-        self.shards: StreamedShards = dataset.shards
-        self._whole, self._reported = dataset, {0}
-        self._unusable: list[BadRecord] = []
-        self._num_records = 0
-        self._recent: Recent[Fitted] = Recent(2 * self.shards.mixed + 1)
-        first = self._records_of(0)
-        if filtering_of(first) is not None and not len(first):
-            raise all_removed(first, title=self.titled(dataset.name))
-        super().__init__(first, overflow)
-
     limit: float | None = None
     """Share of the records that may be left out since they cannot be trained on; None: it is not known yet."""
     left_out_file: Path | None = None
     """Where these are listed, by rank 0."""
     listed: Collection[str] = ()
     """Lines that an earlier start has written there."""
+
+    def __init__(self, dataset: Any, overflow: Overflow) -> None:
+        self.shards: StreamedShards = dataset.shards
+        self._whole, self._reported = dataset, {0}
+        self._unusable: list[BadRecord] = []
+        self._num_records = 0
+        self._recent: Recent[Fitted] = Recent(2 * self.shards.mixed + 1)
+        first = kept_records(dataset.shard(0))
+        if filtering_of(first) is not None and not len(first):
+            raise all_removed(first, title=self.titled(dataset.name))
+        super().__init__(first, overflow)
 
     @property
     def unusable(self) -> Sequence[BadRecord]:
@@ -172,39 +172,31 @@ class StreamedFitted(Fitted):
 
     def count_unusable(self, part: Fitted) -> None:
         """Of a shard that is reached. Raises ``DataError`` where all shards so far have too many."""
-        filtering = filtering_of(part.dataset)
+        filtering, name = filtering_of(part.dataset), self._whole.name
         unusable = [] if filtering is None else filtering.unusable
         self._unusable += unusable
         self._num_records += len(whole_of(part.dataset))
         if self.left_out_file is not None and unusable:
-            lines = [line for one in unusable if (line := one.line(self._whole.name)) not in self.listed]
             with self.left_out_file.open("a", encoding="utf-8") as stream:
-                stream.writelines(lines)
+                stream.writelines(line for one in unusable if (line := one.line(name)) not in self.listed)
         if self.limit is not None and exceeds(len(self._unusable), self._num_records, self.limit):
-            raise unusable_error(self._unusable, self._whole.name, self._num_records, limit=self.limit)
+            raise unusable_error(self._unusable, name, self._num_records, limit=self.limit)
 
     def __len__(self) -> int:
         """Units of a pass, as far as can be known: those of the first shard times the number of shards, or in
         proportion to the bytes of all. It is the same in every process and at every start.
         """
-        first, listed = len(self.tokens), self.shards.listed.shards
-        size, whole = listed[0].size, self.shards.size
-        return first * whole // size if size and whole else first * len(listed)
+        first, size, whole = len(self.tokens), self.shards.listed.shards[0].size, self.shards.size
+        return first * whole // size if size and whole else first * len(self.shards)
 
     def titled(self, name: str) -> str:
         return self.shards.titled(name)
 
     def walk(self, source: int, *, seed: int, first_pass: int) -> ShardWalk:
         """The order of the source, whose number is ``source``."""
-        return ShardWalk(
-            len(self.shards),
-            lambda shard: len(self._part(shard).tokens),
-            prepare=self.shards.prepare,
-            mixed=self.shards.mixed,
-            seed=seed,
-            source=source,
-            first_pass=first_pass,
-        )
+        shards = self.shards
+        settings: dict[str, Any] = {"prepare": shards.prepare, "mixed": shards.mixed, "first_pass": first_pass}
+        return ShardWalk(len(shards), lambda k: len(self._part(k).tokens), seed=seed, source=source, **settings)
 
     def lengths_of(self, units: Array) -> tuple[Array, Array]:
         shards, positions = np.divmod(units, SPAN)
@@ -219,68 +211,53 @@ class StreamedFitted(Fitted):
         return self._part(shard).record(unit._replace(index=position))
 
     def _part(self, shard: int) -> Fitted:
-        """The units of a shard."""
+        """The units of a shard, which is checked and reported when it is reached. Raises ``DataError`` where overflow
+        is 'error'.
+        """
         part = self._recent.get(shard)
         if part is None:
-            part = Fitted(self._records_of(shard), self.overflow)
+            part = Fitted(kept_records(self._whole.shard(shard)), self.overflow)
             self._recent.keep(shard, part, records=len(part.dataset))
-            if shard not in self._reported:
-                self._reported.add(shard)
-                self._check(shard, part)
-        return part
-
-    def _records_of(self, shard: int) -> Any:
-        return kept_records(self._whole.shard(shard))
-
-    def _check(self, shard: int, part: Fitted) -> None:
-        """Report what of a shard is not trained on. Raises ``DataError`` where overflow is 'error'."""
-        title = f"{self._whole.name}, shard {self.shards.listed.shards[shard].name}"
-        check_refused(part, self._whole.name, title)
+        if shard in self._reported:
+            return part
+        self._reported.add(shard)
+        name = self._whole.name
+        title = f"{name}, shard {self.shards.listed.shards[shard].name}"
+        check_refused(part, name, title)
         check_positions([part], [title], limit=self.positions)
         self.count_unusable(part)
-        if dist.env_rank() != 0:
-            return
         filtering = filtering_of(part.dataset)
-        if filtering is not None and sum(filtering.report["removed"].values()):
+        if filtering is not None and sum(filtering.report["removed"].values()) and dist.env_rank() == 0:
             logger().info("Data, %s: %s.", title, removal_line(filtering.report))
-        if part.longer.size:
-            logger().warning("Data, %s: %s.", title, part.line(self._whole.name))
+        if part.longer.size and dist.env_rank() == 0:
+            logger().warning("Data, %s: %s.", title, part.line(name))
+        return part
 
 
 def streamed_lines(name: str, source: Fitted) -> Iterator[tuple[bool, str]]:
     """What a start reports of a streamed source: whether it is a warning, and a sentence. Nothing of any other one."""
     if not isinstance(source, StreamedFitted):
         return
-    shards = source.shards
-    number, size, listed = len(shards), shards.size, shards.listed.shards
-    has = f"{number:,} shards" if size is None else f"{number:,} shards of {shown(size)} together"
-    by = "the number of shards" if size is None or not listed[0].size else "the sizes of all"
-    estimate = (
-        f"about {len(source):,} samples a pass, estimated from the first shard and {by}"
-        if number > 1
-        else f"{len(source):,} samples a pass"
-    )
+    shards, spool = source.shards, source.shards.spool
+    bytes_of_all = "" if shards.size is None else f" of {format_size(shards.size)} together"
     yield (
         False,
-        f"Data, {name}: streamed from {has}; {estimate}. Epochs, and limits in epochs, use this number; a pass ends"
-        " when every record was used, and every resume continues exactly. All further numbers of its records are of the"
+        f"Data, {name}: streamed from {len(shards):,} shards{bytes_of_all}; about {len(source):,} samples a pass,"
+        " estimated from the first shard. Epochs, and limits in epochs, use this number; a pass ends when every record"
+        " was used, and every resume continues exactly. All further numbers of its records are of the"
         f" {len(source.dataset):,} of {shards.measured}.",
     )
-    if shards.mixed < number:
+    if shards.mixed < len(shards):
         yield (
             False,
             f"Data, {name}: a pass is not one shuffle of all records: shards come in a random order, and records are"
             f" shuffled within {shards.mixed} shards at a time (streaming.mixed_shards).",
         )
-    if (copied := sum(shard.copied for shard in listed)) or size is None:
-        amount = shown(copied) if size is not None else "an unknown size"
-        per_node, processes = dist.env_processes_per_node(), dist.env_world_size()
-        nodes = "each node" if per_node is None or processes > per_node else "this node"
+    if shards.size is None or any(shard.copied for shard in shards.listed.shards):
         yield (
             False,
-            f"Data, {name}: {nodes} fetches every shard once a pass ({amount}) and keeps at most"
-            f" {shown(shards.settings.limit)} in {shards.spool.folder}; nodes that share this folder (cache_dir) fetch"
-            " it once together.",
+            f"Data, {name}: each node fetches every shard once a pass and keeps at most {format_size(spool.limit)} in"
+            f" {spool.folder}; nodes that share this folder (cache_dir) fetch it once together.",
         )
     for note in shards.listed.notes:
         yield True, f"Data, {name}: {note}."

@@ -63,7 +63,7 @@ def copy_of(path: Path, folder: Path | None, *, suffix: str, size: int, write: C
     with held(target.with_name(f".{target.name}.lock")):
         if not target.exists():  # else another process was first
             write_where_space(target, size, write, f"data file {path} cannot be unpacked into {target.parent}")
-            notice(f"{path} was unpacked once into {target}: {shown(target.stat().st_size)}.")
+            notice(f"{path} was unpacked once into {target}: {format_size(target.stat().st_size)}.")
     return target
 
 
@@ -82,7 +82,7 @@ def write_where_space(target: Path, size: int, write: Callable[[Path], None], pr
 
     free = shutil.disk_usage(target.parent).free
     if free < size + _SPARE:
-        raise error(f"about {shown(size)} are needed and {shown(free)} are free")
+        raise error(f"about {format_size(size)} are needed and {format_size(free)} are free")
     try:
         write_atomic(target, write)
     except OSError as full:
@@ -91,7 +91,7 @@ def write_where_space(target: Path, size: int, write: Callable[[Path], None], pr
         raise error(str(full.strerror)) from full
 
 
-def shown(size: int) -> str:
+def format_size(size: int) -> str:
     """Return a number of bytes for a message."""
     for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
         if size >= unit:
