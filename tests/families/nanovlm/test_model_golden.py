@@ -26,7 +26,7 @@ from unigen_ds.data.samples.splits import DroppedImage, TokenSplit
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import LoadedTiles, TiledSplit, VLMProcessor
 from unigen_ds.families.nanovlm.published import EXTRA_TOKENS, save_nanovlm, to_nanovlm, vlm_arguments
-from unigen_ds.inference.continuation import continue_prompts
+from unigen_ds.inference.answers import continue_prompts
 
 META, CONFIG = read_json(NANOVLM / "golden.json"), read_json(NANOVLM / "config.json")
 Document = list[Loaded]
@@ -170,7 +170,7 @@ def test_greedy_generation(model, processor, golden, tolerance, case):
     name, settings = f"gen_{case}", META["generate"][case]
     ids, mask = golden[f"{name}.input_ids"], golden[f"{name}.attention_mask"]
     prompts = [row[0] for row in documents(ids, mask, golden.get(f"{name}.images"), processor)]
-    limits = {"max_new_tokens": settings["max_new_tokens"], "max_positions": model.squeezes_beyond}
+    limits = {"max_new_tokens": settings["max_new_tokens"]}
     generated = continue_prompts(model, processor, prompts, **limits)
     for row, (ours, theirs) in enumerate(zip(generated, golden[f"{name}.generated_ids"].tolist(), strict=True)):
         end = theirs.index(Ids.eos_id) + 1 if Ids.eos_id in theirs else len(theirs)

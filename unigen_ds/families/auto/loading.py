@@ -30,7 +30,7 @@ _NOT_THE_MODELS = ("transformers_version", "_name_or_path", "dtype", "torch_dtyp
 """Keys of a config that change no number, in the config and in its parts."""
 
 
-def read_config(folder: Path | None, changes: Mapping[str, Any]) -> Any:
+def read_config(folder: Path | None, changes: Mapping[str, Any], *, where: str = "model.config") -> Any:
     """transformers' config of a folder, with ``changes`` of its keys (also inside of its parts).
 
     Raises ``ConfigError`` for a kind of model or a value that cannot work.
@@ -43,15 +43,17 @@ def read_config(folder: Path | None, changes: Mapping[str, Any]) -> Any:
         stored = config.to_dict()
     kind = stored["model_type"]
     if kind not in CONFIG_MAPPING:
-        raise ConfigError(f"model.config.model_type is {kind!r}", allowed="a kind of model that transformers has")
+        raise ConfigError(f"{where}.model_type is {kind!r}", allowed="a kind of model that transformers has")
+    if changes.get("model_type", kind) != kind:
+        raise ConfigError(f"{where}.model_type is {changes['model_type']!r}, and the files have {kind!r}")
     if changes or folder is None:
         try:
             config = CONFIG_MAPPING[kind].from_dict(_over(stored, plain(changes)))
         except Exception as error:  # strict dataclasses and the kind's own checks
-            raise ConfigError(f"model.config: {_in_one_line(error)}") from error
-        _check_keys(changes, config, stored)
+            raise ConfigError(f"{where}: {_in_one_line(error)}") from error
+        _check_keys(changes, config, stored, where)
     if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"{folder or 'model.config'} holds quantised weights", remedy="the model's unquantised files")
+        raise ConfigError(f"{folder or where} holds quantised weights", remedy="the model's unquantised files")
     return config
 
 
@@ -85,9 +87,7 @@ _FORMER_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "dtype", "model_typ
 """That configs of transformers accept and keep under other names."""
 
 
-def _check_keys(
-    changes: Mapping[str, Any], config: Any, stored: Mapping[str, Any], where: str = "model.config"
-) -> None:
+def _check_keys(changes: Mapping[str, Any], config: Any, stored: Mapping[str, Any], where: str) -> None:
     """Raise ``ConfigError`` for a key that a config's class does not have: transformers would keep it without a use."""
     if set(changes) >= _OF_EVERY_CONFIG:  # a whole one of ``plain_config``, perhaps of another version of transformers
         return

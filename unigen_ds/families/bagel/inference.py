@@ -30,7 +30,7 @@ from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import guide, image_grid, noise_image, times, vit_image
-from unigen_ds.inference.continuation import chooser, device_of
+from unigen_ds.inference.answers import KVCache, chooser, device_of
 from unigen_ds.inference.generated import (
     BOTH,
     Generated,
@@ -43,8 +43,7 @@ from unigen_ds.inference.generated import (
     pictures,
     to_picture,
 )
-from unigen_ds.inference.kv_cache import KVCache
-from unigen_ds.inference.sampling import Sampling
+from unigen_ds.inference.prompts import Sampling
 from unigen_ds.models.flow import unpatchify_latent
 from unigen_ds.models.vae import encode_by_size
 from unigen_ds.system.seeding import derive_seed, generator

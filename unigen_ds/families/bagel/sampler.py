@@ -22,7 +22,7 @@ from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import ImageSplit, LoadedImage, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
-from unigen_ds.inference.continuation import device_of
+from unigen_ds.inference.answers import device_of
 from unigen_ds.models.flow import sampling_timesteps, unpatchify_latent
 from unigen_ds.system.seeding import generator
 
