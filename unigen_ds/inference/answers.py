@@ -192,6 +192,7 @@ def continue_prompts(
     *,
     max_new_tokens: int,
     choose: Choose = likeliest,
+    cached: bool = True,
 ) -> list[list[int]]:
     """The ids that follow each prompt, up to and with the first end id, or until the model has no more positions.
 
@@ -200,6 +201,7 @@ def continue_prompts(
             document; where it has ``squeezes_beyond``, positions of longer documents depend on their length.
         processor: of the model; its tokenizer has the end id.
         choose: picks the tokens.
+        cached: keep keys and values; only where every token sees all earlier ones and no later one.
 
     Raises ``DataError`` for a prompt that is longer than the model's positions.
     """
@@ -207,13 +209,13 @@ def continue_prompts(
     texts: list[list[int]] = [[] for _ in prompts]
     caches, begin = [KVCache() for _ in prompts], torch.zeros(len(prompts), dtype=torch.int64)
     unread: list[list[Loaded]] = [[*prompt] for prompt in prompts]
-    open_ones, left, cached = list(range(len(prompts))), list[int](), True
+    open_ones, left = list(range(len(prompts))), list[int]()
     for step in range(max_new_tokens if prompts else 0):
         batch = pack_documents([unread[i] for i in open_ones], processor)
         lengths, attend = batch.document_lengths, None
         if step == 0:
             left = [tokens_left(length, limit) for length in lengths]
-            cached = max(lengths) + max_new_tokens <= getattr(model, "squeezes_beyond", sys.maxsize)
+            cached &= max(lengths) + max_new_tokens <= getattr(model, "squeezes_beyond", sys.maxsize)
         if cached:
             sizes = torch.tensor(lengths)
             batch = replace(batch, position_ids=batch.position_ids + begin[open_ones].repeat_interleave(sizes))
