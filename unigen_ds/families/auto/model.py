@@ -29,18 +29,14 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.shards import BUFFER, MASTER
 from unigen_ds.families.auto.attention import documents, is_causal, use_documents
-from unigen_ds.families.auto.batch import ModelBatch, Rows, text_batch
+from unigen_ds.families.auto.batch import ModelBatch, Rows
 from unigen_ds.families.auto.cost import Cost
 from unigen_ds.families.auto.loading import build, plain_config, read_config, read_weights
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.losses import loss_terms, text_losses
-from unigen_ds.models.weights import PretrainedModel, check_here, contradictions, match
+from unigen_ds.models.weights import PretrainedModel, check_here, match
 from unigen_ds.system.log import logger
 
-_FIRST_IDS, _SECOND_IDS = (5, 3, 9, 4, 7), (8, 2, 6)
-"""Two short documents, where no processor has others."""
-_OTHER_IDS = (4, 9, 2, 8, 3)
-"""Instead of the first one: the second must not notice."""
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.1
 """Largest difference between packed and separate documents, relative to the root mean square of the logits: in fp32,
 and in lower precision."""
@@ -94,11 +90,11 @@ class TransformersModel(PretrainedModel):
                 f"model has neither pretrained nor {self.config_key}.model_type",
                 remedy="model.pretrained='DIR' or a name on the hub",
             )
-        meta, key = torch.empty(0).is_meta, self.config_key
+        meta = torch.empty(0).is_meta
         folder = folder_of(pretrained, where="model.pretrained") if pretrained else None
         if folder is not None:
             check_here(folder)
-        settings = read_config(folder, config or {}, where=f"model.{key}")
+        settings = read_config(folder, config or {}, where=f"model.{self.config_key}")
         causal = build(self.auto, settings, attention=attention, whole=folder is None and not meta)
         # not registered: its modules are registered here, so that parameters have transformers' names
         self.__dict__["_causal"] = causal
@@ -116,9 +112,7 @@ class TransformersModel(PretrainedModel):
         causal.get_output_embeddings().register_forward_pre_hook(self._of_targets)
         self._stored = {}
         if folder is not None:
-            of_files = {key: read_config(folder, {}).to_dict()} if config else {}
-            contradicted = contradictions({key: config or {}}, of_files)
-            self._stored = match(self, read_weights(folder, causal, auto=self.auto), contradicted=contradicted)
+            self._stored = match(self, read_weights(folder, causal, auto=self.auto))
             if not meta:
                 self._fill()
         self._cost = Cost(causal, self.shard_units())
@@ -139,14 +133,8 @@ class TransformersModel(PretrainedModel):
             tensor.view(-1).copy_(reader.read(kind, name, 0, tensor.numel()))
 
     def use_processor(self, processor: Any) -> None:
-        """Called once, with the processor of the data: packing is then checked with images, too."""
+        """Called once, with the processor of the data, whose documents are then used to check packing."""
         self._pair = getattr(processor, "two_documents", None)
-        pictures, kind = getattr(processor, "pictures", None), self.transformers_model.config.model_type
-        if pictures and (other := pictures.of_another(kind)):
-            logger().warning(
-                f"tokenizer.path has transformers' {other}, which is not the processor of a {kind!r}: where it fails or"
-                " learns nothing, tokenizer.path should name the directory of the same model as model.pretrained"
-            )
 
     @property
     def transformers_model(self) -> Any:
@@ -234,7 +222,7 @@ class TransformersModel(PretrainedModel):
     def _compute(self, batch: ModelBatch, index: Tensor, attend: Attend | None = None) -> Tensor:
         """Logits ``[C, vocabulary]`` at the tokens ``index``."""
         if self.packing is None:
-            self.packing, self._pair = self._can_pack(batch.text_ids.device), None
+            self.packing = self._can_pack(batch.text_ids.device)
         return self._packed(batch, index, attend) if self.packing else self._rows(batch, index)
 
     def inputs(self, batch: ModelBatch) -> dict[str, Any]:
@@ -338,23 +326,21 @@ class TransformersModel(PretrainedModel):
     def _can_pack(self, device: torch.device) -> bool:
         """Whether the model keeps documents of one row apart: what it computes, in short forward passes of its own.
 
-        Where its attention is SDPA, first with attention inside of each document (``attention.py``).
+        Where its attention is plainly causal SDPA, first with attention inside of each document (``attention.py``).
         """
-        model, training, why = self.transformers_model, self.training, "its forward pass has no position_ids"
-        kind = type(model).__name__
-        if "position_ids" in self._parameters_of_forward:
-            pair = self._pair() if self._pair else [text_batch((ids, _SECOND_IDS)) for ids in (_FIRST_IDS, _OTHER_IDS)]
-            first, other = (batch.to(device) for batch in pair)
+        model, training = self.transformers_model, self.training
+        kind, why = type(model).__name__, "its forward pass has no position_ids"
+        if self._pair is None:
+            why = "no processor has documents to check it"
+        elif "position_ids" in self._parameters_of_forward:
+            first, other = (batch.to(device) for batch in self._pair())
             self.eval()
             with torch.no_grad():
                 alone = self._rows(first, torch.arange(first.position_ids.numel(), device=device))
                 for inside in (True, False) if self._may_change_attention and is_causal(model) else (False,):
-                    if inside != self._inside_documents:
-                        self._attend_inside_documents(inside)
+                    self._attend_inside_documents(inside)
                     if not (why := self._cannot_pack(first, other, alone)):
                         break
-                    if inside:
-                        logger().info(f"{kind}: attention inside of documents alone: {why}.")
             self.train(training)
         if why:
             logger().info(f"{kind}: every document is a row of its own, filled up to the longest: {why}.")
@@ -364,8 +350,9 @@ class TransformersModel(PretrainedModel):
         return not why
 
     def _attend_inside_documents(self, on: bool) -> None:
-        use_documents(self.transformers_model, on=on)
-        self._inside_documents = on
+        if on != self._inside_documents:
+            use_documents(self.transformers_model, on=on)
+            self._inside_documents = on
 
     def _cannot_pack(self, first: ModelBatch, other: ModelBatch, alone: Tensor) -> str:
         """Why not; '' for nothing. ``alone``: logits of the documents of ``first``, each a row."""

@@ -54,7 +54,7 @@ from unigen_ds.models.quantized import quantize_frozen
 from unigen_ds.models.settings import Quantize, VisionSizes
 from unigen_ds.models.vae import encode_by_size, hold_as_buffers
 from unigen_ds.models.vision import VisionModel
-from unigen_ds.models.weights import PretrainedModel, contradictions
+from unigen_ds.models.weights import PretrainedModel
 
 _INIT_STD = 0.02
 
@@ -250,7 +250,7 @@ class UnifiedModel(PretrainedModel):
         self.latent_pos_embed = PositionTable(self.max_latent_size, width)
         if source is not None and copy_init_moe:
             source = with_copied_experts(source, self.state_dict(keep_vars=True))
-        self.start_from(source, contradicted=contradictions(of_config, of_files))
+        self.start_from(source)
         self.freeze((*freeze, "vae"))
         quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing
