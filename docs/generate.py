@@ -102,7 +102,7 @@ def recipe_table(family: str) -> str:
         settings = ModelSettings.of(load_config(path))
         with torch.device("meta"):
             model: Any = settings.model.build()
-        llm, number = model.llm_config, sum(p.numel() for p in model.parameters())
+        llm, number = model.transformers_model.config, sum(p.numel() for p in model.parameters())
         tied = ", tied" if llm.tie_word_embeddings else ""
         heads = f"{llm.num_attention_heads} ({llm.num_key_value_heads})"
         sizes = (llm.num_hidden_layers, llm.hidden_size, heads, llm.intermediate_size, f"{llm.vocab_size}{tied}")

@@ -29,8 +29,7 @@ if not __package__:
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, RENORMS, FlowSettings
-from unigen_ds.inference.prompts import Prompt, read_prompts
-from unigen_ds.inference.sampling import Sampling
+from unigen_ds.inference.prompts import Prompt, Sampling, read_prompts
 from unigen_ds.system import log
 from unigen_ds.system.files import write_atomic
 from unigen_ds.system.pipes import ends_quietly

@@ -147,7 +147,7 @@ class PainterInferencer:
         choose = chooser(sampling, [request.seed])
         prompt = [*request.prompt, TokenSplit.unlearned(begin)]
         [ids] = continue_prompts(
-            self.model, self.processor, [prompt], max_new_tokens=length, max_positions=10**9,
+            self.model, self.processor, [prompt], max_new_tokens=length,
             choose=lambda logits, of: [allowed.start + kind for kind in choose(logits[:, allowed], of)],
         )  # fmt: skip
         return ids

@@ -32,7 +32,7 @@ from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.evaluation.validation import evaluating
 from unigen_ds.families.base import Family, family_of
 from unigen_ds.inference.generated import BOTH, Generated, Kind, Request, to_picture
-from unigen_ds.inference.sampling import Sampling
+from unigen_ds.inference.prompts import Sampling
 from unigen_ds.inference.together import AnotherRankFailed, TrainedModel
 from unigen_ds.system import dist
 from unigen_ds.system.seeding import derive_seed

@@ -179,22 +179,31 @@ class ConversationFamily(Family):
 
     def build(self, spec: Mapping[str, Any], *, vocab_size: int | None) -> nn.Module:
         """``model.llm.vocab_size`` is the tokenizer's where it is not given."""
-        if _left_out(spec.get("llm"), "vocab_size") and not spec.get("pretrained"):
+        if _follows_tokenizer(spec):
             spec = {**spec, "llm": {**spec["llm"], "vocab_size": vocab_size}}
         model: Any = super().build(spec, vocab_size=vocab_size)
         if vocab_size is not None and model.vocab_size < vocab_size:
             raise ConfigError(
                 f"the model's vocabulary has {model.vocab_size} rows",
                 allowed=f"at least {vocab_size}, the tokenizer's",
-                remedy=f"the tokenizer of these weights, or vocab_size={vocab_size} in model.llm, of transformers' own"
-                " models in model.config or its text_config: new rows begin untrained",
+                remedy=f"the tokenizer of these weights, or vocab_size={vocab_size} in model.llm (model.config)",
             )
         return model
 
     def processor(self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int) -> Processor:
-        whole = {**given, **_transforms(given)}
-        processor: Any = super().processor(spec, whole, tokenizer=tokenizer, seed=seed)
-        processor.vocab_size = _vocab_size(spec, tokenizer)
+        transforms: dict[str, Any] = {
+            key: build(TRANSFORMS, given[key], where=f"processor.{key}")
+            for key in ("vit_transform", "vae_transform")
+            if given.get(key) is not None
+        }
+        for key in CHANGES:
+            if specs := one_or_many(given.get(key)):
+                transforms[key] = [build(TRANSFORMS, one, where=f"processor.{key}[{i}]") for i, one in enumerate(specs)]
+        processor: Any = super().processor(spec, {**given, **transforms}, tokenizer=tokenizer, seed=seed)
+        known = (spec.get("llm") or {}).get("vocab_size")
+        if known is None and _follows_tokenizer(spec) and hasattr(tokenizer, "__len__"):
+            known = len(tokenizer)
+        processor.vocab_size = known  # None: the model's files decide
         return processor
 
     def chance_level(self, processor: Any) -> Mapping[str, float]:
@@ -202,30 +211,10 @@ class ConversationFamily(Family):
         return {"text": math.log(len(processor.tokenizer))}
 
 
-def _vocab_size(spec: Mapping[str, Any], tokenizer: Any) -> int | None:
-    """Ids that the model of the section ``model`` will have; None: its files decide."""
+def _follows_tokenizer(spec: Mapping[str, Any]) -> bool:
+    """Whether the vocabulary of the section ``model`` is the tokenizer's: neither the config nor files have one."""
     llm = spec.get("llm")
-    if isinstance(llm, Mapping) and isinstance(llm.get("vocab_size"), int):
-        return int(llm["vocab_size"])
-    known = _left_out(llm, "vocab_size") and not spec.get("pretrained") and hasattr(tokenizer, "__len__")
-    return len(tokenizer) if known else None
-
-
-def _left_out(section: Any, key: str) -> bool:
-    return isinstance(section, Mapping) and section.get(key) is None
-
-
-def _transforms(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The transforms of the section ``processor``, built."""
-    transforms: dict[str, Any] = {
-        key: build(TRANSFORMS, section[key], where=f"processor.{key}")
-        for key in ("vit_transform", "vae_transform")
-        if section.get(key) is not None
-    }
-    for key in CHANGES:
-        if augment := one_or_many(section.get(key)):
-            transforms[key] = [build(TRANSFORMS, spec, where=f"processor.{key}[{i}]") for i, spec in enumerate(augment)]
-    return transforms
+    return isinstance(llm, Mapping) and llm.get("vocab_size") is None and not spec.get("pretrained")
 
 
 TRANSFORMERS_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")

@@ -1,13 +1,24 @@
-"""The inferencers of models that answer in text: ``TextInterface``, and ``PackedInferencer`` for packed documents."""
+"""Models that answer in text: their interface, and many prompts in each forward pass with a key/value cache for each.
+
+A new token costs its own row of attention. Where a document may become longer than the model's positions, which are
+then squeezed by its length (all of them, again for each token), the documents are computed anew instead.
+
+Shape suffixes: T new tokens, N all tokens, H heads, E head width.
+"""
 
 from __future__ import annotations
 
-import math
+import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from unigen_ds.config.registry import checked
 from unigen_ds.core.errors import ConfigError, DataError
@@ -15,10 +26,14 @@ from unigen_ds.data.batches.collate import pack_documents
 from unigen_ds.data.records.turn import Turn
 from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import TokenSplit
-from unigen_ds.inference.continuation import chooser, continue_prompts, idle_arguments
 from unigen_ds.inference.generated import Generated, MaxLength, MaxParts, Picture, Request, Size, as_file, pictures
-from unigen_ds.inference.sampling import Sampling
+from unigen_ds.inference.prompts import Sampling
+from unigen_ds.models.attention import Attend
 from unigen_ds.system.log import logger
+from unigen_ds.system.seeding import generator
+
+Choose = Callable[[Tensor, Sequence[int]], Sequence[int]]
+"""Logits ``[documents, vocabulary]`` and the number of each document among the prompts -> a token for each."""
 
 
 class TextInterface(ABC):
@@ -63,15 +78,15 @@ class TextInterface(ABC):
         ``max_parts``, and for ``images`` where the model reads none; ``UnreadableImage``; ``DataError`` for a prompt
         that is longer than the model's positions.
         """
-        shown_pictures = pictures(images)
+        context = pictures(images)
         options = {"parts": parts, "think": think, "size": size, "max_parts": max_parts}
-        options = options if self.reads_images else {"images": shown_pictures, **options}
+        options = options if self.reads_images else {"images": context, **options}
         unsupported = [name for name, value in options.items() if value]
         if unsupported:
             raise ConfigError(f"{', '.join(unsupported)}: {self.limits}")
         sampling = Sampling(temperature, top_p)
         with tempfile.TemporaryDirectory() as folder:
-            paths = [as_file(each, Path(folder) / f"{number}.png") for number, each in enumerate(shown_pictures)]
+            paths = [as_file(each, Path(folder) / f"{number}.png") for number, each in enumerate(context)]
             question = self.prompt(prompt, paths)
         return Generated(self.write([question], [seed], max_length, sampling)[0], [])
 
@@ -104,48 +119,166 @@ class TextInterface(ABC):
 
 
 class PackedInferencer(TextInterface):
-    """A model that reads packed documents and has ``next_token_logits(batch, attend=)``: many prompts in each forward
-    pass. ``max_document_tokens`` of the model is the limit of a document; positions of a document that is longer than
-    its ``squeezes_beyond`` depend on its length.
-    """
+    """A model that reads packed documents and has ``next_token_logits(batch, attend=)`` (``continue_prompts``)."""
 
     def write(
         self, prompts: Sequence[Sequence[Loaded]], seeds: Sequence[int], max_new_tokens: int, sampling: Sampling
     ) -> list[str]:
-        tokenizer, limit = self.processor.tokenizer, getattr(self.model, "max_document_tokens", None)
-        lengths = [len(pack_documents([prompt], self.processor).text_ids) if limit else 0 for prompt in prompts]
-        left = [tokens_left(length, limit) for length in lengths]
-        short = [i for i, number in enumerate(left) if number < max_new_tokens]
-        texts: dict[int, str] = {}
-        for group in ([i for i in range(len(prompts)) if i not in short], *([i] for i in short)):
-            continued = continue_prompts(
-                self.model,
-                self.processor,
-                [prompts[i] for i in group],
-                max_new_tokens=int(min([max_new_tokens, *(left[i] for i in group)])),
-                max_positions=getattr(self.model, "squeezes_beyond", math.inf),
-                choose=chooser(sampling, [seeds[i] for i in group]),
-            )
-            for i, ids in zip(group, continued, strict=True):
-                texts[i] = tokenizer.decode([token for token in ids if token != tokenizer.eos_id])
-                if i in short and ids[-1] != tokenizer.eos_id:
-                    logger().warning(
-                        "the text ends after %d tokens: the model has no more than %d positions, and the prompt"
-                        " needs %d", len(ids), limit, lengths[i],
-                    )  # fmt: skip
-        return [texts[i] for i in range(len(prompts))]
+        tokenizer = self.processor.tokenizer
+        continued = continue_prompts(
+            self.model, self.processor, prompts, max_new_tokens=max_new_tokens, choose=chooser(sampling, seeds)
+        )
+        return [tokenizer.decode([token for token in ids if token != tokenizer.eos_id]) for ids in continued]
 
 
-def tokens_left(num_tokens: int, limit: int | None) -> float:
+def tokens_left(num_tokens: int, limit: int | None) -> int:
     """Tokens that may follow a prompt where a model has ``limit`` positions: the last one is not read any more.
 
     Raises ``DataError`` for none.
     """
-    if limit is None:
-        return math.inf
-    if num_tokens > limit:
+    if limit is not None and num_tokens > limit:
         raise DataError(
             f"the prompt has {num_tokens:,} tokens, and the model has {limit:,} positions",
             remedy="a shorter prompt",
         )
-    return limit - num_tokens + 1
+    return sys.maxsize if limit is None else limit - num_tokens + 1
+
+
+def likeliest(logits: Tensor, documents: Sequence[int] = ()) -> Sequence[int]:
+    """The greedy choice."""
+    ids: list[int] = logits.argmax(-1).tolist()
+    return ids
+
+
+def sample(logits: Tensor, sampling: Sampling, random: torch.Generator) -> int:
+    """A token by chance, from logits ``[vocabulary]`` and a temperature above 0."""
+    chances = torch.softmax(logits.float().cpu() / sampling.temperature, dim=-1)
+    if sampling.top_p < 1.0:
+        likely, order = chances.sort(descending=True, stable=True)
+        beyond = likely.cumsum(0) - likely >= sampling.top_p
+        chances = chances.masked_fill(torch.zeros_like(beyond).scatter(0, order, beyond), 0.0)
+    return int(torch.multinomial(chances, 1, generator=random))
+
+
+def chooser(sampling: Sampling, seeds: Sequence[int]) -> Choose:
+    """Return a function that chooses the next tokens of several documents, each with a generator of its own."""
+    if sampling.temperature == 0.0:
+        return likeliest
+    randoms = [generator(seed, "write") for seed in seeds]
+
+    def choose(logits: Tensor, documents: Sequence[int]) -> Sequence[int]:
+        return [sample(row, sampling, randoms[i]) for row, i in zip(logits, documents, strict=True)]
+
+    return choose
+
+
+def device_of(model: Any) -> torch.device:
+    """The device on which a model computes. Of one that an engine shards, parameters may be elsewhere."""
+    device: torch.device = getattr(model, "compute_device", None) or next(model.parameters()).device
+    return device
+
+
+def idle_arguments(model: Any, processor: Any) -> tuple[Any, ...]:
+    """Return arguments of a pass over one token, for a rank without work while others have some (``together.py``)."""
+    document = [TokenSplit.unlearned((processor.tokenizer.eos_id,))]
+    return (pack_documents([document], processor).to(device_of(model)),)
+
+
+@torch.no_grad()
+def continue_prompts(
+    model: Any,
+    processor: Any,
+    prompts: Sequence[Sequence[Loaded]],
+    *,
+    max_new_tokens: int,
+    choose: Choose = likeliest,
+    cached: bool = True,
+) -> list[list[int]]:
+    """The ids that follow each prompt, up to and with the first end id, or until the model has no more positions.
+
+    Args:
+        model: has ``next_token_logits(batch, attend=...)``; where it has ``max_document_tokens``, the limit of a
+            document; where it has ``squeezes_beyond``, positions of longer documents depend on their length.
+        processor: of the model; its tokenizer has the end id.
+        choose: picks the tokens.
+        cached: keep keys and values; only where every token sees all earlier ones and no later one.
+
+    Raises ``DataError`` for a prompt that is longer than the model's positions.
+    """
+    device, limit = device_of(model), getattr(model, "max_document_tokens", None)
+    texts: list[list[int]] = [[] for _ in prompts]
+    caches, begin = [KVCache() for _ in prompts], torch.zeros(len(prompts), dtype=torch.int64)
+    unread: list[list[Loaded]] = [[*prompt] for prompt in prompts]
+    open_ones, left = list(range(len(prompts))), list[int]()
+    for step in range(max_new_tokens if prompts else 0):
+        batch = pack_documents([unread[i] for i in open_ones], processor)
+        lengths, attend = batch.document_lengths, None
+        if step == 0:
+            left = [tokens_left(length, limit) for length in lengths]
+            cached &= max(lengths) + max_new_tokens <= getattr(model, "squeezes_beyond", sys.maxsize)
+        if cached:
+            sizes = torch.tensor(lengths)
+            batch = replace(batch, position_ids=batch.position_ids + begin[open_ones].repeat_interleave(sizes))
+            begin[open_ones] = batch.position_ids[sizes.cumsum(0) - 1] + 1
+            attend = _cached([caches[i] for i in open_ones], lengths)
+        tokens = choose(model.next_token_logits(batch.to(device), attend=attend), open_ones)
+        for i, token in zip(open_ones, tokens, strict=True):
+            texts[i].append(int(token))
+            unread[i] = ([] if cached else unread[i]) + [TokenSplit.unlearned((int(token),))]
+        open_ones = [i for i in open_ones if texts[i][-1] != processor.tokenizer.eos_id]
+        for i in [i for i in open_ones if len(texts[i]) == left[i] < max_new_tokens]:
+            logger().warning(f"the text ends after {left[i]} tokens: the model has no more than {limit} positions")
+            open_ones.remove(i)
+        if not open_ones:
+            break
+    return texts
+
+
+@dataclass
+class KVCache:
+    """``layers[i]``: keys and values ``[N, H, E]`` of layer i; none before the first token.
+
+    A copy is cheap: it shares the tensors, which are replaced and never written to.
+    """
+
+    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def copy(self) -> KVCache:
+        """Return a cache with the same tokens; later ones are added to one of the two alone."""
+        return KVCache(list(self.layers))
+
+    def attend(self, *, causal: bool, keep: bool) -> Attend:
+        """Return the attention of one forward pass over new tokens, which the layers call once each, in order.
+
+        New tokens see the whole cache and, if ``causal``, the new ones up to themselves, else all new ones; ``keep``
+        adds them to the cache.
+        """
+        layer = -1
+
+        def attend(q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tensor:
+            nonlocal layer
+            layer += 1
+            if layer < len(self.layers):
+                k_THE, v_THE = (torch.cat(pair) for pair in zip(self.layers[layer], (k_THE, v_THE), strict=True))
+            if keep:
+                self.layers[layer : layer + 1] = [(k_THE, v_THE)]
+            new, total, groups = len(q_THE), len(k_THE), q_THE.shape[1] // k_THE.shape[1]
+            mask = None
+            if causal and new > 1:
+                mask = torch.ones(new, total, dtype=torch.bool, device=q_THE.device).tril(total - new)
+            k_THE, v_THE = k_THE.repeat_interleave(groups, 1), v_THE.repeat_interleave(groups, 1)
+            q, k, v = (x.transpose(0, 1)[None] for x in (q_THE, k_THE, v_THE))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0].transpose(0, 1)
+
+        return attend
+
+
+def _cached(caches: Sequence[KVCache], lengths: Sequence[int]) -> Attend:
+    """Attention of one causal forward pass over the next tokens of several documents, each with its own cache."""
+    attends = [cache.attend(causal=True, keep=True) for cache in caches]
+
+    def attend(*qkv_THE: Tensor) -> Tensor:
+        documents = zip(*(x.split(list(lengths)) for x in qkv_THE), strict=True)
+        return torch.cat([attend(*qkv) for attend, qkv in zip(attends, documents, strict=True)])
+
+    return attend

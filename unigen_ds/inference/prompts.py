@@ -1,8 +1,9 @@
-"""Files of prompts: one on each line, or JSON lines with the pictures that are shown with it."""
+"""What is asked of a model, as plain values: prompts, and how tokens are chosen. No torch: ``--help`` does not wait."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,33 @@ from typing import Any
 
 from unigen_ds.core.errors import ConfigError, DataError, suggestion
 from unigen_ds.system.log import logger
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The likeliest token each time, or one drawn at random. Raises ``ConfigError`` for other values."""
+
+    temperature: float = 0.0
+    """Logits are divided by it; 0 chooses the likeliest token."""
+    top_p: float = 1.0
+    """Only the likeliest tokens are drawn, as many as have this probability together; 1: all.
+
+    Source: nucleus sampling (Holtzman et al., 2020, https://arxiv.org/abs/1904.09751).
+    """
+
+    def __post_init__(self) -> None:
+        if not (0.0 <= self.temperature < math.inf):
+            raise ConfigError(
+                f"temperature is {self.temperature}", allowed="a number of at least 0; 0 chooses the likeliest token"
+            )
+        if not (0.0 < self.top_p <= 1.0):
+            raise ConfigError(f"top_p is {self.top_p}", allowed="more than 0, at most 1; 1 leaves out no token")
+        if self.top_p < 1.0 and self.temperature == 0.0:
+            raise ConfigError(
+                f"top_p is {self.top_p} and temperature is 0, which chooses the likeliest token",
+                remedy="a temperature above 0, or leave top_p out",
+            )
+
 
 ROW = '{"prompt": "...", "images": ["a.png"]}, or {"parts": ["a text", {"image": "a.png"}], "prompt": "..."}'
 

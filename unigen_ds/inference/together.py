@@ -39,7 +39,9 @@ class TrainedModel:
         self.compute_device = backend.device
         self.idle: Idle | None = None
         self._methods = ("forward", *getattr(backend.model, "forward_methods", ()))
-        self._together = backend.gathers_in_forward and dist.world_size() > 1
+        self.in_step: bool = backend.gathers_in_forward
+        """Whether a forward pass gathers weights: then all ranks make it together, by the methods of the model."""
+        self._together = self.in_step and dist.world_size() > 1
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._model, name)
@@ -47,11 +49,6 @@ class TrainedModel:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self._call("forward", *arguments, **options)
-
-    @property
-    def in_step(self) -> bool:
-        """Whether all ranks make each forward pass together."""
-        return self._together
 
     @property
     def shares(self) -> bool:

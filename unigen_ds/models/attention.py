@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -42,10 +41,6 @@ class Bucket:
     is_causal: bool = False
 
 
-AttendBucket = Callable[[Bucket, Tensor, Tensor, Tensor], Tensor]
-"""(bucket, queries, keys, values ``[B, H, N, E]``) -> what they attend to, ``[B, N, H, E]``."""
-
-
 @dataclass(frozen=True)
 class SDPAPlan:
     """Calls scaled dot-product attention bucket by bucket."""
@@ -59,34 +54,25 @@ class SDPAPlan:
         groups = q_THE.shape[1] // k_THE.shape[1]
         if not self.buckets:  # no token at all: keep the graph, so that every parameter gets a (zero) gradient
             return q_THE + 0.0 * (k_THE + v_THE).repeat_interleave(groups, 1)
-        return self.through(partial(_attend, groups=groups), q_THE, k_THE, v_THE)
-
-    def through(self, attend: AttendBucket, q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tensor:
-        """The same by another function of a bucket."""
-        q, k, v = (self._padded(x) for x in (q_THE, k_THE, v_THE))
         sizes = [rows * length for rows, length in (bucket.shape for bucket in self.buckets)]
+        queries, keys, values = (self._padded(x, sum(sizes)).split(sizes) for x in (q_THE, k_THE, v_THE))
         parts = []
-        for bucket, *qkv in zip(self.buckets, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-            parts.append(attend(bucket, *(x.unflatten(0, bucket.shape).transpose(1, 2) for x in qkv)).flatten(0, 1))
+        for bucket, *qkv in zip(self.buckets, queries, keys, values, strict=True):
+            q, k, v = (x.unflatten(0, bucket.shape).transpose(1, 2) for x in qkv)
+            if groups > 1:
+                k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.mask, is_causal=bucket.is_causal)
+            parts.append(out.transpose(1, 2).flatten(0, 1))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         return joined if self.slot_T is None else joined.index_select(0, self.slot_T)
 
-    def _padded(self, x_THE: Tensor) -> Tensor:
+    def _padded(self, x_THE: Tensor, num_slots: int) -> Tensor:
         if self.slot_T is None:
             return x_THE
-        num_slots = sum(rows * length for rows, length in (bucket.shape for bucket in self.buckets))
         return x_THE.new_zeros((num_slots, *x_THE.shape[1:])).index_copy(0, self.slot_T, x_THE)
 
 
 AttentionPlan = SDPAPlan | FlexPlan
-
-
-def _attend(bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, *, groups: int) -> Tensor:
-    """An ``AttendBucket``."""
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.mask, is_causal=bucket.is_causal)
-    return out.transpose(1, 2)
 
 
 def plan_attention(batch: PackedBatch, row_of: Tensor | None = None, *, use_flex: bool | None = None) -> AttentionPlan:
@@ -100,7 +86,7 @@ def plan_attention(batch: PackedBatch, row_of: Tensor | None = None, *, use_flex
     modes_T = batch.split_modes[batch.split_ids]
     device = batch.document_ids.device
     if device.type == "cuda" if use_flex is None else use_flex:
-        number = torch.arange(batch.num_tokens, device=device)
+        number = torch.arange(len(batch.document_ids), device=device)
         token = number if row_of is None else torch.empty_like(number).index_copy(0, row_of, number)
         image_T = batch.split_ids.masked_fill(modes_T == CAUSAL, -1)
         return plan_flex(

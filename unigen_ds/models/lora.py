@@ -35,8 +35,6 @@ from unigen_ds.system.outputs import save_safetensors
 
 ADAPTER = "default"
 """peft's name of the one set of adapters."""
-_BASE_LAYER = "base_layer"
-_HEAD = "lm_head"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -81,19 +79,24 @@ def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
             setattr(wrapper, hooks, getattr(layer, hooks))
             setattr(layer, hooks, type(getattr(layer, hooks))())
         for key, parameter in wrapper.named_parameters():
-            parameter.requires_grad_(not key.startswith(f"{_BASE_LAYER}."))
+            parameter.requires_grad_(not key.startswith("base_layer."))
     tensors = (*dict(model.named_parameters()), *persistent_buffers(model))
-    model.__dict__["adapted"] = Adapted(lora, layers, frozenset(name for name in tensors if _in_files(name, files)))
+    packed = re.compile(r"\.(packed|scales)$")  # they follow from the weight of the files
+    in_files = frozenset(name for name in tensors if packed.sub(".weight", base_name(name)) in files)
+    model.__dict__["adapted"] = Adapted(lora, layers, in_files)
     initial = AdapterWeights(model, base, seed=seed)
     if base is not None:
         model.__dict__["initial_weights"] = lambda *, seed: initial
     elif not meta:
-        initial.fill()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(initial.read(MASTER, name, 0, parameter.numel()).view_as(parameter))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    kind = "DoRA" if lora.use_dora else "LoRA"
     logger().info(
-        "%s of rank %d on %d linear layers, %s parameters: %s",
-        "DoRA" if lora.use_dora else "LoRA", lora.r, len(layers), f"{trained:,}", first_names(layers),
-    )  # fmt: skip
+        f"{kind} of rank {lora.r} on {len(layers)} linear layers, {trained:,} parameters: {first_names(layers)}"
+    )
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
@@ -102,7 +105,7 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
         name: layer
         for name, layer in model.named_modules()
         if isinstance(layer, QuantizedLinear) or (type(layer) is nn.Linear and "weight" in layer._parameters)
-        if name.rpartition(".")[2] != _HEAD and "." in name
+        if name.rpartition(".")[2] != "lm_head" and "." in name
     }
 
 
@@ -127,14 +130,7 @@ def chosen(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
 
 def base_name(name: str) -> str:
     """The name that a tensor of the base has without adapters."""
-    return name.replace(f".{_BASE_LAYER}.", ".")
-
-
-def _in_files(name: str, files: frozenset[str]) -> bool:
-    """Packed weights and scales follow from the weight of the files."""
-    plain = base_name(name)
-    owner, _, kind = plain.rpartition(".")
-    return plain in files or (kind in ("packed", "scales") and f"{owner}.weight" in files)
+    return name.replace(".base_layer.", ".")
 
 
 def _peft_config(lora: Lora, layers: Iterable[str]) -> Any:
@@ -147,15 +143,10 @@ def _peft_config(lora: Lora, layers: Iterable[str]) -> Any:
         lora_dropout=lora.dropout,
         use_dora=lora.use_dora,
         use_rslora=lora.use_rslora,
-        target_modules=_exactly(layers),
+        target_modules="|".join(map(re.escape, layers)),  # names in a list would match as endings, too
     )
     config._register_custom_module({QuantizedLinear: Linear})
     return config
-
-
-def _exactly(layers: Iterable[str]) -> str:
-    """A regular expression for these layers and no other: names in a list would match as endings, too."""
-    return "|".join(re.escape(name) for name in layers)
 
 
 def _import_peft() -> Any:
@@ -192,13 +183,6 @@ class AdapterWeights(InitialWeights):
         assert self._base is not None
         return self._base.read(kind, base_name(name), start, stop)
 
-    @torch.no_grad()
-    def fill(self) -> None:
-        """Set the adapters of a model that has memory."""
-        for name in self._adapters:
-            parameter = self._model.get_parameter(name)
-            parameter.copy_(self.read(MASTER, name, 0, parameter.numel()).view_as(parameter))
-
     def _initialise_adapter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         """As peft's: A uniform in +-1 / sqrt(fan-in), B zero, lengths those of the rows."""
         if ".lora_A." in name:
@@ -207,17 +191,14 @@ class AdapterWeights(InitialWeights):
         elif ".lora_B." in name:
             tensor.zero_()
         else:
-            weight = self._weight(name.partition(".lora_magnitude_vector.")[0])
+            owner = name.partition(".lora_magnitude_vector.")[0]
+            layer: Any = self._model.get_submodule(owner)
+            if self._base is None:
+                weight: Tensor = layer.base_layer.weight.detach()
+            else:
+                numel = self._base.numel(MASTER, f"{owner}.weight")
+                weight = self._base.read(MASTER, f"{owner}.weight", 0, numel).view(-1, layer.in_features)
             tensor.copy_(torch.linalg.norm(weight.float(), dim=1))
-
-    def _weight(self, owner: str) -> Tensor:
-        """The weight ``[rows, columns]`` under an adapter."""
-        layer: Any = self._model.get_submodule(owner)
-        if self._base is None:
-            weight: Tensor = layer.base_layer.weight
-            return weight.detach()
-        name, columns = f"{owner}.weight", layer.in_features
-        return self._base.read(MASTER, name, 0, self._base.numel(MASTER, name)).view(-1, columns)
 
 
 def base_tensors(model: nn.Module) -> frozenset[str]:
@@ -225,15 +206,14 @@ def base_tensors(model: nn.Module) -> frozenset[str]:
     own = adapted(model)
     if own is None:
         return frozenset()
-    others = [
-        name
-        for name, tensor in (*model.named_parameters(), *persistent_buffers(model).items())
-        if not tensor.requires_grad and name not in own.from_files
-    ]
+    tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    others = {n: t.numel() for n, t in tensors.items() if not t.requires_grad and n not in own.from_files}
     if others:
-        numel = sum(t.numel() for n, t in (*model.named_parameters(), *model.named_buffers()) if n in set(others))
-        logger().info("Checkpoints also hold %.2f M frozen elements that the base's files do not have: %s",
-                      numel / 1e6, first_names(others))  # fmt: skip
+        millions = sum(others.values()) / 1e6
+        logger().info(
+            f"Checkpoints also hold {millions:.2f} M frozen elements that the base's files do not have:"
+            f" {first_names([*others])}"
+        )
     return own.from_files
 
 
@@ -254,10 +234,9 @@ def merge_adapters(model: nn.Module) -> None:
         if isinstance(wrapper.base_layer, QuantizedLinear):
             wrapper.base_layer = unpacked(wrapper.base_layer)
         wrapper.merge(safe_merge=True)
-        layer = wrapper.base_layer
         for hooks in _HOOKS:
-            setattr(layer, hooks, getattr(wrapper, hooks))
-        model.set_submodule(name, layer)
+            setattr(wrapper.base_layer, hooks, getattr(wrapper, hooks))
+        model.set_submodule(name, wrapper.base_layer)
     for name, rest in [*model.named_modules()]:
         if isinstance(rest, QuantizedLinear):
             model.set_submodule(name, unpacked(rest))

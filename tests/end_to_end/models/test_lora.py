@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +25,8 @@ from unigen_ds.checkpoint.convert import merge
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.data.text.tokenizers import WordTokenizer
+from unigen_ds.families.decoder_lm.family import TransformersDirectory
 from unigen_ds.families.decoder_lm.model import DecoderLM
-from unigen_ds.families.decoder_lm.published import as_transformers
 from unigen_ds.models.quantized import QuantizedLinear
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.publish import export_checkpoint
@@ -50,8 +51,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("lora") / "base"
     torch.manual_seed(3)
     tokenizer = WordTokenizer(words=WORDS)
-    as_transformers(DecoderLM(llm=LLM), tokenizer=tokenizer, dtype=torch.float32).save_pretrained(out)
-    tokenizer.save_pretrained(str(out))
+    written = {"source": None, "dtype": torch.float32, "max_shard_size": "5GB"}
+    TransformersDirectory().write(DecoderLM(llm=LLM), SimpleNamespace(tokenizer=tokenizer), out, **written)  # type: ignore[arg-type]
     return out
 
 

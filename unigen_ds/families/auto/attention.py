@@ -1,49 +1,54 @@
-"""Attention of documents in one row for models of transformers, without a mask of all pairs of the row's tokens.
+"""Attention inside of the documents of a row for causal language models of transformers, without a mask of all pairs.
 
 Of a row with several documents transformers makes a mask of T x T tokens, of which SDPA makes one of numbers in every
 layer: at 32 k tokens 2 GB in bf16, kept for the backward pass. Here a mask function and an attention are registered
-with transformers under ``NAME``. The mask function evaluates the model's own rule (causal, windows, images that see
-themselves) inside of each document alone; where the rule is plainly causal there is no mask. What it returns goes
-through the layers in place of a mask; the attention calls transformers' SDPA with each bucket of documents
-(``models/attention.py``).
+with transformers under ``NAME``. Inside of ``documents`` the layers get a ``Documents`` in place of a mask, and the
+attention calls its plan (``models/attention.py``). Outside of it both are transformers' SDPA.
 
-Outside of ``documents`` both are transformers' SDPA.
-
-Shape suffixes: B documents of a bucket, N their padded length.
+Shape suffixes: T tokens, H heads, E head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from unigen_ds.models.attention import Bucket, SDPAPlan, plan_sdpa
+from unigen_ds.models.attention import Attend
 
 NAME = "unigen_documents"
-_LENGTHS: ContextVar[Sequence[int] | None] = ContextVar("lengths", default=None)
-_PAIRS = 1 << 24
-"""Pairs of tokens for which the rule is evaluated at once."""
 
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(row, head, token, token that it may look at) -> whether it does; of transformers' ``masking_utils``."""
+
+@dataclass(frozen=True)
+class Documents:
+    """What the layers get in place of a mask."""
+
+    lengths: Sequence[int]
+    """Tokens of each document of the row."""
+    attend: Attend
+
+
+_DOCUMENTS: ContextVar[Documents | None] = ContextVar("documents", default=None)
 
 
 @contextmanager
-def documents(lengths: Sequence[int]) -> Iterator[None]:
-    """Inside, a row of ``sum(lengths)`` tokens holds documents of these lengths.
+def documents(lengths: Sequence[int], attend: Attend) -> Iterator[None]:
+    """Inside, a row of ``sum(lengths)`` tokens holds documents of these lengths, and ``attend`` is its attention.
 
     The model must be called with an ``attention_mask`` of ones: without one transformers looks for documents itself.
     """
-    token = _LENGTHS.set(lengths)
+    token = _DOCUMENTS.set(Documents(lengths, attend))
     try:
         yield
     finally:
-        _LENGTHS.reset(token)
+        _DOCUMENTS.reset(token)
 
 
 def use_documents(model: Any, *, on: bool) -> None:
@@ -56,62 +61,28 @@ def use_documents(model: Any, *, on: bool) -> None:
         config._attn_implementation = NAME if on else "sdpa"
 
 
-def has_sdpa(model: Any) -> bool:
-    """Whether the language model has transformers' SDPA, and no layer whose rule depends on where a row begins."""
-    configs = _text_configs(model)
-    chunks = any(getattr(config, "attention_chunk_size", None) for config in configs)
-    return not chunks and all(config._attn_implementation == "sdpa" for config in configs)
+def is_causal(model: Any) -> bool:
+    """Whether the language model has transformers' SDPA, and no window or chunk that limits what a token sees."""
+    limits = ("sliding_window", "attention_chunk_size")
+    return all(
+        config._attn_implementation == "sdpa" and not any(getattr(config, key, None) for key in limits)
+        for config in _text_configs(model)
+    )
 
 
 def _text_configs(model: Any) -> list[Any]:
-    """Parts of a model may have copies of it."""
+    """The configs of the language model: parts of a model may have copies of it."""
     kind = type(model.get_decoder().config)
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     texts = [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
     return [*{id(config): config for config in texts if type(config) is kind}.values()]
 
 
-def _mask(
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Rule,
-    allow_is_causal_skip: bool = True,
-    local_size: int | None = None,
-    **options: Any,
-) -> Any:
-    """As ``sdpa_mask`` of transformers; for the documents of a row an ``SDPAPlan``.
-
-    Args:
-        allow_is_causal_skip: the rule is that of all earlier tokens, of which ``local_size`` limits the number.
-    """
+def _mask(**options: Any) -> Any:
+    """As ``sdpa_mask`` of transformers."""
     from transformers.masking_utils import sdpa_mask
 
-    lengths = _LENGTHS.get()
-    if lengths is None or (batch_size, q_length, kv_length) != (1, sum(lengths), sum(lengths)):
-        return sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function,
-            allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **options,
-        )  # fmt: skip
-
-    def bucket(tokens: Tensor, valid: Tensor) -> Bucket:
-        length = tokens.shape[1]
-        if allow_is_causal_skip and (local_size is None or length < local_size):
-            return Bucket(tuple(tokens.shape), is_causal=True)
-        number = torch.arange(length, device=tokens.device)
-        rows = number.split(max(1, _PAIRS // tokens.numel()))
-        visible = torch.cat([_seen(mask_function, tokens, some) for some in rows], 2)
-        return Bucket(tuple(tokens.shape), visible & valid[:, None, None])  # a row of padding sees the first token
-
-    return plan_sdpa(lengths, torch.device(options["device"]), None, bucket)
-
-
-def _seen(rule: Rule, tokens: Tensor, rows: Tensor) -> Tensor:
-    """Evaluate the rule for some rows of each document: ``[B, 1, rows, N]``, true where a row sees a token."""
-    first = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=tokens.device)
-    visible = rule(first, first, tokens[:, None, rows, None], tokens[:, None, None])
-    return visible.expand(len(tokens), 1, len(rows), tokens.shape[1])
+    return _DOCUMENTS.get() or sdpa_mask(**options)
 
 
 def _attention(
@@ -120,12 +91,23 @@ def _attention(
     """As ``sdpa_attention_forward`` of transformers, ``[1, H, T, E]`` each -> ``[1, T, H, E]``."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if not isinstance(attention_mask, SDPAPlan):
+    if not isinstance(attention_mask, Documents):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    options.pop("is_causal", None)
+    scaling, width = options.get("scaling"), query.shape[-1]
+    if scaling is not None and scaling != width**-0.5:
+        query = query * (scaling * math.sqrt(width))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if dropout := options.get("dropout", 0.0):
+        return _dropping(attention_mask.lengths, dropout, q, k, v)[None], None
+    return attention_mask.attend(q, k, v)[None], None
 
-    def attend(bucket: Bucket, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, _ = sdpa_attention_forward(module, q, k, v, bucket.mask, is_causal=bucket.is_causal, **options)
-        return out
 
-    return attention_mask.through(attend, *(x[0].transpose(0, 1) for x in (query, key, value)))[None], None
+def _dropping(lengths: Sequence[int], p: float, q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tensor:
+    """Document by document, with dropout on the scores, which plans do not have: FlexAttention cannot."""
+    groups = q_THE.shape[1] // k_THE.shape[1]
+    k_THE, v_THE = k_THE.repeat_interleave(groups, 1), v_THE.repeat_interleave(groups, 1)
+    parts = []
+    for q, k, v in zip(*(x.split(list(lengths)) for x in (q_THE, k_THE, v_THE)), strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)[0].transpose(0, 1))
+    return torch.cat(parts)

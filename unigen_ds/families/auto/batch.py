@@ -173,19 +173,3 @@ class Rows:
     def mask(self) -> Tensor:
         """1 at tokens of documents."""
         return (self.positions < self.lengths[:, None]).long()
-
-
-def text_batch(documents: Sequence[Sequence[int]]) -> ModelBatch:
-    """Documents of text ids, without targets."""
-    lengths = tuple(map(len, documents))
-    none, floats = torch.empty(0, dtype=torch.int64), torch.empty(0)
-    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    ids = torch.tensor([i for document in documents for i in document])
-    return ModelBatch(
-        document_ids=number, split_ids=number, split_modes=none, position_ids=positions, text_ids=ids,
-        text_index=torch.arange(len(ids)), text_target_ids=none, text_target_index=none,
-        text_target_weight=floats, vit_patches=floats, vit_index=none, vit_position_ids=none, vit_lengths=(),
-        vae_images=floats, vae_noise=floats, latent_shapes=(), latent_index=none, latent_position_ids=none,
-        timesteps=floats, flow_noise=floats, image_target_index=none, document_lengths=lengths,
-    )  # fmt: skip

@@ -2,19 +2,18 @@
 
 Layers of the language model compute every token of the records, the head those with a target, layers of the vision
 tower every patch, and what is between them every token of an image. Of experts those count that a token is sent to.
-Attention counts whole squares of documents and images, and rows of a window where a layer has one. Norms, poolings
-and the class token of a tower are not counted.
+Attention counts whole squares of documents and images, also where a layer has a window. Norms, poolings and the class
+token of a tower are not counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from unigen_ds.families.auto.batch import ModelBatch
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
 
 
@@ -22,79 +21,62 @@ class Cost:
     """Counts the operations of a model. Built before an engine shards it: only parameters show the sizes of experts."""
 
     def __init__(self, model: Any, units: Sequence[nn.Module]) -> None:
-        decoder = set(model.get_decoder().modules())
-        head = model.get_output_embeddings()
-        self._text = model.config.get_text_config()
+        decoder, head = set(model.get_decoder().modules()), model.get_output_embeddings()
+        self._config, self._head, self._embeddings = model.config, head, model.get_input_embeddings()
         self._layers = [unit for unit in units if unit in decoder]
         rest = {module: name for name, module in model.named_modules() if module not in decoder and module is not head}
-        self._patches = next((m for m in rest if hasattr(m, "kernel_size") and hasattr(m, "in_channels")), None)
         pooling = {module for module, name in rest.items() if ".head" in name}
+        self._patches: Any = next((m for m in rest if hasattr(m, "kernel_size") and hasattr(m, "in_channels")), None)
         self._tower = [u for u in units if u in rest and u not in pooling and self._patches not in set(u.modules())]
         inside = {module for unit in self._tower for module in unit.modules()} | pooling
-        self._between = [module for module in rest if module not in inside and _is_linear(module)]
-        self._vision = getattr(model.config, "vision_config", None)
-        self._head, self._embeddings = head, model.get_input_embeddings()
-        self._experts = [experts for layer in self._layers for experts in self._experts_of(layer)]
+        self._between = [
+            module
+            for module in rest
+            if module not in inside and isinstance(getattr(module, "out_features", None), int)
+            if not [*module.children()]
+        ]
+        text = model.config.get_text_config()
+        chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 0
+        self._experts = [
+            (module, chosen * sum(p.numel() / p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 3))
+            for layer in self._layers
+            for module in layer.modules()
+            if not hasattr(module, "kernel_size")
+        ]
 
-    def _experts_of(self, layer: nn.Module) -> Iterator[tuple[nn.Module, float]]:
-        """Each module with experts, and the elements of those that a token is sent to."""
-        number = getattr(self._text, "num_experts_per_tok", None) or getattr(self._text, "top_k_experts", None)
-        for module in layer.modules():
-            own = [p for p in module.parameters(recurse=False) if p.ndim == 3]
-            if number and own and not hasattr(module, "kernel_size"):
-                yield module, sum(p.numel() / p.shape[0] for p in own) * number
-
-    def of(self, batch: ModelBatch) -> float:
+    def of(self, batch: Any) -> float:
         """Forward and backward on this micro-batch, without the image that no record has."""
-        lengths = batch.document_lengths[: len(batch.document_lengths) - bool(batch.added_tokens)]
+        lengths, text = batch.document_lengths, self._config.get_text_config()
+        if sum(lengths) > batch.num_tokens:
+            lengths = lengths[:-1]
         before = trains(self._embeddings) or any(map(trains, (*self._tower, *self._between)))
-        each = _in_order(self._layers, input_grad=before)
-        each += sum(2 * numel * (2 + trains(module)) for module, numel in self._experts)
-        total = each * batch.num_tokens + self._read(lengths, before=before)
         learns = before or any(map(trains, self._layers))
-        total += linear_flops(self._head, input_grad=learns) * len(batch.text_target_index)
-        return total + (self._seen(batch) if batch.num_pictures else 0.0)
-
-    def _read(self, lengths: Sequence[int], *, before: bool) -> float:
-        """Attention of the language model."""
-        text = self._text
+        token = _in_order(self._layers, input_grad=before)
+        token += sum(2 * numel * (2 + trains(module)) for module, numel in self._experts)
         heads = _whole(text, "num_attention_heads")  # 0: it has no attention
         width = heads * _whole(text, "head_dim") or _whole(text, "hidden_size") * bool(heads)
-        kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(self._layers)
-        grad = before or any(map(trains, self._layers))
-        window = getattr(text, "sliding_window", None) or math.inf
-        total = attention_flops(lengths, width, grad=grad) * sum(kind == "full_attention" for kind in kinds)
-        near = sum(length * min(length, window) for length in lengths)
-        return total + 4.0 * width * near * (3 if grad else 1) * sum(kind == "sliding_attention" for kind in kinds)
+        total = token * batch.num_tokens + attention_flops(lengths, width, grad=learns) * len(self._layers)
+        total += linear_flops(self._head, input_grad=learns) * len(batch.text_target_index)
+        return total + (self._vision(batch) if getattr(batch, "num_pictures", 0) else 0.0)
 
-    def _seen(self, batch: ModelBatch) -> float:
+    def _vision(self, batch: Any) -> float:
         """Operations of the vision tower and of the layers that make tokens of its features."""
-        pixels, vision = batch.image_inputs.get("pixel_values"), self._vision
-        if pixels is None or vision is None:
+        pixels, config = batch.image_inputs.get("pixel_values"), getattr(self._config, "vision_config", None)
+        if pixels is None or config is None or self._patches is None:
             return 0.0
-        kernel, out = _kernel(self._patches)
-        patches = pixels.numel() / (kernel or pixels.shape[-1])
-        images = [int(grid.prod()) for name, g in batch.host.items() if name == "image_grid_thw" for grid in g]
+        size = self._patches.kernel_size
+        kernel = self._patches.in_channels * math.prod(size if isinstance(size, tuple) else (size,))
+        patches, embedding_trains = pixels.numel() / kernel, trains(self._patches)
+        images = [int(grid.prod()) for grid in batch.host.get("image_grid_thw", ())]
         if not images:
             number = math.prod(pixels.shape[:-3])
             images = [round(patches / number)] * number
         learns = any(map(trains, self._tower))
-        total = patches * _in_order(self._tower, input_grad=self._patches is not None and trains(self._patches))
-        total += patches * 2.0 * kernel * out * (1 + (self._patches is not None and trains(self._patches)))
-        width = _whole(vision, "hidden_size") or _whole(vision, "embed_dim")
-        whole = getattr(vision, "fullatt_block_indexes", None)
-        everywhere = len(self._tower) if whole is None else len(whole)
-        total += attention_flops(images, width, grad=learns) * everywhere
-        if whole is not None:
-            side = vision.window_size // vision.patch_size
-            windows = [side**2] * round(patches / side**2)
-            total += attention_flops(windows, width, grad=learns) * (len(self._tower) - everywhere)
-        image_tokens = int(batch.host["token_types"].sum())
-        return total + image_tokens * _in_order(self._between, input_grad=learns)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "out_features", None), int) and not [*module.children()]
+        total = patches * 2.0 * kernel * self._patches.out_channels * (1 + embedding_trains)
+        total += patches * _in_order(self._tower, input_grad=embedding_trains)
+        width = _whole(config, "hidden_size") or _whole(config, "embed_dim")
+        total += attention_flops(images, width, grad=learns) * len(self._tower)
+        return total + int(batch.host["token_types"].sum()) * _in_order(self._between, input_grad=learns)
 
 
 def _whole(config: Any, key: str) -> int:
@@ -110,11 +92,3 @@ def _in_order(modules: Sequence[nn.Module], *, input_grad: bool) -> float:
         total += linear_flops(module, input_grad=input_grad)
         input_grad = input_grad or trains(module)
     return total
-
-
-def _kernel(module: Any) -> tuple[int, int]:
-    """Elements that one patch has, and channels that are made of it."""
-    if module is None:
-        return 0, 0
-    sides = module.kernel_size if isinstance(module.kernel_size, tuple) else (module.kernel_size,)
-    return module.in_channels * math.prod(sides), module.out_channels

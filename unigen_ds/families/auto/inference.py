@@ -1,4 +1,4 @@
-"""Answers of a model of transformers: its chat template, its own keys and values of earlier tokens."""
+"""Answers of a model of transformers: its chat template, and ``generate`` of transformers itself."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.families.auto.batch import ModelBatch
-from unigen_ds.families.auto.model import Cached
 from unigen_ds.families.auto.processor import ModelProcessor
-from unigen_ds.inference.answers import TextInterface, tokens_left
-from unigen_ds.inference.continuation import Choose, chooser, device_of
-from unigen_ds.inference.sampling import Sampling
+from unigen_ds.inference.answers import Choose, TextInterface, chooser, device_of, tokens_left
+from unigen_ds.inference.prompts import Sampling
 
 
 class ModelInferencer(TextInterface):
@@ -34,39 +33,53 @@ class ModelInferencer(TextInterface):
         self, prompts: Sequence[Sequence[Loaded]], seeds: Sequence[int], max_new_tokens: int, sampling: Sampling
     ) -> list[str]:
         """One after the other."""
-        tokenizer, choose, texts = self.processor.tokenizer, chooser(sampling, seeds), list[str]()
-        for number, prompt in enumerate(prompts):
-            ids = self._continue(prompt, number, max_new_tokens, choose)
+        tokenizer, texts = self.processor.tokenizer, list[str]()
+        write = self._in_step if getattr(self.model, "in_step", False) else self._generate
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            ids = write(prompt, max_new_tokens, chooser(sampling, [seed]))
             texts.append(tokenizer.decode([i for i in ids if i not in tokenizer.end_ids]))
         return texts
 
     @torch.no_grad()
-    def _continue(self, prompt: Sequence[Loaded], number: int, max_new_tokens: int, choose: Choose) -> list[int]:
-        """The ids that follow a prompt, up to and with the first that ends an answer.
+    def _generate(self, prompt: Sequence[Loaded], max_new_tokens: int, choose: Choose) -> list[int]:
+        """The ids that follow a prompt, up to and with the first that ends an answer."""
+        tokenizer, batch = self.processor.tokenizer, self._batch(prompt, adds_plain=False)
 
-        Where the ranks of a sharding engine make each pass together, every pass is one over the whole document: then it
-        has the same modules on every rank.
+        def chosen(_: Tensor, scores: Tensor) -> Tensor:
+            token = torch.tensor(choose(self._of_text(scores), [0]), device=scores.device)
+            return torch.full_like(scores, -torch.inf).index_fill(-1, token, 0.0)
+
+        ids = self.model.transformers_model.generate(
+            **self.model.inputs(batch.to(device_of(self.model))),
+            max_new_tokens=min(max_new_tokens, tokens_left(len(batch.text_ids), self.model.max_document_tokens)),
+            logits_processor=[chosen],
+            eos_token_id=sorted(tokenizer.end_ids),
+            pad_token_id=tokenizer.eos_id,
+        )
+        return ids[0, len(batch.text_ids) :].tolist()
+
+    @torch.no_grad()
+    def _in_step(self, prompt: Sequence[Loaded], max_new_tokens: int, choose: Choose) -> list[int]:
+        """The same where the ranks of a sharding engine make each pass together: every pass is one over the whole
+        document, and has the same modules on every rank.
         """
-        in_step = getattr(self.model, "in_step", False)
-        cache = None if in_step else Cached()
-        document, new, ids = [*prompt], [*prompt], list[int]()
+        document, ids = [*prompt], list[int]()
         while len(ids) < max_new_tokens:
-            batch = self._batch(document if cache is None else new, adds_plain=in_step)
+            batch = self._batch(document, adds_plain=True)
             if not ids:
-                left = tokens_left(batch.document_lengths[0], self.model.max_document_tokens)
-                max_new_tokens = int(min(max_new_tokens, left))
-            logits = self.model.next_token_logits(batch.to(device_of(self.model)), cache)
-            if cache is not None and cache.values is None:
-                cache = None  # a model without keys and values
-            # without the tokens of images: no answer has the features of one
-            image_ids = torch.tensor(self._image_ids, dtype=torch.int64, device=logits.device)
-            [token] = choose(logits[:1].index_fill(-1, image_ids, -torch.inf), [number])
-            ids.append(int(token))
-            new = [TokenSplit.unlearned([int(token)])]
-            document += new
-            if token in self.processor.tokenizer.end_ids:
+                max_new_tokens = min(
+                    max_new_tokens, tokens_left(batch.document_lengths[0], self.model.max_document_tokens)
+                )
+            logits = self.model.next_token_logits(batch.to(device_of(self.model)))[:1]
+            ids += choose(self._of_text(logits), [0])
+            document.append(TokenSplit.unlearned(ids[-1:]))
+            if ids[-1] in self.processor.tokenizer.end_ids:
                 break
         return ids
+
+    def _of_text(self, logits: Tensor) -> Tensor:
+        """The logits without the tokens of images: no answer has the features of one."""
+        return logits.index_fill(-1, torch.tensor(self._image_ids, dtype=torch.int64, device=logits.device), -torch.inf)
 
     def _batch(self, document: Sequence[Loaded], *, adds_plain: bool) -> ModelBatch:
         builder = self.processor.builder()

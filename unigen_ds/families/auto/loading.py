@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from unigen_ds.config.section import plain
 from unigen_ds.core.errors import CheckpointError, ConfigError, UnknownKey
 from unigen_ds.core.json_values import stored_object
-from unigen_ds.models.weights import Pretrained, Stored, stored_tensors
+from unigen_ds.models.weights import Pretrained, Stored, read_json, stored_tensors
 from unigen_ds.system.log import logger
 
 _VOCABULARY = r"(embed_tokens|lm_head|wte|embed_in|embed_out)\.weight$"
@@ -30,7 +30,7 @@ _NOT_THE_MODELS = ("transformers_version", "_name_or_path", "dtype", "torch_dtyp
 """Keys of a config that change no number, in the config and in its parts."""
 
 
-def read_config(folder: Path | None, changes: Mapping[str, Any]) -> Any:
+def read_config(folder: Path | None, changes: Mapping[str, Any], *, where: str = "model.config") -> Any:
     """transformers' config of a folder, with ``changes`` of its keys (also inside of its parts).
 
     Raises ``ConfigError`` for a kind of model or a value that cannot work.
@@ -43,37 +43,34 @@ def read_config(folder: Path | None, changes: Mapping[str, Any]) -> Any:
         stored = config.to_dict()
     kind = stored["model_type"]
     if kind not in CONFIG_MAPPING:
-        raise ConfigError(f"model.config.model_type is {kind!r}", allowed="a kind of model that transformers has")
+        raise ConfigError(f"{where}.model_type is {kind!r}", allowed="a kind of model that transformers has")
+    if changes.get("model_type", kind) != kind:
+        raise ConfigError(f"{where}.model_type is {changes['model_type']!r}, and the files have {kind!r}")
     if changes or folder is None:
         try:
             config = CONFIG_MAPPING[kind].from_dict(_over(stored, plain(changes)))
         except Exception as error:  # strict dataclasses and the kind's own checks
-            raise ConfigError(f"model.config: {_in_one_line(error)}") from error
-        _check_keys(changes, config, stored)
+            raise ConfigError(f"{where}: {_in_one_line(error)}") from error
+        _check_keys(changes, config, stored, where)
     if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"{folder or 'model.config'} holds quantised weights", remedy="the model's unquantised files")
+        raise ConfigError(f"{folder or where} holds quantised weights", remedy="the model's unquantised files")
     return config
 
 
 def _stored_config(folder: Path) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    where = f"model.pretrained {folder}"
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{where} has no config.json", allowed="a model's folder as save_pretrained writes it")
+    kind = read_json(folder / "config.json").get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model.pretrained {folder} is a {kind!r}; code of its own is never run",
+            allowed="a kind of model that transformers has",
+            remedy="a family of your own, in custom_imports (docs/extending.md)",
+        )
     try:
-        raw = stored_object(folder / "config.json")
-        if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING:
-            raise ConfigError(
-                f"{where} is a {raw.get('model_type')!r} with code of its own (auto_map), which is never run",
-                allowed="a kind of model that transformers has",
-                remedy="a family of your own, in custom_imports (docs/extending.md)",
-            )
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except ConfigError:
-        raise
     except Exception as error:  # strict dataclasses, JSON, the hub: many kinds
-        raise ConfigError(f"{where}: {_in_one_line(error)}") from error
+        raise ConfigError(f"model.pretrained {folder}: {_in_one_line(error)}") from error
 
 
 def _in_one_line(error: Exception) -> str:
@@ -85,29 +82,17 @@ _FORMER_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "dtype", "model_typ
 """That configs of transformers accept and keep under other names."""
 
 
-def _check_keys(
-    changes: Mapping[str, Any], config: Any, stored: Mapping[str, Any], where: str = "model.config"
-) -> None:
+def _check_keys(changes: Mapping[str, Any], config: Any, stored: Mapping[str, Any], where: str) -> None:
     """Raise ``ConfigError`` for a key that a config's class does not have: transformers would keep it without a use."""
     if set(changes) >= _OF_EVERY_CONFIG:  # a whole one of ``plain_config``, perhaps of another version of transformers
         return
-    parts = {name: getattr(config, name, None) for name in config.sub_configs}
-    known = {*_own_keys(config), *stored, *_FORMER_KEYS}
+    fields = {field.name for field in dataclasses.fields(config)}
+    known = {*fields, *config.attribute_map, *stored, *_FORMER_KEYS}
     for key, value in changes.items():
         if key not in known:
-            below = [name for name, part in parts.items() if key in _own_keys(part)]
-            hint = (
-                f"it is a key of {' and of '.join(below)}: config=dict({below[0]}=dict({key}=...))" if below else None
-            )
-            raise UnknownKey(key, section=where, valid=known, hint=hint)
-        if parts.get(key) is not None and isinstance(value, Mapping):
-            _check_keys(value, parts[key], stored.get(key) or {}, f"{where}.{key}")
-
-
-def _own_keys(config: Any) -> set[str]:
-    """Return the names of the keys that a config's class has."""
-    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
-    return {*(field.name for field in fields), *getattr(config, "attribute_map", ())}
+            raise UnknownKey(key, section=where, valid=known)
+        if key in config.sub_configs and isinstance(value, Mapping) and getattr(config, key, None) is not None:
+            _check_keys(value, getattr(config, key), stored.get(key) or {}, f"{where}.{key}")
 
 
 def plain_config(config: Any) -> dict[str, Any]:
@@ -202,13 +187,10 @@ def _weight_files(folder: Path) -> list[Path]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.is_file():
         return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    names = stored_object(index).get("weight_map")
-    if not isinstance(names, dict):
+    files = stored_object(index).get("weight_map")
+    if not isinstance(files, dict):
         raise CheckpointError(f"{index} is damaged", allowed="an object with weight_map, a file for each tensor")
-    missing = [name for name in sorted(set(names.values())) if not (folder / name).is_file()]
-    if missing:
-        raise CheckpointError(f"{folder} lacks {len(missing)} of its files of weights: {', '.join(missing[:3])}")
-    return [folder / name for name in sorted(set(names.values()))]
+    return [folder / name for name in sorted(set(files.values()))]
 
 
 def _unused(model: Any) -> str:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -29,18 +28,15 @@ from unigen_ds.core.batch import LossTerms, to_device
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.shards import BUFFER, MASTER
-from unigen_ds.families.auto.attention import documents, has_sdpa, use_documents
-from unigen_ds.families.auto.batch import ModelBatch, Rows, text_batch
+from unigen_ds.families.auto.attention import documents, is_causal, use_documents
+from unigen_ds.families.auto.batch import ModelBatch, Rows
 from unigen_ds.families.auto.cost import Cost
 from unigen_ds.families.auto.loading import build, plain_config, read_config, read_weights
+from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.losses import loss_terms, text_losses
-from unigen_ds.models.weights import PretrainedModel, check_here, contradictions, match
+from unigen_ds.models.weights import PretrainedModel, check_here, match
 from unigen_ds.system.log import logger
 
-_FIRST_IDS, _SECOND_IDS = (5, 3, 9, 4, 7), (8, 2, 6)
-"""Two short documents, where no processor has others."""
-_OTHER_IDS = (4, 9, 2, 8, 3)
-"""Instead of the first one: the second must not notice."""
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.1
 """Largest difference between packed and separate documents, relative to the root mean square of the logits: in fp32,
 and in lower precision."""
@@ -60,8 +56,8 @@ class TransformersModel(PretrainedModel):
             bit-identical.
         packing: whether documents share a row; None: checked at the start, by the model itself.
         attention: transformers' name of an attention: ``sdpa``, ``flash_attention_2``, ``flex_attention``, ``eager``;
-            None: transformers chooses, and where that is SDPA, documents of a row attend inside of each
-            (``attention.py``).
+            None: transformers chooses, and where that is SDPA and plainly causal, documents of a row attend inside of
+            each (``attention.py``).
         activation_checkpointing: compute each layer again in the backward pass: less memory, more time.
         compile: ``torch.compile`` each layer.
     """
@@ -69,6 +65,8 @@ class TransformersModel(PretrainedModel):
     auto: ClassVar[str]
     """transformers' class that chooses the model's own."""
     reads_images: ClassVar[bool]
+    config_key: ClassVar[str] = "config"
+    """The key of the section ``model`` that has the model's config."""
     fixes_of_processor: ClassVar[tuple[str, ...]] = ("reads_images",)
     """Arguments of the processor that follow from the class: no config sets them."""
     forward_methods = ("logits", "next_token_logits")
@@ -89,14 +87,14 @@ class TransformersModel(PretrainedModel):
         super().__init__()
         if not pretrained and not (config or {}).get("model_type"):
             raise ConfigError(
-                "model has neither pretrained nor config.model_type",
+                f"model has neither pretrained nor {self.config_key}.model_type",
                 remedy="model.pretrained='DIR' or a name on the hub",
             )
         meta = torch.empty(0).is_meta
         folder = folder_of(pretrained, where="model.pretrained") if pretrained else None
         if folder is not None:
             check_here(folder)
-        settings = read_config(folder, config or {})
+        settings = read_config(folder, config or {}, where=f"model.{self.config_key}")
         causal = build(self.auto, settings, attention=attention, whole=folder is None and not meta)
         # not registered: its modules are registered here, so that parameters have transformers' names
         self.__dict__["_causal"] = causal
@@ -114,9 +112,7 @@ class TransformersModel(PretrainedModel):
         causal.get_output_embeddings().register_forward_pre_hook(self._of_targets)
         self._stored = {}
         if folder is not None:
-            of_files = {"config": read_config(folder, {}).to_dict()} if config else {}
-            contradicted = contradictions({"config": config or {}}, of_files)
-            self._stored = match(self, read_weights(folder, causal, auto=self.auto), contradicted=contradicted)
+            self._stored = match(self, read_weights(folder, causal, auto=self.auto))
             if not meta:
                 self._fill()
         self._cost = Cost(causal, self.shard_units())
@@ -137,14 +133,8 @@ class TransformersModel(PretrainedModel):
             tensor.view(-1).copy_(reader.read(kind, name, 0, tensor.numel()))
 
     def use_processor(self, processor: Any) -> None:
-        """Called once, with the processor of the data: packing is then checked with images, too."""
+        """Called once, with the processor of the data, whose documents are then used to check packing."""
         self._pair = getattr(processor, "two_documents", None)
-        pictures, kind = getattr(processor, "pictures", None), self.transformers_model.config.model_type
-        if pictures and (other := pictures.of_another(kind)):
-            logger().warning(
-                f"tokenizer.path has transformers' {other}, which is not the processor of a {kind!r}: where it fails or"
-                " learns nothing, tokenizer.path should name the directory of the same model as model.pretrained"
-            )
 
     @property
     def transformers_model(self) -> Any:
@@ -163,7 +153,7 @@ class TransformersModel(PretrainedModel):
 
     def arguments(self) -> dict[str, Any]:
         """The config as the argument of the constructor, which then needs no ``pretrained``."""
-        return {"config": plain_config(self.transformers_model.config)}
+        return {self.config_key: plain_config(self.transformers_model.config)}
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
         """New rows of a vocabulary: Normal(0, ``initializer_range``). Everything else is in the files."""
@@ -221,35 +211,33 @@ class TransformersModel(PretrainedModel):
         """``[T, vocabulary]``: for every token what follows it."""
         return self._compute(batch, torch.arange(batch.position_ids.numel(), device=batch.text_ids.device))
 
-    def next_token_logits(self, batch: ModelBatch, cache: Any = None) -> Tensor:
+    def next_token_logits(self, batch: ModelBatch, *, attend: Attend | None = None) -> Tensor:
         """Logits ``[D, vocabulary]`` of the token that follows each document.
 
-        ``cache``: a ``Cached`` of the tokens before those of ``batch``, which is one document; it is updated.
+        ``attend`` replaces the attention within the batch: for inference on top of cached tokens.
         """
-        device = batch.text_ids.device
-        last = to_device(torch.tensor(batch.document_lengths).cumsum(0) - 1, device)
-        if cache is None:
-            return self._compute(batch, last)
-        inputs = {"input_ids": batch.text_ids[None], **self._images(batch), **self._types(batch, None)}
-        inputs |= self._accepted(cache.positions(self, batch))
-        with self._head(last):
-            output = self.transformers_model(**inputs, use_cache=True, past_key_values=cache.values)
-        cache.values = getattr(output, "past_key_values", None)
-        return output.logits.flatten(0, 1)
+        last = torch.tensor(batch.document_lengths).cumsum(0) - 1
+        return self._compute(batch, to_device(last, batch.text_ids.device), attend)
 
-    def _compute(self, batch: ModelBatch, index: Tensor) -> Tensor:
+    def _compute(self, batch: ModelBatch, index: Tensor, attend: Attend | None = None) -> Tensor:
         """Logits ``[C, vocabulary]`` at the tokens ``index``."""
         if self.packing is None:
-            self.packing, self._pair = self._can_pack(batch.text_ids.device), None
-        return self._packed(batch, index) if self.packing else self._rows(batch, index)
+            self.packing = self._can_pack(batch.text_ids.device)
+        return self._packed(batch, index, attend) if self.packing else self._rows(batch, index)
 
-    def _packed(self, batch: ModelBatch, index: Tensor) -> Tensor:
+    def inputs(self, batch: ModelBatch) -> dict[str, Any]:
+        """transformers' arguments for one document without positions, which ``generate`` makes itself."""
+        ids = batch.text_ids[None]
+        images = {**self._images(batch), **self._types(batch, None)}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **images}
+
+    def _packed(self, batch: ModelBatch, index: Tensor, attend: Attend | None = None) -> Tensor:
         """All documents in one row."""
         positions = self._accepted({"position_ids": self.positions(batch)})
         inputs = {"input_ids": batch.text_ids[None], **positions, **self._images(batch), **self._types(batch, None)}
         if not self._inside_documents:
             return self._called(inputs, index)
-        with documents(batch.document_lengths):
+        with documents(batch.document_lengths, attend or plan_attention(batch)):
             return self._called({**inputs, "attention_mask": torch.ones_like(batch.text_ids)[None]}, index)
 
     def _rows(self, batch: ModelBatch, index: Tensor) -> Tensor:
@@ -262,18 +250,13 @@ class TransformersModel(PretrainedModel):
         return self._called(inputs, rows.slots[index])
 
     def _called(self, inputs: Mapping[str, Any], index: Tensor) -> Tensor:
-        with self._head(index):
-            logits: Tensor = self.transformers_model(**inputs, use_cache=False).logits
-        return logits.flatten(0, 1)
-
-    @contextmanager
-    def _head(self, index: Tensor) -> Iterator[None]:
-        """Inside, the head sees the hidden states at these tokens alone."""
+        """Logits, of which the head computes those at the tokens ``index`` alone."""
         self._targets = index
         try:
-            yield
+            logits: Tensor = self.transformers_model(**inputs, use_cache=False).logits
         finally:
             self._targets = None
+        return logits.flatten(0, 1)
 
     def _of_targets(self, head: nn.Module, arguments: tuple[Any, ...]) -> Any:
         if self._targets is None:
@@ -297,6 +280,8 @@ class TransformersModel(PretrainedModel):
 
     def _images(self, batch: ModelBatch) -> dict[str, Tensor]:
         """The model's inputs of images, in the precision of its weights."""
+        if not self.reads_images:
+            return {}
         dtype = self.transformers_model.get_input_embeddings().weight.dtype
         inputs = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.image_inputs.items()}
         return self._accepted(inputs)
@@ -341,23 +326,21 @@ class TransformersModel(PretrainedModel):
     def _can_pack(self, device: torch.device) -> bool:
         """Whether the model keeps documents of one row apart: what it computes, in short forward passes of its own.
 
-        Where its attention is SDPA, first with attention inside of each document (``attention.py``).
+        Where its attention is plainly causal SDPA, first with attention inside of each document (``attention.py``).
         """
-        model, training, why = self.transformers_model, self.training, "its forward pass has no position_ids"
-        kind = type(model).__name__
-        if "position_ids" in self._parameters_of_forward:
-            pair = self._pair() if self._pair else [text_batch((ids, _SECOND_IDS)) for ids in (_FIRST_IDS, _OTHER_IDS)]
-            first, other = (batch.to(device) for batch in pair)
+        model, training = self.transformers_model, self.training
+        kind, why = type(model).__name__, "its forward pass has no position_ids"
+        if self._pair is None:
+            why = "no processor has documents to check it"
+        elif "position_ids" in self._parameters_of_forward:
+            first, other = (batch.to(device) for batch in self._pair())
             self.eval()
             with torch.no_grad():
                 alone = self._rows(first, torch.arange(first.position_ids.numel(), device=device))
-                for inside in (True, False) if self._may_change_attention and has_sdpa(model) else (False,):
-                    if inside != self._inside_documents:
-                        self._attend_inside_documents(inside)
+                for inside in (True, False) if self._may_change_attention and is_causal(model) else (False,):
+                    self._attend_inside_documents(inside)
                     if not (why := self._cannot_pack(first, other, alone)):
                         break
-                    if inside:
-                        logger().info(f"{kind}: attention inside of documents alone: {why}.")
             self.train(training)
         if why:
             logger().info(f"{kind}: every document is a row of its own, filled up to the longest: {why}.")
@@ -367,8 +350,9 @@ class TransformersModel(PretrainedModel):
         return not why
 
     def _attend_inside_documents(self, on: bool) -> None:
-        use_documents(self.transformers_model, on=on)
-        self._inside_documents = on
+        if on != self._inside_documents:
+            use_documents(self.transformers_model, on=on)
+            self._inside_documents = on
 
     def _cannot_pack(self, first: ModelBatch, other: ModelBatch, alone: Tensor) -> str:
         """Why not; '' for nothing. ``alone``: logits of the documents of ``first``, each a row."""
@@ -438,27 +422,3 @@ def recompute_layers(model: Any) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
-
-
-class Cached:
-    """Keys and values of one document so far, as transformers keeps them, and the position of what follows."""
-
-    def __init__(self) -> None:
-        self.values: Any = None
-        self._next: Tensor | None = None
-
-    def positions(self, model: TransformersModel, batch: ModelBatch) -> dict[str, Tensor]:
-        """Return the positions of the tokens of ``batch``, which follow those in the cache."""
-        if self._next is None:
-            positions = model.positions(batch)
-        else:
-            more = torch.arange(batch.position_ids.numel(), device=batch.position_ids.device)
-            positions = self._next[..., None] + more
-        self._next = positions[..., -1] + 1 if positions.ndim == 2 else _after(positions)
-        return {"position_ids": positions}
-
-
-def _after(positions: Tensor) -> Tensor:
-    """``[4, 1, T]`` -> ``[4, 1]``: the text's own next position, and one beyond every position in images."""
-    inside = positions[1:].amax() + 1
-    return torch.cat([positions[:1, :, -1] + 1, inside.expand(3, 1)])

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,7 +49,6 @@ class Pictures:
             raise ConfigError(f"{kind} of transformers has no token for an image", remedy=_OTHER)
         self.token_ids = [each for each in self.processor.image_token_ids if each is not None]
         """Ids of the tokens that an image's features replace."""
-        self._texts: dict[tuple[int, int], str] = {}
         try:
             two, _ = self._process([Image.new("RGB", _PLAIN, _GREY)] * 2)
         except NotImplementedError as error:
@@ -63,20 +62,10 @@ class Pictures:
         """The text of an image in the rendered conversation."""
         return str(self.processor.image_token)
 
-    def of_another(self, model_type: str) -> str | None:
-        """The name of the processor's class where transformers has another one for this kind of model. Some published
-        models have such a one and work.
-        """
-        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-        name = type(self.processor).__name__
-        return None if PROCESSOR_MAPPING_NAMES.get(model_type, name) == name else name
-
+    @cache  # noqa: B019 - there is one of a run
     def text(self, size: tuple[int, int]) -> str:
         """Return the text that replaces ``token`` for an image of (width, height) pixels."""
-        if size not in self._texts:
-            self._texts[size] = self._process([Image.new("RGB", size, _GREY)])[1][0]
-        return self._texts[size]
+        return self._process([Image.new("RGB", size, _GREY)])[1][0]
 
     def inputs(self, image: Image.Image) -> Inputs:
         """The model's inputs for one image."""
@@ -109,7 +98,9 @@ def _processor(tokenizer: ModelTokenizer) -> Any:
     from transformers.models.auto.processing_auto import processor_class_from_name
 
     where = f"tokenizer.path {tokenizer.name!r}"
-    with _written(tokenizer.files) as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        for file, content in tokenizer.files.items():
+            (Path(folder) / file).write_bytes(content)
         try:
             images = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
         except (OSError, ValueError, ImportError) as error:
@@ -119,7 +110,10 @@ def _processor(tokenizer: ModelTokenizer) -> Any:
                 f"{where} has no image processor{why}",
                 allowed="a directory with preprocessor_config.json or processor_config.json",
             ) from error
-        name = _class_name(tokenizer.files)
+        configs = [
+            json.loads(tokenizer.files.get(f"{each}_config.json", b"{}")) for each in ("processor", "preprocessor")
+        ]
+        name = next((config["processor_class"] for config in configs if config.get("processor_class")), None)
         kind: Any = processor_class_from_name(name) if name else None
         if kind is None:
             raise ConfigError(
@@ -130,42 +124,20 @@ def _processor(tokenizer: ModelTokenizer) -> Any:
         if others:
             notice(f"{name} is used without its {', '.join(others)}: texts and images need no more.")
         stored, _ = kind.get_processor_dict(folder)
-        with _without_packages(kind):
-            processor = _lenient(kind).from_args_and_dict([parts.get(part) for part in kind.get_attributes()], stored)
-    processor.__class__ = kind
-    return processor
+        with _lenient(kind):
+            return kind.from_args_and_dict([parts.get(part) for part in kind.get_attributes()], stored)
 
 
-def _class_name(files: Mapping[str, bytes]) -> str | None:
-    for name in ("processor_config.json", "preprocessor_config.json"):
-        if class_name := json.loads(files.get(name, b"{}")).get("processor_class"):
-            return str(class_name)
-    return None
-
-
+@contextmanager
 def _lenient(kind: Any) -> Any:
-    """The class, which accepts None for a part."""
+    """Inside, the class accepts None for a part, and SmolVLM's needs no num2words, which is for the text of a video."""
+    check = kind.check_argument_for_proper_class
 
-    def check(self: Any, name: str, part: Any) -> Any:
-        return None if part is None else kind.check_argument_for_proper_class(self, name, part)
+    def lenient(self: Any, name: str, part: Any) -> Any:
+        return None if part is None else check(self, name, part)
 
-    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check})
-
-
-@contextmanager
-def _without_packages(kind: Any) -> Any:
-    """SmolVLM's processor refuses to be made without num2words, which only the text of a video needs."""
-    module = sys.modules[kind.__module__]
-    if getattr(module, "num2words", kind) is not None:
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(kind, "check_argument_for_proper_class", lenient))
+        if getattr(sys.modules[kind.__module__], "num2words", kind) is None:
+            stack.enter_context(mock.patch.object(sys.modules[kind.__module__], "num2words", str))
         yield
-        return
-    with mock.patch.object(module, "num2words", str):
-        yield
-
-
-@contextmanager
-def _written(files: Mapping[str, bytes]) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in files.items():
-            (Path(folder) / name).write_bytes(content)
-        yield folder

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import guide, image_grid, noise_image, times, vit_image
-from unigen_ds.inference.continuation import chooser, device_of
+from unigen_ds.inference.answers import KVCache, chooser, device_of
 from unigen_ds.inference.generated import (
     BOTH,
     Generated,
@@ -43,10 +44,8 @@ from unigen_ds.inference.generated import (
     pictures,
     to_picture,
 )
-from unigen_ds.inference.kv_cache import KVCache
-from unigen_ds.inference.sampling import Sampling
+from unigen_ds.inference.prompts import Sampling
 from unigen_ds.models.flow import unpatchify_latent
-from unigen_ds.models.vae import encode_by_size
 from unigen_ds.system.seeding import derive_seed, generator
 
 THINK_THEN_ANSWER = (
@@ -84,18 +83,6 @@ class Contexts:
     full: Context = field(default_factory=Context)
     without_text: Context = field(default_factory=Context)
     without_image: Context = field(default_factory=Context)
-
-
-@dataclass(frozen=True)
-class _Options:
-    """How texts are written and pictures are drawn (``unified_generate``)."""
-
-    size: Sequence[int]
-    flow: FlowSettings
-    on_step: OnStep | None
-    max_length: int
-    sampling: Sampling
-    seed: int
 
 
 class InterleaveInferencer:
@@ -154,41 +141,53 @@ class InterleaveInferencer:
 
         Raises ``ConfigError`` for an argument that is unknown, wrong, or without effect, and ``UnreadableImage``.
         """
-        if max_parts and understand:
-            raise ConfigError(
-                f"max_parts is {max_parts} with understand", allowed="0: there is one text and no picture"
-            )
-        drawing = {"size": size, "flow": flow, "on_step": on_step}
+        drawing = {"size": size, "flow": flow, "on_step": on_step, "max_parts": max_parts or None}
         if understand and (unused := [name for name, value in drawing.items() if value is not None]):
             problem = f"unified_generate got {', '.join(unused)} with understand, which draws nothing"
             raise ConfigError(problem, remedy="leave out one of the two")
-        sampling = Sampling(temperature, top_p)
-        contexts, context_parts = Contexts(), [*pictures(images), *in_order(parts)]
+        sampling, tokenizer = Sampling(temperature, top_p), self.processor.tokenizer
+        contexts, num_shown, size_of_last = Contexts(), 0, None
         if think:
-            self._show_prompt(contexts, THINK_THEN_ANSWER if understand else THINK_THEN_DRAW)
-        of_last: Size = None
-        num_shown = 0
-        for part in context_parts:
+            for context in (contexts.full, contexts.without_image):
+                self.extend_text(context, tokenizer.encode(THINK_THEN_ANSWER if understand else THINK_THEN_DRAW))
+        for part in (*pictures(images), *in_order(parts)):
             if isinstance(part, str):
                 self._add_text(contexts, part)
                 continue
             image = self.processor.read_image(part)
-            resized = self._show_image(contexts, image, draw=not understand, noise_key=(seed, num_shown, "vae"))
-            of_last, num_shown = (resized.height, resized.width), num_shown + 1
-        size = size or of_last
+            image = self._show_image(contexts, image, draw=not understand, noise_key=(seed, num_shown, "vae"))
+            num_shown, size_of_last = num_shown + 1, (image.height, image.width)
         if prompt or not (understand or parts):  # a picture alone may be read, as in training
             self._add_text(contexts, prompt)
-        if not understand:
-            size = size or self._largest_square()
-        options = _Options(size or (), self._flow(flow), on_step, max_length, sampling, seed)
-        if max_parts:
-            return self._alternate(contexts, options, max_parts, shown=num_shown)
-        text = self._written(contexts, options) if think or understand else ""
+
+        def write(number: int = 0) -> str:
+            own_seed = derive_seed(seed, "part", number) if number else seed
+            ids = self.write(contexts.full, max_length=max_length, seed=own_seed, **vars(sampling))
+            text: str = tokenizer.decode(ids)
+            return text
+
         if understand:
-            return Generated(text, [])
-        if think:
-            self.extend_text(contexts.full, self.processor.tokenizer.encode(text))
-        return Generated(text, [self._drawn(contexts, options)])
+            return Generated(write(), [])
+        size = size or size_of_last or self._largest_square()
+        draw = partial(self._draw, contexts, size, self._flow(flow), seed, on_step=on_step)
+        if not max_parts:
+            text = write() if think else ""
+            if think:
+                self.extend_text(contexts.full, tokenizer.encode(text))
+            return Generated(text, [draw()])
+        made: list[str | Image.Image] = []
+        while len(made) < max_parts:
+            number, is_text = len(made) // 2, len(made) % 2 == 0
+            new: str | Image.Image = write(number) if is_text else draw(number=number)
+            if isinstance(new, str):
+                if not new.strip():
+                    break
+                self._add_text(contexts, new)
+            elif len(made) + 1 < max_parts:
+                self._show_image(contexts, new, draw=True, noise_key=(seed, num_shown + number, "vae"))
+            made.append(new)
+        texts = [part for part in made if isinstance(part, str)]
+        return Generated("\n".join(texts), [part for part in made if not isinstance(part, str)], made)
 
     def _flow(self, flow: Any) -> FlowSettings:
         """How a picture is drawn, from the argument ``flow``."""
@@ -211,85 +210,51 @@ class InterleaveInferencer:
     ) -> list[Generated]:
         """The answer to each of some records, whose parts are read as in training, one record at a time."""
         flow = flow or flow_for(self.model)
-        return [self._answered(request, max_new_tokens, sampling, flow) for request in requests]
+        return [self._answer(request, max_new_tokens, sampling, flow) for request in requests]
 
-    def _answered(self, request: Request, max_new_tokens: int, sampling: Sampling, flow: FlowSettings) -> Generated:
-        contexts, before = Contexts(), [*request.prompt]
-        if len(request.begin) > 1:
-            before.append(TokenSplit.unlearned(request.begin[:-1]))
-        for split in before:
+    def _answer(self, request: Request, max_new_tokens: int, sampling: Sampling, flow: FlowSettings) -> Generated:
+        contexts, wanted, begin = Contexts(), request.wanted, request.begin
+        for split in (*request.prompt, *([TokenSplit.unlearned(begin[:-1])] if len(begin) > 1 else ())):
             if isinstance(split, TextSplit):
                 contexts.without_text = contexts.full.copy()
                 self._extend(contexts.without_image, split)
             self._extend(contexts.full, split)
-        options = _Options(request.size or (), flow, None, 0, sampling, request.seed)
-        images = [self._drawn(contexts, options)] if request.wanted == "image" or request.picture_first else []
-        if request.wanted == "image":
+        draw = partial(self._draw, contexts, request.size or (), flow, request.seed)
+        images = [draw()] if wanted == "image" or request.picture_first else []
+        if wanted == "image":
             return Generated("", images)
         for image in images:
             self.extend_vit(contexts.full, image)
-        first = request.begin[-1] if request.begin else None
+        first = begin[-1] if begin else None
         ids = self.write(contexts.full, max_length=max_new_tokens + 1, seed=request.seed, first=first, **vars(sampling))
         text = self.processor.tokenizer.decode(ids[1:])
-        if request.wanted == BOTH and not images:
+        if wanted == BOTH and not images:
             self._add_text(contexts, text)
-            images = [self._drawn(contexts, options)]
+            images = [draw()]
         return Generated(text, images)
 
     def idle(self, method: str) -> tuple[Any, ...]:
         """Arguments of a forward pass that does nothing: of a rank that has no work while others have."""
-        batch = self._pack(Context(), TokenSplit((self.processor.tokenizer.bos_id,), (-100,)))
-        more: dict[str, tuple[Any, ...]] = {
-            "forward": (),
-            "velocity": (batch.flow_noise, 0.0),
-            "next_token_logits": (batch.flow_noise,),
-        }
-        more["read"] = (batch.flow_noise, KVCache().attend(causal=True, keep=False))
-        return (batch, *more[method])
+        batch = self._pack(Context(), TokenSplit.unlearned((self.processor.tokenizer.bos_id,)))
+        return (batch, batch.flow_noise, 0.0) if method == "velocity" else (batch,)
 
-    def _alternate(self, contexts: Contexts, options: _Options, max_parts: int, *, shown: int) -> Generated:
-        """Texts and pictures in alternation. ``shown``: images that were passed."""
-        parts: list[str | Image.Image] = []
-        texts: list[str] = []
-        images: list[Image.Image] = []
-        while len(parts) < max_parts:
-            if len(texts) == len(images):
-                text = self._written(contexts, options, number=len(texts))
-                if not text.strip():
-                    break
-                self._add_text(contexts, text)
-                texts.append(text)
-                parts.append(text)
-            else:
-                image = self._drawn(contexts, options, number=len(images))
-                if len(parts) + 1 < max_parts:
-                    key = (options.seed, shown + len(images), "vae")
-                    self._show_image(contexts, image, draw=True, noise_key=key)
-                images.append(image)
-                parts.append(image)
-        return Generated("\n".join(texts), images, parts)
-
-    def _written(self, contexts: Contexts, options: _Options, *, number: int = 0) -> str:
-        """The text of that number, which is not yet in the contexts."""
-        seed = derive_seed(options.seed, "part", number) if number else options.seed
-        ids = self.write(contexts.full, max_length=options.max_length, seed=seed, **vars(options.sampling))
-        text: str = self.processor.tokenizer.decode(ids)
-        return text
-
-    def _drawn(self, contexts: Contexts, options: _Options, *, number: int = 0) -> Image.Image:
+    def _draw(
+        self,
+        contexts: Contexts,
+        size: Sequence[int],
+        flow: FlowSettings,
+        seed: int,
+        *,
+        number: int = 0,
+        on_step: OnStep | None = None,
+    ) -> Image.Image:
         """The picture of that number, from noise of its own."""
-        grid = image_grid(self.processor, options.size)
+        grid = image_grid(self.processor, size)
         width = self.processor.latent_channels * self.processor.latent_patch_size**2
-        noise_LC = torch.randn(grid[0] * grid[1], width, generator=generator(options.seed, number, "draw"))
-        x_LC = self.denoise(contexts, noise_LC, grid, flow=options.flow, on_step=options.on_step)
-        return to_picture(self.decode(x_LC, grid))
+        noise_LC = torch.randn(grid[0] * grid[1], width, generator=generator(seed, number, "draw"))
+        return to_picture(self.decode(self.denoise(contexts, noise_LC, grid, flow=flow, on_step=on_step), grid))
 
     # --- contexts ---------------------------------------------------------------------------------------------
-
-    def _show_prompt(self, contexts: Contexts, prompt: str) -> None:
-        ids = self.processor.tokenizer.encode(prompt)
-        for context in (contexts.full, contexts.without_image):
-            self.extend_text(context, ids)
 
     def _add_text(self, contexts: Contexts, text: str) -> None:
         ids = self.processor.tokenizer.encode(text)
@@ -338,11 +303,11 @@ class InterleaveInferencer:
         self._extend(context, replace(template, split=split, vae_image=pixels, vae_noise=noise))
 
     def _extend(self, context: Context, split: Loaded) -> Tensor:
-        """Add one split; returns the logits ``[vocabulary]`` of what follows it."""
+        """Add one split; returns the logits ``[1, vocabulary]`` of what follows it."""
         batch = self._pack(context, split)
         is_text = not (batch.vit_index.numel() or batch.latent_index.numel())
-        latents_LC = encode_by_size(self.model.vae, batch, self.processor.latent_patch_size)
-        logits: Tensor = self.model.read(batch, latents_LC, context.cache.attend(causal=is_text, keep=True))
+        attend = context.cache.attend(causal=is_text, keep=True)
+        logits: Tensor = self.model.next_token_logits(batch, attend=attend)
         context.position = int(batch.position_ids[-1]) + 1
         return logits
 
@@ -373,7 +338,7 @@ class InterleaveInferencer:
         token = tokenizer.bos_id if first is None else first
         while len(ids) < max_length:
             ids.append(token)
-            [token] = choose(self._extend(context, TokenSplit((token,), (-100,)))[None], [0])
+            [token] = choose(self._extend(context, TokenSplit.unlearned((token,))), [0])
             if token == tokenizer.eos_id:
                 break
         return ids

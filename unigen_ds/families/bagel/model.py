@@ -54,7 +54,7 @@ from unigen_ds.models.quantized import quantize_frozen
 from unigen_ds.models.settings import Quantize, VisionSizes
 from unigen_ds.models.vae import encode_by_size, hold_as_buffers
 from unigen_ds.models.vision import VisionModel
-from unigen_ds.models.weights import PretrainedModel, contradictions
+from unigen_ds.models.weights import PretrainedModel
 
 _INIT_STD = 0.02
 
@@ -190,7 +190,7 @@ class UnifiedModel(PretrainedModel):
         copy_init_moe: gen experts that ``pretrained`` lacks start as copies of the und experts.
     """
 
-    forward_methods = ("velocity", "next_token_logits", "read")
+    forward_methods = ("velocity", "next_token_logits")
     """Entry points beside ``forward``; a sharding engine must hook these too."""
 
     @checked("model")
@@ -250,7 +250,7 @@ class UnifiedModel(PretrainedModel):
         self.latent_pos_embed = PositionTable(self.max_latent_size, width)
         if source is not None and copy_init_moe:
             source = with_copied_experts(source, self.state_dict(keep_vars=True))
-        self.start_from(source, contradicted=contradictions(of_config, of_files))
+        self.start_from(source)
         self.freeze((*freeze, "vae"))
         quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing
@@ -362,21 +362,16 @@ class UnifiedModel(PretrainedModel):
         velocity: Tensor = self.llm2vae(hidden_MD)
         return velocity
 
-    def next_token_logits(self, batch: PackedBatch, latents_LC: Tensor) -> Tensor:
-        """Logits ``[documents, vocabulary]`` of the token that follows each document, for the sampler."""
-        t_L = torch.zeros(batch.timesteps.shape, device=batch.timesteps.device)
-        hidden_TD, row_of = self.hidden_states(batch, latents_LC, t_L)
-        last = torch.tensor(batch.document_lengths, device=hidden_TD.device).cumsum(0) - 1
-        return self.language_model.lm_head(hidden_TD[row_of[last]])
+    def next_token_logits(self, batch: PackedBatch, *, attend: Attend | None = None) -> Tensor:
+        """Logits ``[documents, vocabulary]`` of the token that follows each document, whose images are clean.
 
-    def read(self, batch: PackedBatch, latents_LC: Tensor, attend: Attend) -> Tensor:
-        """Logits ``[vocabulary]`` of what follows the tokens of ``batch``, which ``attend`` may add to its cached ones.
-
-        Latents are clean.
+        ``attend`` replaces the attention within the batch: for inference on top of cached tokens.
         """
+        latents_LC = encode_by_size(self.vae, batch, self.latent_patch_size)
         t_L = torch.zeros(batch.timesteps.shape, device=latents_LC.device)
         hidden_TD, row_of = self.hidden_states(batch, latents_LC, t_L, attend=attend)
-        return self.language_model.lm_head(hidden_TD[row_of][-1])
+        last = torch.tensor(batch.document_lengths, device=hidden_TD.device).cumsum(0) - 1
+        return self.language_model.lm_head(hidden_TD[row_of[last]])
 
     def shard_units(self) -> list[nn.Module]:
         """Modules an engine may shard and wrap one by one, in forward order; the root holds the rest."""

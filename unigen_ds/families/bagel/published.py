@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,12 +83,7 @@ class UnifiedSizes(LanguageSizes):
 def read_exported(folder: Path) -> dict[str, Any]:
     """The values of ``EXPORTED``; nothing in a directory that was not exported here. Raises ``ConfigError``."""
     path = folder / EXPORTED
-    if not path.is_file():
-        return {}
-    values = read_json(path)
-    if not isinstance(values.get("timestep_shift", 1.0), int | float) or not isinstance(values.get("vae", {}), dict):
-        raise ConfigError(f"{path} is damaged", allowed="an object with vae (an object) and timestep_shift (a number)")
-    return values
+    return read_json(path) if path.is_file() else {}
 
 
 def _exported(model: Any, processor: Any) -> dict[str, Any]:
@@ -121,11 +116,10 @@ def read_pretrained(pretrained: str | Mapping[str, str], *, vit_select_layer: in
     if isinstance(pretrained, Mapping):
         return _open_parts(pretrained, vit_select_layer or VIT_SELECT_LAYER)
     directory = Path(pretrained)
-    _check_bagel(directory)
     weights, exported = stored_tensors(directory / WEIGHTS), read_exported(directory)
     select = vit_select_layer or exported.get("vit_select_layer", VIT_SELECT_LAYER)
     has_vae = (directory / VAE_WEIGHTS).is_file() or "vae" not in exported
-    vae = _below(_PREFIX["vae"], directory / VAE_WEIGHTS) if has_vae else {}
+    vae = _below(_PREFIX["vae"], stored_tensors(directory / VAE_WEIGHTS)) if has_vae else {}
     is_flux = has_vae and exported.get("vae", {}).get("type", "FluxAutoencoder") == "FluxAutoencoder"
     sizes: dict[str, Any] = {
         "llm": _sizes("llm", directory / LLM_CONFIG),
@@ -141,18 +135,13 @@ def read_pretrained(pretrained: str | Mapping[str, str], *, vit_select_layer: in
     if "vit_pos_embed.pos_embed" in weights:
         sizes["vit_max_patches_per_side"] = math.isqrt(weights["vit_pos_embed.pos_embed"].shape[0])
     sizes["vit_select_layer"] = select
-    unread = "$^" if select == VIT_SELECT_LAYER else _unread_layers(weights, sizes["vit"].get("num_hidden_layers", 0))
-    return Pretrained(str(directory), sizes, {**weights, **vae}, r"pos_embed$", unread)
-
-
-def _check_bagel(directory: Path) -> None:
-    """Raise ``ConfigError`` for a part of a model where BAGEL's directory is expected."""
-    if (directory / "config.json").is_file() and not (directory / WEIGHTS).exists():
-        raise ConfigError(
-            f"model.pretrained is {str(directory)!r}, which has a config.json and no {WEIGHTS}",
-            allowed=f"BAGEL's directory: {', '.join(FILES)}",
-            remedy=f"of a language model pretrained=dict(llm={str(directory)!r}), of a vision tower dict(vit=...)",
+    if select != VIT_SELECT_LAYER:  # layers of the vision tower after it are not read
+        layer, number = (
+            re.compile(r"vit_model\.vision_model\.encoder\.layers\.(\d+)\."),
+            sizes["vit"]["num_hidden_layers"],
         )
+        weights = {name: t for name, t in weights.items() if not (m := layer.match(name)) or int(m[1]) < number}
+    return Pretrained(str(directory), sizes, {**weights, **vae}, r"pos_embed$")
 
 
 def stated_configs(directory: Path) -> dict[str, dict[str, Any]]:
@@ -160,13 +149,6 @@ def stated_configs(directory: Path) -> dict[str, dict[str, Any]]:
     parts = {"llm": directory / LLM_CONFIG, "vit": directory / VIT_CONFIG}
     present = parts["llm"].is_file()
     return {part: flat_sizes(stored_object(path)) for part, path in parts.items() if present and path.is_file()}
-
-
-def _unread_layers(weights: Iterable[str], number: int) -> str:
-    """Pattern of the weights of the vision tower after its first ``number`` layers."""
-    layers = r"vit_model\.vision_model\.encoder\.layers\."
-    stored = {int(match[1]) for name in weights if (match := re.match(rf"{layers}(\d+)\.", name))}
-    return rf"^{layers}({'|'.join(str(each) for each in sorted(stored) if each >= number) or '$^'})\."
 
 
 def _open_parts(paths: Mapping[str, str], select: int) -> Pretrained:
@@ -178,10 +160,10 @@ def _open_parts(paths: Mapping[str, str], select: int) -> Pretrained:
         source = Path(path)
         if part == "vae":
             file = source / VAE_WEIGHTS if source.is_dir() else source
-            of_part = _below(_PREFIX[part], file)
+            of_part = _below(_PREFIX[part], stored_tensors(file))
             sizes[part] = _vae_sizes(of_part, file)
         else:
-            of_part = _below(_PREFIX[part], source, read=vision_tensors if part == "vit" else stored_tensors)
+            of_part = _below(_PREFIX[part], (vision_tensors if part == "vit" else stored_tensors)(source))
             sizes[part] = _sizes(part, source / "config.json", select)
             embedding = of_part.get(_PREFIX["llm"] + "model.embed_tokens.weight")
             if part == "llm" and embedding is not None:  # a tied head is not stored
@@ -194,8 +176,8 @@ def _open_parts(paths: Mapping[str, str], select: int) -> Pretrained:
     )
 
 
-def _below(prefix: str, path: Path, *, read: Callable[[Path], dict[str, Stored]] = stored_tensors) -> dict[str, Stored]:
-    return {prefix + key: tensor for key, tensor in read(path).items()}
+def _below(prefix: str, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    return {prefix + key: tensor for key, tensor in tensors.items()}
 
 
 def _sizes(part: str, path: Path, select: int = VIT_SELECT_LAYER) -> dict[str, Any]:

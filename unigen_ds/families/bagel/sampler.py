@@ -22,7 +22,7 @@ from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import ImageSplit, LoadedImage, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
-from unigen_ds.inference.continuation import device_of
+from unigen_ds.inference.answers import continue_prompts, device_of
 from unigen_ds.models.flow import sampling_timesteps, unpatchify_latent
 from unigen_ds.system.seeding import generator
 
@@ -102,27 +102,13 @@ def _velocity(
     return torch.cat([guide(v, without, None, flow) for v, without in pairs])
 
 
-@torch.no_grad()
 def read(
     model: Any, processor: UnifiedProcessor, images: Sequence[Image.Image], *, max_new_tokens: int = 16
 ) -> list[str]:
     """The model's greedy text for each image."""
-    device = device_of(model)
-    pictures = [vit_image(processor, image) for image in images]
-    texts: list[list[int]] = [[] for _ in images]
-    open_ones = list(range(len(images)))
-    for _ in range(max_new_tokens):
-        documents: list[list[Loaded]] = [
-            [pictures[i], TokenSplit.unlearned([processor.tokenizer.bos_id, *texts[i]])] for i in open_ones
-        ]
-        batch = pack_documents(documents, processor).to(device)
-        latents_LC = batch.flow_noise  # no latent in these documents: an empty tensor of the right width
-        chosen = model.next_token_logits(batch, latents_LC).argmax(-1).tolist()
-        for i, token in zip(open_ones, chosen, strict=True):
-            texts[i].append(token)
-        open_ones = [i for i in open_ones if texts[i][-1] != processor.tokenizer.eos_id]
-        if not open_ones:
-            break
+    begin = TokenSplit.unlearned([processor.tokenizer.bos_id])
+    prompts: list[list[Loaded]] = [[vit_image(processor, image), begin] for image in images]
+    texts = continue_prompts(model, processor, prompts, max_new_tokens=max_new_tokens, cached=False)
     return [processor.tokenizer.decode(ids) for ids in texts]
 
 

@@ -14,8 +14,7 @@ from unigen_ds.data.samples.processor import Processor
 from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.base import TRANSFORMERS_WEIGHTS, ConversationFamily, PublishedFormat, published_folder, stated
-from unigen_ds.families.decoder_lm.model import DecoderLM
-from unigen_ds.families.decoder_lm.published import MODEL_TYPES, as_transformers
+from unigen_ds.families.decoder_lm.model import MODEL_TYPES, DecoderLM
 from unigen_ds.inference.answers import PackedInferencer
 from unigen_ds.models.weights import read_json
 
@@ -55,7 +54,12 @@ class TransformersDirectory(PublishedFormat):
     def write(
         self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
     ) -> None:
-        causal = as_transformers(model, tokenizer=processor.tokenizer, dtype=dtype)
+        from transformers import GenerationConfig
+
+        causal, tokenizer = model.to("cpu", dtype).transformers_model, processor.tokenizer
+        causal.config.bos_token_id, causal.config.eos_token_id = tokenizer.bos_id, tokenizer.eos_id
+        causal.generation_config = GenerationConfig.from_model_config(causal.config)
+        causal.generation_config.pad_token_id = tokenizer.pad_id  # not of config: there it would freeze an embedding
         with published_folder(out, processor.tokenizer, source, without=TRANSFORMERS_WEIGHTS) as folder:
             causal.save_pretrained(folder, max_shard_size=max_shard_size)
 

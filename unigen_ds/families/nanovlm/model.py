@@ -34,7 +34,7 @@ from unigen_ds.models.losses import loss_terms, text_losses
 from unigen_ds.models.quantized import quantize_frozen
 from unigen_ds.models.settings import LanguageSizes, Quantize, VisionSizes
 from unigen_ds.models.vision import VisionTransformer
-from unigen_ds.models.weights import Pretrained, PretrainedModel, contradictions
+from unigen_ds.models.weights import Pretrained, PretrainedModel
 
 _INIT_STD = 0.02
 SMOLLM2_VOCABULARY = 49152 + EXTRA_TOKENS
@@ -146,7 +146,7 @@ class VLM(PretrainedModel):
             self.vit_config["hidden_size"], self.llm_config["hidden_size"], side=side, factor=pixel_shuffle_factor
         )
         self.language_model = LlamaLM(self.llm_config)
-        self.start_from(source, contradicted=contradictions(of_config, source.sizes) if source else ())
+        self.start_from(source)
         self.freeze(freeze)
         quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing

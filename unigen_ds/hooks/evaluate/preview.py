@@ -39,7 +39,7 @@ from unigen_ds.hooks.evaluate.ema import ema_of
 from unigen_ds.hooks.evaluate.evaluate import set_aside
 from unigen_ds.hooks.log.logger import logger_of
 from unigen_ds.inference import prompts as files_of_prompts
-from unigen_ds.inference.sampling import Sampling
+from unigen_ds.inference.prompts import Sampling
 from unigen_ds.inference.together import AnotherRankFailed
 from unigen_ds.system import dist
 from unigen_ds.system.files import write_atomic, write_text_atomic

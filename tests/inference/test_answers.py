@@ -1,7 +1,9 @@
-"""Writing on from key/value caches gives what computing the whole documents again gives."""
+"""Key/value caches write what whole documents computed again write; a token is drawn by temperature, top-p and seed."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -9,14 +11,17 @@ import torch
 from torch import Tensor
 
 from tests.families.nanovlm.test_model_golden import CONFIG, NANOVLM, Ids
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import DroppedImage, TokenSplit
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import LoadedTiles, TiledSplit, VLMProcessor
 from unigen_ds.families.nanovlm.published import vlm_arguments
-from unigen_ds.inference.continuation import continue_prompts, likeliest
+from unigen_ds.inference.answers import chooser, continue_prompts, likeliest, sample
+from unigen_ds.inference.prompts import Sampling
+from unigen_ds.system.seeding import generator
 
-NEW, NEVER = 6, 10**6
+NEW = 6
 
 
 class Endless(Ids):
@@ -55,7 +60,7 @@ def prompts(processor: VLMProcessor) -> list[list[Loaded]]:
 
 
 def written(
-    model: VLM, processor: VLMProcessor, prompts: Sequence[Sequence[Loaded]], *, max_positions: int
+    model: VLM, processor: VLMProcessor, prompts: Sequence[Sequence[Loaded]]
 ) -> tuple[list[list[int]], list[Tensor]]:
     """The ids, and the logits that they were chosen by."""
     seen: list[Tensor] = []
@@ -64,24 +69,26 @@ def written(
         seen.append(logits)
         return likeliest(logits)
 
-    ids = continue_prompts(model, processor, prompts, max_new_tokens=NEW, max_positions=max_positions, choose=choose)
+    ids = continue_prompts(model, processor, prompts, max_new_tokens=NEW, choose=choose)
     return ids, seen
 
 
-def test_as_computed_again(model, processor, prompts) -> None:
-    cached, again = (written(model, processor, prompts, max_positions=n) for n in (NEVER, 0))
+def test_as_computed_again(model, processor, prompts, monkeypatch) -> None:
+    cached = written(model, processor, prompts)
+    monkeypatch.setattr(VLM, "squeezes_beyond", 0)
+    again = written(model, processor, prompts)
     assert cached[0] == again[0] and [len(ids) for ids in cached[0]] == [NEW] * 3
     for a, b in zip(cached[1], again[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_one_that_ends_does_not_disturb_the_others(model, processor, prompts) -> None:
-    together = written(model, processor, prompts, max_positions=NEVER)[0]
+    together = written(model, processor, prompts)[0]
     ending = together[0][2]  # what the first says third is made the end
     tokenizer = processor.tokenizer
     kept, tokenizer.eos_id = tokenizer.eos_id, ending
     try:
-        ids, logits = written(model, processor, prompts, max_positions=NEVER)
+        ids, logits = written(model, processor, prompts)
     finally:
         tokenizer.eos_id = kept
     for mine, longer in zip(ids, together, strict=True):
@@ -95,6 +102,41 @@ def test_a_token_costs_its_own_row(model, processor, prompts, monkeypatch) -> No
     monkeypatch.setattr(
         model.language_model.model, "forward", lambda x, *rest: sizes.append(len(x)) or forward(x, *rest)
     )
-    written(model, processor, prompts, max_positions=NEVER)
+    written(model, processor, prompts)
     whole = 9 + 4 + 1 + 2 * processor.tokens_per_tile + 5 + 1
     assert sizes == [whole, *[len(prompts)] * (NEW - 1)]
+
+
+LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+
+
+def counts(sampling: Sampling) -> Counter[int]:
+    random = generator("test")
+    return Counter(sample(LOGITS, sampling, random) for _ in range(4000))
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(1.0, {0, 1, 2, 3}), (0.4, {0}), (0.5, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2}), (0.96, {0, 1, 2, 3})],
+)
+def test_top_p_keeps_the_likeliest_up_to_that_probability(top_p: float, kept: set[int]) -> None:
+    found = counts(Sampling(1.0, top_p))
+    assert set(found) == kept
+    assert abs(found[0] / 4000 - 0.5 / sum((0.5, 0.3, 0.15, 0.05)[i] for i in kept)) < 0.03
+
+
+def test_a_document_draws_the_same_alone_and_among_others() -> None:
+    logits = torch.randn(3, 50, generator=generator("logits"))
+    together = chooser(Sampling(2.0), [7, 8, 9])
+    first, second = together(logits, [0, 1, 2]), together(logits[1:], [1, 2])
+    alone = chooser(Sampling(2.0), [9])
+    assert [first[2], second[1]] == [alone(logits[2:], [0])[0], alone(logits[2:], [0])[0]]
+    assert chooser(Sampling(), [1]) is likeliest
+
+
+@pytest.mark.parametrize(
+    "values", [(-1.0, 1.0), (math.nan, 1.0), (math.inf, 1.0), (1.0, 0.0), (1.0, 1.1), (1.0, math.nan), (0.0, 0.5)]
+)
+def test_refused(values: tuple[float, float]) -> None:
+    with pytest.raises(ConfigError):
+        Sampling(*values)
