@@ -45,6 +45,7 @@ PRIORITY = {
     "ema": 30,
     "first_update": 35,
     "evaluate": 40,
+    "best": 45,
     "preview": 50,
     "logger": 60,
     "signals": 65,
