@@ -159,13 +159,6 @@ def test_a_run_with_hooks_of_mmengine_trains_the_same(tmp_path: Path) -> None:
     assert "Epoch(train) [1][2/8]" in text and "eta:" in text, "mmengine's own lines"
 
 
-def test_the_profiler_writes_its_trace(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
-    profiler = dict(type="mmengine.ProfilerHook", by_epoch=False, profile_times=2, json_trace_path=str(trace))
-    run(tmp_path / "run", profiler, train_cfg=dict(max_iters=3))
-    assert json.loads(trace.read_text())["traceEvents"]
-
-
 class StopsAtFour(mmengine.hooks.Hook):
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         if runner.iter == 3:

@@ -142,13 +142,6 @@ def test_a_resume_from_an_earlier_checkpoint_has_the_best_up_to_there(tmp_path):
     assert (work_dir / HINT).read_text().strip().endswith("iter_3.pth")
 
 
-def test_a_resume_from_the_best_one_itself(tmp_path):
-    run(tmp_path, VALUES[:3])
-    run(tmp_path, VALUES, resume=True)
-    assert best_of(tmp_path / "run")[0].name == "iter_3.pth"
-    assert checkpoints(tmp_path / "run") == ["iter_3.pth", "iter_8.pth"]
-
-
 def test_a_resume_into_another_folder_refers_to_it(tmp_path):
     run(tmp_path, VALUES[:6])
     run(tmp_path, VALUES, resume=str(tmp_path / "run" / "iter_6.pth"), work_dir=str(tmp_path / "other"))
@@ -163,13 +156,6 @@ def test_a_best_one_that_was_deleted_is_named_and_found_anew(tmp_path, capsys):
     run(tmp_path, VALUES, resume=True)
     assert "iter_3.pth (val/loss 2 at update 3) is not the best checkpoint any more" in log(tmp_path)
     assert best_of(tmp_path / "run")[1].updates == 7
-
-
-def test_another_metric_starts_anew(tmp_path):
-    run(tmp_path, VALUES[:6])
-    run(tmp_path, VALUES, resume=True, save_best="val/bleu")
-    assert "it was chosen by val/loss (less), and the metric is now val/bleu (greater)" in log(tmp_path)
-    assert best_of(tmp_path / "run")[1].metric == "val/bleu"
 
 
 def test_weights_alone(tmp_path, capsys):
@@ -232,14 +218,6 @@ def test_only_weights_of_the_runs_own_folder_are_deleted(tmp_path):
     assert better() == set() and "is not deleted: it is not inside of" in (other / "train.log").read_text()
 
 
-def test_weights_alone_that_cannot_be_written_keep_the_checkpoint(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / WEIGHTS).write_text("a file where the folder would be")
-    run(tmp_path, VALUES[:6], weights_only=True)
-    assert checkpoints(tmp_path / "run") == ["iter_3.pth", "iter_6.pth"]
-    assert "complete and kept, but" in log(tmp_path)
-
-
 def test_the_greatest_is_the_best_where_that_is_the_rule(tmp_path):
     run(tmp_path, [0.1, 0.5, 0.3, 0.4], save_best="val/accuracy")
     folder, best = best_of(tmp_path / "run")
@@ -279,13 +257,6 @@ def test_the_rule_follows_from_the_name(name, rule):
         assert EarlyStoppingHook(monitor=name).rule == rule
 
 
-def test_no_rule_follows_from_this_name():
-    with pytest.raises(ConfigError, match="add rule="):
-        rule_of("val/quality")
-    with pytest.raises(ConfigError, match="'less' or 'greater'"):
-        rule_of("val/quality", "lower")
-
-
 def early(**arguments: Any) -> tuple[dict[str, Any]]:
     return ({"type": "EarlyStoppingHook", "monitor": "val/loss", **arguments},)
 
@@ -323,15 +294,6 @@ def test_its_count_is_in_the_checkpoint(tmp_path):
 )
 def test_when_it_ends(tmp_path, arguments, values, updates):
     assert run(tmp_path, values, hooks=early(**arguments)).progress.updates == updates
-
-
-def test_the_list_of_a_run_without_a_best_one(tmp_path, capsys):
-    run(tmp_path, VALUES[:2])
-    states = tmp_path / "run" / "iter_2.pth" / "hooks.json"
-    assert main(["best", str(tmp_path / "run")]) == 0
-    states.write_text(json.dumps({"best": {"metric": 1}}))
-    assert main(["list", str(tmp_path / "run")]) == 0
-    assert store.read_hint(tmp_path / "run") is not None
 
 
 def evaluated(folder: Path, *, held: int = 3, monitor: str = "val/loss", **overrides: Any) -> int:
