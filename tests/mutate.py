@@ -2,19 +2,16 @@
 
 ::
 
-    python -m tests.mutate [--part K/N] [--minutes M] [--only ID ...] [--again] [--tests-passed]
+    python -m tests.mutate [--part K/N] [--minutes M] [--only ID ...] [--tests-passed]
     python -m tests.mutate --sample N [--seed S]
 
-An edit survives if its test passes: then the test, or the claim, is wrong. Results are appended to ``--results`` as
-they arrive; an edit is run again only if the edit, the edited file, the test's file or the helpers in its folder have
-changed since, so a stopped run continues. Exit status: 0 every edit was detected, 1 one survived or has no result, 2
-wrong usage. Edits for which ``--minutes`` leaves no time are listed, and are not a failure.
+An edit survives if its test passes: then the test, or the claim, is wrong. Exit status: 0 every edit was detected, 1
+one survived or has no result, 2 wrong usage. Edits for which ``--minutes`` leaves no time are listed: no failure.
 
 With ``--sample`` the edits are random ones instead, of lines that a module's own tests
 (``tests/<package>/test_<module>*.py``) run: a comparison, a constant, a sign, a number that is off by one, a deleted
 statement. The share that those tests detect is printed and written to ``benchmarks/results``; nothing fails.
 
-This process imports torch and the other large packages once and forks for each run of a test, which saves their import.
 Edits with the same test run one after the other, after one run of the test without an edit: a test that fails then
 shows nothing. ``--tests-passed`` omits that run, if the whole suite has just passed.
 """
@@ -24,7 +21,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import functools
 import hashlib
 import importlib
 import itertools
@@ -39,29 +35,18 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutations.toml"
-RESULTS = ROOT / "work_dirs" / "mutations.jsonl"
 TIMEOUT_S = 600.0
 """Of one test. A test that does not end has not failed: it counts as without a result."""
-SHARED_IMPORTS = (
-    "pytest",
-    "numpy",
-    "torch",
-    "torch.distributed",
-    "safetensors.torch",
-    "mmengine.config",
-    "PIL.Image",
-    "tokenizers",
-)
-Steps = Generator["tuple[str, str | None]", "int | None", None]
-"""Tests to run, and the module whose lines are traced; receives pytest's exit status."""
 _PYTEST = {0: "survived", 1: "detected", 2: "no result: interrupted or not importable", 5: "no result: no such test"}
 
 
@@ -77,7 +62,9 @@ class Mutation:
     replace: str
     test: str
     """pytest's id: file, or ``file::function``; of a random edit several files, separated by spaces."""
-    text: str = field(default="", compare=False)
+    operator: str = ""
+    line: int = 0
+    """Both of a random edit: then ``find`` is the whole module, and one change of ``operator`` is in ``line``."""
 
     def problem(self) -> str | None:
         """The reason why it cannot be applied, or None."""
@@ -95,25 +82,6 @@ class Mutation:
             except SyntaxError as error:
                 return f"the edited {self.file} is not valid Python: {error}"
         return None if (ROOT / self.test.partition("::")[0]).is_file() else f"{self.test} does not exist"
-
-    @property
-    def node(self) -> str:
-        """``test`` as pytest names it: with the class of the function, if there is one."""
-        path, _, function = self.test.partition("::")
-        name = function.partition("[")[0]
-        for item in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
-            inside = item.body if isinstance(item, ast.ClassDef) else ()
-            if any(isinstance(inner, ast.FunctionDef) and inner.name == name for inner in inside):
-                return f"{path}::{item.name}::{function}"  # type: ignore[attr-defined]
-        return self.test
-
-    def key(self) -> str:
-        """Changes with the edit, the edited file, and all files of the test's folder."""
-        digest = hashlib.blake2b(repr((self.file, self.find, self.replace, self.test)).encode(), digest_size=16)
-        folder = (ROOT / self.test.partition("::")[0]).parent
-        for path in (ROOT / self.file, *sorted(folder.glob("*.py"))):
-            digest.update(path.read_bytes())
-        return digest.hexdigest()
 
 
 def load(path: Path = LIST) -> list[Mutation]:
@@ -149,216 +117,99 @@ def tree_copy(folder: Path) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def applied(mutation: Mutation, folder: Path) -> Iterator[None]:
-    """Apply the edit to the copy inside the block."""
-    path = folder / mutation.file
-    source = path.read_text(encoding="utf-8")
-    assert mutation.find in source, f"{mutation.file} has changed since the copy was made"
-    path.write_text(source.replace(mutation.find, mutation.replace), encoding="utf-8")
-    try:
-        yield
-    finally:
-        path.write_text(source, encoding="utf-8")
-        for cache in path.parent.glob(f"__pycache__/{path.stem}.*"):
-            cache.unlink()
+class Campaign:
+    """Tests edits in ``jobs`` copies of the tree at a time and keeps each outcome."""
+
+    def __init__(self, *, jobs: int, minutes: float | None) -> None:
+        self.jobs = jobs
+        self.until = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+        self.outcomes: dict[str, str] = {}
+
+    def run(self, tasks: Sequence[Callable[[Path], None]]) -> None:
+        """Call each with a copy of the tree that no other uses meanwhile."""
+        free: SimpleQueue[Path] = SimpleQueue()
+
+        def run_one(task: Callable[[Path], None]) -> None:
+            folder = free.get()
+            try:
+                task(folder)
+            finally:
+                free.put(folder)
+
+        with tempfile.TemporaryDirectory(prefix="mutate-") as scratch, ThreadPoolExecutor(self.jobs) as threads:
+            for number in range(self.jobs):
+                free.put(tree_copy(Path(scratch) / f"tree{number}"))
+            list(threads.map(run_one, tasks))
+
+    def test_edits(self, edits: Sequence[Mutation], folder: Path, *, check: bool) -> None:
+        """All edits of one test."""
+        if check and (status := run_tests(folder, edits[0].test)[0]) != 0:
+            for edit in edits:
+                self._record(edit, f"no result: the test without the edit: {_outcome(status)}", "", 0.0)
+            return
+        for edit in edits:
+            if time.monotonic() > self.until:
+                return
+            started, path = time.monotonic(), folder / edit.file
+            source = path.read_text(encoding="utf-8")
+            assert edit.find in source, f"{edit.file} has changed since the copy was made"
+            path.write_text(source.replace(edit.find, edit.replace), encoding="utf-8")
+            try:
+                status, printed = run_tests(folder, edit.test)
+            finally:
+                path.write_text(source, encoding="utf-8")
+            self._record(edit, _outcome(status), printed, time.monotonic() - started)
+
+    def _record(self, edit: Mutation, outcome: str, printed: str, seconds: float) -> None:
+        self.outcomes[edit.id] = outcome
+        print(f"{outcome:<9} {edit.id}  ({seconds:.0f} s, {edit.test})", flush=True)
+        if outcome != "detected":
+            print("  " + "\n  ".join(printed.splitlines()[-15:]), flush=True)
 
 
-@dataclass(frozen=True)
-class Child:
-    """A forked process that runs one test in a copy of the tree."""
-
-    process: int
-    until: float
-
-    @classmethod
-    def start(cls, folder: Path, test: str, traced: str | None, *, timeout_s: float = TIMEOUT_S) -> Child:
-        process = os.fork()
-        if process == 0:
-            _child(folder, test, traced)
-        return cls(process, time.monotonic() + timeout_s)
-
-    def poll(self) -> tuple[bool, int | None]:
-        """Whether it has ended, and pytest's exit status; None if it had to be killed."""
-        done, status = os.waitpid(self.process, os.WNOHANG)
-        if done:
-            return True, os.waitstatus_to_exitcode(status)
-        if time.monotonic() < self.until:
-            return False, None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process, signal.SIGKILL)
-        os.waitpid(self.process, 0)
-        return True, None
+def run_tests(folder: Path, tests: str, *, traced: str = "") -> tuple[int | None, str]:
+    """pytest's exit status in a copy of the tree, None where it had to be killed, and what was printed. The copy is
+    first on the path, also for processes that a test starts. ``traced``: a module; the numbers of its lines that the
+    tests run are printed last.
+    """
+    program = ["-m", "tests.mutate", "--trace", traced] if traced else ["-m", "pytest"]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--tb=short", *tests.split()]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(folder),
+        "ENGINE_JOBS": "needed",  # tests/end_to_end/engines/launch.py
+        "PYTHONDONTWRITEBYTECODE": "1",  # two edits within a second have the same timestamp
+    }
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+    with subprocess.Popen([sys.executable, *program, *options], cwd=folder, env=environment, text=True, **how) as one:
+        try:
+            printed = one.communicate(timeout=TIMEOUT_S)[0]
+            return one.returncode, printed
+        except subprocess.TimeoutExpired:
+            os.killpg(one.pid, signal.SIGKILL)
+            return None, ""
 
 
-def _child(folder: Path, test: str, traced: str | None) -> None:
-    """Never returns. The copy is first on the path, also for processes that the test starts. The lines of the module
-    ``traced`` that the tests run are written beside the copy."""
-    status = 3
-    lines: set[int] = set()
-    try:
-        os.setsid()
-        os.chdir(folder)
-        stream = os.open(_log(folder), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(stream, 1)
-        os.dup2(stream, 2)
-        os.environ["PYTHONPATH"] = str(folder)
-        os.environ["ENGINE_JOBS"] = "needed"  # tests/end_to_end/engines/launch.py
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # two edits within a second have the same timestamp
-        sys.dont_write_bytecode = True
-        sys.path[:] = [str(folder), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
-        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
-            del sys.modules[name]
-        import pytest
-
-        if traced is not None:
-            _trace(str(folder / traced), lines)
-        status = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--tb=short", *test.split()]))
-        if traced is not None:
-            sys.settrace(None)
-            folder.with_suffix(".lines").write_text(json.dumps(sorted(lines)))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _trace(file: str, lines: set[int]) -> None:
-    """Collect the lines of one file that this process runs from now on."""
-
-    def line_of(frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line":
-            lines.add(frame.f_lineno)
-        return line_of
-
-    def call(frame: FrameType, event: str, argument: object) -> Any:
-        return line_of if frame.f_code.co_filename == file else None
-
-    threading.settrace(call)
-    sys.settrace(call)
-
-
-def _log(folder: Path) -> Path:
-    return folder.with_suffix(".log")
-
-
-def outcome_of(status: int | None) -> str:
+def _outcome(status: int | None) -> str:
     """``detected``, ``survived``, or the reason for no result, from pytest's exit status."""
     if status is None:
         return f"no result: no end within {TIMEOUT_S:.0f} s"
     return _PYTEST.get(status, f"no result: exit status {status}")
 
 
-def known_results(path: Path) -> dict[str, str]:
-    """Outcome by key, of an earlier run."""
-    if not path.is_file():
-        return {}
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    return {line["key"]: line["outcome"] for line in lines if line["outcome"] == "detected"}
-
-
-class Campaign:
-    """Tests edits in ``jobs`` copies of the tree at a time and records each outcome."""
-
-    def __init__(self, results: Path, *, jobs: int, minutes: float | None, check_tests: bool) -> None:
-        self.results, self.jobs, self.check_tests = results, jobs, check_tests
-        self.until = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-        self.outcomes: dict[str, str] = {}
-        results.parent.mkdir(parents=True, exist_ok=True)
-
-    def run(self, mutations: Sequence[Mutation], *, again: bool) -> None:
-        known = {} if again else known_results(self.results)
-        self.outcomes = {m.id: known[m.key()] for m in mutations if m.key() in known}
-        groups: dict[str, list[Mutation]] = {}
-        for mutation in mutations:
-            if mutation.id not in self.outcomes:
-                groups.setdefault(mutation.test, []).append(mutation)
-        self.run_all([functools.partial(self._steps, group) for group in groups.values()])
-
-    def run_all(self, waiting: list[Callable[[Path], Steps]]) -> None:
-        """Run the steps of each, in a copy of the tree that no other uses meanwhile."""
-        with tempfile.TemporaryDirectory(prefix="mutate-") as scratch:
-            free = [tree_copy(Path(scratch) / f"tree{number}") for number in range(self.jobs)]
-            running: dict[Path, tuple[Child, Steps]] = {}
-            while waiting or running:
-                while waiting and free:
-                    folder = free.pop()
-                    steps = waiting.pop(0)(folder)
-                    running[folder] = Child.start(folder, *next(steps)), steps
-                time.sleep(0.05)
-                for folder, (child, steps) in list(running.items()):
-                    ended, status = child.poll()
-                    if ended:
-                        del running[folder]
-                        try:
-                            running[folder] = Child.start(folder, *steps.send(status)), steps
-                        except StopIteration:
-                            free.append(folder)
-                if time.monotonic() > self.until:
-                    waiting.clear()
-
-    def _steps(self, group: Sequence[Mutation], folder: Path) -> Steps:
-        """Yields a test to run and receives its exit status, until all edits of the test have an outcome."""
-        status = (yield group[0].node, None) if self.check_tests else 0
-        if status != 0:
-            for mutation in group:
-                self._record(mutation, f"no result: the test without the edit: {outcome_of(status)}", folder, 0.0)
-            return
-        yield from self._edits(group, folder)
-
-    def sample_steps(self, module: str, number: int, seed: int, folder: Path) -> Steps:
-        """``number`` random edits of the lines of a module that its own tests run."""
-        tests = " ".join(own_tests(module))
-        status = yield tests, module
-        if status != 0:
-            print(f"{module} is left out: its tests without an edit: {outcome_of(status)}", flush=True)
-            return
-        lines = set(json.loads(folder.with_suffix(".lines").read_text()))
-        edits = [edit for edit in random_edits(folder, module, tests) if edit.line in lines]
-        yield from self._edits(random.Random(f"{seed} {module}").sample(edits, min(number, len(edits))), folder)
-
-    def _edits(self, group: Sequence[Mutation], folder: Path) -> Steps:
-        for mutation in group:
-            if time.monotonic() > self.until:
-                return
-            started = time.monotonic()
-            with applied(mutation, folder):
-                status = yield mutation.node, None
-            self._record(mutation, outcome_of(status), folder, time.monotonic() - started)
-
-    def _record(self, mutation: Mutation, outcome: str, folder: Path, seconds: float) -> None:
-        self.outcomes[mutation.id] = outcome
-        line = {"id": mutation.id, "rows": mutation.rows, "test": mutation.test, "outcome": outcome,
-                "seconds": round(seconds, 1), "key": mutation.key()}  # fmt: skip
-        with self.results.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line) + "\n")
-        print(f"{outcome:<9} {mutation.id}  ({seconds:.0f} s, {mutation.test})", flush=True)
-        if outcome != "detected" and _log(folder).is_file():
-            print("  " + "\n  ".join(_log(folder).read_text(errors="replace").splitlines()[-15:]), flush=True)
-
+# ---- random edits ----------------------------------------------------------------------------------------------------
 
 _PAIRS = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn), (ast.Is, ast.IsNot))
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {a: b for x, y in _PAIRS for a, b in ((x, y), (y, x))}
 
 
-@dataclass(frozen=True)
-class RandomEdit(Mutation):
-    """The whole text of a module with one change of ``operator`` in ``line``."""
-
-    operator: str = ""
-    line: int = 0
-
-    @property
-    def node(self) -> str:
-        return self.test
-
-
 def own_tests(module: str) -> list[str]:
     """The files of tests of one module."""
     path = Path(module)
-    folder = Path("tests", *path.parent.parts[1:])
+    folder = ROOT / "tests" / Path(*path.parent.parts[1:])
     names = (f"test_{path.stem}.py", f"test_{path.stem}_*.py")
-    return sorted(str(found.relative_to(ROOT)) for name in names for found in (ROOT / folder).glob(name))
+    return sorted(str(file.relative_to(ROOT)) for name in names for file in folder.glob(name))
 
 
 def _edited(node: ast.AST) -> tuple[str, str] | None:
@@ -384,39 +235,58 @@ def _edited(node: ast.AST) -> tuple[str, str] | None:
     return None
 
 
-def _without_effect(node: ast.AST) -> list[ast.AST | None]:
-    """Parts of a node that are not edited: annotations, texts, and what is logged."""
+def _without_effect(node: ast.AST) -> ast.AST | None:
+    """The part of a node that is not edited: an annotation, a text, or what is logged."""
     match node:
         case ast.arg(annotation=part) | ast.FunctionDef(returns=part) | ast.AnnAssign(annotation=part):
-            return [part]
+            return part
         case ast.JoinedStr() | ast.BinOp(left=ast.Constant(value=str())) | ast.BinOp(right=ast.Constant(value=str())):
-            return [node]
-        case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="logger")))):
-            return [node]
-        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="logger"))))):
-            return [node]
-    return []
+            return node
+        case (
+            ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="logger"))))
+            | ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="logger")))))
+        ):
+            return node
+    return None
 
 
-def random_edits(folder: Path, module: str, tests: str) -> list[RandomEdit]:
+def random_edits(folder: Path, module: str, tests: str) -> Iterator[Mutation]:
     """All edits of a module by operator, in the copy of the tree in ``folder``."""
     source = (folder / module).read_text(encoding="utf-8")
-    lines, tree = source.encode().splitlines(keepends=True), ast.parse(source)
-    begins = [0, *itertools.accumulate(map(len, lines))]
-    left_out = {id(inner) for node in ast.walk(tree) for part in _without_effect(node) if part is not None
-                for inner in ast.walk(part)}  # fmt: skip
-    edits = []
+    text, tree = source.encode(), ast.parse(source)
+    begins = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
+    parts = [part for node in ast.walk(tree) if (part := _without_effect(node)) is not None]
+    left_out = {id(inner) for part in parts for inner in ast.walk(part)}
     for node in ast.walk(tree):
         change = None if id(node) in left_out else _edited(node)
-        if change is None or not isinstance(node, (ast.expr, ast.stmt)):
-            continue
-        begin = begins[node.lineno - 1] + node.col_offset
-        end = begins[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
-        before, text = source.encode()[begin:end].decode(), source.encode()
-        name = f"{module}:{node.lineno}:{node.col_offset} {before} -> {change[1]}"
-        edited = (text[:begin] + change[1].encode() + text[end:]).decode()
-        edits.append(RandomEdit(name, (), module, source, edited, tests, operator=change[0], line=node.lineno))
-    return edits
+        if change is not None and isinstance(node, (ast.expr, ast.stmt)):
+            begin = begins[node.lineno - 1] + node.col_offset
+            end = begins[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+            name = f"{module}:{node.lineno}:{node.col_offset} {text[begin:end].decode()} -> {change[1]}"
+            edited = (text[:begin] + change[1].encode() + text[end:]).decode()
+            yield Mutation(name, (), module, source, edited, tests, operator=change[0], line=node.lineno)
+
+
+def trace(file: str, options: Sequence[str]) -> int:
+    """Run pytest in this process and print the lines of one file that it runs, as JSON."""
+    import pytest
+
+    path, lines = str(Path(file).resolve()), set[int]()
+
+    def line_of(frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line":
+            lines.add(frame.f_lineno)
+        return line_of
+
+    def call(frame: FrameType, event: str, argument: object) -> Any:
+        return line_of if frame.f_code.co_filename == path else None
+
+    threading.settrace(call)
+    sys.settrace(call)
+    status = int(pytest.main([*options]))
+    sys.settrace(None)
+    print(f"\n{json.dumps(sorted(lines))}")
+    return status
 
 
 def sample(campaign: Campaign, number: int, seed: int) -> int:
@@ -425,7 +295,19 @@ def sample(campaign: Campaign, number: int, seed: int) -> int:
     modules = [name for name in listed.stdout.split() if name.endswith(".py") and own_tests(name)]
     sizes = [len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in modules]
     counts = Counter(random.Random(seed).choices(modules, weights=sizes, k=number))
-    campaign.run_all([functools.partial(campaign.sample_steps, name, n, seed) for name, n in counts.items()])
+
+    def test_module(module: str, folder: Path) -> None:
+        tests = " ".join(own_tests(module))
+        status, printed = run_tests(folder, tests, traced=module)
+        if status != 0:
+            print(f"{module} is left out: its tests without an edit: {_outcome(status)}", flush=True)
+            return
+        lines = set(json.loads(printed.splitlines()[-1]))
+        edits = [edit for edit in random_edits(folder, module, tests) if edit.line in lines]
+        drawn = random.Random(f"{seed} {module}").sample(edits, min(counts[module], len(edits)))
+        campaign.test_edits(drawn, folder, check=False)
+
+    campaign.run([lambda folder, name=name: test_module(name, folder) for name in counts])  # type: ignore[misc]
     outcomes = {name: outcome.partition(":")[0] for name, outcome in campaign.outcomes.items()}
     counted = Counter(outcomes.values())
     share = {kind: counted[kind] for kind in ("detected", "survived", "no result")}
@@ -434,56 +316,48 @@ def sample(campaign: Campaign, number: int, seed: int) -> int:
     tested = share["detected"] + share["survived"]
     print(f"\n{share['detected']} of {tested} random edits detected ({share['detected'] / max(tested, 1):.0%})")
     result = {"sample": number, "seed": seed, "not_run": number - len(outcomes), **share, "survivors": survivors}
-    record = importlib.import_module("benchmarks.shared.record")  # after the last fork: it imports the package
-    print(record.write_result("mutations_sample", result))
+    print(importlib.import_module("benchmarks.shared.record").write_result("mutations_sample", result))
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description="See tests/mutate.py.")
-    parser.add_argument("--part", default="1/1", help="K/N: only this part of the edits")
-    parser.add_argument("--minutes", type=float, help="start no further edit after this number of minutes")
+    """Returns the exit status."""
+    given = [*(sys.argv[1:] if arguments is None else arguments)]
+    if given[:1] == ["--trace"]:
+        return trace(given[1], given[2:])
+    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--part", default="1/1", help="K/N: only part K of N; default %(default)s")
+    parser.add_argument("--minutes", type=float, help="start no further edit after so many minutes")
     parser.add_argument("--only", nargs="+", metavar="ID", help="only these edits")
-    parser.add_argument("--list", type=Path, default=LIST, help="the edits; default %(default)s")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines; default %(default)s")
+    parser.add_argument("--list", type=Path, default=LIST, help="the file of the edits; default %(default)s")
     parser.add_argument("--jobs", type=int, default=2, help="edits at a time; default %(default)s")
-    parser.add_argument("--again", action="store_true", help="also run edits that were detected before")
     parser.add_argument("--tests-passed", action="store_true", help="the tests are known to pass without an edit")
     parser.add_argument("--sample", type=int, metavar="N", help="N random edits instead of those of the list")
     parser.add_argument("--seed", type=int, default=0, help="of the random edits; default %(default)s")
-    given = parser.parse_args(arguments)
-    listed = load(given.list)
-    chosen = part_of(listed, given.part)
-    if given.only:
-        unknown = sorted(set(given.only) - {m.id for m in listed})
-        if unknown:
-            parser.error(f"there is no edit {', '.join(unknown)}")
-        chosen = [m for m in chosen if m.id in given.only]
-    os.environ["OMP_NUM_THREADS"] = "1"
-    for name in SHARED_IMPORTS:
-        importlib.import_module(name)
-    campaign = Campaign(given.results, jobs=given.jobs, minutes=given.minutes, check_tests=not given.tests_passed)
-    if given.sample is not None:
-        return sample(campaign, given.sample, given.seed)
+    options = parser.parse_args(given)
+    campaign = Campaign(jobs=options.jobs, minutes=options.minutes)
+    if options.sample is not None:
+        return sample(campaign, options.sample, options.seed)
+    chosen = [m for m in part_of(load(options.list), options.part) if not options.only or m.id in options.only]
     wrong = [f"{m.id}: {problem}" for m in chosen if (problem := m.problem()) is not None]
     if wrong:
         parser.error("edits that cannot be applied:\n  " + "\n  ".join(wrong))
-    campaign.run(chosen, again=given.again)
-    return report(chosen, campaign.outcomes)
-
-
-def report(chosen: Sequence[Mutation], outcomes: dict[str, str]) -> int:
-    """Print the sums, the edits that survived, and those that were not run."""
-    waiting = [m.id for m in chosen if m.id not in outcomes]
-    wrong = [f"{name}: {outcome}" for name, outcome in outcomes.items() if outcome != "detected"]
+    groups: dict[str, list[Mutation]] = {}
+    for mutation in chosen:
+        groups.setdefault(mutation.test, []).append(mutation)
+    check = not options.tests_passed
+    campaign.run([lambda folder, group=group: campaign.test_edits(group, folder, check=check)  # type: ignore[misc]
+                  for group in groups.values()])  # fmt: skip
+    outcomes, waiting = campaign.outcomes, [m.id for m in chosen if m.id not in campaign.outcomes]
+    failed = [f"{name}: {outcome}" for name, outcome in outcomes.items() if outcome != "detected"]
     if waiting:
         print(f"\nNot run because of --minutes ({len(waiting)}): {', '.join(waiting)}")
-    if wrong:
-        print("\nNot detected:\n  " + "\n  ".join(wrong))
+    if failed:
+        print("\nNot detected:\n  " + "\n  ".join(failed))
     counts = Counter(outcome.partition(":")[0] for outcome in outcomes.values())
     print(f"\n{counts['detected']} detected, {counts['survived']} survived, {counts['no result']} without a result, "
           f"{len(waiting)} not run")  # fmt: skip
-    return 1 if wrong else 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -114,31 +114,6 @@ def test_every_argument_of_a_processor_has_a_meaning(family: Family) -> None:
     assert not undocumented(family.processor_arguments())
 
 
-def test_an_undocumented_argument_would_be_noticed() -> None:
-    class Half:
-        """Half of it.
-
-        Args:
-            first: is explained
-                on two lines.
-            third:
-
-        other: no argument.
-        """
-
-        def __init__(self, first: int, second: int = 0, third: int = 0, other: int = 0) -> None: ...
-
-    class Derived(Half):
-        """Explains one more.
-
-        Args:
-            second: the second.
-        """
-
-    assert undocumented(Half) == {"second", "third", "other"} and undocumented(Derived) == {"third", "other"}
-    assert generate().meanings(Half) == {"first": "is explained on two lines."}
-
-
 def table(heading: str) -> dict[str, str]:
     """Argument -> default, from the table below a heading."""
     body = re.split(rf"^### `{heading}`$", CONFIGS, flags=re.MULTILINE)
@@ -171,19 +146,6 @@ def test_the_arguments_of_every_curve_are_explained() -> None:
     found = dict(re.findall(r"^\| `(\w+)` \| (.+?) \| ", section, re.MULTILINE))
     assert set(found) == {field.name for field in fields(Curve)}
     assert all(is_default(found[field.name], field.default) for field in fields(Curve))
-
-
-def test_a_wrong_default_would_be_noticed() -> None:
-    assert (
-        is_default("`1/3`", 1.0 / 3)
-        and is_default("`'a\\|b'`", "a|b")
-        and is_default("required", inspect.Parameter.empty)
-    )
-    assert (
-        not is_default("`1/4`", 1.0 / 3)
-        and not is_default("`3`", 4)
-        and not is_default("`None`", inspect.Parameter.empty)
-    )
 
 
 def test_every_deepspeed_preset_is_named_and_leaves_to_the_config_what_is_the_configs() -> None:

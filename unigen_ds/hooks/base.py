@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -45,6 +45,7 @@ PRIORITY = {
     "ema": 30,
     "first_update": 35,
     "evaluate": 40,
+    "best": 45,
     "preview": 50,
     "logger": 60,
     "signals": 65,
@@ -226,10 +227,14 @@ class Run(Protocol):
 
 
 class Hook:
-    """Base: every method does nothing. A hook with state overrides ``state_dict`` and ``load_state_dict``."""
+    """Base: every method does nothing. A hook with state declares ``state_attributes``, or overrides ``state_dict`` and
+    ``load_state_dict``.
+    """
 
     name = ""
     """Its key in ``PRIORITY``, and the key of its state in a checkpoint."""
+    state_attributes: ClassVar[tuple[str, ...]] = ()
+    """Names of its attributes, with JSON values, that a checkpoint keeps."""
 
     @property
     def priority(self) -> int:
@@ -283,10 +288,12 @@ class Hook:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values; stored in ``hooks.json`` under ``name``."""
-        return {}
+        return {name: getattr(self, name) for name in self.state_attributes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``'s value. Called after ``before_run``."""
+        for name in self.state_attributes:
+            setattr(self, name, state[name])
 
     def shards(self) -> Mapping[str, Sequence[Shard]]:
         """Tensors to store in a checkpoint: sub-directory name -> this rank's shards."""

@@ -3,7 +3,7 @@
 ``MMEngineHook`` calls such a hook at the points and with the arguments of mmengine's loops, and passes a ``RunnerView``
 as the runner: ``runner.iter``, ``runner.message_hub``, ``runner.train_loop`` and the like. A view computes everything
 from the run when it is read, so nothing in it can disagree with the run; ``runner.iter`` counts micro-batches, as
-mmengine does. What cannot exist here (``runner.load_checkpoint``) is an error that names it and what there is instead.
+mmengine does. What cannot exist here (``runner.load_checkpoint``) is an error that names it and what there is.
 mmengine's ``RuntimeInfoHook`` runs beside the first one (``with_runtime_info``), so ``runner.message_hub`` has what it
 has there. Validation is one step here: ``before_val_iter`` and ``after_val_iter`` are not called.
 
@@ -17,10 +17,8 @@ import importlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from logging import Logger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,25 +141,17 @@ class MMEngineHook(Hook):
         try:
             self._priority = get_priority(getattr(cls, "priority", "NORMAL") if priority is None else priority)
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{cls.__name__}.priority is {priority!r}", allowed="0 to 100, or a name as 'NORMAL'"
-            ) from error
-        self.cls, self.arguments = cls, arguments
-        self.name = f"mmengine.{cls.__name__}"
+            problem = f"{cls.__name__}.priority is {priority!r}"
+            raise ConfigError(problem, allowed="0 to 100, or a name as 'NORMAL'") from error
+        try:
+            self.hook: mmengine.hooks.Hook = cls(**arguments)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ConfigError(f"{cls.__name__} cannot be built: {error}") from error
+        self.cls, self.name = cls, f"mmengine.{cls.__name__}"
         self.view: RunnerView | None = None
         self._added: dict[str, Any] = {}
+        """What the hook added to the checkpoint."""
         self._save = False
-        if _is_own(cls):
-            _ = self.hook  # refuses its arguments now; a user's own is created when the run begins
-
-    @cached_property
-    def hook(self) -> mmengine.hooks.Hook:
-        """The hook itself."""
-        try:
-            hook: mmengine.hooks.Hook = self.cls(**self.arguments)
-        except (AssertionError, TypeError, ValueError) as error:
-            raise ConfigError(f"{self.cls.__name__} cannot be built: {error}") from error
-        return hook
 
     @property
     def priority(self) -> int:
@@ -170,22 +160,19 @@ class MMEngineHook(Hook):
     def before_run(self, run: Run) -> None:
         adapters = [hook for hook in run.hooks if isinstance(hook, MMEngineHook)]
         self.view = adapters[0].view or RunnerView(run)
-        adapters[0].view = self.view
         self._first, self._last = adapters[0] is self, adapters[-1] is self
         self._users = [hook for hook in adapters if not _is_own(hook.cls)]
-        stopping = [hook for hook in adapters if hook in self._users or _is_kind(hook.cls, "EarlyStoppingHook")]
-        self._may_stop = ", ".join(hook.name for hook in stopping)
-        unused = [name for name in _UNUSED_POINTS if not _is_own(_owner(self.cls, name))]
+        owners = {point: next(base for base in self.cls.__mro__ if point in vars(base)) for point in _UNUSED_POINTS}
+        unused = ", ".join(point for point, owner in owners.items() if not _is_own(owner))
         if unused and dist.is_main():
-            names = ", ".join(unused)
-            logger().warning("%s.%s will not be called: validation is one step here.", self.cls.__name__, names)
+            logger().warning("%s.%s will not be called: validation is one step here.", self.cls.__name__, unused)
         if _is_kind(self.cls, "EarlyStoppingHook"):
             monitor: str = getattr(self.hook, "monitor", "")
             check_result(run, monitor, where=f"{self.cls.__name__}.monitor", prefix="")
         self._call("before_run")
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
-        self._call("after_load_checkpoint", HookCheckpoint({"meta": self._meta(), **self._added}))
+        self._call("after_load_checkpoint", {"meta": self._meta(), **self._added})
 
     def before_train(self, run: Run) -> None:
         self._call("before_train")
@@ -194,21 +181,22 @@ class MMEngineHook(Hook):
         self._call("before_train_epoch")
 
     def before_train_iter(self, run: Run, index: int, batch: Batch) -> None:
-        self.runner.at(index)
-        self._call("before_train_iter", self.runner.batch_idx, batch, index=index)
+        self.runner._index = index
+        self._call("before_train_iter", self.runner.batch_idx, batch)
 
     def after_train_iter(self, run: Run, index: int, batch: Batch) -> None:
-        self.runner.at(index)
-        self._call("after_train_iter", self.runner.batch_idx, batch, self.runner.outputs, index=index)
+        self.runner._index = index
+        self._call("after_train_iter", self.runner.batch_idx, batch, self.runner.outputs)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        self.runner.at(0)
+        self.runner._index = 0
         if self._first:  # before the checkpoint hook
             self._agree(run, self._users)
 
     def after_train_epoch(self, run: Run) -> None:
-        with self.runner.in_epoch(run.previous.epoch):
-            self._call("after_train_epoch")
+        self.runner._ended_epoch = run.previous.epoch
+        self._call("after_train_epoch")
+        self.runner._ended_epoch = None
 
     def before_val(self, run: Run) -> None:
         self._call("before_val")
@@ -224,9 +212,18 @@ class MMEngineHook(Hook):
         return self._save
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
-        checkpoint = HookCheckpoint({"meta": self._meta()})
+        checkpoint = {"meta": self._meta()}
         self._call("before_save_checkpoint", checkpoint)
-        self._added = {key: value for key, value in checkpoint.items() if key != "meta" and self._storable(key, value)}
+        self._added = {}
+        for key, value in checkpoint.items():
+            try:
+                json.dumps(value)
+                self._added |= {key: value} if key != "meta" else {}
+            except (TypeError, ValueError, RecursionError):
+                logger().warning(
+                    "%s added %r to the checkpoint, a %s, which is not stored: only numbers, texts, lists and dicts"
+                    " are.", self.cls.__name__, key, type(value).__name__,
+                )  # fmt: skip
 
     def after_save_checkpoint(self, run: Run, path: Path) -> None:
         self._save = False
@@ -238,7 +235,6 @@ class MMEngineHook(Hook):
         self._call("after_run")
 
     def state_dict(self) -> dict[str, Any]:
-        """What the hook added to the checkpoint."""
         return dict(self._added)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -249,98 +245,68 @@ class MMEngineHook(Hook):
         assert self.view is not None, "used before before_run"
         return self.view
 
-    def _call(self, point: str, *arguments: Any, index: int = 0) -> None:
-        """Call the hook's method ``point``; ``index`` is as of ``RunnerView.at``. Raises ``NoSuchAttribute`` with the
-        hook's name."""
-        self.runner.at(index)
-        method: Callable[..., None] = getattr(self.hook, point)
-        try:
-            method(self.runner, *arguments)
-        except NoSuchAttribute as error:
-            raise error.used_by(f"{self.cls.__name__}.{point}") from error
+    def _call(self, point: str, *arguments: Any) -> None:
+        self.runner._user = f"{self.cls.__name__}.{point}"
+        getattr(self.hook, point)(self.runner, *arguments)
 
     def _agree(self, run: Run, setters: Sequence[MMEngineHook]) -> None:
         """End the run where a hook set ``train_loop.stop_training``, and save where one called ``save_checkpoint``.
 
         Collective where ``setters``, the hooks that may do so on one rank alone, are not empty.
         """
-        stop, save = bool(self.runner.train_loop.stop_training), self.runner.save_wanted
-        self.runner.save_wanted = False
+        stop, save = bool(self.runner.train_loop.stop_training), self.runner._save_wanted
+        self.runner._save_wanted = False
         if setters and not run.done:
             stop, save = map(bool, dist.sum_floats([float(stop), float(save)]))
         self._save = self._save or save
         if stop and not run.done:
-            run.request_stop(f"a hook of mmengine set train_loop.stop_training ({self._may_stop})")
+            adapters = [hook for hook in run.hooks if isinstance(hook, MMEngineHook)]
+            may = [h.name for h in adapters if not _is_own(h.cls) or _is_kind(h.cls, "EarlyStoppingHook")]
+            run.request_stop(f"a hook of mmengine set train_loop.stop_training ({', '.join(may)})")
 
     def _meta(self) -> dict[str, Any]:
         return {"epoch": self.runner.epoch, "iter": self.runner.iter, "seed": self.runner.seed}
 
-    def _storable(self, key: str, value: Any) -> bool:
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError, RecursionError):
-            logger().warning(
-                "%s added %r to the checkpoint, a %s, which is not stored: only numbers, texts, lists and dicts are.",
-                self.cls.__name__, key, type(value).__name__,
-            )  # fmt: skip
-            return False
-        return True
-
-
-class HookCheckpoint(dict[str, Any]):
-    """The ``checkpoint`` of mmengine's hooks: what a hook adds is stored with it, and is there after a resume."""
-
-    def __missing__(self, key: str) -> Any:
-        raise KeyError(f"{key!r}: the checkpoint that a hook of mmengine sees has {', '.join(self)} alone; weights and "
-                       "optimizer states are sharded, and in files of their own")  # fmt: skip
-
-
-def _owner(cls: type, method: str) -> type:
-    """Return the class that defines a method."""
-    return next(base for base in cls.__mro__ if method in vars(base))
-
 
 # ---- what a hook sees ----------------------------------------------------------------------------------------------
-
-_INSTEAD = {
-    "load_checkpoint": "the config's resume and load_from load",
-    "resume": "the config's resume and load_from load",
-    "step": "the engine makes the optimizer step, and param_scheduler of the config acts by itself",
-    "test_loop": "there is no test loop: tools/evaluate.py evaluates a checkpoint",
-    "test_dataloader": "there is no test loop: tools/evaluate.py evaluates a checkpoint",
-    "update_params": "the engine makes the optimizer step",
-    "optimizer": "the engine's optimizer is sharded: run.backend in a hook of unigen_ds",
-}
-"""What to use instead of an attribute that cannot exist here."""
-_INTERNAL = ("what", "at", "in_epoch", "save_wanted")
-"""Attributes that the adapter alone uses."""
 
 
 class NoSuchAttribute(TrainingError, AttributeError):
     """An attribute of mmengine's Runner that does not exist here; ``hasattr`` is False for it."""
 
-    def used_by(self, name: str) -> NoSuchAttribute:
-        """Return the same error with the name of the hook."""
-        problem = self.problem.replace("a hook of mmengine uses", f"{name} uses", 1)
-        return type(self)(problem, allowed=self.allowed, remedy=self.remedy)
-
 
 class _View:
-    """Base: a missing attribute is an error that names what there is."""
+    """A part of the runner with the attributes that exist here; any other is an error that names them."""
 
-    def __init__(self, run: Run, what: str) -> None:
-        self._run, self.what = run, what
+    def __init__(self, runner: RunnerView, what: str, **attributes: Any) -> None:
+        self._runner, self._what = runner, what
+        vars(self).update(attributes)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        names = {*dir(type(self)), *vars(self)}.difference(_INTERNAL)
-        public = sorted(key for key in names if not key.startswith("_"))
         raise NoSuchAttribute(
-            f"a hook of mmengine uses {self.what}.{name}, which does not exist in unigen_ds",
-            allowed=", ".join(public),
-            remedy=_INSTEAD.get(name, "derive the hook from unigen_ds.hooks.base.Hook (docs/extending.md)"),
+            f"{self._runner._user} uses {self._what}.{name}, which does not exist in unigen_ds",
+            allowed=", ".join(sorted(key for key in {*dir(type(self)), *vars(self)} if not key.startswith("_"))),
+            remedy="the engine steps, the config loads and resumes; or derive the hook from unigen_ds.hooks.base.Hook"
+            " (docs/extending.md)",
         )
+
+
+class _Sized(_View):
+    """Something of which a hook reads the length."""
+
+    def __len__(self) -> int:
+        return int(self._length)
+
+
+class _Loop(_View):
+    """``runner.train_loop``. Setting ``stop_training`` ends the run with a checkpoint, on every rank alike."""
+
+    iter = property(lambda self: self._runner.iter)
+    epoch = property(lambda self: self._runner.epoch)
+    max_iters = property(lambda self: self._runner.max_iters)
+    max_epochs = property(lambda self: self._runner.max_epochs)
 
 
 class RunnerView(_View):
@@ -349,11 +315,13 @@ class RunnerView(_View):
     def __init__(self, run: Run) -> None:
         from mmengine.runner import LogProcessor
 
-        super().__init__(run, "runner")
+        super().__init__(self, "runner")
+        self._run, self._user = run, ""
         self._index = 0
+        """Of the micro-batch of the present update; 0 between updates."""
         self._ended_epoch: int | None = None
         self._by_epoch = (run.config.get("train_cfg") or {}).get("max_epochs") is not None
-        self.save_wanted = False
+        self._save_wanted = False
         self.timestamp = time.strftime("%Y%m%d_%H%M%S", time.localtime(dist.broadcast_object(time.time())))
         self.experiment_name = run.work_dir.name
         self.work_dir = str(run.work_dir)
@@ -361,12 +329,20 @@ class RunnerView(_View):
         self.rank, self.world_size = dist.rank(), dist.world_size()
         self.distributed = self.world_size > 1
         self.seed = int((run.config.get("randomness") or {}).get("seed") or 0)
-        self.logger: Logger = logger()
+        self.logger = logger()
         self.message_hub = MessageHub.get_instance(f"{self.experiment_name}_{id(self):x}")
         self.log_processor = LogProcessor(by_epoch=self._by_epoch)
-        self.optim_wrapper = OptimWrapperView(run, "runner.optim_wrapper")
-        self.param_schedulers = [SchedulerView(run, "runner.param_schedulers[0]")]
-        self.train_loop = self._train_loop = LoopView(self)
+        samples, geometry = run.ruler.sequences_per_epoch, run.geometry
+        batches = -(-samples // geometry.sequences_per_iteration)
+        self.train_dataloader = self._loader("runner.train_dataloader", batches, samples, geometry.batch_size)
+        self.train_loop = self._train_loop = _Loop(
+            self, "runner.train_loop", stop_training=False, dataloader=self.train_dataloader
+        )
+
+    def _loader(self, what: str, batches: int, samples: int, batch_size: int) -> _View:
+        """A data loader: its length in micro-batches, their size, and the length of its data set."""
+        dataset = _Sized(self, f"{what}.dataset", _length=samples)
+        return _Sized(self, what, _length=batches, batch_size=batch_size, dataset=dataset)
 
     @property
     def iter(self) -> int:
@@ -398,23 +374,26 @@ class RunnerView(_View):
         per_iteration = self._run.geometry.sequences_per_iteration
         return max(0, self._run.progress.sequences - begin) // per_iteration + self._index
 
-    def at(self, index: int) -> None:
-        """Set which micro-batch of the present update is computed; 0 between updates."""
-        self._index = index
-
-    @contextmanager
-    def in_epoch(self, epoch: int) -> Iterator[None]:
-        """Show ``epoch`` inside the context."""
-        self._ended_epoch = epoch
-        try:
-            yield
-        finally:
-            self._ended_epoch = None
-
     @property
     def model(self) -> nn.Module:
         """The model as the engine wraps it."""
         return self._run.backend.model
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self._run.hparams]
+
+    @property
+    def optim_wrapper(self) -> _View:
+        """What can be read: this update's learning rates, and copies of the groups. The engine makes the steps."""
+        groups = [dict(group) for group in self._run.hparams]
+        return _View(self, "runner.optim_wrapper", param_groups=groups, get_lr=lambda: {"lr": self._rates()})
+
+    @property
+    def param_schedulers(self) -> list[_View]:
+        """One entry to read. The schedule is a function of the progress."""
+        updates = self._run.progress.updates
+        return [_View(self, "runner.param_schedulers[0]", param_name="lr", last_step=updates,
+                      get_last_value=self._rates)]  # fmt: skip
 
     @cached_property
     def visualizer(self) -> mmengine.visualization.Visualizer:
@@ -430,32 +409,20 @@ class RunnerView(_View):
         return Config(json_values(dict(self._run.config), by_name))
 
     @property
-    def train_dataloader(self) -> DataLoaderView:
-        return self.train_loop.dataloader
-
-    @property
-    def val_dataloader(self) -> DataLoaderView:
-        """The loader of an evaluation: the batches of this rank, and the samples of all ranks.
-
-        Raises ``NoSuchAttribute`` where the config has none.
-        """
+    def val_dataloader(self) -> _View:
+        """The loader of an evaluation: the batches of this rank, and the samples of all ranks."""
         run = self._run
-        sets = [one.data for one in getattr(run, "validation", ())]
+        sets = [one.data for one in run.validation]
         if not sets:
-            raise NoSuchAttribute(
-                "a hook of mmengine uses runner.val_dataloader, and the config has no val_dataloader",
-                remedy="add val_dataloader=dict(...) (docs/evaluation.md)",
-            )
+            raise AttributeError("val_dataloader")
         limit = next((hook.max_batches for hook in run.hooks if isinstance(hook, EvaluateHook)), None)
         batches = sum(one.num_batches(limit, dp_size=run.backend.dp_size) for one in sets)
-        return DataLoaderView(run, "runner.val_dataloader", batches, sum(map(len, sets)), sets[0].batch_size)
+        return self._loader("runner.val_dataloader", batches, sum(map(len, sets)), sets[0].batch_size)
 
     @property
     def val_loop(self) -> _View:
         """``dataloader`` alone: an evaluation is one step."""
-        loop = _View(self._run, "runner.val_loop")
-        loop.dataloader = self.val_dataloader  # type: ignore[attr-defined]
-        return loop
+        return _View(self, "runner.val_loop", dataloader=self.val_dataloader)
 
     @property
     def outputs(self) -> dict[str, Tensor]:
@@ -479,74 +446,7 @@ class RunnerView(_View):
         if not any(isinstance(hook, CheckpointHook) for hook in self._run.hooks):
             raise ConfigError("runner.save_checkpoint is called, and default_hooks.checkpoint=None saves nothing",
                               remedy="dict(type='CheckpointHook', interval=-1) saves when it is asked")  # fmt: skip
-        texts = [repr(one) for one in arguments] + [f"{key}={value!r}" for key, value in options.items()]
-        if texts and dist.is_main():
-            notice(f"A hook of mmengine calls runner.save_checkpoint({', '.join(texts)}): the checkpoint is saved after"
-                   " the update by default_hooks.checkpoint, which chooses folder, name and content.")  # fmt: skip
-        self.save_wanted = True
-
-
-class LoopView(_View):
-    """``runner.train_loop``. Setting ``stop_training`` ends the run with a checkpoint, on every rank alike."""
-
-    iter = property(lambda self: self._runner.iter)
-    epoch = property(lambda self: self._runner.epoch)
-    max_iters = property(lambda self: self._runner.max_iters)
-    max_epochs = property(lambda self: self._runner.max_epochs)
-
-    def __init__(self, runner: RunnerView) -> None:
-        run = runner._run
-        super().__init__(run, "runner.train_loop")
-        self._runner = runner
-        self.stop_training = False
-        samples, geometry = run.ruler.sequences_per_epoch, run.geometry
-        batches = -(-samples // geometry.sequences_per_iteration)
-        self.dataloader = DataLoaderView(run, "runner.train_dataloader", batches, samples, geometry.batch_size)
-
-
-class SizedView(_View):
-    """Something of which a hook reads the length."""
-
-    def __init__(self, run: Run, what: str, length: int) -> None:
-        super().__init__(run, what)
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-
-class DataLoaderView(SizedView):
-    """A data loader: its length in micro-batches, their size, and the length of its data set."""
-
-    def __init__(self, run: Run, what: str, batches: int, samples: int, batch_size: int) -> None:
-        super().__init__(run, what, batches)
-        self.batch_size = batch_size
-        self.dataset = SizedView(run, f"{what}.dataset", samples)
-
-
-class SchedulerView(_View):
-    """An entry of ``runner.param_schedulers``: what can be read. The schedule is a function of the progress."""
-
-    param_name = "lr"
-
-    @property
-    def last_step(self) -> int:
-        """Updates of the run."""
-        return self._run.progress.updates
-
-    def get_last_value(self) -> list[float]:
-        """The learning rate of each parameter group in this update."""
-        return [float(group["lr"]) for group in self._run.hparams]
-
-
-class OptimWrapperView(_View):
-    """``runner.optim_wrapper``: what can be read. The engine makes the steps."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """``name``, ``lr`` and what else a schedule sets, of each group in this update: copies."""
-        return [dict(group) for group in self._run.hparams]
-
-    def get_lr(self) -> dict[str, list[float]]:
-        """The learning rate of each parameter group in this update."""
-        return {"lr": [float(group["lr"]) for group in self._run.hparams]}
+        if dist.is_main():
+            notice("A hook of mmengine calls runner.save_checkpoint: the checkpoint is saved after the update by"
+                   " default_hooks.checkpoint, which chooses folder, name and content.")  # fmt: skip
+        self._save_wanted = True

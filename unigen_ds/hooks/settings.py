@@ -21,8 +21,7 @@ from unigen_ds.hooks.guard.signals import SignalHook
 from unigen_ds.hooks.log.logger import LoggerHook
 from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.hooks.mmengine import adapt_hook
-from unigen_ds.hooks.save import push_to_hub as _push_to_hub  # noqa: F401
-from unigen_ds.hooks.save import save_pretrained as _save_pretrained  # noqa: F401
+from unigen_ds.hooks.save import exports as _exports  # noqa: F401
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 
 CustomHook = Annotated[Component, Of(HOOKS, rewrite=adapt_hook)]

@@ -85,7 +85,7 @@ class WorkDir:
     best: str | None
     """Name of the best checkpoint."""
     best_state: Mapping[str, Any]
-    """The state of ``EvaluateHook``: metric, rule, value, updates."""
+    """The state of ``BestHook``: metric, rule, value, updates."""
     skipped: Sequence[Line]
     previews: Sequence[tuple[int | None, Path]]
     """Update and file, in order; None: a picture of another name."""
@@ -253,15 +253,14 @@ def _log(path: Path, problems: Problems) -> list[tuple[str, str, str]]:
 
 
 def _best(home: Path, checkpoints: Sequence[store.Found], problems: Problems) -> tuple[str | None, Mapping[str, Any]]:
-    """The name in ``best_checkpoint``, and the state of ``EvaluateHook`` in the newest checkpoint."""
+    """The name in ``best_checkpoint``, and the state of ``BestHook`` in the newest checkpoint."""
     hint = home / BEST_HINT
     text = _text(hint, problems) if hint.exists() else None
     name = text and Path(text.strip()).name
     for entry in reversed(checkpoints):
         file = entry.path / HOOKS_FILE
         if entry.manifest is not None and file.is_file():
-            state = (json_object(file, problems, name=f"{entry.path.name}/{HOOKS_FILE}") or {}).get("evaluate")
-            state = state.get("best", state) if isinstance(state, Mapping) else {}
+            state = (json_object(file, problems, name=f"{entry.path.name}/{HOOKS_FILE}") or {}).get("best")
             return name, state if isinstance(state, Mapping) else {}
     return name, {}
 

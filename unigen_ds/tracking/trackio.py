@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unigen_ds.config.registry import WRITERS
-from unigen_ds.tracking.writer import Writer, plain_config, with_aliases
+from unigen_ds.core.json_values import by_name, json_values
+from unigen_ds.tracking.writer import Writer, with_aliases
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -51,7 +52,7 @@ class TrackioVisBackend(Writer):
         self._run = trackio.init(
             # a run is found again by its name, so that of a new run is like no other's
             name=run_id or f"{branch.title} {uuid.uuid4().hex[:6]}",
-            config={**plain_config(config), **branch.lineage},
+            config={**json_values(config, by_name), **branch.lineage},
             resume="never" if run_id is None else "allow",
             **{
                 "project": self._project or work_dir.name,

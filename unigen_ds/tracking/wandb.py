@@ -12,25 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from unigen_ds.config.registry import WRITERS
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.json_values import by_name, json_values
 from unigen_ds.system.log import logger
-from unigen_ds.tracking.writer import Writer, plain_config, with_aliases
+from unigen_ds.tracking.writer import Writer, with_aliases
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
-"""Modes of W&B that need no key."""
 _FLUSH, _FLUSH_SECONDS = "x_transaction_log_flush_interval", 0.1
 """Setting of W&B: seconds after which a row is in the file of an offline run. A kill loses what is not, by default the
 rows of 15 seconds."""
-
-
-def _has_key(server: str) -> bool:
-    """Whether this process has a key for a server of W&B, as W&B looks for it. Without a network."""
-    from requests.utils import get_netrc_auth
-
-    has_variable = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
-    return has_variable or get_netrc_auth(server) is not None
 
 
 @WRITERS.register_module()
@@ -80,19 +71,18 @@ class WandbVisBackend(Writer):
 
     def lacks(self) -> list[ConfigError]:
         """The package, and the key where lines are sent to a server; whether the server accepts it is not known."""
+        from requests.utils import get_netrc_auth
+
         if missing := super().lacks():
             return missing
         mode = str(self._init_kwargs.get("mode") or os.environ.get("WANDB_MODE") or "online")
         server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
-        if mode in _WITHOUT_LOGIN or self._init_kwargs.get("anonymous") in ("allow", "must") or _has_key(server):
+        has_variable = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+        without_login = mode != "online" or self._init_kwargs.get("anonymous") in ("allow", "must")
+        if without_login or has_variable or get_netrc_auth(server) is not None:
             return []
-        return [
-            ConfigError(
-                f"W&B is not logged in: neither WANDB_API_KEY nor a netrc file has a key for {server}",
-                remedy="`wandb login` on this machine, WANDB_API_KEY in the environment of the job, or"
-                " init_kwargs=dict(mode='offline')",
-            )
-        ]
+        remedy = "`wandb login`, WANDB_API_KEY in the environment of the job, or init_kwargs=dict(mode='offline')"
+        return [ConfigError(f"W&B is not logged in: there is no key for {server}", remedy=remedy)]
 
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
         import wandb
@@ -120,7 +110,7 @@ class WandbVisBackend(Writer):
         # Offline, W&B does not know the steps that the run has, and counts from 0: on its server later rows would
         # replace earlier ones (https://github.com/wandb/wandb/pull/11144).
         self._next_step = self.num_sent if self._run.offline and self.num_sent else None
-        self._run.config.update({**plain_config(config), **self.branch.lineage}, allow_val_change=True)
+        self._run.config.update({**json_values(config, by_name), **self.branch.lineage}, allow_val_change=True)
         self._run.define_metric("update")
         self._run.define_metric("*", step_metric="update")
         for entry in self._define_metric_cfg:

@@ -3,25 +3,36 @@
 A writer may fail in any way, at any time: it is then disabled with one warning and training continues. The JSON lines
 are the record; a writer is a view of it. mmengine's class names and arguments are kept, so its configs work.
 
-No line is shown twice, and none of an abandoned branch: ``SafeWriter`` records what was sent (``tracking/sent.py``).
+No line is shown twice, and none of an abandoned branch. A tracker cannot take a line back: trackio not at all, and
+W&B's ``resume_from`` is refused offline, on servers of one's own, and for a run that was killed
+(https://github.com/wandb/wandb/issues/10438, wandb 0.31). So each line is recorded before it is sent, and after a
+resume a line that the run has is not sent again. Where what determines the numbers of a run was changed, and lines come
+again, a new run begins at the resume; the old one is its parent. The record is
+``<work_dir>/tracking/<writer>.jsonl``::
+
+    {"event": "run", "id": "a1", "parent": null, "start": 0, "name": ..., "kept_in": {...}, "identity": "..."}
+    {"run": "a1", "update": 10, "at": 10, "key": ""}
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmengine.config import Config
 from packaging.requirements import Requirement
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.json_values import by_name, json_values
+from unigen_ds.core.json_values import json_values
 from unigen_ds.system.files import make_directory
+from unigen_ds.system.journals import JsonLines, parse_lines
 from unigen_ds.system.log import logger
 from unigen_ds.system.versions import installed
-from unigen_ds.tracking.sent import Branch, Line, Sent
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,6 +46,30 @@ ALIASES = {
     "val/loss": "val_loss",
 }
 """Names under which BAGEL's and nanoVLM's dashboards look for our metrics. ``lr`` and ``grad_norm`` are the same."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A run of the tracker: it has the lines after ``start`` updates, its parent those before. ``id`` None: a new run;
+    ``parent`` None: it begins by itself."""
+
+    id: str | None
+    parent: str | None
+    start: int
+    name: str
+    group: str = ""
+    kept_in: Mapping[str, Any] = field(default_factory=dict)
+    identity: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name, and from which update on where there is a parent."""
+        return self.name if self.parent is None else f"{self.name} from update {self.start}"
+
+    @property
+    def lineage(self) -> dict[str, Any]:
+        """The parent, as the config of a run has it."""
+        return {} if self.parent is None else {"parent_run": self.parent, "parent_update": self.start}
 
 
 class Writer:
@@ -105,7 +140,9 @@ class SafeWriter:
         self.name = name or type(writer).__name__
         self.run_id: str | None = None
         """The id of the run that is written to; before ``open`` that of the checkpoint."""
-        self._sent: Sent | None = None
+        self._record: JsonLines | None = None
+        self._repeated: set[tuple[int, str]] = set()
+        """Lines after the resumed update that the run has: update and key."""
         self._axes: set[str] = set()
 
     def open(
@@ -116,33 +153,51 @@ class SafeWriter:
         ``identity``: what determines the numbers of a run; where it is the same, the tracker has one run.
         """
 
-        def start(writer: Any) -> None:
-            path = work_dir / "tracking" / f"{self.name}.jsonl"
-            sent = self._sent = Sent(path, purges=getattr(writer, "purges", False))
+        def open_run(run: Branch) -> None:
+            writer.branch, writer.num_sent = run, sum("key" in each and each["run"] == run.id for each in records)
+            self.run_id = writer.open(run_id=run.id, work_dir=work_dir, config=config, updates=updates)
+
+        try:
+            writer, path = self._writer, work_dir / "tracking" / f"{self.name}.jsonl"
+            records, self._record = parse_lines(path)[0], JsonLines(path)
+            digest = hashlib.blake2b(json.dumps(json_values(identity), sort_keys=True).encode(), digest_size=8)
             kept_in = dict(writer.kept_in()) if hasattr(writer, "kept_in") else {}
-            branch, abandoned = sent.resume(
-                self.run_id, updates=updates, name=name, group=work_dir.name, kept_in=kept_in, identity=identity
-            )
-
-            def open_run(run: Branch) -> str | None:
-                writer.branch = run
-                writer.num_sent = sent.num_sent(run.id)
-                run_id: str | None = writer.open(run_id=run.id, work_dir=work_dir, config=config, updates=updates)
-                return run_id
-
+            new = Branch(None, self.run_id, updates, name, work_dir.name, kept_in, digest.hexdigest())
+            branch, abandoned = self._branch(records, new)
             if abandoned is not None and hasattr(writer, "abandon"):
                 open_run(abandoned)
                 writer.abandon(f"abandoned after update {updates}")
                 writer.close()
-            self.run_id = open_run(branch)
-            sent.begin(replace(branch, id=self.run_id))
-            if abandoned is not None:
-                logger().info(
-                    "%s: the numbers of this run are determined otherwise than those of run %s, which has updates after"
-                    " %d: they are sent to the new run %s.", self.name, abandoned.id, updates, self.run_id,
-                )  # fmt: skip
+            open_run(branch)
+            make_directory(path.parent)
+            self._add({"event": "run", **asdict(replace(branch, id=self.run_id))})
+        except Exception as error:
+            self._disable(error)
 
-        self._guarded(start)
+    def _branch(self, records: list[dict[str, Any]], new: Branch) -> tuple[Branch, Branch | None]:
+        """Return the run in which a start continues, and the one that it abandons. ``new``: as one that begins here;
+        its parent is the checkpoint's run.
+        """
+        runs = [{k: v for k, v in record.items() if k != "event"} for record in records if record.get("event") == "run"]
+        if not runs:  # another work dir
+            return new, None
+        last, updates = Branch(**runs[-1]), new.start
+        if last.kept_in != new.kept_in:
+            return replace(new, parent=None), None
+        purges = getattr(self._writer, "purges", False)  # then only late results are held back
+        repeated = {
+            (line["update"], line["key"])
+            for line in records
+            if "key" in line and line["run"] == last.id and line["at"] > updates
+            if not (purges and line["update"] > updates)
+        }
+        comes_again = any(update > updates for update, _ in repeated)
+        continues = new.parent in (None, last.id, last.parent) and last.start <= updates
+        if continues and (last.identity == new.identity or not comes_again):
+            self._repeated = repeated
+            return replace(last, identity=new.identity), None
+        parent = new.parent or last.id
+        return replace(new, parent=parent, name=last.name, group=last.group), last if comes_again else None
 
     def write(
         self, record: Mapping[str, Any], *, update: int, event: str = "", at: int | None = None, axis: str = "update"
@@ -152,55 +207,64 @@ class SafeWriter:
         ``event``: "" for the line of an update; ``at``: progress; ``axis``: another one than ``update`` becomes one
         more number of the record.
         """
-        numbers = record if axis == "update" else {**record, axis: update}
-
-        def show(writer: Any) -> None:
-            if axis != "update" and axis not in self._axes and hasattr(writer, "axis"):
-                writer.axis(axis, tuple(record))
-                self._axes.add(axis)
-            if event and hasattr(writer, "write_event"):
-                writer.write_event(numbers, update=update, event=event)
+        key = f"{event} {hashlib.blake2b(repr(sorted(record)).encode(), digest_size=6).hexdigest()}" if event else ""
+        if self._is_new(update, update if at is None else at, key):
+            if axis != "update":
+                if axis not in self._axes:
+                    self._axes.add(axis)
+                    self._call("axis", axis, tuple(record))
+                record = {**record, axis: update}
+            if event and hasattr(self._writer, "write_event"):
+                self._call("write_event", record, update=update, event=event)
             else:
-                writer.write(numbers, update=update)
-
-        self._send(Line.of(record, update=update, event=event, at=at), show)
+                self._call("write", record, update=update)
 
     def image(self, name: str, picture: Image, *, update: int, at: int) -> None:
-        if hasattr(self._writer, "image"):
-            line = Line(update, at, f"image {name}")
-            self._send(line, lambda writer: writer.image(name, picture, update=update))
+        if hasattr(self._writer, "image") and self._is_new(update, at, f"image {name}"):
+            self._call("image", name, picture, update=update)
 
-    def _send(self, line: Line, show: Callable[[Any], None]) -> None:
-        sent = self._sent
-        # recorded first, so that a kill between the two leaves no line that is sent again
-        if sent is not None and self._writer is not None and sent.add(line):
-            self._guarded(show)
+    def _is_new(self, update: int, at: int, key: str) -> bool:
+        """Whether the run does not have this line; it is recorded before it is sent: a kill repeats none."""
+        if self._writer is None or self._record is None:
+            return False
+        if (update, key) in self._repeated:
+            self._repeated.remove((update, key))
+            return False
+        self._add({"run": self.run_id, "update": update, "at": at, "key": key})
+        return True
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        assert self._record is not None
+        with suppress(OSError):  # a full disk: the line is kept in memory and written later; a save reports it
+            self._record.append(line)
 
     def sync(self) -> None:
         """Have what was sent, and the record of it, on disk. Raises ``OSError`` for the record."""
-        if self._sent is not None:
-            self._guarded(lambda writer: writer.sync() if hasattr(writer, "sync") else None)
-            self._sent.sync()
+        self._call("sync")
+        if self._record is not None:
+            self._record.sync()
 
     def close(self) -> None:
-        self._guarded(lambda writer: writer.close())
-        if self._sent is not None:
-            self._sent.close()
+        self._call("close")
+        if self._record is not None:
+            self._record.close()
 
-    def _guarded(self, action: Callable[[Any], None]) -> None:
-        if self._writer is None:
-            return
-        try:
-            action(self._writer)
-        except ImportError as error:
+    def _call(self, method: str, *arguments: Any, **options: Any) -> None:
+        """Call a method of the writer, if it has it."""
+        if self._writer is not None and hasattr(self._writer, method):
+            try:
+                getattr(self._writer, method)(*arguments, **options)
+            except Exception as error:  # whatever a dashboard does wrong must not end a training run
+                self._disable(error)
+
+    def _disable(self, error: Exception) -> None:
+        if isinstance(error, ImportError):
             package = getattr(self._writer, "package", "") or "what it needs"
             logger().warning("%s is disabled: %s. Remedy: pip install %s", self.name, error, package)
-            self._writer = None
-        except Exception as error:  # whatever a dashboard does wrong must not end a training run
-            logger().warning(
-                "%s is disabled, training continues: %s: %s", self.name, type(error).__name__, error or "no message"
-            )
-            self._writer = None
+        else:
+            text = f"{type(error).__name__}: {error or 'no message'}"
+            logger().warning("%s is disabled, training continues: %s", self.name, text)
+        self._writer = None
 
 
 def own_file(folder: Path, name: str, *, suffix: str) -> str:
@@ -208,29 +272,18 @@ def own_file(folder: Path, name: str, *, suffix: str) -> str:
     without the suffix. Where another run has the name, a number is appended, with a warning.
     """
     make_directory(folder)
-    for number in range(1, 10_000):
+    for number in itertools.count(1):
         own = name if number == 1 else f"{name}-{number}"
         path = folder / f"{own}{suffix}"
-        try:
-            if suffix:
-                path.touch(exist_ok=False)
-            else:
-                path.mkdir()
-        except FileExistsError:
-            continue
-        if number > 1:
-            logger().warning(
-                "%s belongs to another run: the lines of this one are in %s. Choose another visualizer.run_name"
-                " for a name of its own.", folder / f"{name}{suffix}", path,
-            )  # fmt: skip
-        return own
-    raise FileExistsError(f"{folder} has 9999 runs with the name {name}")
-
-
-def plain_config(config: Any) -> dict[str, Any]:
-    """A config as JSON values, nested as it is, so that trackers show its sections as groups."""
-    plain: dict[str, Any] = json_values(config.to_dict() if isinstance(config, Config) else config, by_name)
-    return plain
+        with suppress(FileExistsError):
+            path.touch(exist_ok=False) if suffix else path.mkdir()
+            break
+    if number > 1:
+        logger().warning(
+            "%s belongs to another run: the lines of this one are in %s. Choose another visualizer.run_name for a name"
+            " of its own.", folder / f"{name}{suffix}", path,
+        )  # fmt: skip
+    return own
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:

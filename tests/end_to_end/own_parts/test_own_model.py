@@ -28,7 +28,6 @@ from unigen_ds.checkpoint.convert import read_source
 from unigen_ds.checkpoint.layouts import open_reader
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import REGISTRIES
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.hooks.evaluate.evaluate import FOLDER
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model
@@ -278,15 +277,6 @@ def test_metrics_of_pictures_and_hooks_see_the_model(folder: Path, runs: Any) ->
     assert "'steps': 2" in json.dumps(stored)
 
 
-def test_settings_of_drawing_are_those_of_the_family(folder: Path) -> None:
-    preview = {"type": "PreviewHook", "prompts": ["a"], "flow": {"num_timesteps": 3}}
-    with pytest.raises(ConfigError, match=r"PreviewHook.flow has no key 'num_timesteps' \(Drawing\)"):
-        Runner.from_cfg(config(folder, "refused", custom_hooks=[preview]))
-    metric = {"type": "EvaluateHook", "metrics": ["Difference"], "generation": {"flow": {"steps": "many"}}}
-    with pytest.raises(ConfigError, match=r"EvaluateHook.generation.flow.steps is 'many'"):
-        Runner.from_cfg(config(folder, "refused", **{**FILLING, "custom_hooks": [metric]}))
-
-
 def pictures(out: Path) -> list[Any]:
     return [np.asarray(Image.open(path)).tolist() for path in sorted(out.glob("*.png"))]
 
@@ -390,14 +380,3 @@ def test_a_training_of_another_trainer_goes_on_with_its_moments(folder: Path, ru
         assert [line[key] for key in keys] == pytest.approx([other[key] for key in keys], rel=1e-6)
     log = (folder / "adopted" / "train.log").read_text()
     assert "a notebook" in log and "own.words" in log
-
-
-def test_a_setting_of_an_own_processor_changes_the_plan(folder: Path, runs: Any) -> None:
-    """The default fingerprint: with every plain attribute, and without what changes no plan."""
-    [found] = Runner.from_cfg(config(folder, "settings", custom_hooks=[])).datasets
-    processor: Any = found.processor  # type: ignore[attr-defined]
-    before = processor.fingerprint
-    processor.seed, processor.dropout, processor._private = 7, {"text": 0.5}, 1
-    assert processor.fingerprint == before
-    processor.side = 4
-    assert processor.fingerprint != before

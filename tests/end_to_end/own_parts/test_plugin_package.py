@@ -14,8 +14,7 @@ import pytest
 
 from tests.end_to_end.engines.users import write_rows
 from tests.processes import ROOT, ranks, together
-from tools.inspect_data import main as inspect_data
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import load_config
 from unigen_ds.system.journals import read_lines
@@ -64,12 +63,6 @@ def test_it_continues_after_the_last_checkpoint(folder: Path) -> None:
     assert "losses are the recorded ones (label " in log
 
 
-def test_the_log_names_its_own_loss_terms(folder: Path) -> None:
-    lines = (folder / "run" / "train.log").read_text(encoding="utf-8").splitlines()
-    shown = [line for line in lines if "INFO update " in line]
-    assert shown and all(" loss/label " in line and " loss/value " in line for line in shown)
-
-
 def test_the_tools_export_and_ask_it_with_permission_alone(folder: Path) -> None:
     refused, exported, asked = together(
         [
@@ -85,13 +78,6 @@ def test_the_tools_export_and_ask_it_with_permission_alone(folder: Path) -> None
     )
     texts = [json.loads((folder / name / "results.jsonl").read_text())["text"] for name in ("asked", "again")]
     assert published.status == asked.status == 0 and texts[0] == texts[1] and texts[0] in asked.out
-
-
-def test_its_data_is_described_and_its_ledger_derived_anew(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--cfg-options", f"train_dataloader.dataset.path={folder / 'rows.txt'}"]
-    assert inspect_data([CONFIG, *options]) == 0
-    assert "other targets               319  100.0%" in capsys.readouterr().out
-    assert inspect_data([CONFIG, "--ledger", str(folder / "run" / "ledger.jsonl"), *options]) == 0
 
 
 def test_a_killed_run_of_one_process_is_bit_equal_to_one_never_stopped(tmp_path: Path) -> None:
@@ -113,15 +99,4 @@ def test_a_name_that_is_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(tmp_path))
     given = {"custom_imports": {"imports": ["tests.plugin", "in_use"]}, "work_dir": str(tmp_path)}
     with pytest.raises(ConfigError, match="'in_use' registers a name that is in use: EMAHook is already registered"):
-        Runner.from_cfg(load_config(CONFIG, given))
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [("[1, 2", r"rows:3 is '\[1, 2'"), ("[1, 2]", "rows:3 has 2 inputs"), ("[1, 2, 3, 4, 5, 6]", "rows:3 is")],
-)
-def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "rows.txt").write_text("[1, 2, 3, 4, 1]\n" * 2 + line)
-    given = {"train_dataloader.dataset.path": str(tmp_path / "rows.txt"), "work_dir": str(tmp_path)}
-    with pytest.raises(DataError, match=message):
         Runner.from_cfg(load_config(CONFIG, given))

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests import processes
 from tests.processes import ENVIRONMENT, ROOT
@@ -23,7 +21,7 @@ from unigen_ds.checkpoint.home import RUN
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.jobs.evaluation_job import Job, JobFolder, arguments_of, fill_fields, read_result
+from unigen_ds.evaluation.jobs.evaluation_job import Job, JobFolder, arguments_of, fill_fields
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
@@ -189,15 +187,6 @@ def test_what_waits_when_the_training_has_ended_is_evaluated(tmp_path, slow):
     assert [update for update, _ in logged(tmp_path)] == [2, 4, 6] and not list(folder.glob("*.job"))
 
 
-def test_the_next_start_joins_a_worker_that_still_runs(tmp_path, slow):
-    """Each checkpoint is evaluated once, one at a time."""
-    run(tmp_path, slow, updates=6)
-    until((tmp_path / "seen.txt").exists)
-    (tmp_path / "go").touch()
-    run(tmp_path, slow, updates=7, resume=True, wait_at_end=True)
-    assert [update for update, _ in logged(tmp_path)] == [2, 4, 6] and seen(tmp_path) == ["begins", "ends"] * 3
-
-
 def test_a_stopped_run_starts_nothing_more_until_its_next_start(tmp_path, slow):
     body = config(tmp_path, slow, updates=6)
     body["custom_hooks"].append({"type": "StopHook"})
@@ -210,19 +199,6 @@ def test_a_stopped_run_starts_nothing_more_until_its_next_start(tmp_path, slow):
     assert not (tmp_path / "seen.txt").exists() or "iter_4.pth" not in (tmp_path / "seen.txt").read_text()
     run(tmp_path, slow, updates=6, resume=True, wait_at_end=True)
     assert [update for update, _ in logged(tmp_path)] == [2, 4, 6]
-
-
-def test_training_is_bit_equal_with_and_without_it(tmp_path, script):
-    names = ("with", "without")
-    for name in names:
-        (tmp_path / name).mkdir()
-        Runner.from_cfg(config(tmp_path / name, f"{script} 0", updates=4, without=name == "without")).train()
-    mine, plain = (
-        load_file(tmp_path / name / "run" / "iter_4.pth" / "model.safetensors") for name in ("with", "without")
-    )
-    assert all(torch.equal(mine[name], plain[name]) for name in plain)
-    ledgers = [(tmp_path / name / "run" / "ledger.jsonl").read_text() for name in names]
-    assert ledgers[0] == ledgers[1]
 
 
 def test_results_that_arrive_while_the_training_is_dead(tmp_path, script):
@@ -328,18 +304,6 @@ def test_what_goes_wrong_never_ends_the_training(tmp_path):
     (tmp_path / "c" / "run" / "eval_results").write_text("a file where the folder would be")
     assert run(tmp_path / "c", [sys.executable, "-c", "pass", *NEEDED], updates=3).progress.updates == 3
     assert "Training continues" in log(tmp_path / "c")
-
-
-def test_the_next_start_names_how_a_process_ended(tmp_path):
-    """After the last update: nobody of this run saw it end."""
-    folder = tmp_path / "run" / "eval_results" / "run"
-    fails = "import time; time.sleep(0.3); print('loading'); print('no memory'); raise SystemExit(5)"
-    run(tmp_path, [sys.executable, "-c", fails, *NEEDED], updates=2)
-    assert "evaluation of update 2 has ended" not in log(tmp_path)
-    until(lambda: (folder / "step_2.status").exists() and (folder / "step_2.status").read_text() == "5")
-    run(tmp_path, [sys.executable, "-c", fails, *NEEDED], updates=3, resume=True)
-    line = next(one for one in log(tmp_path).splitlines() if "evaluation of update 2 has ended" in one)
-    assert "with status 5 without a result" in line and "step_2.log: loading | no memory. Command: " in line
 
 
 @pytest.mark.parametrize(
@@ -449,11 +413,3 @@ def test_no_shell_reads_a_command(tmp_path):
     for allowed in ("sh -c 'a > b; c'", "sbatch --wrap='a && b > c'", "run '<image>'"):
         arguments_of(f"{allowed} {{checkpoint}} {{out}}", where="c")
     assert fill_fields(("sbatch", "--wrap=cat {checkpoint}"), values)[1] == f"--wrap=cat '{evil}'"
-
-
-def test_numbers_of_a_result(tmp_path):
-    path = tmp_path / "step_3.json"
-    path.write_text(json.dumps({"results": {"a": {"b": 1, "c": True, "d": "x", "e": None}, "f": 0.5}}))
-    assert read_result(path, update=3) == ({"a/b": 1.0, "f": 0.5}, 3)
-    (tmp_path / "step_x.json").write_text("{}")
-    assert JobFolder(tmp_path).results() == [(3, path)]

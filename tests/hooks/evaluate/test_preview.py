@@ -185,7 +185,6 @@ def log(runner: Runner) -> str:
         ({"prompts": [], "images": [], "num_held_out": 0}, "nothing to show"),
         ({"interval": 0}, "PreviewHook.interval|interval is 0"),
         ({"unit": "step"}, "unit is 'step'"),
-        ({"unit": "iteration", "by_epoch": True}, "by_epoch=True and unit='iteration'"),
         ({"size": [8]}, "size"),
         ({"flow": {"steps": 3}}, "flow has no key 'steps'"),
         ({"flow": {"num_timesteps": 1}}, "at least 2"),

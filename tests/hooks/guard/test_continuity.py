@@ -12,8 +12,8 @@ import torch
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint import saver
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.config.registry import HOOKS, build
-from unigen_ds.core.errors import ConfigError, TrainingError
+from unigen_ds.config.registry import HOOKS
+from unigen_ds.core.errors import TrainingError
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
 from unigen_ds.system.seeding import rng_state
@@ -98,12 +98,3 @@ def test_the_check_draws_no_random_number(folder):
     after = rng_state()
     assert torch.equal(before["torch"], after["torch"]) and before["scalars"] == after["scalars"]
     assert runner.backend.model.training
-
-
-def test_wrong_arguments():
-    for key, wrong, allowed in (
-        ("on_mismatch", "stop", "'warn', 'halt'"),
-        ("tolerance", 0.0, "a number above 0 or None"),
-    ):
-        with pytest.raises(ConfigError, match=f"{key} is {wrong!r}. Allowed: {allowed}"):
-            build(HOOKS, {"type": "ContinuityHook", key: wrong}, where="default_hooks.continuity")

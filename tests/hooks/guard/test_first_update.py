@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.text_run import text_config, trained, words
 from tools.export import main as export
-from unigen_ds.core.errors import ConfigError, TrainingError
+from unigen_ds.core.errors import TrainingError
 from unigen_ds.families.decoder_lm.family import Decoder
 from unigen_ds.hooks.evaluate.ema import EMAHook
 from unigen_ds.runner import Runner
@@ -84,7 +84,7 @@ def test_a_loss_above_the_expected_one(published: Path, tmp_path: Path) -> None:
     expected = {"first_update": {"expected": {"text": 0.01, "image": 0.5}, "factor": 2.0}}
     _, warned = lines(tmp_path, published, default_hooks=expected)
     assert len(warned) == 3 and "more than 2 times the expected 0.01 (FirstUpdateHook.expected)" in warned[0]
-    assert "expected has image, of which this update had no targets; it had text" in warned[1]
+    assert "expected has image, of which this update had no targets" in warned[1]
 
 
 @pytest.mark.parametrize(("value", "info"), [(0.0, "are all zeros"), (500.0, "more than 10"), (math.nan, "not finite")])
@@ -116,25 +116,6 @@ def test_a_tokenizer_that_does_not_know_a_text(
     )
 
 
-def test_a_tokenizer_that_changes_texts() -> None:
-    from unigen_ds.hooks.guard.first_update import TEXT, _round_trip
-
-    class Damaged:
-        unk_id = None
-
-        def __len__(self) -> int:
-            return 50_000
-
-        def encode(self, text: str) -> list[int]:
-            return list(text.encode())
-
-        def decode(self, ids: list[int]) -> str:
-            return bytes(ids).decode().replace("1889", "")
-
-    (problem,) = _round_trip(Damaged())
-    assert repr(TEXT) in problem and "0 of" in problem
-
-
 def test_random_weights_and_a_resume_are_not_looked_at(published: Path, tmp_path: Path) -> None:
     Runner.from_cfg(text_config(tmp_path, RECORDS, train_cfg={"max_updates": 1})).train()
     log = tmp_path / "run" / "train.log"
@@ -144,8 +125,3 @@ def test_random_weights_and_a_resume_are_not_looked_at(published: Path, tmp_path
     cfg.model = {"type": "DecoderLM", "pretrained": str(published)}
     Runner.from_cfg(cfg).train()
     assert (tmp_path / "tuned" / "run" / "train.log").read_text().count("tensors are looked at") == 1
-
-
-def test_a_factor_of_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"first_update.factor is 1"):
-        Runner.from_cfg(text_config(tmp_path, RECORDS, default_hooks={"first_update": {"factor": 1}}))

@@ -16,8 +16,6 @@ import torch.distributed as td
 
 from tests.hooks.tiny_run import TinyRun
 from tests.processes import ROOT, popen, together
-from unigen_ds.config.registry import HOOKS, build
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Progress
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.log.journal import LedgerHook
@@ -26,7 +24,6 @@ from unigen_ds.hooks.log.measurements import global_losses
 from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.system.journals import read_lines
 from unigen_ds.system.log import NAME
-from unigen_ds.tracking.settings import Visualizer
 
 
 def lines(run: TinyRun) -> list[dict[str, Any]]:
@@ -207,15 +204,3 @@ def test_a_terminal_gets_a_live_line_and_warnings_above_it(tmp_path: Path) -> No
     assert "10.0 %" in text and "update 2" in text and "loss/text 2" in text
     assert text.index("a warning") < text.index("update 2")
     assert "after" in text
-
-
-def test_state_and_wrong_arguments(tmp_path: Path) -> None:
-    hook = build(HOOKS, {"type": "LoggerHook", "interval": 3}, where="default_hooks.logger")
-    empty = {"sums": {}, "counts": {}}
-    assert hook.state_dict() == {"version": 2, "run_ids": {}, "grad_norms": [], "epoch": empty}
-    with pytest.raises(ConfigError, match="version"):
-        hook.load_state_dict({"version": 9})
-    with pytest.raises(ConfigError, match=r"interval is 0\. Allowed: a whole number of at least 1"):
-        build(HOOKS, {"type": "LoggerHook", "interval": 0}, where="default_hooks.logger")
-    with pytest.raises(ConfigError, match="did you mean 'WandbVisBackend'"):
-        Visualizer.parse({"vis_backends": [{"type": "WandbBackend"}]})

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.hooks.tiny_run import TinyRun
-from unigen_ds.config.registry import HOOKS, build
-from unigen_ds.core.errors import ConfigError
-from unigen_ds.hooks.log.timer import WARM_UP_UPDATES, IterTimerHook, find_timer
+from unigen_ds.hooks.log.timer import WARM_UP_UPDATES, IterTimerHook
 from unigen_ds.system.log import NAME
 
 
@@ -56,25 +54,3 @@ def test_a_share_outside_its_band_is_reported_once_after_the_warm_up(
     assert len([m for m in messages if "time is data" in m and "num_workers" in m]) == 1
     assert len([m for m in messages if "time is forward_backward" in m]) == 1
     assert len(messages) <= 3
-
-
-@pytest.mark.parametrize(("share", "warns"), [(0.05, False), (0.3, True)])
-def test_communication_has_a_band_of_15_percent(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, share: float, warns: bool
-) -> None:
-    monkeypatch.setattr(logging.getLogger(NAME), "propagate", True)
-    monkeypatch.setattr("unigen_ds.hooks.log.timer.WARM_UP_UPDATES", 1)
-    run = TinyRun(tmp_path, [IterTimerHook()])
-    run.start()
-    for _ in range(3):
-        spend(run, forward_backward=0.1 * (1 - share), communication=0.1 * share)
-    messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert any("time is communication" in message for message in messages) == warns, messages
-
-
-def test_find_timer_and_wrong_window(tmp_path: Path) -> None:
-    timer = IterTimerHook()
-    assert find_timer(TinyRun(tmp_path, [timer])) is timer
-    assert find_timer(TinyRun(tmp_path)) is None
-    with pytest.raises(ConfigError, match=r"window is 0\. Allowed: a whole number of at least 1"):
-        build(HOOKS, {"type": "IterTimerHook", "window": 0}, where="default_hooks.timer")

@@ -12,11 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.tiny import tiny_config
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.hooks.log.timer import device_peak_tflops
 from unigen_ds.runner.loop.runner import Runner
-from unigen_ds.runner.settings.environment import Environment
 from unigen_ds.runner.start.parts import build_parts
 from unigen_ds.system.journals import read_lines
 
@@ -62,19 +60,6 @@ def test_a_line_holds_operations_counted_one_by_one(tmp_path: Path) -> None:
         assert line["tflops"] * 1e12 * line["time/update"] == pytest.approx(operations, rel=0.05)
         assert line["mfu"] == pytest.approx(line["tflops"] / PEAK)
     assert "MFU" in (tmp_path / "run" / "train.log").read_text()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this device has a peak")
-def test_without_a_peak_mfu_is_not_logged(tmp_path: Path) -> None:
-    train(tmp_path, train_cfg={"max_updates": 1})
-    (line,) = (line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line)
-    assert line["tflops"] > 0 and "mfu" not in line
-
-
-def test_a_wrong_peak_is_refused(tmp_path: Path) -> None:
-    for wrong in (0, -1.0, "312", True):
-        with pytest.raises(ConfigError, match="peak_tflops"):
-            Environment.parse({"peak_tflops": wrong}, where="env")
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt
 
-from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.config.registry import HOOKS, METRICS, component_problems
-from unigen_ds.core.errors import ConfigError, raise_any, suggestion
+from unigen_ds.config.registry import HOOKS
+from unigen_ds.core.errors import ConfigError, suggestion
 from unigen_ds.core.progress import Duration, Progress
 from unigen_ds.evaluation import scoring
 from unigen_ds.evaluation.generation import Answering, trained_family
@@ -22,7 +20,6 @@ from unigen_ds.evaluation.metrics import Metric, build_metrics
 from unigen_ds.evaluation.provenance import write_results
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.evaluate.ema import ema_of
-from unigen_ds.hooks.save.best import BestCheckpoint, rule_of
 from unigen_ds.system import dist
 from unigen_ds.system.clock import EVALUATION
 from unigen_ds.system.files import make_directory
@@ -97,15 +94,7 @@ class EvaluateHook(Hook):
         self.empty_cache, self.max_samples = empty_cache, max_samples
         self._answering = Answering.of(generation or {}, where="EvaluateHook.generation")
         self._metrics, self._intervals = _metrics_of(metrics, interval=metric_interval, unit=self.unit)
-        if save_best not in (None, "auto"):
-            try:
-                rule_of(str(save_best), rule)
-            except ConfigError as error:  # the cause may be an unknown name
-                near = suggestion(str(save_best), ["val/loss", *(f"{PREFIX}{metric.name}" for metric in self._metrics)])
-                raise ConfigError(error.problem, allowed=error.allowed, remedy=near or error.remedy) from error
-        self.save_best = save_best
-        self._best_options: dict[str, Any] = {"rule": rule, "weights_only": best_weights_only, "ema": use_ema}
-        self.best: BestCheckpoint | None = None
+        self.save_best, self.rule, self.best_weights_only = save_best, rule, best_weights_only
         self._every: Duration | None = None
         self._metric_every: dict[str, Duration] = {}
         self._computed: dict[str, Progress] = {}
@@ -127,11 +116,6 @@ class EvaluateHook(Hook):
         }
         where = "EvaluateHook.metrics"
         scoring.check(self._metrics, run.backend, run.validation, where=where, answering=self._answering)
-        if self.save_best is not None:
-            name = f"{PREFIX}{run.validation[0].own}loss" if self.save_best == "auto" else self.save_best
-            self.check_name(run, name, where="EvaluateHook.save_best")
-            self.best = BestCheckpoint(name, **self._best_options)
-            self.best.before_run(run, provenance=self.provenance(run, name))
 
     def check_name(self, run: Run, name: str, *, where: str, prefix: str = PREFIX) -> None:
         """Raise ``ConfigError`` where no evaluation of this run can have a value of that name.
@@ -142,22 +126,18 @@ class EvaluateHook(Hook):
         """
         known: list[str] = []
         for validation in run.validation:
-            terms = trained_family(run.backend)[0].terms
-            metrics = [metric.name for metric in scoring.of_set(validation, self._metrics)]
-            known += [
-                f"{prefix}{validation.own}{one}" for one in ("loss", *(f"loss/{term}" for term in terms), *metrics)
-            ]
-            own = name.removeprefix(f"{prefix}{validation.own}")
-            first, *rest = own.split("/")
-            of_loss = first == "loss" and (not rest or rest[0] in terms)
-            if name.startswith(f"{prefix}{validation.own}") and (of_loss or own.startswith(tuple(metrics))):
+            begin, terms = f"{prefix}{validation.own}", trained_family(run.backend)[0].terms
+            metrics = [f"{begin}{metric.name}" for metric in scoring.of_set(validation, self._metrics)]
+            losses = [f"{begin}loss/{term}" for term in terms]
+            known += [f"{begin}loss", *losses, *metrics]
+            if name == f"{begin}loss" or "/".join(name.split("/")[: begin.count("/") + 2]) in losses:
                 return
-        own = name.removeprefix(prefix)
-        near = f"did you mean '{prefix}{name}'?" if f"{prefix}{name}" in known else suggestion(name, known)
+            if name.startswith(tuple(metrics)):
+                return
         raise ConfigError(
             f"{where} is {name!r}, which no evaluation of this run has",
             allowed=", ".join(known),
-            remedy=_metric_of(own) or near,
+            remedy=suggestion(name, known),
         )
 
     def provenance(self, run: Run, name: str) -> Mapping[str, str]:
@@ -173,12 +153,8 @@ class EvaluateHook(Hook):
         """Results of updates that the run has gone back from are not among the others."""
         if dist.is_main():
             set_aside(run.work_dir / FOLDER, after=run.progress.updates)
-        if self.best is not None:
-            self.best.after_load_checkpoint(run, manifest)
 
     def before_update(self, run: Run) -> None:
-        if self.best is not None:
-            self.best.before_update()
         if self.at_start and run.progress.updates == 0:
             self.evaluate(run)
 
@@ -186,10 +162,6 @@ class EvaluateHook(Hook):
         due = self._every is not None and self._every.every(run.progress, run.previous)
         if due or run.finished:
             self.evaluate(run)
-
-    def after_train(self, run: Run) -> None:
-        if self.best is not None:
-            self.best.after_train()
 
     def evaluate(self, run: Run) -> Mapping[str, float]:
         """Now, at the present weights. Collective. Returns what ``after_val`` of every hook is called with."""
@@ -206,8 +178,6 @@ class EvaluateHook(Hook):
             most = [len(one) if self.max_batches is None else self.max_batches * one.batch_size for one in sets]
             number = sum(min(len(one), limit) for one, limit in zip(sets, most, strict=True))
             logger().info("Evaluation: %d samples in %.1f s.", number, time.perf_counter() - begun)
-        if self.best is not None and run.progress.updates:
-            self.best.offer(run, values, complete=self.complete)
         for hook in run.hooks:
             hook.after_val(run, values)
         return values
@@ -245,24 +215,12 @@ class EvaluateHook(Hook):
         if self._evaluated is not None and self._evaluated[0] == run.progress.updates:
             metrics.update(self._evaluated[1])
 
-    def wants_save(self) -> bool:
-        return self.best is not None and self.best.wants_save()
-
-    def after_save_checkpoint(self, run: Run, path: Path) -> None:
-        if self.best is not None:
-            self.best.after_save_checkpoint(run, path)
-
-    def keeps(self, manifest: Manifest) -> bool:
-        return self.best is not None and self.best.keeps(manifest)
-
     def state_dict(self) -> dict[str, Any]:
         computed = {name: progress.state_dict() for name, progress in self._computed.items()}
-        return {**({"computed": computed} if computed else {}), **({} if self.best is None else self.best.state_dict())}
+        return {"computed": computed} if computed else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._computed = {name: Progress.from_state_dict(one) for name, one in state.get("computed", {}).items()}
-        if self.best is not None:
-            self.best.load_state_dict(state)
+        self._computed = {name: Progress.from_state_dict(one) for name, one in state["computed"].items()}
 
 
 def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> EvaluateHook | None:
@@ -278,14 +236,11 @@ def _metrics_of(
 ) -> tuple[list[Metric], list[float | None]]:
     """Metrics and their intervals; ``interval`` and ``sets`` of a component are no arguments of the metric.
 
-    Raises ``ConfigError`` with all that is wrong, and for what is not installed.
+    Raises ``ConfigError``, also for what is not installed.
     """
     several = [specs] if isinstance(specs, str) else specs
     components: list[dict[str, Any]] = [{"type": spec} if isinstance(spec, str) else dict(spec) for spec in several]
     intervals: list[float | None] = [component.pop("interval", interval) for component in components]
-    checked = [{key: value for key, value in component.items() if key != "sets"} for component in components]
-    problems = [component_problems(METRICS, one, where=f"metrics[{k}]") for k, one in enumerate(checked)]
-    raise_any(list(chain.from_iterable(problems)))
     for k, own in enumerate(intervals):
         if own is not None and (isinstance(own, bool) or not isinstance(own, (int, float)) or own <= 0):
             problem = f"EvaluateHook.metrics[{k}].interval is {own!r}"
@@ -293,15 +248,6 @@ def _metrics_of(
     with kept_generators():
         torch.manual_seed(0)  # a part that is not loaded from a file is the same on every rank and at every start
         return build_metrics(components, where="EvaluateHook.metrics"), intervals
-
-
-def _metric_of(name: str) -> str | None:
-    """How to get a value that a metric would have, which is not computed."""
-    for kind, cls in METRICS.module_dict.items():
-        own = getattr(cls, "name", "")
-        if name.startswith(kind.lower()) or (isinstance(own, str) and own and name.startswith(own)):
-            return f"EvaluateHook(metrics=[dict(type={kind!r})]) computes it"
-    return None
 
 
 def _store(run: Run, evaluation: scoring.Evaluation) -> None:

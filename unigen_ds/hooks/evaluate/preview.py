@@ -59,8 +59,8 @@ class PreviewPrompt(files_of_prompts.Prompt):
 class _Entry:
     """One cell: what was asked and what came of it."""
 
-    prompt: str
     seed: int
+    prompt: str = ""
     images: Sequence[str] = ()
     text: str = ""
     reference: str = ""
@@ -68,14 +68,6 @@ class _Entry:
     record: str = ""
     error: str = ""
     pictures: list[Image.Image] = field(default_factory=list)
-    reference_shown: bool = False
-    """Whether the reference is a picture."""
-
-    def cell(self) -> Cell:
-        answer = f"failed: {self.error}" if self.error else self.text
-        reference = "the picture on the right" if self.reference_shown else self.reference
-        lines = [self.prompt, answer and f"> {answer}", reference and f"= {reference}"]
-        return Cell(self.pictures, "\n".join(line for line in lines if line))
 
 
 @HOOKS.register_module()
@@ -93,7 +85,6 @@ class PreviewHook(Hook):
         held_out: component: a data set with these records; None: the run's validation data.
         interval: updates between previews.
         unit: of ``interval``.
-        by_epoch: the same as ``unit='epoch'``.
         use_ema: with the average of the weights, where the run has one.
         seed: of every random number.
         size: (height, width) of drawn pictures in pixels; None: as large as possible.
@@ -103,7 +94,6 @@ class PreviewHook(Hook):
         max_new_tokens: of a text.
         temperature: of texts; 0 chooses the likeliest token.
         top_p: of texts: only the likeliest tokens are drawn, which have this probability together.
-        columns: of the sheet; None: chosen.
     """
 
     name = "preview"
@@ -118,7 +108,6 @@ class PreviewHook(Hook):
         held_out: Mapping[str, Any] | None = None,
         interval: Annotated[float, Gt(0)] = 500,
         unit: Literal["update", "iteration", "epoch"] = "update",
-        by_epoch: bool = False,
         use_ema: bool = True,
         seed: int = 0,
         size: Sequence[int] | None = None,
@@ -126,23 +115,20 @@ class PreviewHook(Hook):
         max_new_tokens: Annotated[int, Ge(1)] = 64,
         temperature: float = 0.0,
         top_p: float = 1.0,
-        columns: Annotated[int, Ge(1)] | None = None,
     ) -> None:
         self._prompts = _prompts(prompts)
         self._prompts += [PreviewPrompt(question, (path,), understand=True) for path in images]
         if not self._prompts and not num_held_out:
             raise ConfigError("PreviewHook has nothing to show", allowed="prompts, images or num_held_out")
-        if by_epoch and unit == "iteration":
-            raise ConfigError("PreviewHook has by_epoch=True and unit='iteration'", remedy="leave one of them out")
         if size is not None and (len(size) != 2 or min(size) < 1):
             raise ConfigError(f"PreviewHook.size is {size!r}", allowed="(height, width) in pixels")
         self._flow, self._drawing = flow or {}, None
         self._sampling = Sampling(temperature, top_p)
         self._num_held_out, self._held_out = num_held_out, held_out
-        self._interval, self._unit = interval, "epoch" if by_epoch else unit
+        self._interval, self._unit = interval, unit
         self._every: Duration | None = None
         self._use_ema, self._seed, self._size = use_ema, seed, tuple(size) if size else None
-        self._max_new_tokens, self._columns = max_new_tokens, columns
+        self._max_new_tokens = max_new_tokens
         self._questions: list[Question] = []
 
     def before_run(self, run: Run) -> None:
@@ -187,43 +173,32 @@ class PreviewHook(Hook):
 
     def preview(self, run: Run) -> None:
         """Make one now. Collective."""
+        ema, update = ema_of(run) if self._use_ema else None, run.progress.updates
+        requests: list[PreviewPrompt | Question] = [*self._prompts, *self._questions]
         try:
-            entries = self._generate(run)
+            own = generate_all(
+                run.backend,
+                run.processor,
+                list(enumerate(requests)),
+                lambda inferencer, request: self._make(inferencer, *request),
+                weights=lambda: ema.swapped(run) if ema else nullcontext(),
+            )
         except GenerationError as error:  # raised on every rank alike
-            logger().warning("No preview at update %d: %s", run.progress.updates, error)
+            logger().warning("No preview at update %d: %s", update, error)
             return
-        if entries is None:
+        if (per_rank := dist.gather_to_main(own)) is None:
             return
-        failed = [each for each in entries if each.error]
-        if failed:
-            logger().warning(
-                "%d of %d previews at update %d failed; the first: %s",
-                len(failed), len(entries), run.progress.updates, failed[0].error,
-            )  # fmt: skip
+        entries = [entry for _, entry in sorted(pair for part in per_rank for pair in part.items())]
+        if failed := [entry.error for entry in entries if entry.error]:
+            logger().warning("%d of %d previews at update %d failed; the first: %s",
+                             len(failed), len(entries), update, failed[0])  # fmt: skip
         try:
             self._show(run, entries)
         except OSError as error:
-            logger().warning("The preview of update %d was not written: %s", run.progress.updates, error)
-
-    def _generate(self, run: Run) -> list[_Entry] | None:
-        """All of them on rank 0, None elsewhere. Collective."""
-        ema = ema_of(run) if self._use_ema else None
-        requests: list[PreviewPrompt | Question] = [*self._prompts, *self._questions]
-        mine = generate_all(
-            run.backend,
-            run.processor,
-            list(enumerate(requests)),
-            lambda inferencer, request: self._make(inferencer, *request),
-            weights=lambda: ema.swapped(run) if ema else nullcontext(),
-        )
-        per_rank = dist.gather_to_main(mine)
-        return (
-            None if per_rank is None else [entry for _, entry in sorted(kv for part in per_rank for kv in part.items())]
-        )
+            logger().warning("The preview of update %d was not written: %s", update, error)
 
     def _make(self, inferencer: Any, number: int, request: PreviewPrompt | Question) -> _Entry:
-        seed = self._seed + number
-        entry = _Entry("", seed)
+        entry = _Entry(self._seed + number)
         try:
             if isinstance(request, Question):
                 self._answer(inferencer, request, entry)
@@ -236,13 +211,12 @@ class PreviewHook(Hook):
         return entry
 
     def _follow(self, inferencer: Any, request: PreviewPrompt, entry: _Entry) -> None:
-        processor = inferencer.processor
         entry.prompt, entry.images = request.text, request.paths
         options: dict[str, Any] = request.shown
         if "image" in getattr(inferencer, "answers", ()):
             options |= {"understand": True} if request.understand else {"flow": self._drawing, "size": self._size}
         options |= {key: value for key, value in vars(self._sampling).items() if value != vars(Sampling())[key]}
-        entry.pictures += [processor.read_image(path) for path in request.paths]
+        entry.pictures += [inferencer.processor.read_image(path) for path in request.paths]
         result = inferencer.unified_generate(
             request.prompt, max_length=self._max_new_tokens, seed=entry.seed, **options
         )
@@ -264,7 +238,7 @@ class PreviewHook(Hook):
             entry.reference = reference
         elif reference is not None:
             entry.pictures.append(reference)
-            entry.reference, entry.reference_shown = question.target.source, True
+            entry.reference = question.target.source
 
     def _held_out_questions(self, run: Run, inferencer: Any) -> list[Question]:
         data = self._held_out_data(run)
@@ -300,14 +274,15 @@ class PreviewHook(Hook):
 
     def _show(self, run: Run, entries: Sequence[_Entry]) -> None:
         """Write the sheet and the texts, and log the sheet. On rank 0."""
-        update = run.progress.updates
-        folder = run.work_dir / FOLDER
+        update, folder = run.progress.updates, run.work_dir / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        sheet = contact_sheet([each.cell() for each in entries], columns=self._columns, title=f"update {update}")
-        rows = [
-            {key: value for key, value in vars(each).items() if key not in ("pictures", "reference_shown")}
-            for each in entries
-        ]
+        cells, rows = [], []
+        for entry in entries:
+            answer = f"failed: {entry.error}" if entry.error else entry.text
+            lines = [entry.prompt, answer and f"> {answer}", entry.reference and f"= {entry.reference}"]
+            cells.append(Cell(entry.pictures, "\n".join(line for line in lines if line)))
+            rows.append({key: value for key, value in vars(entry).items() if key != "pictures"})
+        sheet = contact_sheet(cells, title=f"update {update}")
         write_atomic(folder / f"{update}.png", lambda path: sheet.save(path, format="PNG"))
         write_text_atomic(folder / f"{update}.json", json.dumps(rows, ensure_ascii=False, indent=1) + "\n")
         logger_of(run).image(run, "preview", sheet, update=update)

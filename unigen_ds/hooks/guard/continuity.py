@@ -7,6 +7,7 @@ and must have the same losses. It costs one forward pass for each save and one f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -33,30 +34,31 @@ class ContinuityHook(Hook):
     """
 
     name = "continuity"
+    state_attributes = ("losses",)
 
     @checked()
     def __init__(
         self, *, tolerance: Annotated[float, Gt(0)] | None = None, on_mismatch: Literal["warn", "halt"] = "warn"
     ) -> None:
         self.tolerance, self.on_mismatch = tolerance, on_mismatch
-        self._losses: dict[str, float] = {}
+        self.losses: dict[str, float] = {}
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
-        self._losses = run.last_losses() or {}
+        self.losses = run.last_losses() or {}
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
-        if not self._losses:
+        if not self.losses:
             return
-        losses = run.last_losses()
-        if losses is None:
-            logger().info(
-                "Continuity is not checked: the present batch size cannot split the last update into iterations."
-            )
+        if (losses := run.last_losses()) is None:
+            logger().info("Continuity is not checked: the present batch size cannot split the last update into"
+                          " iterations.")  # fmt: skip
             return
         precision = run.backend.topology()["precision"]
         bound = TOLERANCE[precision] if self.tolerance is None else self.tolerance
-        worst = max(_relative(losses.get(name), value) for name, value in self._losses.items())
-        changes = ", ".join(f"{name} {value:.6g} -> {_text(losses.get(name))}" for name, value in self._losses.items())
+        pairs = {name: (value, losses.get(name, float("nan"))) for name, value in self.losses.items()}
+        differences = [abs(now - was) / max(abs(was), 1e-12) for was, now in pairs.values()]
+        worst = max(math.inf if math.isnan(one) else one for one in differences)
+        changes = ", ".join(f"{name} {was:.6g} -> {now:.6g}" for name, (was, now) in pairs.items())
         if worst <= bound:
             logger().info("Continuity: the last update's losses are the recorded ones (%s).", changes)
             return
@@ -69,20 +71,3 @@ class ContinuityHook(Hook):
             )
         if dist.is_main():  # the ranks agree on the losses
             logger().warning("Continuity: %s, more than %g: model or data may not be what was saved.", problem, bound)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"losses": self._losses} if self._losses else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._losses = {str(name): float(value) for name, value in state["losses"].items()}
-
-
-def _text(value: float | None) -> str:
-    return "none" if value is None else f"{value:.6g}"
-
-
-def _relative(loss: float | None, recorded: float) -> float:
-    """Infinite where one of them is missing or not finite."""
-    if loss is None or not abs(loss - recorded) < float("inf"):
-        return float("inf")
-    return abs(loss - recorded) / max(abs(recorded), 1e-12)

@@ -10,19 +10,14 @@ from annotated_types import Ge
 
 from unigen_ds.checkpoint.best_record import better
 from unigen_ds.config.registry import HOOKS
-from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.provenance import Result, unlike
-from unigen_ds.hooks.base import Hook, Run
-from unigen_ds.hooks.evaluate.evaluate import check_result
-from unigen_ds.hooks.save.best import rule_of, value_of
+from unigen_ds.hooks.base import Run
+from unigen_ds.hooks.save.best import MetricHook
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 
-VERSION = 1
-
 
 @HOOKS.register_module()
-class EarlyStoppingHook(Hook):
+class EarlyStoppingHook(MetricHook):
     """mmengine's arguments. ``min_delta`` is 0 by default (mmengine: 0.1), and an unknown ``monitor`` is an error.
 
     Args:
@@ -49,38 +44,15 @@ class EarlyStoppingHook(Hook):
         check_finite: bool = True,
         stopping_threshold: float | None = None,
     ) -> None:
-        self.monitor, self.rule = monitor, rule_of(monitor, rule)
+        super().__init__(monitor, rule=rule, where="EarlyStoppingHook.monitor")
         self.min_delta, self.patience = min_delta, patience
         self.check_finite, self.stopping_threshold = check_finite, stopping_threshold
         self._best: float | None = None
         self._last: float | None = None
         self._waited = 0
-        self._missing: ConfigError | None = None
-        self._provenance: dict[str, str] = {}
-
-    def before_run(self, run: Run) -> None:
-        evaluate = check_result(run, self.monitor, where="EarlyStoppingHook.monitor")
-        if evaluate is not None:
-            self._provenance = dict(evaluate.provenance(run, self.monitor))
-
-    def before_update(self, run: Run) -> None:
-        self.after_train(run)
-
-    def after_train(self, run: Run) -> None:
-        """Raise ``ConfigError`` where the last evaluation had no such metric: the checkpoint is saved by now."""
-        if self._missing is not None:
-            raise self._missing
-
-    def wants_save(self) -> bool:
-        return self._missing is not None
 
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
-        complete = all(getattr(hook, "complete", True) for hook in run.hooks)
-        try:
-            value = value_of(self.monitor, metrics, where="EarlyStoppingHook.monitor", complete=complete)
-        except ConfigError as error:
-            self._missing, value = error, None
-        if value is None:
+        if (value := self.value_of(run, metrics)) is None:
             return
         self._last = value
         margin = self.min_delta if self.rule == "less" else -self.min_delta
@@ -110,40 +82,31 @@ class EarlyStoppingHook(Hook):
 
     def _reason(self) -> str | None:
         """Why the run ends, by the present arguments; None: it does not."""
-        if self._last is None:
+        last, threshold = self._last, self.stopping_threshold
+        if last is None:
             return None
-        if not math.isfinite(self._last):
+        if not math.isfinite(last):
             if self.check_finite:
-                return f"{self.monitor} is {self._last:g}"
-        elif self.stopping_threshold is not None and better(self._last, self.stopping_threshold, rule=self.rule):
-            return (
-                f"{self.monitor} is {self._last:.6g}, {self.rule} than stopping_threshold {self.stopping_threshold:g}"
-            )
-        if self._waited >= self.patience:
-            best = "" if self._best is None else f"; the best value is {self._best:.6g}"
-            by = f" by more than min_delta {self.min_delta:g}" if self.min_delta else ""
-            if self._best is not None and better(self._last, self._best, rule=self.rule):
-                best += f", and the last one, {self._last:.6g}, is not better by so much"
-            evaluations = "1 evaluation" if self._waited == 1 else f"{self._waited} evaluations"
-            return f"{self.monitor} has not improved{by} for {evaluations} (patience {self.patience}){best}"
-        return None
+                return f"{self.metric} is {last:g}"
+        elif threshold is not None and better(last, threshold, rule=self.rule):
+            return f"{self.metric} is {last:.6g}, {self.rule} than stopping_threshold {threshold:g}"
+        if self._waited < self.patience:
+            return None
+        by = f" by more than min_delta {self.min_delta:g}" if self.min_delta else ""
+        return (
+            f"{self.metric} has not improved{by} for {self._waited} evaluations (patience {self.patience});"
+            f" the best value is {self._best}, the last one {last:.6g}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         last = None if self._last is None else str(self._last)  # JSON has no NaN
-        return {"version": VERSION, "monitor": self.monitor, "rule": self.rule, "best": self._best, "last": last,
+        return {"monitor": self.metric, "rule": self.rule, "best": self._best, "last": last,
                 "waited": self._waited, "provenance": self._provenance}  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("version") != VERSION:
-            raise ConfigError(f"state of EarlyStoppingHook has version {state.get('version')!r}", allowed=str(VERSION))
-        if (state["monitor"], state["rule"]) != (self.monitor, self.rule):
-            logger().warning("EarlyStoppingHook watched %s (%s) before and starts anew with %s (%s).",
-                             state["monitor"], state["rule"], self.monitor, self.rule)  # fmt: skip
-            return
-        if reasons := unlike(Result({}, state.get("provenance") or {}), Result({}, self._provenance)):
+        if problem := self.difference(state["monitor"], state["rule"], state["provenance"]):
             if dist.is_main():
-                logger().warning("EarlyStoppingHook starts anew: the %s of before cannot be compared with those of this"
-                                 " run: %s.", self.monitor, "; ".join(reasons))  # fmt: skip
+                logger().warning("EarlyStoppingHook starts anew: of the best value before, %s.", problem)
             return
         self._best, self._waited = state["best"], int(state["waited"])
         self._last = None if state["last"] is None else float(state["last"])

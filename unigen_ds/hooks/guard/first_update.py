@@ -28,8 +28,6 @@ LARGEST, SMALLEST = 10.0, 1e-5
 """Root mean square of a weight matrix; those of published models are between 0.005 and 1."""
 FEWEST_TOKENS = 200
 """A tokenizer of at least so many tokens must be able to write any text; a smaller one is a list of words."""
-NAMED = 3
-"""Tensors that a warning names."""
 TEXT = "Paris, 1889: the tower is 300 m high; e = 2.718 (about)."
 PAGE = "docs/checkpoints.md#the-first-update"
 
@@ -55,15 +53,15 @@ class FirstUpdateHook(Hook):
         self._begins = False
 
     def before_train(self, run: Run) -> None:
-        self._begins = run.progress.updates == 0 and _loaded(run.config)
-        if not self._begins:
-            return
-        number, problems = _tensors(run)
-        problems += [*_round_trip(getattr(run.processor, "tokenizer", None)), *_average(run)]
-        if dist.is_main():
-            logger().info("First update: the values of %s tensors are looked at.", f"{number:,}")
-            for problem in problems:
-                logger().warning("First update: %s", problem)
+        loads = run.config.get("load_from") or (run.config.get("model") or {}).get("pretrained")
+        self._begins = run.progress.updates == 0 and bool(loads)
+        if self._begins:
+            number, problems = _tensors(run)
+            problems += [*_round_trip(getattr(run.processor, "tokenizer", None)), *_average(run)]
+            if dist.is_main():
+                logger().info("First update: the values of %s tensors are looked at.", f"{number:,}")
+                for problem in problems:
+                    logger().warning("First update: %s", problem)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if not self._begins:
@@ -76,56 +74,37 @@ class FirstUpdateHook(Hook):
             family = family_of(find(MODELS, run.config["model"], where="model"))
             levels = family.chance_level(run.processor) if family is not None else {}
             chance = {name: level for name, level in levels.items() if name in losses}
-            logger().info(
-                "First update: losses %s%s.", _values(losses), f"; chance is {_values(chance)}" if chance else ""
-            )
-            problems = [*loss_problems(losses, chance=chance, expected=self.expected, factor=self.factor)]
+            texts = [", ".join(f"{name} {value:.4g}" for name, value in each.items()) for each in (losses, chance)]
+            logger().info("First update: losses %s", "; chance is ".join(filter(None, texts)) + ".")
+            problems = [*self._loss_problems(losses, chance)]
             for problem in problems:
                 logger().warning("First update: %s", problem)
             if problems:
                 logger().warning("First update: the likely causes are in %s", PAGE)
 
-
-def _values(losses: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in losses.items())
-
-
-def loss_problems(
-    losses: Mapping[str, float], *, chance: Mapping[str, float], expected: Mapping[str, float], factor: float
-) -> Iterator[str]:
-    """A sentence for each loss that a trained model would not have."""
-    for name, loss in losses.items():
-        if not math.isfinite(loss):
-            yield f"the loss {name} is {loss}"
-        elif loss >= KNOWS * chance.get(name, math.inf):
-            yield (
-                f"the loss {name} is {loss:.4g}, and chance is {chance[name]:.4g}: the task is new to the loaded"
-                " weights, or they are not the trained ones"
-            )
-        elif loss > factor * expected.get(name, math.inf):
-            yield (
-                f"the loss {name} is {loss:.4g}, more than {factor:g} times the expected {expected[name]:.4g}"
-                " (FirstUpdateHook.expected)"
-            )
-    missing = sorted(set(expected) - set(losses))
-    if missing:
-        yield (
-            f"FirstUpdateHook.expected has {', '.join(missing)}, of which this update had no targets; it had"
-            f" {', '.join(losses)}"
-        )
-
-
-def _loaded(config: Mapping[str, Any]) -> bool:
-    """Whether a config begins from trained weights."""
-    return bool(config.get("load_from") or (config.get("model") or {}).get("pretrained"))
+    def _loss_problems(self, losses: Mapping[str, float], chance: Mapping[str, float]) -> Iterator[str]:
+        """A sentence for each loss that a trained model would not have."""
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                yield f"the loss {name} is {loss}"
+            elif loss >= KNOWS * chance.get(name, math.inf):
+                yield (
+                    f"the loss {name} is {loss:.4g}, and chance is {chance[name]:.4g}: the task is new to the loaded"
+                    " weights, or they are not the trained ones"
+                )
+            elif loss > self.factor * self.expected.get(name, math.inf):
+                expected = f"{self.factor:g} times the expected {self.expected[name]:.4g}"
+                yield f"the loss {name} is {loss:.4g}, more than {expected} (FirstUpdateHook.expected)"
+        if missing := ", ".join(sorted(set(self.expected) - set(losses))):
+            yield f"FirstUpdateHook.expected has {missing}, of which this update had no targets"
 
 
 @torch.no_grad()
 def _tensors(run: Run) -> tuple[int, list[str]]:
     """The number of tensors, and what is wrong with their values. Collective; the same for every engine."""
-    backend = run.backend
+    backend, config = run.backend, run.config
     names = [*backend.trainable_sizes(), *backend.frozen_sizes()]
-    at, matrices, complete = {name: i for i, name in enumerate(names)}, _matrices(backend.model), _complete(run.config)
+    at = {name: i for i, name in enumerate(names)}
     sums = torch.zeros(len(names), 2, dtype=torch.float64)  # of squares, and elements: replicas count in both
     for shard in (*backend.master_shards(), *backend.frozen_shards()):
         if shard.data.is_floating_point():
@@ -134,7 +113,13 @@ def _tensors(run: Run) -> tuple[int, list[str]]:
     whole = torch.tensor(dist.sum_floats(sums.flatten().tolist())).view(-1, 2)
     scale = {name: math.sqrt(square / number) for name, (square, number) in zip(names, whole.tolist(), strict=True)
              if number}  # fmt: skip
+    layers = (torch.nn.Linear, torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
+    matrices = {f"{name}.weight" for name, module in backend.model.named_modules() if isinstance(module, layers)}
     compared = {name: value for name, value in scale.items() if name in matrices and math.isfinite(value)}
+    # where not all weights were read, some keep their initial values, which may be zeros
+    parts = not isinstance((config.get("model") or {}).get("pretrained"), str | None)
+    missing = "missing" in ((config.get("load_cfg") or {}).get("allow") or ())
+    complete = not parts and not config.get("lora") and not missing
     kinds = {
         "are not finite": [name for name, value in scale.items() if not math.isfinite(value)],
         "of weight matrices are all zeros": [name for name, value in compared.items() if value == 0 and complete],
@@ -143,24 +128,11 @@ def _tensors(run: Run) -> tuple[int, list[str]]:
         ],
     }
     return len(names), [
-        f"{len(some):,} of {len(names):,} tensors {what}: {', '.join(some[:NAMED])}"
-        + f" and {len(some) - NAMED:,} more" * (len(some) > NAMED)
-        + ". Likely causes: a damaged or incomplete file, or names of weights that did not match."
+        f"{len(some):,} of {len(names):,} tensors {what}, such as {', '.join(some[:3])}. Likely causes: a damaged or"
+        " incomplete file, or names of weights that did not match."
         for what, some in kinds.items()
         if some
     ]
-
-
-def _complete(config: Mapping[str, Any]) -> bool:
-    """Whether all weights were read; otherwise some keep their initial values, which may be zeros."""
-    parts = not isinstance((config.get("model") or {}).get("pretrained"), str | None)
-    return not parts and not config.get("lora") and "missing" not in ((config.get("load_cfg") or {}).get("allow") or ())
-
-
-def _matrices(model: torch.nn.Module) -> set[str]:
-    """Names of the weights of linear layers, convolutions and embeddings."""
-    kinds = (torch.nn.Linear, torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
-    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
 def _round_trip(tokenizer: Any) -> Iterator[str]:
@@ -179,14 +151,11 @@ def _round_trip(tokenizer: Any) -> Iterator[str]:
 
 def _average(run: Run) -> Iterator[str]:
     """Whether the average of the weights begins as the weights."""
-    hook = ema_of(run)
-    if hook is None:
+    if (hook := ema_of(run)) is None:
         return
     pairs = zip(hook.average.shards, run.backend.master_shards(), strict=True)
-    differ = sum(
-        not torch.equal(mine.data.float(), weights.data.float().to(mine.data.device)) for mine, weights in pairs
-    )
-    (number,) = dist.sum_floats([float(differ)])
+    differ = [not torch.equal(own.data.float(), now.data.float().to(own.data.device)) for own, now in pairs]
+    (number,) = dist.sum_floats([float(sum(differ))])
     if number:
         yield (
             f"{number:,.0f} pieces of the average of the weights (EMA) are not the weights before the first update."

@@ -11,6 +11,7 @@ Lines with ``event`` are not those of an update: ``training_stats`` (``hooks/log
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,19 +24,11 @@ from rich.progress import Progress as RichBar
 
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.batch import Batch
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.datasets.dataset import source_names
 from unigen_ds.hooks.base import Run, UpdateResult
 from unigen_ds.hooks.log.journal import JournalHook
-from unigen_ds.hooks.log.measurements import (
-    EpochMeans,
-    GradNormWatch,
-    SourceLosses,
-    global_losses,
-    global_memory,
-    global_rates,
-)
-from unigen_ds.hooks.log.timer import find_timer, statistics_over_ranks
+from unigen_ds.hooks.log.measurements import EpochMeans, GradNormWatch, SourceLosses, global_losses, global_memory
+from unigen_ds.hooks.log.timer import find_timer
 from unigen_ds.system import dist
 from unigen_ds.system.journals import METRICS_FILE
 from unigen_ds.system.log import logger
@@ -44,7 +37,6 @@ from unigen_ds.tracking.writer import SafeWriter, Writer
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-VERSION = 2
 STATISTICS = "training_stats"
 """Event of the lines with the statistics over ranks."""
 _NUMBERS = ("model", "tokenizer", "processor", "train_dataloader", "optim_wrapper", "loss_weights", "param_scheduler",
@@ -85,34 +77,30 @@ class LoggerHook(JournalHook):
     ) -> None:
         super().__init__(METRICS_FILE)
         self._interval, self._unit = interval, unit
-        self._statistics_interval = statistics_interval
-        self._log_metric_by_epoch = log_metric_by_epoch
-        self._writers = [SafeWriter(writer, name) for writer, name in zip(writers, _names(writers), strict=True)]
+        self._statistics_interval, self._log_metric_by_epoch = statistics_interval, log_metric_by_epoch
+        self._writers: list[SafeWriter] = []
+        for writer in writers:
+            kind = type(writer).__name__
+            again = 1 + sum(other.name.partition("-")[0] == kind for other in self._writers)
+            self._writers.append(SafeWriter(writer, kind if again == 1 else f"{kind}-{again}"))
         self._run_name = run_name
-        self._console = Console()
+        self._bar: RichBar | None = None
         self._last: UpdateResult | None = None
         self._logged_update: int | None = None
         self._norms: list[torch.Tensor | float] = []
-        self._watch = GradNormWatch()
-        self._epoch = EpochMeans()
-        self._by_source = SourceLosses()
+        self._watch, self._epoch, self._by_source = GradNormWatch(), EpochMeans(), SourceLosses()
 
     def before_train(self, run: Run) -> None:
         super().before_train(run)
-        self._epoch.start()
+        self._epoch.since = time.perf_counter()
         self._by_source = SourceLosses(source_names(run.datasets))
         if self._log_metric_by_epoch:
             logger().warning("LoggerHook.log_metric_by_epoch has no effect: each line has update, iteration and epoch")
-        if dist.is_main():
-            name, identity = self._run_name or run.work_dir.name, _identity(run) if self._writers else {}
+        if dist.is_main() and self._writers:
+            identity = _identity(run)
             for writer in self._writers:  # not earlier: a resume has restored the run ids by now
-                writer.open(
-                    work_dir=run.work_dir,
-                    config=run.config,
-                    updates=run.progress.updates,
-                    name=name,
-                    identity=identity,
-                )
+                writer.open(work_dir=run.work_dir, config=run.config, updates=run.progress.updates,
+                            name=self._run_name or run.work_dir.name, identity=identity)  # fmt: skip
 
     def before_update(self, run: Run) -> None:
         self._by_source.begin()
@@ -122,29 +110,29 @@ class LoggerHook(JournalHook):
             self._by_source.add(batch, run.iteration.each)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
+        def crossed(interval: int, unit: str) -> bool:
+            return run.ruler.duration(interval, unit).every(run.progress, run.previous)
+
         first = self._last is None
         self._last = result
         self._norms.append(result.grad_norm)
         self._epoch.add(result)
         ended = run.progress.epoch != run.previous.epoch  # before the checkpoint, which then begins with a new epoch
         of_epoch = self._epoch.finish(result.loss_weights) if ended else {}
-        if first or ended or _crossed(run, self._interval, self._unit):
+        if first or ended or crossed(self._interval, self._unit):
             self._log(run, result, of_epoch)
-        if _crossed(run, self._statistics_interval, "update") and (timer := find_timer(run)):
-            self.log(run, statistics_over_ranks(timer), update=run.progress.updates, event=STATISTICS)
+        if crossed(self._statistics_interval, "update") and (timer := find_timer(run)):
+            self.log(run, timer.statistics_over_ranks(), update=run.progress.updates, event=STATISTICS)
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
         self._epoch.settle()
         if run.done:  # the last line is there before the last checkpoint
-            self._log_last(run)
+            self.after_train(run)
         self._read_norms(run)
 
     def after_train(self, run: Run) -> None:
-        self._log_last(run)
-
-    def _log_last(self, run: Run) -> None:
         if self._last is not None and self._logged_update != run.progress.updates:
-            self._log(run, self._last)
+            self._log(run, self._last, {})
 
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
         """The results of an evaluation at the present update, the same on all ranks."""
@@ -162,10 +150,13 @@ class LoggerHook(JournalHook):
         if not dist.is_main():
             return
         now = run.progress.updates
-        self._journal.append(
-            run, {"event": event, "update": update, **({} if now == update else {"at": now}), **values}
-        )
-        logger().info("%s at update %d: %s", event, update, _shown(event, values))
+        self.append(run, {"event": event, "update": update, **({} if now == update else {"at": now}), **values})
+        shown, note = values, ""
+        if event == STATISTICS:  # the averages alone
+            shown = {k.removeprefix(f"{STATISTICS}/avg_"): v for k, v in values.items() if "/avg_" in k}
+            note = f"  ({METRICS_FILE} has all {len(values)} values)"
+        text = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items())
+        logger().info("%s at update %d: %s%s", event, update, text, note)
         for writer in self._writers:
             writer.write(values, update=update, event=event, at=now, axis=axis)
 
@@ -181,48 +172,58 @@ class LoggerHook(JournalHook):
 
     def close(self) -> None:
         super().close()
-        self._console.close()
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
         for writer in self._writers if dist.is_main() else ():
             writer.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "version": VERSION,
             "run_ids": {w.name: w.run_id for w in self._writers if w.run_id is not None},
-            "grad_norms": self._watch.state_dict(),
+            "grad_norms": [*self._watch.norms],
             "epoch": self._epoch.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("version") != VERSION:
-            raise ConfigError(f"state of LoggerHook has version {state.get('version')!r}", allowed=str(VERSION))
         for writer in self._writers:
             writer.run_id = state["run_ids"].get(writer.name)
-        self._watch.load_state_dict(state["grad_norms"])
+        self._watch.norms.extend(state["grad_norms"])
         self._epoch.load_state_dict(state["epoch"])
 
-    def _log(self, run: Run, result: UpdateResult, of_epoch: Mapping[str, float] | None = None) -> None:
+    def _log(self, run: Run, result: UpdateResult, of_epoch: Mapping[str, float]) -> None:
         """Collective. Reads the device: the only code outside the optimizer step that waits for it."""
         losses = {**global_losses(result), **self._by_source.means(sorted(result.counts))}
         timer = find_timer(run)
-        rates = global_rates(timer) if timer else {}
+        rates = timer.flops_over_ranks() if timer else {}
         memory = global_memory()
-        self._logged_update = run.progress.updates
+        progress = run.progress
+        self._logged_update = progress.updates
         norms = self._read_norms(run)
         if not dist.is_main():
             return
         summary = timer.summary() if timer else {}
-        record = {**_position(run), **_learning_rates(result), **losses}
+        record: dict[str, Any] = {
+            "update": progress.updates,
+            "iteration": progress.iteration(run.geometry),
+            "epoch": progress.sequences / run.ruler.sequences_per_epoch,
+            "sequences": progress.sequences,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+        }
+        for index, group in enumerate(result.hparams):
+            record["lr" if index == 0 else f"lr/{group['name']}"] = group["lr"]
+        record |= losses
         record |= {"grad_norm": norms[-1] if norms else float(result.grad_norm), "applied": result.applied}
         if result.loss_scale is not None:
             record["loss_scale"] = result.loss_scale
         rate_names = ("time/update", "time/data", "tokens_per_second", "samples_per_second")
         record |= {k: summary.get(k) for k in (*rate_names, "tokens_per_second_per_device")}
-        record |= {**rates, **memory, **(of_epoch or {})}
-        self._journal.append(run, record)
-        self._console.show(record, summary=summary, total_sequences=run.total_sequences)
+        record |= {**rates, **memory, **of_epoch}
+        self.append(run, record)
+        self._show(record, summary, run.total_sequences)
         for writer in self._writers:
-            writer.write({**record, **{k: v for k, v in summary.items() if k != "eta"}}, update=run.progress.updates)
+            writer.write({**record, **{k: v for k, v in summary.items() if k != "eta"}}, update=progress.updates)
 
     def _read_norms(self, run: Run) -> list[float]:
         """The gradient norms since the last call, on rank 0; a warning where one leaves the usual range."""
@@ -232,30 +233,24 @@ class LoggerHook(JournalHook):
             logger().warning(sentence)
         return norms
 
-
-def _shown(event: str, values: Mapping[str, Any]) -> str:
-    """The values in one line; of statistics over ranks the averages alone."""
-    averages, note = f"{STATISTICS}/avg_", ""
-    if event == STATISTICS:
-        note = f"  ({METRICS_FILE} has all {len(values)} values)"
-        values = {name.removeprefix(averages): value for name, value in values.items() if name.startswith(averages)}
-    return "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()) + note
+    def _show(self, record: Mapping[str, Any], summary: Mapping[str, float], total_sequences: float) -> None:
+        """A bar over the sequences of the run with the line beside it, where standard error is a terminal; else a log
+        line."""
+        text = progress_line(record, summary=summary)
+        if not sys.stderr.isatty():
+            logger().info("%s", text)
+            return
+        if self._bar is None:
+            columns = TextColumn("{task.percentage:>5.1f} %"), BarColumn(bar_width=20), TextColumn("{task.description}")
+            self._bar = RichBar(*columns, console=RichOutput(stderr=True), auto_refresh=False)
+            self._bar.start()
+            self._bar.add_task("", total=total_sequences if total_sequences < float("inf") else None)
+        self._bar.update(self._bar.task_ids[0], completed=record["sequences"], description=text, refresh=True)
 
 
 def logger_of(run: Run) -> LoggerHook:
     """The run's logger: every run has one."""
     return next(hook for hook in run.hooks if isinstance(hook, LoggerHook))
-
-
-def _names(writers: Sequence[Any]) -> list[str]:
-    """The class of each writer; the second of a class and later ones with a number."""
-    kinds = [type(writer).__name__ for writer in writers]
-    seen = [kinds[: index + 1].count(kind) for index, kind in enumerate(kinds)]
-    return [kind if number == 1 else f"{kind}-{number}" for kind, number in zip(kinds, seen, strict=True)]
-
-
-def _crossed(run: Run, interval: int, unit: str) -> bool:
-    return run.ruler.duration(interval, unit).every(run.progress, run.previous)
 
 
 def _identity(run: Run) -> dict[str, Any]:
@@ -268,42 +263,11 @@ def _identity(run: Run) -> dict[str, Any]:
     return {"config": sections, "global_batch_size": run.geometry.global_batch_size, "data": data}
 
 
-def _position(run: Run) -> dict[str, float]:
-    progress = run.progress
-    return {
-        "update": progress.updates,
-        "iteration": progress.iteration(run.geometry),
-        "epoch": progress.sequences / run.ruler.sequences_per_epoch,
-        "sequences": progress.sequences,
-        "samples": progress.samples,
-        "tokens": progress.tokens,
-    }
-
-
-def _learning_rates(result: UpdateResult) -> dict[str, float]:
-    """``lr`` is the first group's, ``lr/<name>`` every other's."""
-    rates: dict[str, float] = {}
-    for index, group in enumerate(result.hparams):
-        rates["lr" if index == 0 else f"lr/{group['name']}"] = group["lr"]
-    return rates
-
-
-# What the user sees: one live progress line on a terminal, plain log lines everywhere else.
-
-
-def loss_names(record: Mapping[str, Any]) -> list[str]:
-    """``loss``, and ``loss/<term>`` of each term, whatever the family calls them."""
-    return [name for name in record if name == "loss" or (name.startswith("loss/") and name.count("/") == 1)]
-
-
 def progress_line(record: Mapping[str, Any], *, summary: Mapping[str, float]) -> str:
-    """Losses, learning rate, gradient norm, rates, time shares, time to go and MFU, in one line."""
+    """What the user sees of a line: losses, learning rate, gradient norm, rates, time shares, time to go and MFU."""
     parts = [f"update {record['update']}", f"iteration {record['iteration']}", f"epoch {record['epoch']:.3f}"]
-    parts += [
-        f"{name} {record[name]:.4g}"
-        for name in (*loss_names(record), "lr", "grad_norm")
-        if record.get(name) is not None
-    ]
+    losses = [name for name in record if name == "loss" or (name.startswith("loss/") and name.count("/") == 1)]
+    parts += [f"{k} {record[k]:.4g}" for k in (*losses, "lr", "grad_norm") if record.get(k) is not None]
     if not record["applied"]:
         parts.append("NOT APPLIED")
     if summary:
@@ -317,35 +281,3 @@ def progress_line(record: Mapping[str, Any], *, summary: Mapping[str, float]) ->
         parts.append(f"MFU {record['mfu']:.1%}")
     parts.append(f"memory {record['memory']:.0f} MiB")
     return "  ".join(parts)
-
-
-class Console:
-    """A bar over the sequences of the run with a description beside it, where standard error is a terminal; else a log
-    line for each record."""
-
-    def __init__(self) -> None:
-        self._bar: RichBar | None = None
-
-    def show(self, record: Mapping[str, Any], *, summary: Mapping[str, float], total_sequences: float) -> None:
-        """Show ``record``, a line of ``metrics.jsonl``; ``summary`` is the timer's."""
-        text = progress_line(record, summary=summary)
-        if not sys.stderr.isatty():
-            logger().info("%s", text)
-            return
-        if self._bar is None:
-            columns = TextColumn("{task.percentage:>5.1f} %"), BarColumn(bar_width=20), TextColumn("{task.description}")
-            self._bar = RichBar(*columns, console=RichOutput(stderr=True), auto_refresh=False)
-            self._bar.start()
-            self._bar.add_task("", total=None)
-        self._bar.update(
-            self._bar.task_ids[0],
-            total=total_sequences if total_sequences < float("inf") else None,
-            completed=record["sequences"],
-            description=text,
-            refresh=True,
-        )
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None

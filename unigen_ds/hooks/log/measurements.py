@@ -1,5 +1,5 @@
-"""What a line of ``metrics.jsonl`` contains: losses by term and source, means of an epoch, memory, rates; and the alarm
-on gradient norms. Sums of this rank in, values over all ranks out.
+"""What a line of ``metrics.jsonl`` contains: losses by term and source, means of an epoch, memory; and the alarm on
+gradient norms. Sums of this rank in, values over all ranks out.
 
 Sums are added up on the device, which nothing waits for, and read where a line is logged.
 """
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from unigen_ds.core.batch import DEFAULT_WEIGHT, Batch, to_device
 from unigen_ds.hooks.base import UpdateResult
-from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.system import dist
 
 WINDOW = 100
@@ -99,7 +98,7 @@ class SourceLosses:
 
 
 class EpochMeans:
-    """The losses of a whole epoch, across kills, and its throughput."""
+    """The losses of a whole epoch, across kills, and its throughput. ``since``: when it began, in this process."""
 
     def __init__(self) -> None:
         self._local: dict[str, Tensor] = {}
@@ -108,11 +107,7 @@ class EpochMeans:
         """Over all ranks, until then."""
         self._counts: dict[str, float] = {}
         self._tokens = 0
-        self._since = time.perf_counter()
-
-    def start(self) -> None:
-        """Training begins: the time before does not count."""
-        self._since = time.perf_counter()
+        self.since = time.perf_counter()
 
     def add(self, result: UpdateResult) -> None:
         if result.applied:  # the sums of a skipped update may not be finite
@@ -144,9 +139,8 @@ class EpochMeans:
         if means:
             values["epoch_loss"] = sum(loss_weights.get(n, DEFAULT_WEIGHT) * mean for n, mean in means.items())
         values |= {f"epoch_loss/{name}": mean for name, mean in means.items()}
-        values["epoch_tokens_per_second"] = self._tokens / (time.perf_counter() - self._since)
-        self._sums, self._counts, self._tokens = {}, {}, 0
-        self.start()
+        values["epoch_tokens_per_second"] = self._tokens / (time.perf_counter() - self.since)
+        self._sums, self._counts, self._tokens, self.since = {}, {}, 0, time.perf_counter()
         return values
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,7 +155,7 @@ class GradNormWatch:
     """Compares each norm with the median of the last ``WINDOW`` before it. One warning when the range is left."""
 
     def __init__(self) -> None:
-        self._norms: deque[float] = deque(maxlen=WINDOW)
+        self.norms: deque[float] = deque(maxlen=WINDOW)
         self._outside = False
 
     def observe(self, norms: Sequence[float], *, last_update: int) -> Iterator[str]:
@@ -172,36 +166,18 @@ class GradNormWatch:
         for update, norm in enumerate(norms, start=last_update - len(norms) + 1):
             if not math.isfinite(norm):
                 continue
-            usual = statistics.median(self._norms) if len(self._norms) >= FEWEST else None
-            outside = usual is not None and not usual / FACTOR <= norm <= usual * FACTOR
+            usual = statistics.median(self.norms) if len(self.norms) >= FEWEST else norm
+            outside = not usual / FACTOR <= norm <= usual * FACTOR
             if outside and not self._outside:
-                assert usual is not None
                 kind = "exploding" if norm > usual else "vanishing"
                 yield (
                     f"update {update}: the gradient norm is {norm:.4g}; usual is {usual / FACTOR:.4g} to"
-                    f" {usual * FACTOR:.4g} ({usual:.4g} is the median of the last {len(self._norms)} updates). If it"
+                    f" {usual * FACTOR:.4g} ({usual:.4g} is the median of the last {len(self.norms)} updates). If it"
                     f" stays there, gradients are {kind}: look at the samples of this update (tools/inspect_data.py)"
                     " and at the learning rate."
                 )
             self._outside = outside
-            self._norms.append(norm)
-
-    def state_dict(self) -> list[float]:
-        return [*self._norms]
-
-    def load_state_dict(self, state: Sequence[float]) -> None:
-        self._norms = deque(map(float, state), maxlen=WINDOW)
-
-
-def global_rates(timer: IterTimerHook) -> dict[str, float]:
-    """``tflops``: 10**12 operations a second of one device, mean over ranks; ``mfu``: that as a share of its peak.
-    Collective. Each is left out where it is not known.
-    """
-    (total,) = dist.sum_floats([timer.flops_per_second()])
-    tflops, peak = total / dist.world_size() / 1e12, timer.peak_tflops
-    if not tflops:
-        return {}
-    return {"tflops": tflops, "mfu": tflops / peak} if peak else {"tflops": tflops}
+            self.norms.append(norm)
 
 
 def global_memory() -> dict[str, float]:

@@ -7,9 +7,8 @@ synchronisation.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Annotated
 
@@ -35,35 +34,20 @@ BOUNDS = {
     "other": (0.0, 0.05, "look for slow hooks: previews, checkpoints and logging count here"),
 }
 """Share of an update's time: lower bound, upper bound, what to do outside it."""
+PEAK_TFLOPS = {
+    "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989,
+    "H20": 148, "A100": 312, "A800": 312, "A40": 150, "A30": 165, "A10": 125, "RTX A6000": 155, "RTX 3090": 71,
+    "L40S": 362, "L40": 181, "L4": 121, "RTX 6000 Ada": 364, "RTX 4090": 165, "RTX 5090": 209,
+    "V100 PCIE": 112, "V100": 125, "T4": 65, "MI300X": 1307,
+}  # fmt: skip
+"""Words of a device's name -> 10**12 dense bf16 operations a second with fp32 sums, from the maker's data sheet (V100
+and T4 have no bf16: fp16). The first that fits is used. MFU is a share of it."""
 
 
-@dataclass(frozen=True)
-class _Update:
-    seconds: float
-    sections: dict[str, float]
-    sequences: int
-    samples: int
-    tokens: int
-    flops: float
-    own_tokens: int
-    """This rank's share, as are the next two."""
-    own_samples: int
-    own_images: int
-
-    def statistics(self) -> dict[str, float]:
-        """nanoVLM's five, and the time shares, of one update of this rank."""
-        times = {name: self.sections.get(name, 0.0) for name in SECTIONS}
-        other = max(0.0, self.seconds - sum(times.values()))
-        return {
-            "tokens_per_second": self.own_tokens / self.seconds,
-            "data_load_time": times["data"],
-            "fw_bw_time": times["forward_backward"],
-            "post_process_time": times["step"] + other,
-            "communication_time": times[COMMUNICATION],
-            "images_per_sample": self.own_images / max(self.own_samples, 1),
-            **{f"share_{name}": seconds / self.seconds for name, seconds in times.items()},
-            "share_other": other / self.seconds,
-        }
+def device_peak_tflops(name: str) -> float | None:
+    """Return the peak of the device named ``name`` in 10**12 operations a second, or None if it is unknown."""
+    words = f" {name.replace('-', ' ')} "
+    return next((float(peak) for part, peak in PEAK_TFLOPS.items() if f" {part} " in words), None)
 
 
 @HOOKS.register_module()
@@ -78,20 +62,22 @@ class IterTimerHook(Hook):
 
     @checked()
     def __init__(self, *, window: Annotated[int, Ge(1)] = 50) -> None:
-        self._updates: deque[_Update] = deque(maxlen=window)
-        self._seen = 0
-        self._warned: set[str] = set()
-        self._sequences_left = 0.0
-        self._flops = 0.0
-        self._own = [0, 0, 0]
+        self._updates: deque[dict[str, float]] = deque(maxlen=window)
+        """Seconds of each, by section and in all, its counts over all ranks, and this rank's operations."""
+        self._own: dict[str, float] = defaultdict(float)
+        """This rank's counts of the present update."""
         self._statistics: list[dict[str, float]] = []
-        self._so_far_s = 0.0
+        """Of each update since the last ``statistics_over_ranks``."""
+        self._num_updates, self._seconds, self._sequences_left = 0, 0.0, 0.0
+        self._warned: set[str] = set()
         self._timed = ExitStack()
         self.peak_tflops: float | None = None
         """10**12 operations a second that one device can do; None where that is not known, and before training."""
 
     def before_train(self, run: Run) -> None:
-        self.peak_tflops = peak_tflops(run.peak_tflops)
+        self.peak_tflops = run.peak_tflops
+        if run.peak_tflops is None and torch.cuda.is_available():
+            self.peak_tflops = device_peak_tflops(torch.cuda.get_device_name())
         self._timed.enter_context(count_communication(run.clock))
         run.clock.read()  # building the run is not part of the first update
 
@@ -103,34 +89,39 @@ class IterTimerHook(Hook):
 
     def before_train_iter(self, run: Run, index: int, batch: Batch) -> None:
         count = getattr(run.backend.model, "flops", None)
-        self._flops += count(batch) if count else 0.0
-        for index, number in enumerate((batch.num_tokens, batch.num_samples, batch.num_images)):
-            self._own[index] += number
+        self._own["flops"] += count(batch) if count else 0.0
+        self._own["tokens"] += batch.num_tokens
+        self._own["samples"] += batch.num_samples
+        self._own["images"] += batch.num_images
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         seconds, sections = run.clock.read()
         seconds -= sections.get(EVALUATION, 0.0)
-        update = _Update(
-            seconds,
-            sections,
-            sequences=run.progress.sequences - run.previous.sequences,
-            samples=run.progress.samples - run.previous.samples,
-            tokens=result.tokens,
-            flops=self._flops,
-            own_tokens=self._own[0],
-            own_samples=self._own[1],
-            own_images=self._own[2],
-        )
-        self._updates.append(update)
-        self._statistics.append(update.statistics())
-        self._flops, self._own = 0.0, [0, 0, 0]
-        self._seen += 1
-        self._sequences_left = max(0.0, run.total_sequences - run.progress.sequences)
-        self._so_far_s += seconds if self._seen > 1 else 0.0
-        if self._seen == TOTAL_AFTER_UPDATES and dist.is_main():
-            self._estimate(run)
-        if self._seen > WARM_UP_UPDATES:
+        times = {name: sections.get(name, 0.0) for name in SECTIONS}
+        times["other"] = max(0.0, seconds - sum(times.values()))
+        own, self._own = self._own, defaultdict(float)
+        progress, previous = run.progress, run.previous
+        counts = {"sequences": progress.sequences - previous.sequences, "samples": progress.samples - previous.samples}
+        self._updates.append({**times, **counts, "tokens": result.tokens, "flops": own["flops"], "seconds": seconds})
+        self._statistics.append({  # nanoVLM's five, and the time shares
+            "tokens_per_second": own["tokens"] / seconds,
+            "data_load_time": times["data"],
+            "fw_bw_time": times["forward_backward"],
+            "post_process_time": times["step"] + times["other"],
+            "communication_time": times[COMMUNICATION],
+            "images_per_sample": own["images"] / max(own["samples"], 1),
+            **{f"share_{name}": spent / seconds for name, spent in times.items()},
+        })  # fmt: skip
+        self._num_updates += 1
+        self._sequences_left = max(0.0, run.total_sequences - progress.sequences)
+        self._seconds += seconds if self._num_updates > 1 else 0.0
+        if self._num_updates == TOTAL_AFTER_UPDATES and dist.is_main():
+            self._log_total(run)
+        if self._num_updates > WARM_UP_UPDATES:
             self._check_shares()
+
+    def _sum(self, name: str) -> float:
+        return sum(update.get(name, 0.0) for update in self._updates)
 
     def summary(self) -> dict[str, float]:
         """Averages over the window; empty before the first update.
@@ -139,46 +130,61 @@ class IterTimerHook(Hook):
         ``tokens_per_second`` and ``samples_per_second`` over all ranks, ``tokens_per_second_per_device`` their mean;
         ``eta`` in seconds.
         """
-        seconds = sum(update.seconds for update in self._updates)
-        if seconds <= 0:
+        if (seconds := self._sum("seconds")) <= 0:
             return {}
-        by_section = {name: sum(u.sections.get(name, 0.0) for u in self._updates) for name in SECTIONS}
-        rate = sum(update.sequences for update in self._updates) / seconds
+        tokens, rate = self._sum("tokens") / seconds, self._sum("sequences") / seconds
         return {
             "time/update": seconds / len(self._updates),
-            "time/data": by_section["data"] / len(self._updates),
-            **{f"share/{name}": spent / seconds for name, spent in by_section.items()},
-            "share/other": max(0.0, 1.0 - sum(by_section.values()) / seconds),
-            "tokens_per_second": sum(update.tokens for update in self._updates) / seconds,
-            "tokens_per_second_per_device": sum(update.tokens for update in self._updates)
-            / seconds
-            / dist.world_size(),
-            "samples_per_second": sum(update.samples for update in self._updates) / seconds,
+            "time/data": self._sum("data") / len(self._updates),
+            **{f"share/{name}": self._sum(name) / seconds for name in (*SECTIONS, "other")},
+            "tokens_per_second": tokens,
+            "tokens_per_second_per_device": tokens / dist.world_size(),
+            "samples_per_second": self._sum("samples") / seconds,
             "eta": self._sequences_left / rate if rate else float("inf"),
         }
 
-    def _estimate(self, run: Run) -> None:
+    def flops_over_ranks(self) -> dict[str, float]:
+        """``tflops``: 10**12 operations a second of one device, mean over ranks; ``mfu``: that as a share of its peak.
+        Collective. Each is left out where it is not known.
+        """
+        seconds = self._sum("seconds")
+        (total,) = dist.sum_floats([self._sum("flops") / seconds if seconds else 0.0])
+        tflops = total / dist.world_size() / 1e12
+        if not tflops:
+            return {}
+        return {"tflops": tflops, "mfu": tflops / self.peak_tflops} if self.peak_tflops else {"tflops": tflops}
+
+    def statistics_over_ranks(self) -> dict[str, float]:
+        """``training_stats/avg_<name>``, ``max_`` and ``min_`` over the updates since the last call and over all ranks.
+        Collective.
+
+        The names are nanoVLM's (``tokens_per_second``, ``data_load_time``, ``fw_bw_time``, ``post_process_time``,
+        ``images_per_sample``; seconds of an update), ``communication_time``, and ``share_<section>``;
+        ``training_stats/tokens_per_second/rank<k>`` is the mean of one device.
+        """
+        updates, self._statistics = self._statistics, []
+        columns = {name: [update[name] for update in updates] for name in updates[0]} if updates else {}
+        ranks = dist.gather_objects({name: (sum(v) / len(v), max(v), min(v)) for name, v in columns.items()})
+        values: dict[str, float] = {}
+        for name in ranks[0]:
+            averages, largest, smallest = zip(*(rank[name] for rank in ranks), strict=True)
+            values[f"training_stats/avg_{name}"] = sum(averages) / len(ranks)
+            values[f"training_stats/max_{name}"] = max(largest)
+            values[f"training_stats/min_{name}"] = min(smallest)
+        for number, rank in enumerate(ranks if values else ()):
+            values[f"training_stats/tokens_per_second/rank{number}"] = rank["tokens_per_second"][0]
+        return values
+
+    def _log_total(self, run: Run) -> None:
         """Log the time of the whole training at the speed of the first updates."""
-        per_update = self._so_far_s / (self._seen - 1)
-        size = run.geometry.global_batch_size
+        per_update, size = self._seconds / (self._num_updates - 1), run.geometry.global_batch_size
         left = self._sequences_left / size * per_update
         if left < float("inf"):
-            total = run.total_sequences / size * per_update
-            logger().info(
-                "Estimated total time: %s (%.0f updates of %.3g s); %s to go, until %s.",
-                timedelta(seconds=round(total)), run.total_sequences / size, per_update,
-                timedelta(seconds=round(left)), (datetime.now() + timedelta(seconds=left)).strftime("%Y-%m-%d %H:%M"),
-            )  # fmt: skip
-
-    def take_statistics(self) -> list[dict[str, float]]:
-        """``_Update.statistics`` of each update since the last call, of this rank."""
-        statistics, self._statistics = self._statistics, []
-        return statistics
-
-    def flops_per_second(self) -> float:
-        """Return the operations a second of this rank's model over the window; 0 where the model has no ``flops``."""
-        seconds = sum(update.seconds for update in self._updates)
-        return sum(update.flops for update in self._updates) / seconds if seconds else 0.0
+            total = timedelta(seconds=round(run.total_sequences / size * per_update))
+            until = (datetime.now() + timedelta(seconds=left)).strftime("%Y-%m-%d %H:%M")
+            logger().info("Estimated total time: %s (%.0f updates of %.3g s); %s to go, until %s.",
+                          total, run.total_sequences / size, per_update, timedelta(seconds=round(left)),
+                          until)  # fmt: skip
 
     def _check_shares(self) -> None:
         """Warn once for each share that is outside its bounds."""
@@ -193,53 +199,6 @@ class IterTimerHook(Hook):
                 logger().warning("%.0f %% of the time is %s; expected is %s: %s", 100 * share, name, bound, advice)
 
 
-def statistics_over_ranks(timer: IterTimerHook) -> dict[str, float]:
-    """``training_stats/avg_<name>``, ``max_`` and ``min_`` over the updates since the last call and over all ranks.
-    Collective.
-
-    The names are nanoVLM's (``tokens_per_second``, ``data_load_time``, ``fw_bw_time``, ``post_process_time``,
-    ``images_per_sample``; seconds of an update), ``communication_time``, and ``share_<section>``;
-    ``training_stats/tokens_per_second/rank<k>`` is the mean of one device.
-    """
-    own = timer.take_statistics()
-    values = {name: [update[name] for update in own] for name in own[0]} if own else {}
-    ranks = dist.gather_objects({name: (sum(v) / len(v), max(v), min(v)) for name, v in values.items()})
-    values_over_ranks: dict[str, float] = {}
-    for name in ranks[0]:
-        averages, largest, smallest = zip(*(rank[name] for rank in ranks), strict=True)
-        values_over_ranks[f"training_stats/avg_{name}"] = sum(averages) / len(ranks)
-        values_over_ranks[f"training_stats/max_{name}"] = max(largest)
-        values_over_ranks[f"training_stats/min_{name}"] = min(smallest)
-    for rank, of_rank in enumerate(ranks if values_over_ranks else ()):
-        values_over_ranks[f"training_stats/tokens_per_second/rank{rank}"] = of_rank["tokens_per_second"][0]
-    return values_over_ranks
-
-
 def find_timer(run: Run) -> IterTimerHook | None:
     """The timer of a run, if it has one."""
     return next((hook for hook in run.hooks if isinstance(hook, IterTimerHook)), None)
-
-
-# The peak of a device: dense bf16 operations a second, from the maker's data sheet. MFU is a share of it.
-
-PEAK_TFLOPS = {
-    "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989,
-    "H20": 148, "A100": 312, "A800": 312, "A40": 150, "A30": 165, "A10": 125, "RTX A6000": 155, "RTX 3090": 71,
-    "L40S": 362, "L40": 181, "L4": 121, "RTX 6000 Ada": 364, "RTX 4090": 165, "RTX 5090": 209,
-    "V100 PCIE": 112, "V100": 125, "T4": 65, "MI300X": 1307,
-}  # fmt: skip
-"""Words of a device's name -> 10**12 dense bf16 operations a second with fp32 sums (V100 and T4 have no bf16: fp16).
-The first that fits is used."""
-
-
-def device_peak_tflops(name: str) -> float | None:
-    """Return the peak of the device named ``name`` in 10**12 operations a second, or None if it is unknown."""
-    words = f" {name.replace('-', ' ')} "
-    return next((float(peak) for part, peak in PEAK_TFLOPS.items() if f" {part} " in words), None)
-
-
-def peak_tflops(setting: float | None) -> float | None:
-    """Return ``setting``, or the device's peak where it is None and the device is known."""
-    if setting is not None:
-        return setting
-    return device_peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

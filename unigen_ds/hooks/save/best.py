@@ -1,4 +1,4 @@
-"""Which checkpoint is the best one by a metric: found, saved, kept. The evaluation hook has one of these.
+"""The best checkpoint by a metric: found, saved, kept (``EvaluateHook(save_best=...)``).
 
 A better value asks the checkpoint hook for a save at this update; only the checkpoint that is then complete becomes the
 best one, and only after that the former one may be deleted. So a save that fails (a full disk) leaves the former.
@@ -23,20 +23,20 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.saver import CONFIG_FILE, TOKENIZER
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.evaluation.provenance import Result, unlike
-from unigen_ds.hooks.base import Run
+from unigen_ds.hooks.base import Hook, Run
+from unigen_ds.hooks.evaluate.evaluate import EvaluateHook, check_result
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.system import dist
 from unigen_ds.system.files import delete_inside, fsync_path, make_directory, new_directory
 from unigen_ds.system.log import logger
 
-RULES = ("less", "greater")
-_GREATER = ("acc", "top", "ar@", "auc", "precision", "map", "mdice", "miou", "macc", "aacc")
-"""mmengine's, in lower case: a metric whose name contains one is better when it is greater (``loss``: when less)."""
-_OWN = {
+_RULES = {
     "less": ("fid", "kid", "frechet", "perplexity"),
     "greater": ("bleu", "rouge", "meteor", "bertscore", "exact_match", "vqa", "clip", "consistency", "text_rendering"),
 }
 """Beginnings of the names of this project's metrics."""
+_GREATER = ("acc", "top", "ar@", "auc", "precision", "map", "mdice", "miou", "macc", "aacc")
+"""mmengine's, in lower case: a metric whose name contains one is better when it is greater (``loss``: when less)."""
 
 
 def rule_of(metric: str, rule: str | None = None) -> str:
@@ -46,7 +46,7 @@ def rule_of(metric: str, rule: str | None = None) -> str:
     ``val/loss/text/accounts.jsonl`` is a loss. Raises ``ConfigError`` for another rule, and where none can be inferred.
     """
     if rule is not None:
-        if rule not in RULES:
+        if rule not in _RULES:
             raise ConfigError(f"rule is {rule!r}", allowed="'less' or 'greater'")
         return rule
     name = metric.removeprefix("val/").lower()
@@ -63,7 +63,7 @@ def rule_of(metric: str, rule: str | None = None) -> str:
 
 
 def _rule_of_part(part: str) -> str | None:
-    for rule, beginnings in _OWN.items():
+    for rule, beginnings in _RULES.items():
         if part.startswith(beginnings):
             return rule
     if any(key in part for key in _GREATER):
@@ -71,75 +71,105 @@ def _rule_of_part(part: str) -> str | None:
     return "less" if "loss" in part else None
 
 
-def value_of(metric: str, metrics: Mapping[str, Any], *, where: str, complete: bool = True) -> float | None:
-    """The metric's value; NaN where it has none. None: this evaluation is not ``complete`` and leaves it out.
-
-    Raises ``ConfigError`` with the names that exist where there is no such metric.
-    """
-    if metric in metrics:
-        value = metrics[metric]
-        return math.nan if value is None else float(value)
-    if not complete and "loss" not in metric.split("/")[1:3]:
-        return None
-    allowed = ", ".join(sorted(metrics)) or "nothing: it has no results"
-    raise ConfigError(f"{where} is {metric!r}, which the evaluation does not have", allowed=allowed)
-
-
-class BestCheckpoint:
-    """Finds the best checkpoint by one metric, and keeps it. Methods are called on every rank, in the run's order.
+class MetricHook(Hook):
+    """Base of hooks that follow one metric of the evaluations.
 
     Args:
         metric: a name of the evaluation's results, such as ``val/loss``.
         rule: ``'less'`` or ``'greater'``; None: by the name (``rule_of``).
+        where: the argument that names the metric, for messages.
+    """
+
+    def __init__(self, metric: str, *, rule: str | None, where: str) -> None:
+        self.metric, self.rule, self._where = metric, rule_of(metric, rule), where
+        self._provenance: dict[str, str] = {}
+        self._missing: ConfigError | None = None
+
+    def before_run(self, run: Run) -> None:
+        if (evaluate := check_result(run, self.metric, where=self._where)) is not None:
+            self._provenance = dict(evaluate.provenance(run, self.metric))
+
+    def value_of(self, run: Run, metrics: Mapping[str, Any]) -> float | None:
+        """The metric's value, NaN where it has none; None where this evaluation leaves it out.
+
+        Where no evaluation has such a metric, a checkpoint of this update is wanted, and the run ends after it.
+        """
+        if self.metric in metrics:
+            value = metrics[self.metric]
+            return math.nan if value is None else float(value)
+        complete = all(getattr(hook, "complete", True) for hook in run.hooks)
+        if complete or "loss" in self.metric.split("/")[1:3]:
+            problem = f"{self._where} is {self.metric!r}, which the evaluation does not have"
+            self._missing = ConfigError(problem, allowed=", ".join(sorted(metrics)) or "nothing: it has no results")
+        return None
+
+    def wants_save(self) -> bool:
+        return self._missing is not None
+
+    def before_update(self, run: Run) -> None:
+        """Raise ``ConfigError`` where the last evaluation had no such metric: the checkpoint is saved by now."""
+        if self._missing is not None:
+            raise self._missing
+
+    def after_train(self, run: Run) -> None:
+        if self._missing is not None:
+            raise self._missing
+
+    def difference(self, metric: str, rule: str, provenance: Mapping[str, str]) -> str | None:
+        """Why a stored value of ``metric`` cannot be compared with those of this run; None: it can."""
+        if (metric, rule) != (self.metric, self.rule):
+            return f"it was chosen by {metric} ({rule}), and the metric is now {self.metric} ({self.rule})"
+        if reasons := unlike(Result({}, provenance), Result({}, self._provenance)):
+            return f"its value cannot be compared with those of this run: {'; '.join(reasons)}"
+        return None
+
+
+class BestHook(MetricHook):
+    """Finds the best checkpoint by one metric, and keeps it. The builder adds it for ``EvaluateHook(save_best=...)``.
+
+    Args:
+        metric: a name of the evaluation's results, or ``'auto'``: the loss of the first validation set.
+        rule: as of ``MetricHook``.
         weights_only: keep the best weights alone, in ``best_weights/update_<n>/``, instead of a whole checkpoint.
         ema: the value is one of the averaged weights (EMA); the weights that are kept are then these.
     """
 
+    name = "best"
+
     def __init__(self, metric: str, *, rule: str | None = None, weights_only: bool = False, ema: bool = False) -> None:
-        self.metric, self.rule = metric, rule_of(metric, rule)
+        self._auto = metric == "auto"
+        super().__init__("val/loss" if self._auto else metric, rule=rule, where="EvaluateHook.save_best")
         self._weights_only, self._ema = weights_only, ema
         self._best: Best | None = None
         self._folder: Path | None = None
         self._offered: Best | None = None
         self._commit: int | None = None
-        self._missing: ConfigError | None = None
-        self._provenance: dict[str, str] = {}
 
-    @property
-    def best(self) -> Best | None:
-        """The best one that is saved."""
-        return self._best
+    @classmethod
+    def of(cls, hook: EvaluateHook) -> BestHook | None:
+        """The hook that keeps what ``hook`` finds, if it is to."""
+        if hook.save_best is None:
+            return None
+        return cls(hook.save_best, rule=hook.rule, weights_only=hook.best_weights_only, ema=hook.use_ema)
 
-    def before_run(self, run: Run, *, provenance: Mapping[str, str] | None = None) -> None:
-        """``provenance``: of the metric's values in this run. Raises ``ConfigError`` where nothing would save it."""
-        self._provenance = dict(provenance or {})
+    def before_run(self, run: Run) -> None:
         if not any(isinstance(hook, CheckpointHook) for hook in run.hooks):
             raise ConfigError(f"save_best={self.metric!r} without a CheckpointHook", remedy="add the hook that saves")
+        if self._auto:
+            self.metric = f"val/{run.validation[0].own}loss"
+        super().before_run(run)
 
-    def before_update(self) -> None:
-        """What was not saved at its own update is not the best one. Raises what ``offer`` found wrong."""
-        self.after_train()
+    def before_update(self, run: Run) -> None:
+        """What was not saved at its own update is not the best one."""
+        super().before_update(run)
         if self._offered is not None and dist.is_main():
             consequence = "none is kept" if self._folder is None else f"{self._folder} stays the best checkpoint"
             logger().warning("The best %s so far, %.6g at update %d, was not saved: %s.",
                              self.metric, self._offered.value, self._offered.updates, consequence)  # fmt: skip
         self._offered = None
 
-    def after_train(self) -> None:
-        """Raise ``ConfigError`` where the last evaluation had no such metric: the checkpoint is saved by now."""
-        if self._missing is not None:
-            raise self._missing
-
-    def offer(self, run: Run, metrics: Mapping[str, Any], *, complete: bool = True) -> None:
-        """The results of an evaluation at the present update. ``complete``: whether others have no further metrics.
-
-        Where there is no such metric, a checkpoint of this update is wanted, and the run ends after it.
-        """
-        try:
-            value = value_of(self.metric, metrics, where="EvaluateHook.save_best", complete=complete)
-        except ConfigError as error:
-            self._missing, value = error, None
-        if value is None:
+    def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
+        if not run.progress.updates or (value := self.value_of(run, metrics)) is None:
             return
         worst = math.inf if self.rule == "less" else -math.inf
         if not math.isfinite(value) and dist.is_main():
@@ -148,8 +178,7 @@ class BestCheckpoint:
             self._offered = Best(self.metric, self.rule, value, run.progress.updates, provenance=self._provenance)
 
     def wants_save(self) -> bool:
-        """As ``Hook.wants_save``."""
-        return self._offered is not None or self._missing is not None
+        return self._offered is not None or super().wants_save()
 
     def after_save_checkpoint(self, run: Run, path: Path) -> None:
         """The checkpoint of the present update is complete: if its value is the best, it is the best one now."""
@@ -201,17 +230,15 @@ class BestCheckpoint:
         return folder
 
     def keeps(self, manifest: Manifest) -> bool:
-        """As ``Hook.keeps``: the checkpoint that is the best one."""
         return manifest.commit == self._commit
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint that is being saved: it is the best one itself if its value is."""
         best = self._offered or self._best
-        return {} if best is None else {stored.KEY: best.state_dict()}
+        return {} if best is None else best.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict``'s value; ``after_load_checkpoint`` then finds the checkpoint."""
-        self._best = Best.from_state_dict(state[stored.KEY]) if state.get(stored.KEY) else None
+        self._best = Best.from_state_dict(state)
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         """Find the best checkpoint again, which another engine or work dir may have written."""
@@ -219,12 +246,8 @@ class BestCheckpoint:
         self._best = None
         if best is None:
             return
-        problem: str | None = None
-        if (best.metric, best.rule) != (self.metric, self.rule):
-            problem = f"it was chosen by {best.metric} ({best.rule}), and save_best is now {self.metric} ({self.rule})"
-        elif reasons := unlike(Result({}, best.provenance), Result({}, self._provenance)):
-            problem = f"its value cannot be compared with those of this run: {'; '.join(reasons)}"
         folder = dist.on_main(lambda: best.where(checkpoint))
+        problem = self.difference(best.metric, best.rule, best.provenance)
         if problem is None and not dist.on_main(folder.is_dir):
             problem = "it is not there any more"
         if problem is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unigen_ds.hooks.log.skipped import SkippedSamplesHook
+from unigen_ds.hooks.log.journal import SkippedSamplesHook
 from unigen_ds.runner.loop.runner import Runner
 from unigen_ds.system.log import logger
 

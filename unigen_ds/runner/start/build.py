@@ -35,9 +35,9 @@ from unigen_ds.data.settings import TrainDataloader
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
-from unigen_ds.hooks.log.journal import LedgerHook, TimelineHook
-from unigen_ds.hooks.log.skipped import SkippedSamplesHook
+from unigen_ds.hooks.log.journal import LedgerHook, SkippedSamplesHook, TimelineHook
 from unigen_ds.hooks.mmengine import with_runtime_info
+from unigen_ds.hooks.save.best import BestHook
 from unigen_ds.models.lora import adapted, add_adapters, base_tensors, hold_base_in
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, default_fused, settled_precision
 from unigen_ds.optim.param_groups import build_param_groups
@@ -343,8 +343,10 @@ def build_hooks(settings: Settings) -> list[Hook]:
     if settings.val_dataloader is not None and not settings.evaluates:
         notice("val_dataloader is evaluated after every epoch: EvaluateHook in custom_hooks sets another interval.")
         hooks.append(EvaluateHook())
+    hooks += [best for hook in hooks if isinstance(hook, EvaluateHook) and (best := BestHook.of(hook))]
     hooks = with_runtime_info(hooks)
-    with_state = [hook for hook in hooks if hook.name or type(hook).state_dict is not Hook.state_dict]
+    own = (Hook.state_dict, ())
+    with_state = [h for h in hooks if h.name or (type(h).state_dict, h.state_attributes) != own]
     names = [hook.name or "a hook with a state and no name" for hook in with_state]
     twice = sorted({name for name in names if names.count(name) > 1})
     if EvaluateHook.name in twice:
