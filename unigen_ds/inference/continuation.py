@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.inference.kv_cache import CachedDocuments, KVCache

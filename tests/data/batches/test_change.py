@@ -16,10 +16,11 @@ from tests.data.support import ByteTokenizer, make_processor, make_stream, mixed
 from unigen_ds.core.errors import ConfigError, DataError, ResumeBlocked
 from unigen_ds.data.batches.change import compare, continued
 from unigen_ds.data.batches.statistics import derive
-from unigen_ds.data.batches.stream import Cursor, Phase, SequenceStream
+from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.datasets.adapter import DatasetAdapter
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.order.order import Cursor, Phase
 
 WINDOWS = [None, 6]
 RECORDS = 40

@@ -17,15 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.batches.test_collate import same
+from tests.data.batches.test_loader_collate import same
 from tests.data.support import image, make_processor, make_stream, mixed_dataset, picture, talk, text, write_jsonl
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches import loader as packet
-from unigen_ds.data.batches.collate import collate
-from unigen_ds.data.batches.loader import MicroBatch, Packet, UpdateLoader
-from unigen_ds.data.batches.stream import Cursor
+from unigen_ds.data.batches.loader import MicroBatch, Packet, UpdateLoader, collate
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.order.order import Cursor
 
 
 @pytest.fixture(scope="module")
@@ -239,12 +237,6 @@ def test_batches_that_are_kept_use_up_no_file_descriptors(data: Any, monkeypatch
     kept += [next(batches) for _ in range(30)]
     assert len(os.listdir("/proc/self/fd")) <= before + 4
     loading.close()
-
-
-def test_wrong_settings(data: Any) -> None:
-    for wrong in ({"num_workers": -1}, {"timeout": -1.0}, {"prefetch_factor": 0}):
-        with pytest.raises(ConfigError, match="num_workers"):
-            loader(data, Geometry(1, 1, 1), **wrong)
 
 
 @pytest.mark.parametrize(("window", "workers"), [(None, 0), (12, 2)])

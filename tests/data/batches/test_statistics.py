@@ -36,4 +36,3 @@ def test_derive_names_the_samples_of_any_range(tmp_path: Path, window: int | Non
     ids = [[d.sample_id(stream.names) for d in row] for row, _ in rows]
     for start, stop in ((0, 3), (5, 5), (7, 31), (45, 60)):
         assert derive(stream, start, stop) == ids[start:stop]
-        assert derive(stream, start, stop, near=rows[3][1]) == ids[start:stop]

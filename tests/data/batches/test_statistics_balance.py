@@ -37,7 +37,7 @@ def test_a_start_logs_what_an_epoch_draws(tmp_path: Path, digits: Path) -> None:
     assert draws and reads
     lines = logged(tmp_path / "even", digits, draws[:20] + reads[:20])
     (line,) = [line for line in lines if "generate text" in line]
-    assert "40 records" in line and "20 generate images" in line and "40 drawn an epoch" in line
+    assert "20 generate images" in line and "40 samples drawn an epoch" in line
     assert not [line for line in lines if "WARNING" in line]
 
 
@@ -49,7 +49,7 @@ def test_skipped_records_are_not_in_the_statistics(tmp_path: Path, digits: Path)
     lines = logged(tmp_path / "long", digits, [*draws[:20], *reads[:20], *[json.dumps(record) + "\n"] * 5])
     assert any("5 skipped" in line for line in lines), lines
     (line,) = [line for line in lines if "generate text" in line]
-    assert "40 records" in line and "20 generate text, 20 generate images" in line and "40 drawn an epoch" in line
+    assert "40 samples drawn an epoch" in line and "20 generate text, 20 generate images" in line
     (short,) = [line for line in logged(tmp_path / "even", digits, draws[:20] + reads[:20]) if "generate text" in line]
     assert line.partition(": ")[2].partition(": ")[2] == short.partition(": ")[2].partition(": ")[2]
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.data.support import make_processor, write_jsonl
 from tests.data.text.chat_support import character_tokenizer
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.images import image_files
 from unigen_ds.data.images.image_files import FORMATS, image_header, open_image

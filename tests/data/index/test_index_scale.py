@@ -35,8 +35,8 @@ from tests.data.text.chat_support import character_tokenizer
 from tests.processes import popen
 from tests.text_run import text_config, trained, words
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.batches.collate import collate
-from unigen_ds.data.batches.stream import Cursor, SequenceStream
+from unigen_ds.data.batches.loader import collate
+from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.cache import array_cache
 from unigen_ds.data.cache.array_cache import FOLDER, load_or_fill, load_or_make
 from unigen_ds.data.datasets import overflow
@@ -45,11 +45,11 @@ from unigen_ds.data.datasets.filtering import apply_filters
 from unigen_ds.data.datasets.filters import CheckedRecord
 from unigen_ds.data.datasets.overflow import Fitted, Overflow
 from unigen_ds.data.datasets.subset import Division, divide
-from unigen_ds.data.images.transforms import ImageTransform, normalised
+from unigen_ds.data.images.image_files import ImageTransform, normalised
 from unigen_ds.data.index import index as index_module
-from unigen_ds.data.order.order import Draw, GlobalOrder
+from unigen_ds.data.order.order import Cursor, Draw, GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
-from unigen_ds.data.samples.counts import COLUMNS
+from unigen_ds.data.samples.sample import COLUMNS
 from unigen_ds.data.text.tokenizers import ChatTokenizer
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 
@@ -143,7 +143,7 @@ def test_what_filters_keep_of_many_records_is_mapped(tmp_path: Path, monkeypatch
     given = [{"type": "FunctionFilter", "function": f"{__name__}.without_captions"}]
     found = []
     for least in (1 << 20, 1):
-        monkeypatch.setattr("unigen_ds.data.samples.counts.SHARED_FROM", least)
+        monkeypatch.setattr("unigen_ds.data.samples.sample.SHARED_FROM", least)
         kept = apply_filters(mixed_dataset(tmp_path, 40, filters=given))
         train, _ = divide([kept], Division(0.3, 1))
         assert len(kept) == 30 and kept.lengths()[0] is kept.counts().tokens
@@ -279,18 +279,17 @@ BUILD = """
 import sys, time
 sys.path.insert(0, {root!r})
 from tests.data.support import ByteTokenizer, make_processor
-from unigen_ds.data.index import index, token_cache
+from unigen_ds.data.index import index
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 index._CHUNK = 4
 slow, which = float(sys.argv[2]), sys.argv[3]
-for kind in (index.Plan, token_cache._TokenPlan):
-    chunk = kind.__call__
-    def waiting(self, given, chunk=chunk, kind=kind):
-        if kind.__name__ == which:
-            print("chunk", given, flush=True)
-            time.sleep(slow)
-        return chunk(self, given)
-    kind.__call__ = waiting
+batches = index.batches
+def waiting(source, chunk):
+    if sys._getframe(1).f_code.co_name == which:
+        print("chunk", chunk, flush=True)
+        time.sleep(slow)
+    return batches(source, chunk)
+index.batches = waiting
 data = UnifiedGenerationDataset(sys.argv[1], make_processor(), cache_tokens=True)
 print("done", data.fingerprint, sum(data.sample(i).num_tokens for i in range(len(data))), flush=True)
 """
@@ -302,7 +301,7 @@ def build_process(path: Path, slow: float, which: str) -> subprocess.Popen[str]:
     return popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("which", ["Plan", "_TokenPlan"])
+@pytest.mark.parametrize("which", ["__call__", "_token_rows"])
 def test_killed_while_it_is_built(tmp_path: Path, which: str) -> None:
     """SIGKILL after some chunks: no file of that name, and the next start makes the whole one and removes the rest."""
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 24))
@@ -314,7 +313,7 @@ def test_killed_while_it_is_built(tmp_path: Path, which: str) -> None:
     killed.wait()
     names = [found.name for found in (tmp_path / FOLDER).iterdir()]
     assert [name for name in names if ".tmp-" in name], names
-    unfinished = "-tokens-" if which == "_TokenPlan" else "t.jsonl-"
+    unfinished = "-tokens-" if which == "_token_rows" else "t.jsonl-"
     assert not [name for name in names if name.endswith(".arrays") and name.startswith("t.") and unfinished in name]
     data = UnifiedGenerationDataset(path, make_processor(), cache_tokens=True)
     (tmp_path / "whole").mkdir()
@@ -326,7 +325,7 @@ def test_killed_while_it_is_built(tmp_path: Path, which: str) -> None:
 
 def test_two_processes_build_it_once(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 24))
-    both = [build_process(path, 0.1, "_TokenPlan") for _ in range(2)]
+    both = [build_process(path, 0.1, "_token_rows") for _ in range(2)]
     outputs = [process.communicate(timeout=120)[0] for process in both]
     assert all(process.returncode == 0 for process in both), outputs
     assert outputs[0].splitlines()[-1] == outputs[1].splitlines()[-1]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.data.support import ByteTokenizer, image, make_processor, picture, talk, text
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.data.records.records import parse_record
 from unigen_ds.data.samples.sample import IGNORED, Sample
 from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit

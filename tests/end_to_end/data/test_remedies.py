@@ -107,7 +107,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
                                   "in is read as 'image_folder'. Allowed: files of one format for a streamed data"
                                   " set; an image folder is read without streaming"),
     "binary texts": (lambda f: binary_texts(f / "a.parquet"), {},
-                     "a.parquet row 1: text has bytes. Allowed: a text. Remedy: store the column as texts (UTF-8)"),
+                     "a.parquet row 1: text has bytes. Allowed: a text (UTF-8)"),
 }  # fmt: skip
 
 

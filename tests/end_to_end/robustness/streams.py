@@ -48,7 +48,7 @@ from tests.end_to_end.robustness.faulty_server import FAULTS, STATUSES, Fault, F
 from tests.end_to_end.robustness.outcome import LONGEST_S, watched
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.streamed import SPAN
 from unigen_ds.data.order.order import Draw

@@ -30,8 +30,8 @@ from unigen_ds.data.cache.array_cache import cache_folder, fingerprint
 from unigen_ds.data.index.index import Index
 from unigen_ds.data.records.records import Layout
 from unigen_ds.data.records.unusable import OnRecordError
-from unigen_ds.data.rules import RULES
 from unigen_ds.data.samples.processor import ConversationProcessor
+from unigen_ds.data.samples.sample import RULE_VERSIONS, RULES
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
 from unigen_ds.data.sources.find import DataPath
 from unigen_ds.data.sources.shards.shard_list import ShardList, list_shards
@@ -293,7 +293,7 @@ class StreamedShards:
         if not self._layout.folders or self.listed.root is None:
             return ()
         moved = any(Path(shard.url).parent != self.listed.root for shard in self.listed.shards)
-        return (("image_folders", RULES.image_folders),) if moved else ()
+        return (("image_folders", RULE_VERSIONS["image_folders"]),) if moved else ()
 
     def index(self, shard: int) -> Index:
         """Of a shard, from the cache or by fetching and planning it. Raises ``DataError`` where that is impossible."""

@@ -17,12 +17,17 @@ from torch import Tensor
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.augment import Augment
-from unigen_ds.data.images.image_files import ImageContent, ImageHeader, flattened, image_header, open_image
-from unigen_ds.data.images.transforms import ImageTransform
-from unigen_ds.data.records.turn import Turn, same_message
-from unigen_ds.data.samples.packed import PackedBuilder
+from unigen_ds.data.images.image_files import (
+    ImageContent,
+    ImageHeader,
+    ImageTransform,
+    flattened,
+    image_header,
+    open_image,
+)
+from unigen_ds.data.records.records import Turn, same_message
 from unigen_ds.data.samples.sample import Loaded, Sample, Split
-from unigen_ds.data.samples.splits import ImageKind, ImageSplit
+from unigen_ds.data.samples.splits import ImageKind, ImageSplit, PackedBuilder
 
 _CHANGES_NO_PLAN = ("augment", "ce_reweight", "dropout", "seed", "tokenizer", "vit_augment", "vocab_size")
 """Attributes of a processor."""

@@ -24,9 +24,9 @@ from tests.data.support import (
 )
 from tests.golden_files import BAGEL, BAGEL_META, read_json
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.data.order.order import Draw
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 
