@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
 
 from tests.data.support import (
     ByteTokenizer,
@@ -33,9 +31,7 @@ from tests.data.support import (
 )
 from tests.data.text.chat_support import character_tokenizer
 from tests.processes import popen
-from tests.text_run import text_config, trained, words
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.cache import array_cache
 from unigen_ds.data.cache.array_cache import FOLDER, load_or_fill, load_or_make
@@ -45,9 +41,8 @@ from unigen_ds.data.datasets.filtering import apply_filters
 from unigen_ds.data.datasets.filters import CheckedRecord
 from unigen_ds.data.datasets.overflow import Fitted, Overflow
 from unigen_ds.data.datasets.subset import Division, divide
-from unigen_ds.data.images.image_files import ImageTransform, normalised
 from unigen_ds.data.index import index as index_module
-from unigen_ds.data.order.order import Cursor, Draw, GlobalOrder
+from unigen_ds.data.order.order import Cursor, GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
 from unigen_ds.data.samples.sample import COLUMNS
 from unigen_ds.data.text.tokenizers import ChatTokenizer
@@ -153,24 +148,6 @@ def test_what_filters_keep_of_many_records_is_mapped(tmp_path: Path, monkeypatch
         assert all(np.array_equal(getattr(alone, name), getattr(shared, name)) for name in COLUMNS)
 
 
-@pytest.mark.parametrize("given", ["split", "truncate", "skip"])
-def test_sums_of_what_is_kept(tmp_path: Path, given: str) -> None:
-    data = mixed_dataset(tmp_path, 40)
-    fitted = Fitted(data, Overflow(24, given))
-    assert fitted.longer.size
-    samples = [data.sample(i) for i in range(40)]
-    if given == "truncate":
-        samples = [sample.truncated(24) for sample in samples]
-    else:
-        is_split = (data.counts().kind < 2) & (given == "split")
-        samples = [one for one, whole in zip(samples, is_split, strict=True) if whole or one.num_tokens <= 24]
-    kept = index_module.Counts.of([index_module.count(sample) for sample in samples])
-    assert fitted.kept_sums == {name: int(getattr(kept, name).sum()) for name in overflow.CONTENT}
-    assert sum(fitted.lost.values()) == int(data.counts().targets.sum() - kept.targets.sum())
-    if given != "split":
-        assert fitted.kept_sums["tokens"] < int(data.counts().tokens.sum())
-
-
 def test_a_full_disk_costs_the_cache_alone(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 8))
@@ -262,19 +239,6 @@ def test_a_processor_of_whole_chats_has_none(tmp_path: Path) -> None:
         UnifiedGenerationDataset(path, vlm_processor(tmp_path), cache_tokens=True)
 
 
-def test_a_run_with_cached_tokens_is_bit_equal(tmp_path: Path) -> None:
-    records = [{"text": words(5 + k, k)} for k in range(9)]
-    states = []
-    for name in ("plain", "kept"):
-        more = {"train_dataloader__dataset__cache_tokens": True} if name == "kept" else {}
-        runner, seen = trained(text_config(tmp_path / name, records, **more))
-        saved = runner.work_dir / "iter_8.pth"
-        data = json.loads((saved / "manifest.json").read_text())["loader"]
-        states.append((data, seen.ids, (saved / "model.safetensors").read_bytes()))
-    assert states[0] == states[1]
-    assert list((tmp_path / "kept" / FOLDER).glob("*-tokens-*.arrays"))
-
-
 BUILD = """
 import sys, time
 sys.path.insert(0, {root!r})
@@ -334,25 +298,3 @@ def test_two_processes_build_it_once(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ images
-
-
-def test_every_byte_is_normalised_to_the_bit() -> None:
-    """The numbers of the public code."""
-    values = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    expected = torch.arange(256, dtype=torch.float32).div(255).sub(0.5).div(0.5).reshape(1, 16, 16)
-    assert torch.equal(normalised(values), expected)
-
-
-class Doubled(ImageTransform):
-    """A user's own: it is called."""
-
-    def __call__(self, image: Image.Image) -> torch.Tensor:
-        return super().__call__(image) * 2
-
-
-def test_a_transform_of_a_users_own_is_called(tmp_path: Path) -> None:
-    data = mixed_dataset(tmp_path, 24)
-    rows = [(Draw(0, i, 0), Draw(0, i + 1, 0)) for i in range(0, 24, 2)]
-    batch = collate(rows, [data], data.processor, seq_length=64)
-    doubled = collate(rows, [data], make_processor(vit_transform=Doubled(16, 8, 4)), seq_length=64)
-    assert batch.vit_patches.dtype == torch.float32 and torch.equal(doubled.vit_patches, batch.vit_patches * 2)
