@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 from tests.golden_files import NANOVLM, atol, read_json
@@ -41,21 +38,6 @@ def test_tiles_and_their_string(number: int) -> None:
 def test_strings_of_several_images(case: dict) -> None:
     grids = [tuple(grid) for grid in case["grids"]]
     assert image_string(grids, tokens_per_tile=case["mp_image_token_length"]) == case["image_string"]
-
-
-def test_any_size_has_as_many_tiles_as_planned() -> None:
-    draw = random.Random(0)
-    for _ in range(40):
-        tiling = Tiling(8, 8 * draw.randint(1, 8), draw.random() < 0.5)
-        width, height = draw.randint(1, 120), draw.randint(1, 120)
-        rows, columns = tiling.grid(width, height)
-        assert max(rows, columns) * 8 <= tiling.max_size
-        assert split_tiles(tiling.pixels(Image.new("L", (width, height))), 8).shape == (
-            num_tiles((rows, columns)),
-            3,
-            8,
-            8,
-        )
 
 
 @pytest.mark.parametrize("sizes", [(16, 24), (16, 0), (16, 144), (0, 16)])

@@ -22,7 +22,6 @@ from tests.data.support import (
     ByteTokenizer,
     build_index,
     make_processor,
-    make_stream,
     mixed_dataset,
     mixed_records,
     talk,
@@ -34,7 +33,7 @@ from tests.processes import popen
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.cache import array_cache
-from unigen_ds.data.cache.array_cache import FOLDER, load_or_fill, load_or_make
+from unigen_ds.data.cache.array_cache import FOLDER, load_or_fill
 from unigen_ds.data.datasets import overflow
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.filtering import apply_filters
@@ -70,14 +69,6 @@ def private_bytes() -> int:
     ctypes.CDLL(None).malloc_trim(0)  # what was freed
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty")) * 1024
-
-
-def test_an_opened_index_is_mapped(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 9))
-    for _ in range(2):  # made, and found
-        built = build_index(path)
-        arrays = [built.records, built.source.offsets, *(getattr(built.counts, name) for name in COLUMNS)]
-        assert all(map(is_mapped, arrays)) and not any(array.flags.writeable for array in arrays)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux shows the memory of a process")
@@ -162,25 +153,6 @@ def test_a_full_disk_costs_the_cache_alone(tmp_path: Path, caplog: Any, monkeypa
     data = UnifiedGenerationDataset(path, make_processor(), cache_tokens=True)
     assert data.fingerprint == expected and data.tokens is None and data.sample(0).num_tokens
     assert "cannot be written: [Errno 28]" in caplog.text and not list((tmp_path / FOLDER).glob("*.arrays"))
-
-
-def test_arrays_of_every_shape(tmp_path: Path) -> None:
-    arrays = {"a": np.arange(6).reshape(2, 3), "b": np.empty((0, 2), np.int64), "c": np.zeros(5, np.uint8)}
-    for _ in range(2):
-        found = load_or_make(tmp_path / "x.arrays", "k", lambda: arrays)
-        assert {name: (value.tolist(), value.dtype) for name, value in found.items()} == {
-            name: (value.tolist(), value.dtype) for name, value in arrays.items()
-        }
-
-
-def test_a_resume_at_the_end_plans_one_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    data = mixed_dataset(tmp_path, 60)
-    stream = make_stream([data], window=8, sequences_per_epoch=20)
-    planned: list[int] = []
-    plan = BestFitPacking.plan
-    monkeypatch.setattr(BestFitPacking, "plan", lambda self, *a, **k: planned.append(1) or plan(self, *a, **k))
-    next(stream.rows(Cursor(0, 6, 0, 19)))
-    assert len(planned) == 1
 
 
 # ------------------------------------------------------------------------------------------------ tokens
