@@ -68,13 +68,13 @@ from shared.stream_peers import SHARDS, stream_sides
 
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.loader import UpdateLoader
-from unigen_ds.data.batches.stream import Cursor, SequenceStream
+from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.cache import array_cache
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.index.index import Index
-from unigen_ds.data.order.order import GlobalOrder
+from unigen_ds.data.order.order import Cursor, GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
-from unigen_ds.data.samples.counts import COLUMNS, Array, Counts
+from unigen_ds.data.samples.sample import COLUMNS, Array, Counts
 from unigen_ds.data.sources.json_lines import JsonSource
 
 SECTIONS = ("headers", "texts", "documents", "packing", "loader", "tokens", "memory", "resume", "streaming")

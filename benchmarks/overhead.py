@@ -46,7 +46,7 @@ from shared.timing import Block, Plan, RandomState, Stopwatch
 
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.progress import Progress
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.log.timer import find_timer
 from unigen_ds.runner.loop.runner import Runner

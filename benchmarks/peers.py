@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.runner.loop.runner import Runner
 from unigen_ds.runner.settings.tree import Settings, load_config

@@ -45,7 +45,7 @@ from shared.processes import Memory, finish, launch
 from shared.record import RESULTS, ROOT, interval, write_result
 
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.runner.loop.runner import Runner
 from unigen_ds.runner.settings.tree import Settings, load_config

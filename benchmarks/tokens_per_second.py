@@ -50,7 +50,7 @@ from shared.record import RESULTS, ROOT, interval, write_result
 from shared.timing import Block, Stopwatch
 
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.data.batches.collate import collate, load, pack_documents
+from unigen_ds.data.batches.loader import collate, load, pack_documents
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.order.packing import BestFitPacking

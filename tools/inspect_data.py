@@ -32,7 +32,8 @@ from unigen_ds.system.journals import read_lines, sample_digest
 from unigen_ds.system.pipes import ends_quietly
 
 if TYPE_CHECKING:
-    from unigen_ds.data.batches.stream import Cursor, SequenceStream
+    from unigen_ds.data.batches.stream import SequenceStream
+    from unigen_ds.data.order.order import Cursor
     from unigen_ds.runner.settings.tree import Settings
     from unigen_ds.runner.start.build import Data
 
@@ -279,7 +280,7 @@ def _check_line(
 
 def refused(data: Data, limit: float) -> list[str]:
     """Why a start would not use the data; empty: it would. ``limit``: of the share of records that may be left out."""
-    from unigen_ds.data.batches.left_out import check_unusable
+    from unigen_ds.data.batches.statistics import check_unusable
     from unigen_ds.data.datasets.dataset import check_readable
     from unigen_ds.data.datasets.overflow import check_overflow
 
@@ -322,10 +323,9 @@ def _ledger_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    from unigen_ds.data.batches.statistics import group_line, over_tiles_line, special_line
+    from unigen_ds.data.batches.statistics import group_line
     from unigen_ds.data.datasets.filtering import removal_line
     from unigen_ds.data.datasets.overflow import overflow_line
-    from unigen_ds.data.records.unused import UnusedKey, unused_line
 
     for name, source in report["sources"].items():
         records = source["records"]
@@ -339,29 +339,19 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
             yield f"  num_used_data: the first {first['used']:,} of {first['records']:,} records"
         if "filters" in source:
             yield "  " + removal_line(source["filters"])
-        if source["unused_keys"]:
-            yield "  " + unused_line([UnusedKey(**one) for one in source["unused_keys"]])
         yield _row("with images", source["records_with_images"], records)
         yield _row("text only", source["records_text_only"], records)
-        if source["records_unreadable"]:
-            yield _row("unreadable image", source["records_unreadable"], records)
-            yield f"    the first: {source['first_unreadable']}"
-        if source["records_with_empty_text"]:
-            yield _row("empty text", source["records_with_empty_text"], records)
         yield _row("text tokens", source["text_tokens"], source["tokens"])
-        if source["unknown_tokens"]:
-            yield _row("unknown (<unk>)", source["unknown_tokens"], source["text_tokens"])
         yield _row("image tokens", source["image_tokens"], source["tokens"])
         targets = source["text_targets"] + source["image_targets"] + source["other_targets"]
         yield _row("text targets", source["text_targets"], targets)
         yield _row("image targets", source["image_targets"], targets)
         if source["other_targets"]:
             yield _row("other targets", source["other_targets"], targets)
-        if source["records_special_tokens"]:
-            yield "  " + special_line(source["records_special_tokens"], records=records)
         yield "  " + overflow_line(source["overflow"], records=records, seq_length=report["seq_length"])
-        if number := source["records_over_max_tiles"]:
-            yield "  " + over_tiles_line(number, records=records, limit=report["max_tiles"])
+        for one in source["noticed"]:
+            yield f"  {one['text']}"
+            yield from (f"    the first: {text or sample}" for sample, text in one["first"])
     for skipped in report["skipped_sources"]:
         yield f"{skipped['name']} is skipped (on_error='skip'): {skipped['why']}"
     yield from (group_line(name, group) for name, group in report.get("groups", {}).items())

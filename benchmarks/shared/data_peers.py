@@ -25,7 +25,7 @@ from shared.record import ROOT
 from torch.utils.data import Dataset
 
 from unigen_ds.data.cache.array_cache import load_or_fill
-from unigen_ds.data.images.transforms import ImageTransform, patchify
+from unigen_ds.data.images.image_files import ImageTransform, patchify
 from unigen_ds.data.index.index import Plan, plan_all
 from unigen_ds.data.records.records import Layout
 from unigen_ds.data.sources.json_lines import JsonSource

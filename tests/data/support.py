@@ -13,7 +13,7 @@ from tests.golden_files import BAGEL_META
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.overflow import Fitted, Overflow
-from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.data.index.index import Index
 from unigen_ds.data.order.order import GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking

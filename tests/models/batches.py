@@ -30,6 +30,7 @@ def packed(documents: Sequence[Splits]) -> PackedBatch:
     none, empty = torch.empty(0, dtype=torch.int64), torch.empty(0)
     return PackedBatch(
         document_ids=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)),
+        document_lengths=tuple(lengths),
         split_ids=torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.int64)),
         split_modes=torch.tensor(modes, dtype=torch.int64),
         position_ids=torch.cat([torch.arange(n) for n in lengths]) if lengths else none,

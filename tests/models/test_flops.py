@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.data.support import ByteTokenizer, make_processor, mixed_dataset
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.data.batches.collate import collate, pack_documents
+from unigen_ds.data.batches.loader import collate, pack_documents
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import TokenSplit

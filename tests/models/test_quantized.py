@@ -17,7 +17,7 @@ from tests.tiny import tiny_config
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data.batches.stream import Cursor
+from unigen_ds.data.order.order import Cursor
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.published import EXPORTED, FILES, write_published
 from unigen_ds.families.nanovlm.model import VLM

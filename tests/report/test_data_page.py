@@ -190,7 +190,7 @@ def test_an_epoch_has_the_targets_that_the_page_counts(tmp_path: Path) -> None:
     runner = Runner.from_cfg(text_config(tmp_path, records, custom_hooks__0__type="KeepBatches"))
     runner.train()
     batches = next(hook for hook in runner.hooks if isinstance(hook, KeepBatches)).batches
-    (found,) = epoch_balance(runner._parts.loader._iterations._stream).values()
+    (found,) = epoch_balance(runner._parts.start.data.stream).values()
     assert found["text_targets"] == sum(len(one.text_target_ids) for one in batches)
     assert found["text_tokens"] == sum(one.num_tokens for one in batches)
     assert found["samples"] == sum(one.num_samples for one in batches) > 30, "the long ones are several"
@@ -201,6 +201,9 @@ def test_an_epoch_has_the_targets_that_the_page_counts(tmp_path: Path) -> None:
 
 def rows_of(found: Shown, part: str, number: int = 0) -> list[list[str]]:
     return found.page.tables[part][number][1:]
+
+
+EMPTY = "an empty text (a caption, a question or an answer)"
 
 
 def test_what_is_left_out_is_counted_with_examples(tmp_path: Path) -> None:
@@ -222,8 +225,8 @@ def test_what_is_left_out_is_counted_with_examples(tmp_path: Path) -> None:
     assert "train:6 " in left["longer than seq_length 16: left out"][1]
     kept = {row[1]: (row[2], row[4]) for row in rows_of(found, "left-out", 1)}
     assert kept["longer than seq_length 16: split into pieces"][0] == "1"
-    assert kept["an empty text"][0] == "1" and "train:4" in kept["an empty text"][1]
-    assert "train:2 2 tokens: one eleven twelve" in kept["words that the tokenizer does not have"][1]
+    assert kept[EMPTY][0] == "1" and "train:4" in kept[EMPTY][1]
+    assert "train:2 2 tokens: one eleven twelve" in kept["words that the tokenizer does not have (<unk>)"][1]
     assert kept["a text that spells a special token, read as ordinary text"][0] == "1"
     unknown = rows_of(found, "unknown")
     assert unknown[0][0] == "train" and int(unknown[0][1]) >= 2 and unknown[0][2].endswith("%")
@@ -283,7 +286,7 @@ def test_the_size_of_the_page_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_picture_is_at_most_128_pixels_large(tmp_path: Path) -> None:
-    large = ShownImage("target", 4, (512, 256), np.random.default_rng(0).integers(0, 255, (256, 512, 3), np.uint8))
+    large = ShownImage("target", 4, np.random.default_rng(0).integers(0, 255, (256, 512, 3), np.uint8))
     content, kind = sequences._encoded(large)
     assert kind == "jpeg" and len(content) < 20_000 and sequences._thumbnail((512, 256)) == (128, 64)
     assert sequences._thumbnail((8, 8)) == (64, 64) and sequences._thumbnail((1, 20_000)) == (1, 128)

@@ -16,7 +16,8 @@ from tests.tiny import TINY, tiny_config
 from tools.inspect_data import check_ledger, lines_of, main
 from unigen_ds.data.batches.change import continued
 from unigen_ds.data.batches.statistics import derive
-from unigen_ds.data.batches.stream import Cursor, SequenceStream
+from unigen_ds.data.batches.stream import SequenceStream
+from unigen_ds.data.order.order import Cursor
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import sample_digest
 

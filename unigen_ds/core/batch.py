@@ -142,12 +142,7 @@ class PackedBatch(Batch):
     """[M] token indices of the noisy latent patches: the rows of ``latent_index`` with a finite time step."""
 
     document_lengths: tuple[int, ...] = field(default=())
-    """Tokens of each document, on the host, so that attention can be planned without a device sync. Derived."""
-
-    def __post_init__(self) -> None:
-        if not self.document_lengths and self.document_ids.numel():
-            _, counts = torch.unique_consecutive(self.document_ids, return_counts=True)
-            object.__setattr__(self, "document_lengths", tuple(counts.tolist()))
+    """Tokens of each document, on the host, so that attention can be planned without a device sync."""
 
     @property
     def num_tokens(self) -> int:

@@ -26,7 +26,7 @@ from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.data.datasets.dataset import PlannedDataset
 from unigen_ds.data.datasets.subset import record_number, whole_of
 from unigen_ds.data.images.image_files import UnreadableImage
-from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import IGNORED, Loaded, Sample, Split
 from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.evaluation.validation import evaluating

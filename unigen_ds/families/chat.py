@@ -15,7 +15,7 @@ from PIL import Image
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import ImageContent, UnreadableImage
-from unigen_ds.data.records.turn import Turn, same_message
+from unigen_ds.data.records.records import Turn, same_message
 from unigen_ds.data.samples.processor import ConversationProcessor, is_document
 from unigen_ds.data.samples.sample import Sample, Split, Tally
 from unigen_ds.data.samples.splits import TokenSplit, count_image, unreadable

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from unigen_ds.config.registry import checked
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.batches.collate import pack_documents
-from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.batches.loader import pack_documents
+from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.inference.generated import Generated, MaxLength, MaxParts, Picture, Request, Size, as_file, pictures

@@ -2,7 +2,7 @@
 sequences as the model has them (``tools/inspect_data.py --html``).
 
 In: the stream of a run and micro-batches of its loader. Numbers come from ``data/batches/statistics.py``, which a
-start's log and the tool's text use, and from ``data/batches/left_out.py``, sequences from the batches themselves.
+start's log and the tool's text use, sequences from the batches themselves.
 """
 
 from __future__ import annotations
@@ -14,9 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from unigen_ds.data.batches.left_out import Reason, reasons
 from unigen_ds.data.batches.loader import MicroBatch
-from unigen_ds.data.batches.statistics import describe, epoch_balance, first_rows, mandatory_line, titles, tokens_of
+from unigen_ds.data.batches.statistics import (
+    Reason,
+    describe,
+    epoch_balance,
+    first_rows,
+    group_line,
+    reasons,
+    titles,
+    tokens_of,
+)
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.report.charts import histogram
 from unigen_ds.report.document import write_document
@@ -129,7 +137,7 @@ def _groups(report: Report) -> dict[str, Any]:
             (name, one["mandatory"], one["draws_per_epoch"], one["share"], one["share_by_weight"])
             for name, one in groups.items()
         ],
-        "mandatory": [f"{name}: {mandatory_line(one)}." for name, one in groups.items() if one["mandatory"]],
+        "mandatory": [f"{group_line(name, one)}." for name, one in groups.items() if one["mandatory"]],
     }
 
 
@@ -188,7 +196,7 @@ def _left_out(left: Sequence[Reason]) -> dict[bool, list[tuple[Any, ...]]]:
     """Rows of the reasons whose records the run does not use, and of those whose records it uses."""
     rows: dict[bool, list[tuple[Any, ...]]] = {False: [], True: []}
     for one in left:
-        rows[one.used].append((one.source, one.reason, one.number, one.number / max(one.records, 1), one.examples))
+        rows[one.used].append((one.source, one.reason, one.number, one.number / max(one.total, 1), one.examples))
     return rows
 
 

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.data.support import ByteTokenizer, make_processor, make_stream, mixed_records, write_jsonl
-from unigen_ds.core.errors import ConfigError, DataError, ResumeBlocked
+from tests.data.support import make_processor, make_stream, mixed_records, write_jsonl
+from unigen_ds.core.errors import DataError, ResumeBlocked
 from unigen_ds.data.batches.change import compare, continued
 from unigen_ds.data.batches.statistics import derive
-from unigen_ds.data.batches.stream import Cursor, Phase, SequenceStream
+from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.cache.array_cache import fingerprint
-from unigen_ds.data.datasets.adapter import DatasetAdapter
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.order.order import Cursor, Phase
 
 WINDOWS = [None, 6]
 RECORDS = 40
@@ -234,50 +233,6 @@ def test_what_was_not_only_appended_is_refused(
         continued(stored(old, cursor), present)
 
 
-def test_a_record_with_another_length_of_text_or_image_is_another(folder: Path, records: list[Any]) -> None:
-    class Other(ByteTokenizer):
-        fingerprint = "other"
-
-    def nothing(_: Any) -> None: ...
-
-    base = edited(folder, records[:8], "base", nothing)
-    other = edited(folder, records[:9], "other", nothing, processor=make_processor(tokenizer=Other()))
-    longer = edited(folder, records[:9], "longer", nothing)
-    array = folder / "array.json"
-    array.write_text(json.dumps(records[:9], ensure_ascii=False))
-    assert longer.prefix_digest(8) == base.prefix_digest(8) != other.prefix_digest(8)
-    assert longer.prefix_digest(8) != longer.prefix_digest(9)
-    as_array = UnifiedGenerationDataset(array, make_processor(), name="a")  # its last record is followed by a bracket
-    assert as_array.prefix_digest(8) == base.prefix_digest(8)
-
-
-class Ids:
-    """A user's own data set."""
-
-    def __init__(self, number: int, *, edit: int = -1) -> None:
-        self.number, self.edit = number, edit
-
-    def __len__(self) -> int:
-        return self.number
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        values = torch.arange(3 + index % 4) + index + (index == self.edit)
-        return {"input_ids": values, "labels": values}
-
-
-def test_own_data_sets_are_appended_to() -> None:
-    def adapter(*arguments: Any, **more: Any) -> DatasetAdapter:
-        return DatasetAdapter(Ids(*arguments, **more), make_processor(), name="own")
-
-    old = make_stream([adapter(9)], window=4, seq_length=12)
-    rows, cursor = mid_epoch(old, 0, 2)
-    present = built([adapter(14)], old, window=4, seq_length=12)
-    new, _ = continued(stored(old, cursor), present, on_change="append")
-    assert by_epoch(rows + epochs(new, cursor, 2)) == {0: once(9), 1: once(14)}
-    with pytest.raises(ResumeBlocked, match="own was not only appended to"):
-        continued(stored(old, cursor), built([adapter(14, edit=8)], old, window=4, seq_length=12), on_change="append")
-
-
 @pytest.mark.parametrize(("was", "now"), [(None, 5), (6, None), (6, 4)])
 def test_restart_begins_a_new_epoch_of_any_data(sources: Sources, was: int | None, now: int | None) -> None:
     old = make_stream(sources(a=17, b=9), window=was)
@@ -313,13 +268,6 @@ def test_append_after_a_restart(sources: Sources) -> None:
     assert by_epoch(rows) == {1: once(9), 2: once(12), 3: once(12)}
     assert [more.seek(after.sequences) for _, _, after in rows] == [after for _, _, after in rows]
     assert len(set(ids(more, rows) + ids(old, before))) == len(ids(more, rows) + ids(old, before))
-
-
-def test_restart_needs_data_for_one_iteration(sources: Sources) -> None:
-    old = make_stream(sources(a=17))
-    present = built(sources(b=5), old, sequences_per_iteration=8)
-    with pytest.raises(ConfigError, match="do not fill one iteration of 8"):
-        continued(stored(old, Cursor(0, 0, 3, 3)), present, on_change="restart")
 
 
 def test_the_text_of_differences(sources: Sources) -> None:

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
-import sys
 import time
 from collections import Counter
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.data.batches.test_collate import same
-from tests.data.support import image, make_processor, make_stream, mixed_dataset, picture, talk, text, write_jsonl
-from unigen_ds.core.errors import ConfigError
+from tests.data.batches.test_loader_collate import same
+from tests.data.support import make_processor, make_stream, mixed_dataset
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches import loader as packet
-from unigen_ds.data.batches.collate import collate
-from unigen_ds.data.batches.loader import MicroBatch, Packet, UpdateLoader
-from unigen_ds.data.batches.stream import Cursor
-from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.batches.loader import MicroBatch, Packet, UpdateLoader, collate
+from unigen_ds.data.order.order import Cursor
 
 
 @pytest.fixture(scope="module")
@@ -93,31 +87,6 @@ def test_every_sequence_once_over_ranks(data: Any, window: int | None, batch: in
     assert per_rank[0][-1][-1].cursor.sequences == total
 
 
-def test_content_does_not_depend_on_the_geometry(data: Any) -> None:
-    """Each sequence of any split equals the same sequence collated alone (except for zero padding and numbering)."""
-    stream = make_stream([data], window=12)
-    for geometry in (Geometry(1, 2, 2), Geometry(4, 1, 1), Geometry(2, 1, 3)):
-        for rank in range(geometry.dp_size):
-            for update in updates(2, data, geometry, dp_rank=rank):
-                for micro in update:
-                    rows = micro.rows[rank :: geometry.dp_size]
-                    alone = [
-                        collate([row], [data], data.processor, seq_length=stream.seq_length, seed=11) for row in rows
-                    ]
-                    for name in (
-                        "text_ids",
-                        "text_target_ids",
-                        "position_ids",
-                        "vit_patches",
-                        "flow_noise",
-                        "timesteps",
-                    ):
-                        whole = torch.cat([getattr(batch, name) for batch in alone])
-                        assert torch.equal(getattr(micro.batch, name), whole), name
-                    ids = sum((batch.sample_ids for batch in alone), ())
-                    assert micro.batch.sample_ids == ids
-
-
 @pytest.mark.parametrize("window", [None, 12])
 def test_killed_and_resumed_after_every_update(data: Any, window: int | None) -> None:
     geometry = Geometry(2, 2, 1)
@@ -139,59 +108,12 @@ def test_global_random_state_is_left_alone(data: Any, workers: int) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def worker_ids(made: UpdateLoader) -> list[int]:
-    return [process.pid for process in made._batches._loaded._processes]  # type: ignore[union-attr]
-
-
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     return True
-
-
-def test_close_ends_workers(data: Any) -> None:
-    made = loader(data, Geometry(2, 1, 1), num_workers=2)
-    iterator = iter(made)
-    next(iterator)
-    pids = worker_ids(made)
-    assert len(pids) == 2 and all(map(alive, pids))
-    made.close()
-    made.close()
-    assert not any(map(alive, pids))
-
-
-def test_workers_outlive_a_signal_to_the_job(data: Any) -> None:
-    """A launcher signals every process of a job; the main process still needs its workers to reach a checkpoint."""
-    made = loader(data, Geometry(2, 1, 1), num_workers=1, prefetch_factor=1)
-    iterator = iter(made)
-    next(iterator)
-    (pid,) = worker_ids(made)
-    if os.fork() == 0:  # another process than the worker's parent
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            os.kill(pid, number)
-        os._exit(0)
-    os.wait()
-    for _ in range(4):
-        next(iterator)
-    assert alive(pid)
-    made._batches._loaded._processes[0].terminate()  # type: ignore[union-attr]  # the main process itself is obeyed
-    for _ in range(100):
-        if made._batches._loaded._processes[0].exitcode is not None:  # type: ignore[union-attr]
-            break
-        time.sleep(0.05)
-    assert made._batches._loaded._processes[0].exitcode is not None  # type: ignore[union-attr]
-    made.close()
-
-
-def test_errors_in_workers_reach_the_main_process(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "t.jsonl", [{"conversations": [{"role": "gpt", "type": "text", "content": "abc"}]}])
-    data = UnifiedGenerationDataset(path, make_processor())
-    path.write_text(path.read_text().replace("content", "CONTENT"))
-    for workers in (0, 1):
-        with pytest.raises(ValueError, match=r"^record 0 of data file \S*t\.jsonl was changed during the run"):
-            updates(1, data, Geometry(1, 1, 1), window=None, num_workers=workers)
 
 
 @pytest.mark.parametrize("by_value", [64, 1 << 30])
@@ -230,23 +152,6 @@ def test_no_batch_is_overwritten_while_it_is_used(data: Any, monkeypatch: pytest
         same(one, other)
 
 
-def test_batches_that_are_kept_use_up_no_file_descriptors(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packet, "_BY_VALUE", 64)
-    loading = loader(data, Geometry(2, 1, 1), num_workers=1)
-    batches = iter(loading)
-    kept = [next(batches) for _ in range(4)]
-    before = len(os.listdir("/proc/self/fd"))
-    kept += [next(batches) for _ in range(30)]
-    assert len(os.listdir("/proc/self/fd")) <= before + 4
-    loading.close()
-
-
-def test_wrong_settings(data: Any) -> None:
-    for wrong in ({"num_workers": -1}, {"timeout": -1.0}, {"prefetch_factor": 0}):
-        with pytest.raises(ConfigError, match="num_workers"):
-            loader(data, Geometry(1, 1, 1), **wrong)
-
-
 @pytest.mark.parametrize(("window", "workers"), [(None, 0), (12, 2)])
 def test_a_chain_of_geometries_is_one_stream(data: Any, window: int | None, workers: int) -> None:
     """Resumed five times, each time with another split, over several epochs: the stream, each row once. What workers
@@ -262,39 +167,3 @@ def test_a_chain_of_geometries_is_one_stream(data: Any, window: int | None, work
     stream = make_stream([data], window=window, sequences_per_epoch=length)
     assert cursor.epoch >= 3 and cursor.sequences == len(rows)
     assert rows == [row for row, _ in islice(stream.rows(), len(rows))]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_image_file_is_read_once(tmp_path: Path, workers: int) -> None:
-    """An edited image is used for two inputs; its file is opened once."""
-    picture(tmp_path / "1.png", 16, 16, seed=1)
-    picture(tmp_path / "2.png", 16, 16, seed=2)
-    edited = talk(image("user", "1.png"), text("user", "x"), image("assistant", "2.png"))
-    processor = make_processor()
-    data = UnifiedGenerationDataset(write_jsonl(tmp_path / "t.jsonl", [edited]), processor)
-    made = {"processor": processor, "geometry": Geometry(1, 1, 1)}
-    first = next(iter(UpdateLoader(make_stream([data], window=None), **made)))[0].batch
-    assert not first.skipped and first.vae_images.shape[0] == 2 and len(first.vit_patches)
-    opened = tmp_path / "opened.txt"
-
-    def count(event: str, arguments: tuple[Any, ...]) -> None:
-        name = Path(arguments[0]) if event == "open" and isinstance(arguments[0], (str, Path)) else Path()
-        if name.parent == tmp_path and name.suffix == ".png":
-            with opened.open("a") as lines:
-                print(name.name, file=lines)
-
-    sys.addaudithook(count)  # also in the loading process, which is forked
-    loader = UpdateLoader(make_stream([data], window=None), num_workers=workers, **made)
-    try:
-        same(next(iter(loader))[0].batch, first)
-    finally:
-        loader.close()
-    names = opened.read_text().split()
-    assert names[:2] == ["1.png", "2.png"] and (workers or len(names) == 2), (
-        "a loading process reads the next one ahead"
-    )
-
-
-def test_a_batch_that_stays_in_its_process_is_not_copied(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Packet, "packed", lambda *_: pytest.fail("copied"))
-    assert updates(1, data, Geometry(2, 1, 1))

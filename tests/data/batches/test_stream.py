@@ -12,8 +12,9 @@ import pytest
 from tests.data.support import make_processor, make_stream, mixed_dataset
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.data.batches import stream as stream_module
-from unigen_ds.data.batches.stream import Cursor, SequenceStream
-from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.data.batches.stream import SequenceStream
+from unigen_ds.data.images.image_files import ImageTransform
+from unigen_ds.data.order.order import Cursor
 
 
 @pytest.fixture(scope="module")

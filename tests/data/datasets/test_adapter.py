@@ -13,7 +13,7 @@ from tests.data.datasets import adapted
 from tests.data.support import make_processor
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.datasets.adapter import DatasetAdapter
 from unigen_ds.data.order.order import Draw
 from unigen_ds.runner import Runner

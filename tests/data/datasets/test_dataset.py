@@ -17,11 +17,11 @@ from PIL import Image
 from tests.data.support import make_processor, mixed_dataset, picture
 from unigen_ds.config.registry import DATASETS, PACKERS, TRANSFORMS, build
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.datasets.adapter import DatasetAdapter
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset, source_names
 from unigen_ds.data.datasets.groups import dataset_weights
-from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.data.order.order import Draw
 from unigen_ds.examples.digits.dataset import DigitsDataset, write_digits
 from unigen_ds.families.bagel.processor import UnifiedProcessor

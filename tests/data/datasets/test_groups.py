@@ -17,13 +17,13 @@ from tests.data.support import make_stream
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError, ResumeBlocked
 from unigen_ds.data.batches.change import compare, continued
 from unigen_ds.data.batches.statistics import describe, group_report, start_lines
-from unigen_ds.data.batches.stream import Cursor, SequenceStream
+from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.datasets.dataset import ScannedDataset
 from unigen_ds.data.datasets.groups import DataGroup, blend
 from unigen_ds.data.datasets.overflow import Overflow
 from unigen_ds.data.datasets.subset import first_records
-from unigen_ds.data.order.order import Draw
+from unigen_ds.data.order.order import Cursor, Draw
 from unigen_ds.data.samples.sample import Sample
 from unigen_ds.data.samples.splits import TokenSplit
 

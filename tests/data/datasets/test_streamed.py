@@ -31,12 +31,12 @@ from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError, ResumeBlocked
-from unigen_ds.data.batches.stream import Cursor, SequenceStream
+from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.overflow import Overflow
 from unigen_ds.data.datasets.streamed import SPAN
 from unigen_ds.data.datasets.streamed_units import ShardWalk, fitted
-from unigen_ds.data.order.order import GlobalOrder
+from unigen_ds.data.order.order import Cursor, GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
 from unigen_ds.data.sources import shard_files
 from unigen_ds.data.sources.shard_files import IterableShards, write_records
@@ -260,10 +260,10 @@ def test_numbers_of_a_streamed_source_name_the_part_that_is_measured(
     assert f"All further numbers of its records are of the 12 of {measured}" in text
     assert f"Data, web, {measured}: filters remove 1 of 13 records" in text
     assert f"Data, web, {measured}: all 12 records fit" in text
-    assert f"Data, web, {measured}: 12 records, 72 tokens" in text and f"about {drawn:,} of all shards drawn" in text
+    assert f"Data, web, {measured}: about {drawn:,} samples drawn an epoch, {6 * drawn:,} tokens" in text
     own = report["sources"]["own"]["draws_per_epoch"]
-    total = f"{drawn + own:,} records, {6 * drawn + 5 * own:,} tokens"
-    assert f"an epoch of all sources (estimated, since web is measured in part): {total}" in text
+    total = f"{drawn + own:,} samples drawn an epoch, {6 * drawn + 5 * own:,} tokens"
+    assert f"all sources (estimated, since web is measured in part): {total}" in text
     assert inspect_data.main(command) == 0
     shown = capsys.readouterr().out
     assert f"web: 12 records of {measured}, about {drawn:,} used" in shown and "10 records, " in shown

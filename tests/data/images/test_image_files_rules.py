@@ -12,13 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.data.support import make_processor, write_jsonl
+from tests.data.support import make_processor
 from tests.data.text.chat_support import character_tokenizer
-from unigen_ds.data.batches.collate import collate
-from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.images import image_files
 from unigen_ds.data.images.image_files import FORMATS, image_header, open_image
-from unigen_ds.data.order.order import Draw
 from unigen_ds.data.text.tokenizers import ChatTokenizer
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 
@@ -98,28 +95,6 @@ def test_transparency_as_the_public_code_of_the_family(tmp_path: Path) -> None:
                for name in ("rgba.png", "la.png", "palette.gif", "keyed.png")}  # fmt: skip
     assert touched == {"rgba.png": [False, True], "la.png": [True, True], "palette.gif": [False, True],
                        "keyed.png": [False, True]}  # fmt: skip
-
-
-def test_batches_hold_these_pixels(tmp_path: Path) -> None:
-    """Through a data file: the VAE image of a rotated image and the tiles of a transparent one."""
-    upright = RNG.integers(0, 256, (8, 16), dtype=np.uint8)
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.fromarray(np.ascontiguousarray(np.rot90(upright))).save(tmp_path / "turned.png", exif=exif.tobytes())
-    path = write_jsonl(tmp_path / "t.jsonl", [{"text_prompt": "x", "image_path": "turned.png"}])
-    processor = make_processor()
-    batch = collate([(Draw(0, 0, 0),)], [UnifiedGenerationDataset(path, processor)], processor, seq_length=96)
-    (image,) = batch.vae_images
-    assert image.shape == (3, 8, 16) and np.array_equal(np.round((image[0].numpy() + 1) * 127.5), upright)
-    square = RNG.integers(0, 256, (16, 16, 4), dtype=np.uint8)
-    Image.fromarray(square).save(tmp_path / "square.png")
-    talk = [{"role": "user", "type": "image", "image_path": "square.png"},
-            {"role": "assistant", "type": "text", "content": "x"}]  # fmt: skip
-    tiled = vlm(tmp_path)
-    path = write_jsonl(tmp_path / "v.jsonl", [{"conversations": talk}])
-    batch = collate([(Draw(0, 0, 0),)], [UnifiedGenerationDataset(path, tiled)], tiled, seq_length=96)
-    rows = square[..., :3].reshape(4, 4, 4, 4, 3).transpose(0, 2, 1, 3, 4).reshape(16, -1)
-    assert np.array_equal(np.round(batch.vit_patches.numpy() * 255), rows)
 
 
 def test_only_pictures_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

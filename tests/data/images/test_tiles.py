@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 from tests.golden_files import NANOVLM, atol, read_json
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.images.image_files import open_image
-from unigen_ds.data.images.tiles import TILE_TOKENS, Tiling, image_string, num_tiles, split_tiles
+from unigen_ds.data.images.tiles import Tiling, image_string, num_tiles, split_tiles
 
 SPLIT = read_json(NANOVLM / "image_split.json")
 ATOL = atol("nanovlm/image_split tiles")
@@ -41,26 +38,6 @@ def test_tiles_and_their_string(number: int) -> None:
 def test_strings_of_several_images(case: dict) -> None:
     grids = [tuple(grid) for grid in case["grids"]]
     assert image_string(grids, tokens_per_tile=case["mp_image_token_length"]) == case["image_string"]
-
-
-def test_names_of_the_tokens() -> None:
-    config = read_json(NANOVLM / "config.json")
-    assert list(TILE_TOKENS) == [v for k, v in config["vlm_extra_tokens"].items() if not k.endswith("image_token")]
-
-
-def test_any_size_has_as_many_tiles_as_planned() -> None:
-    draw = random.Random(0)
-    for _ in range(40):
-        tiling = Tiling(8, 8 * draw.randint(1, 8), draw.random() < 0.5)
-        width, height = draw.randint(1, 120), draw.randint(1, 120)
-        rows, columns = tiling.grid(width, height)
-        assert max(rows, columns) * 8 <= tiling.max_size
-        assert split_tiles(tiling.pixels(Image.new("L", (width, height))), 8).shape == (
-            num_tiles((rows, columns)),
-            3,
-            8,
-            8,
-        )
 
 
 @pytest.mark.parametrize("sizes", [(16, 24), (16, 0), (16, 144), (0, 16)])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,11 +22,10 @@ from tests.data.support import (
     text,
     write_jsonl,
 )
-from unigen_ds.core.errors import DataError, TrainingError
+from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import FOLDER, load_or_make
 from unigen_ds.data.index import index as index_module
 from unigen_ds.data.text.tokenizers import WordTokenizer
-from unigen_ds.system.workers import Workers
 
 OTHER = type("Other", (ByteTokenizer,), {"fingerprint": "other"})
 
@@ -144,15 +141,9 @@ def test_malformed_records_stop_the_build(tmp_path: Path) -> None:
         build_index(path)
 
 
-def test_unreadable_images_do_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
-    path = write_jsonl(tmp_path / "t.jsonl", [{"text_prompt": "x", "image_path": "none.png"}])
-    with caplog.at_level(logging.WARNING):
-        built = build_index(path)
+def test_unreadable_images_do_not(tmp_path: Path) -> None:
+    built = build_index(write_jsonl(tmp_path / "t.jsonl", [{"text_prompt": "x", "image_path": "none.png"}]))
     assert built.counts.tokens.tolist() == [3 + 3] and built.counts.unreadable.tolist() == [1]
-    assert "1 of 1 records" in caplog.text
 
 
 def test_moved_data_keeps_its_digest_and_other_sizes_change_it(tmp_path: Path) -> None:
@@ -182,17 +173,6 @@ def test_texts_are_tokenized_together(tmp_path: Path, monkeypatch: pytest.Monkey
     assert counts.tokens.tolist() == [len(words.encode("one")) + len(words.encode(t)) + 4 for t in texts]
 
 
-def test_a_forged_token_does_not_change_the_next_text(tmp_path: Path) -> None:
-    """The tokenizer is set before each call."""
-    words = WordTokenizer(words=["zero", "one", "two"])
-    texts = [" ".join(["zero", "one", "<|im_end|>", "what"][: 1 + i % 4]) for i in range(900)]
-    records = [{"text": each} if i % 3 else talk(text("user", "one"), text("assistant", each))
-               for i, each in enumerate(texts)]  # fmt: skip
-    index = build_index(write_jsonl(tmp_path / "t.jsonl", records), make_processor(tokenizer=words))
-    assert int((index.counts.touched > 0).sum()) == 450
-    assert int(index.counts.unknown.sum()) == 225 + 3 * 450, "what, and the three words of a forged token"
-
-
 def planned_by(monkeypatch: pytest.MonkeyPatch, folder: Path, then: Callable[[], object]) -> None:
     """Each process that plans a chunk leaves a file with its number in ``folder``, then calls ``then``."""
     chunk = index_module.Plan.__call__
@@ -207,54 +187,3 @@ def planned_by(monkeypatch: pytest.MonkeyPatch, folder: Path, then: Callable[[],
 
 def pids(folder: Path) -> set[int]:
     return {int(path.stem) for path in folder.glob("*.pid")}
-
-
-def test_a_loading_process_plans_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard is indexed where it is read; a process that another one ends with itself can have none of its own."""
-    monkeypatch.setattr(index_module, "_CHUNK", 5)
-    path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 23))
-
-    def digest(task: int) -> str:
-        return build_index(path, num_workers=2).digest
-
-    workers = Workers(digest, [0], 1, ahead=1)
-    assert list(workers) == [build_index(path).digest]
-    workers.close()
-
-
-def test_a_worker_that_is_killed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "_CHUNK", 50)
-    path = write_jsonl(tmp_path / "t.jsonl", [{"text": "x"}] * 400)
-    planned_by(monkeypatch, tmp_path, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(TrainingError, match=r"by SIGKILL.*lower index_workers of .*t\.jsonl"):
-        build_index(path, num_workers=2)
-    assert not caches(tmp_path)
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux shows other processes")
-def test_workers_end_with_the_process_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "_CHUNK", 50)
-    path = write_jsonl(tmp_path / "t.jsonl", [{"text": "x"}] * 400)
-    planned_by(monkeypatch, tmp_path, lambda: time.sleep(60))
-    monkeypatch.setattr("unigen_ds.system.workers._PARENT_CHECK_S", 0.1)
-    starter = os.fork()
-    if not starter:
-        try:
-            build_index(path, num_workers=2)
-        finally:
-            os._exit(1)
-    deadline = time.monotonic() + 60
-    while len(pids(tmp_path)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    forks = pids(tmp_path)
-    os.kill(starter, signal.SIGKILL)
-    os.waitpid(starter, 0)
-    assert len(forks) == 2 and starter not in forks
-
-    def left() -> list[Path]:
-        stats = [Path(f"/proc/{pid}/stat") for pid in forks]
-        return [stat for stat in stats if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"]
-
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left()

@@ -17,14 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
 
 from tests.data.support import (
     ByteTokenizer,
     build_index,
     make_processor,
-    make_stream,
     mixed_dataset,
     mixed_records,
     talk,
@@ -33,23 +30,20 @@ from tests.data.support import (
 )
 from tests.data.text.chat_support import character_tokenizer
 from tests.processes import popen
-from tests.text_run import text_config, trained, words
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.batches.collate import collate
-from unigen_ds.data.batches.stream import Cursor, SequenceStream
+from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.cache import array_cache
-from unigen_ds.data.cache.array_cache import FOLDER, load_or_fill, load_or_make
+from unigen_ds.data.cache.array_cache import FOLDER, load_or_fill
 from unigen_ds.data.datasets import overflow
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.filtering import apply_filters
 from unigen_ds.data.datasets.filters import CheckedRecord
 from unigen_ds.data.datasets.overflow import Fitted, Overflow
 from unigen_ds.data.datasets.subset import Division, divide
-from unigen_ds.data.images.transforms import ImageTransform, normalised
 from unigen_ds.data.index import index as index_module
-from unigen_ds.data.order.order import Draw, GlobalOrder
+from unigen_ds.data.order.order import Cursor, GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
-from unigen_ds.data.samples.counts import COLUMNS
+from unigen_ds.data.samples.sample import COLUMNS
 from unigen_ds.data.text.tokenizers import ChatTokenizer
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 
@@ -75,14 +69,6 @@ def private_bytes() -> int:
     ctypes.CDLL(None).malloc_trim(0)  # what was freed
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty")) * 1024
-
-
-def test_an_opened_index_is_mapped(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 9))
-    for _ in range(2):  # made, and found
-        built = build_index(path)
-        arrays = [built.records, built.source.offsets, *(getattr(built.counts, name) for name in COLUMNS)]
-        assert all(map(is_mapped, arrays)) and not any(array.flags.writeable for array in arrays)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux shows the memory of a process")
@@ -143,7 +129,7 @@ def test_what_filters_keep_of_many_records_is_mapped(tmp_path: Path, monkeypatch
     given = [{"type": "FunctionFilter", "function": f"{__name__}.without_captions"}]
     found = []
     for least in (1 << 20, 1):
-        monkeypatch.setattr("unigen_ds.data.samples.counts.SHARED_FROM", least)
+        monkeypatch.setattr("unigen_ds.data.samples.sample.SHARED_FROM", least)
         kept = apply_filters(mixed_dataset(tmp_path, 40, filters=given))
         train, _ = divide([kept], Division(0.3, 1))
         assert len(kept) == 30 and kept.lengths()[0] is kept.counts().tokens
@@ -151,24 +137,6 @@ def test_what_filters_keep_of_many_records_is_mapped(tmp_path: Path, monkeypatch
     for alone, shared in zip(*found, strict=True):
         assert is_mapped(shared.tokens) and not is_mapped(alone.tokens)
         assert all(np.array_equal(getattr(alone, name), getattr(shared, name)) for name in COLUMNS)
-
-
-@pytest.mark.parametrize("given", ["split", "truncate", "skip"])
-def test_sums_of_what_is_kept(tmp_path: Path, given: str) -> None:
-    data = mixed_dataset(tmp_path, 40)
-    fitted = Fitted(data, Overflow(24, given))
-    assert fitted.longer.size
-    samples = [data.sample(i) for i in range(40)]
-    if given == "truncate":
-        samples = [sample.truncated(24) for sample in samples]
-    else:
-        is_split = (data.counts().kind < 2) & (given == "split")
-        samples = [one for one, whole in zip(samples, is_split, strict=True) if whole or one.num_tokens <= 24]
-    kept = index_module.Counts.of([index_module.count(sample) for sample in samples])
-    assert fitted.kept_sums == {name: int(getattr(kept, name).sum()) for name in overflow.CONTENT}
-    assert sum(fitted.lost.values()) == int(data.counts().targets.sum() - kept.targets.sum())
-    if given != "split":
-        assert fitted.kept_sums["tokens"] < int(data.counts().tokens.sum())
 
 
 def test_a_full_disk_costs_the_cache_alone(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,25 +153,6 @@ def test_a_full_disk_costs_the_cache_alone(tmp_path: Path, caplog: Any, monkeypa
     data = UnifiedGenerationDataset(path, make_processor(), cache_tokens=True)
     assert data.fingerprint == expected and data.tokens is None and data.sample(0).num_tokens
     assert "cannot be written: [Errno 28]" in caplog.text and not list((tmp_path / FOLDER).glob("*.arrays"))
-
-
-def test_arrays_of_every_shape(tmp_path: Path) -> None:
-    arrays = {"a": np.arange(6).reshape(2, 3), "b": np.empty((0, 2), np.int64), "c": np.zeros(5, np.uint8)}
-    for _ in range(2):
-        found = load_or_make(tmp_path / "x.arrays", "k", lambda: arrays)
-        assert {name: (value.tolist(), value.dtype) for name, value in found.items()} == {
-            name: (value.tolist(), value.dtype) for name, value in arrays.items()
-        }
-
-
-def test_a_resume_at_the_end_plans_one_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    data = mixed_dataset(tmp_path, 60)
-    stream = make_stream([data], window=8, sequences_per_epoch=20)
-    planned: list[int] = []
-    plan = BestFitPacking.plan
-    monkeypatch.setattr(BestFitPacking, "plan", lambda self, *a, **k: planned.append(1) or plan(self, *a, **k))
-    next(stream.rows(Cursor(0, 6, 0, 19)))
-    assert len(planned) == 1
 
 
 # ------------------------------------------------------------------------------------------------ tokens
@@ -262,35 +211,21 @@ def test_a_processor_of_whole_chats_has_none(tmp_path: Path) -> None:
         UnifiedGenerationDataset(path, vlm_processor(tmp_path), cache_tokens=True)
 
 
-def test_a_run_with_cached_tokens_is_bit_equal(tmp_path: Path) -> None:
-    records = [{"text": words(5 + k, k)} for k in range(9)]
-    states = []
-    for name in ("plain", "kept"):
-        more = {"train_dataloader__dataset__cache_tokens": True} if name == "kept" else {}
-        runner, seen = trained(text_config(tmp_path / name, records, **more))
-        saved = runner.work_dir / "iter_8.pth"
-        data = json.loads((saved / "manifest.json").read_text())["loader"]
-        states.append((data, seen.ids, (saved / "model.safetensors").read_bytes()))
-    assert states[0] == states[1]
-    assert list((tmp_path / "kept" / FOLDER).glob("*-tokens-*.arrays"))
-
-
 BUILD = """
 import sys, time
 sys.path.insert(0, {root!r})
 from tests.data.support import ByteTokenizer, make_processor
-from unigen_ds.data.index import index, token_cache
+from unigen_ds.data.index import index
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 index._CHUNK = 4
 slow, which = float(sys.argv[2]), sys.argv[3]
-for kind in (index.Plan, token_cache._TokenPlan):
-    chunk = kind.__call__
-    def waiting(self, given, chunk=chunk, kind=kind):
-        if kind.__name__ == which:
-            print("chunk", given, flush=True)
-            time.sleep(slow)
-        return chunk(self, given)
-    kind.__call__ = waiting
+batches = index.batches
+def waiting(source, chunk):
+    if sys._getframe(1).f_code.co_name == which:
+        print("chunk", chunk, flush=True)
+        time.sleep(slow)
+    return batches(source, chunk)
+index.batches = waiting
 data = UnifiedGenerationDataset(sys.argv[1], make_processor(), cache_tokens=True)
 print("done", data.fingerprint, sum(data.sample(i).num_tokens for i in range(len(data))), flush=True)
 """
@@ -302,7 +237,7 @@ def build_process(path: Path, slow: float, which: str) -> subprocess.Popen[str]:
     return popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("which", ["Plan", "_TokenPlan"])
+@pytest.mark.parametrize("which", ["__call__", "_token_rows"])
 def test_killed_while_it_is_built(tmp_path: Path, which: str) -> None:
     """SIGKILL after some chunks: no file of that name, and the next start makes the whole one and removes the rest."""
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 24))
@@ -314,7 +249,7 @@ def test_killed_while_it_is_built(tmp_path: Path, which: str) -> None:
     killed.wait()
     names = [found.name for found in (tmp_path / FOLDER).iterdir()]
     assert [name for name in names if ".tmp-" in name], names
-    unfinished = "-tokens-" if which == "_TokenPlan" else "t.jsonl-"
+    unfinished = "-tokens-" if which == "_token_rows" else "t.jsonl-"
     assert not [name for name in names if name.endswith(".arrays") and name.startswith("t.") and unfinished in name]
     data = UnifiedGenerationDataset(path, make_processor(), cache_tokens=True)
     (tmp_path / "whole").mkdir()
@@ -326,7 +261,7 @@ def test_killed_while_it_is_built(tmp_path: Path, which: str) -> None:
 
 def test_two_processes_build_it_once(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 24))
-    both = [build_process(path, 0.1, "_TokenPlan") for _ in range(2)]
+    both = [build_process(path, 0.1, "_token_rows") for _ in range(2)]
     outputs = [process.communicate(timeout=120)[0] for process in both]
     assert all(process.returncode == 0 for process in both), outputs
     assert outputs[0].splitlines()[-1] == outputs[1].splitlines()[-1]
@@ -335,25 +270,3 @@ def test_two_processes_build_it_once(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ images
-
-
-def test_every_byte_is_normalised_to_the_bit() -> None:
-    """The numbers of the public code."""
-    values = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    expected = torch.arange(256, dtype=torch.float32).div(255).sub(0.5).div(0.5).reshape(1, 16, 16)
-    assert torch.equal(normalised(values), expected)
-
-
-class Doubled(ImageTransform):
-    """A user's own: it is called."""
-
-    def __call__(self, image: Image.Image) -> torch.Tensor:
-        return super().__call__(image) * 2
-
-
-def test_a_transform_of_a_users_own_is_called(tmp_path: Path) -> None:
-    data = mixed_dataset(tmp_path, 24)
-    rows = [(Draw(0, i, 0), Draw(0, i + 1, 0)) for i in range(0, 24, 2)]
-    batch = collate(rows, [data], data.processor, seq_length=64)
-    doubled = collate(rows, [data], make_processor(vit_transform=Doubled(16, 8, 4)), seq_length=64)
-    assert batch.vit_patches.dtype == torch.float32 and torch.equal(doubled.vit_patches, batch.vit_patches * 2)

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from tests.golden_files import NANOVLM, read_json
-from unigen_ds.config.registry import PACKERS, build
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.order.packing import BestFitPacking
 
@@ -55,22 +53,11 @@ def test_random_lists_keep_both_limits() -> None:
         check(free, lengths, [0] * number, seq_length, 1)
 
 
-def test_halves_that_fit_in_no_pairs() -> None:
-    groups = BestFitPacking().plan([51] * 40, [0] * 40, 100, 0)
-    assert [len(group) for group in groups] == [1] * 40
-
-
 def test_key_shuffles_sequences_and_nothing_else() -> None:
     lengths = [random.Random(i).randint(1, 60) for i in range(200)]
     plans = [BestFitPacking().plan(lengths, [0] * 200, 100, key) for key in (1, 1, 2)]
     assert plans[0] == plans[1] != plans[2]
     assert sorted(plans[0]) == sorted(plans[2])
-
-
-def test_wrong_settings() -> None:
-    for key in ("window", "max_tiles"):
-        with pytest.raises(ConfigError, match=f"{key} is 0. Allowed: a whole number of at least 1"):
-            build(PACKERS, {"type": "BestFitPacking", key: 0}, where="train_dataloader.packing")
 
 
 def long_tailed(number: int, seed: int) -> tuple[list[int], list[int]]:

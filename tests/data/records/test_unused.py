@@ -17,7 +17,8 @@ from tools.inspect_data import main as inspect_data
 from unigen_ds.config.overrides import plain_values
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.records.unused import WEIGHT, unused_of
+from unigen_ds.data.records.records import LAYOUTS
+from unigen_ds.data.records.unused import WEIGHT, unused_records
 from unigen_ds.runner import Runner, train_config
 
 TALK = [{"from": "human", "value": "this is"}, {"from": "gpt", "value": "two"}]
@@ -49,8 +50,12 @@ def inspected(made: Any, folder: Path, capsys: pytest.CaptureFixture[str], *opti
     return inspect_data([str(folder / "config.json"), *options]), capsys.readouterr().out
 
 
-def found(dataset: UnifiedGenerationDataset) -> dict[tuple[str, str], int]:
-    return {(layout, key): records for layout, key, records in unused_of(dataset.index.unused)}
+def words(layout: str, key: str) -> str:
+    return f"{key if ' ' in key else f'`{key}`'}, which {LAYOUTS[layout].title} does not use"
+
+
+def unused(dataset: UnifiedGenerationDataset) -> dict[str, int]:
+    return {text: len(records) for text, records in unused_records(dataset.index.unused).items()}
 
 
 def test_keys_of_another_layout_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,13 +63,13 @@ def test_keys_of_another_layout_are_counted(tmp_path: Path, capsys: pytest.Captu
     data = write_jsonl(tmp_path / "rows.jsonl", [record for record, _ in RECORDS for _ in range(2)])
     made = config(tmp_path / "run", data)
     Runner.from_cfg(made, max_updates=1).train()
-    (logged,) = [one for one in (tmp_path / "run" / "train.log").read_text().splitlines() if "does not use" in one]
-    assert all(f"2 records have `{key}`, which" in logged for _, keys in RECORDS for _, key in keys), logged
+    expected = {words(*one) for _, keys in RECORDS for one in keys}
     status, out = inspected(made, tmp_path, capsys)
-    assert status == 0 and "2 records have `system`, which a record of `conversations` does not use" in out
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert status == 0 and all(f"2 of 18 records (11 %): {text}" in shown for text in expected for shown in (log, out))
     report = json.loads(inspected(made, tmp_path, capsys, "--json")[1])
-    expected = [{"layout": layout, "key": key, "records": 2} for _, keys in RECORDS for layout, key in keys]
-    assert sorted(report["sources"]["rows"]["unused_keys"], key=str) == sorted(expected, key=str)
+    noticed = {one["reason"]: one["number"] for one in report["sources"]["rows"]["noticed"]}
+    assert {text for text, number in noticed.items() if "does not use" in text and number == 2} == expected
     status, _ = inspected(made, tmp_path, capsys, "--html", str(tmp_path / "page.html"))
     assert "which a document of `text` does not use" in (tmp_path / "page.html").read_text()
 
@@ -75,10 +80,10 @@ def test_a_renamed_key_and_captions_decide_what_is_used(tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "rows.jsonl", [record])
     pq.write_table(pa.Table.from_pylist([record, {"text": "alone"}]), tmp_path / "rows.parquet")
     drawn = UnifiedGenerationDataset(data, make_processor(), captions="generate")
-    assert found(drawn) == {("text", "caption"): 1}
-    assert found(UnifiedGenerationDataset(tmp_path / "rows.parquet", make_processor())) == found(drawn)
+    assert unused(drawn) == {words("text", "caption"): 1}
+    assert unused(UnifiedGenerationDataset(tmp_path / "rows.parquet", make_processor())) == unused(drawn)
     renamed = UnifiedGenerationDataset(data, make_processor(), columns={"text": "long"})
-    assert not found(renamed) and renamed.turns(0)[0].value == "one"
+    assert not unused(renamed) and renamed.turns(0)[0].value == "one"
 
 
 @pytest.mark.parametrize(
@@ -110,9 +115,9 @@ def test_texts_of_a_sample_of_a_tar_that_are_not_read(tmp_path: Path) -> None:
     make.tar(tmp_path / "some.tar", [*members.items()])
     dataset = UnifiedGenerationDataset(tmp_path / "some.tar", make_processor())
     assert [dataset.turns(i)[0].value for i in range(5)] == ["one"] * 5
-    left_out = {key: number for (_, key), number in found(dataset).items()}
+    left_out = {text.partition(", which")[0]: number for text, number in unused(dataset).items()}
     assert left_out.pop("an image that the .json does not name") == 1, "of d, not of e, whose image is named"
-    left_out.pop("caption")
+    left_out.pop("`caption`")
     assert sorted((key.split()[0], number) for key, number in left_out.items()) == [("a", 1), ("another", 1)]
 
 
@@ -124,13 +129,14 @@ def test_turns_of_role_and_type(tmp_path: Path) -> None:
         [asked, {**answer, "weight": None}], [asked, answer, asked, {**answer, "weight": 0.5}],
     ]  # fmt: skip
     data = write_jsonl(tmp_path / "turns.jsonl", [{"conversations": turns} for turns in weights])
-    assert found(UnifiedGenerationDataset(data, make_processor())) == {("conversations", WEIGHT): 2}
+    assert unused(UnifiedGenerationDataset(data, make_processor())) == {words("conversations", WEIGHT): 2}
     image = picture(tmp_path / "1.png", 8, 8).read_bytes()
     drawn = [{"role": "assistant", "type": "image", "image_path": name} for name in ("0.png", "1.1.png")]
     named = [json.dumps({"conversations": [asked, turn]}).encode() for turn in drawn]
     members = {"0.png": image, "0.json": named[0], "1.0.png": image, "1.1.png": image, "1.json": named[1]}
     make.tar(tmp_path / "some.tar", [*members.items()])
-    assert found(UnifiedGenerationDataset(tmp_path / "some.tar", make_processor())) == {("conversations", "images"): 1}
+    tar = UnifiedGenerationDataset(tmp_path / "some.tar", make_processor())
+    assert unused(tar) == {words("conversations", "images"): 1}
 
 
 def test_files_of_an_image_folder_that_are_not_read(tmp_path: Path) -> None:

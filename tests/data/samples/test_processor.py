@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.data.support import ByteTokenizer, image, make_processor, picture, talk, text
-from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.core.errors import DataError
+from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.data.records.records import parse_record
 from unigen_ds.data.samples.sample import IGNORED, Sample
 from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
@@ -114,17 +114,3 @@ def test_fingerprint_follows_what_changes_a_plan() -> None:
     assert make_processor(tokenizer=Other()).fingerprint != base
     assert make_processor(vit_transform=ImageTransform(12, 8, 4)).fingerprint != base
     assert make_processor(vae_transform=None).fingerprint != base
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"vae_downsample": 16}, "vae_downsample is 16"),
-        ({"vit_transform": ImageTransform(16, 8, 6)}, "vit_transform.stride is 6"),
-        ({"max_latent_size": 3}, "max_size of at most 24"),
-        ({"timestep": "uniform"}, "processor.timestep is 'uniform'"),
-    ],
-)
-def test_wrong_settings(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_processor(**changes)

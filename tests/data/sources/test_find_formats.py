@@ -11,8 +11,7 @@ import pytest
 
 from tests.data.support import image, talk, text
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.records.records import parse_record
-from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.records.records import Turn, parse_record
 from unigen_ds.data.sources import json_lines
 from unigen_ds.data.sources.base import Position
 from unigen_ds.data.sources.json_lines import JsonSource, scan

@@ -65,10 +65,3 @@ def test_a_template_that_rewrites_what_came_before_is_refused() -> None:
     messages = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
     with pytest.raises(DataError, match="message 1"):
         chat_ids(character_tokenizer(template), messages)
-
-
-def test_a_conversation_without_an_answer() -> None:
-    assert chat_ids(character_tokenizer(), []) == ([], [])
-    assert next_token_labels([], []) == []
-    _, from_assistant = chat_ids(character_tokenizer(), [{"role": "user", "content": "a"}])
-    assert from_assistant and not any(from_assistant)

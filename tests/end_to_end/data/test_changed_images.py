@@ -18,9 +18,9 @@ from tests.tiny import tiny_config
 from unigen_ds.config.registry import TRANSFORMS, build
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.images.transforms import CenterCrop, FixedSize
+from unigen_ds.data.images.image_files import CenterCrop
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.records.records import parse_record
 from unigen_ds.runner import Runner
@@ -30,7 +30,6 @@ CHANGES: list[dict[str, Any]] = [
     {"type": "RandomFlip"},
     {"type": "RandomCrop", "min_area": 0.5},
     {"type": "ColorJitter", "brightness": 0.3, "contrast": 0.3},
-    {"type": "RandomGray", "probability": 0.5},
 ]
 
 
@@ -154,16 +153,13 @@ def test_wrong_transforms_are_named(key: str, spec: Any, message: str, data: Pat
 
 
 def test_rules_of_a_size(data: Path, tmp_path: Path) -> None:
-    """A square of the middle, and a fixed size, in a run; and their pixels."""
+    """A square of the middle in a run, and its pixels."""
     pixels = np.zeros((20, 40, 3), np.uint8)
     pixels[:, 10:30] = 255
     picture = Image.fromarray(pixels)
     assert CenterCrop(16, 4).size(40, 20) == (16, 16) and torch.all(CenterCrop(16, 4)(picture)[:, :, 1:-1] == 1)
-    assert FixedSize(8, 16, 4).size(40, 20) == (8, 16) and FixedSize(8, 16, 4)(picture).shape == (3, 16, 8)
-    assert FixedSize(8, 16, 4).fingerprint != FixedSize(16, 8, 4).fingerprint
     crop = {"type": "CenterCrop", "side": 8, "stride": 2, "mode": "L"}
-    fixed = {"type": "FixedSize", "width": 8, "height": 4, "stride": 4, "mode": "L"}
-    found = train(tmp_path / "a", data, updates=1, processor__vae_transform=crop, processor__vit_transform=fixed)
+    found = train(tmp_path / "a", data, updates=1, processor__vae_transform=crop)
     assert found != train(tmp_path / "b", data, updates=1)
 
 

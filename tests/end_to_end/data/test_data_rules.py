@@ -12,7 +12,7 @@ from tests.text_run import text_config, trained
 from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.data.rules import RULE_VERSIONS
+from unigen_ds.data.samples.sample import RULE_VERSIONS
 from unigen_ds.runner import Runner
 
 RECORDS = [{"text": "one two three"}] * 9

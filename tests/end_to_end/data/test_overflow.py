@@ -141,14 +141,6 @@ def test_documents_beyond_the_models_positions_are_refused_at_the_start(tmp_path
         Runner.from_cfg(config)
 
 
-def test_images_that_do_not_fit(tmp_path: Path) -> None:
-    """A drawing has 5 + 18 tokens: at 22 all image targets would be lost, as by the default before."""
-    with pytest.raises(DataError, match=r"digits_val: 4,752 of 4,752 image targets do not fit seq_length 22 \(the"
-                                        r" largest image has 18 tokens, the longest record 24\)"):  # fmt: skip
-        Runner.from_cfg(tiny_config(tmp_path / "run", tmp_path / "digits", train_dataloader__seq_length=22,
-                                    train_dataloader__dataset__split="val"))  # fmt: skip
-
-
 VLM = """
 model = dict(type="VLM", llm=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
              num_key_value_heads=1), vit=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.end_to_end.engines import cases
 from tests.end_to_end.engines.launch import metric_deviation, want, weight_deviation
 from tools.export import main as export
-from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.samples.splits import TextSplit
 from unigen_ds.runner.open.trained import open_model
 from unigen_ds.system.journals import read_lines

@@ -10,8 +10,8 @@ import torch
 from tests.end_to_end.engines import lora_cases
 from tests.end_to_end.engines.launch import metric_deviation, tensors, unequal, want, weight_deviation
 from tools.export import main as export
-from unigen_ds.data.batches.collate import pack_documents
-from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.batches.loader import pack_documents
+from unigen_ds.data.records.records import Turn
 from unigen_ds.runner.open.trained import open_model
 
 pytest.importorskip("peft")

@@ -14,7 +14,7 @@ from tests.end_to_end.runs.text_run import count_up, text_config, write_records
 from tests.tiny import tiny_config
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.batch import Batch
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.order.order import Draw
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult

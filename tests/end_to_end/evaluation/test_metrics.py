@@ -26,7 +26,7 @@ from unigen_ds.checkpoint.best_record import best_of
 from unigen_ds.checkpoint.store import list_checkpoints
 from unigen_ds.config.registry import HOOKS, METRICS, MODELS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.order.order import Draw
 from unigen_ds.evaluation.generation import Answer, Answering, answers
 from unigen_ds.evaluation.metrics import base

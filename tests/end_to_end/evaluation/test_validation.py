@@ -29,7 +29,7 @@ from unigen_ds.checkpoint.store import list_checkpoints
 from unigen_ds.config.registry import HOOKS, MODELS
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError, ResumeBlocked
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.datasets.subset import Division
 from unigen_ds.data.order.order import Draw
 from unigen_ds.families.bagel.model import UnifiedModel
@@ -437,9 +437,9 @@ def test_appended_records_move_no_old_one_and_a_changed_share_is_a_change(tmp_pa
     first.train()
     held = set(first.validation[0].data.draws()[0])
     changes: list[tuple[Any, str]] = [
-        (None, "the share of the records for validation was 0.2 by seed 0 and is none"),
-        ({**SPLIT, "split": 0.3}, "was 0.2 by seed 0 and is 0.3 by seed 0"),
-        ({**SPLIT, "seed": 4}, "was 0.2 by seed 0 and is 0.2 by seed 4"),
+        (None, "val_dataloader.split was {'share': 0.2, 'seed': 0} and is None"),
+        ({**SPLIT, "split": 0.3}, "was {'share': 0.2, 'seed': 0} and is {'share': 0.3, 'seed': 0}"),
+        ({**SPLIT, "seed": 4}, "was {'share': 0.2, 'seed': 0} and is {'share': 0.2, 'seed': 4}"),
     ]
     for loader, words in changes:
         with pytest.raises(ResumeBlocked, match=words):

@@ -23,8 +23,8 @@ from tools.generate import main as generate
 from tools.inspect_data import main as inspect_data
 from tools.zero_to_fp32 import main as merge
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.data.batches.collate import pack_documents
-from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.batches.loader import pack_documents
+from unigen_ds.data.records.records import Turn
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_inferencer, open_model
 from unigen_ds.runner.settings.tree import load_config

@@ -77,13 +77,13 @@ def test_unknown_words_and_empty_captions_are_reported(tmp_path: Path, capsys: p
     config = text_config(tmp_path)
     Runner.from_cfg(config, max_updates=1).train()
     log = (tmp_path / "run" / "train.log").read_text()
-    assert "2 of 11 records have an empty text" in log
-    assert "2 of 39 text tokens (5.1 %) are words that the tokenizer does not have (<unk>)" in log
+    assert "2 of 11 records (18 %): an empty text" in log
+    assert "2 of 39 text tokens (5.1 %): words that the tokenizer does not have (<unk>)" in log
     capsys.readouterr()
     assert inspect_data([str(tmp_path / "config.py"), "--json"]) == 0
     (source,) = json.loads(capsys.readouterr().out)["sources"].values()
     assert source["unknown_tokens"] == 2 and source["unknown_token_share"] == pytest.approx(2 / 39)
-    assert source["records_with_empty_text"] == 2
+    assert [one["number"] for one in source["noticed"]] == [2, 2]
     assert inspect_data([str(tmp_path / "config.py")]) == 0
     shown = capsys.readouterr().out
-    assert "empty text                    2   18.2%" in shown and "unknown (<unk>)               2    5.1%" in shown
+    assert "  2 of 11 records (18 %): an empty text" in shown and "  2 of 39 text tokens (5.1 %): words that" in shown

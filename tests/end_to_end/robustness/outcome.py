@@ -25,7 +25,7 @@ from tests.data.support import make_processor
 from tests.end_to_end.robustness.cases import Case, case, strings
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.batches.shown import ShownImage, ShownToken, shown
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.filtering import apply_filters

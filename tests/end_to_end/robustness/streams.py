@@ -45,7 +45,7 @@ from tests.end_to_end.robustness.cases import (
 from tests.end_to_end.robustness.outcome import LONGEST_S, watched
 from tests.shard_server import ANSWERS, STATUSES, Fault, serving
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.streamed import SPAN
 from unigen_ds.data.order.order import Draw

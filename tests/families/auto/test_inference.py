@@ -12,9 +12,9 @@ from transformers import AutoProcessor
 from tests.data.support import picture
 from tests.families.tiny_transformers import CHATML, IMAGE, MARKED, tokenizer, write_images
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.images.image_files import UnreadableImage
-from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.records.records import Turn
 from unigen_ds.data.text.tokenizers import ModelTokenizer
 from unigen_ds.families.auto.processor import ModelProcessor
 

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from tests.data.support import picture
 from tests.families.tiny_transformers import write_images, write_language
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.data.batches.collate import pack_documents
-from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.batches.loader import pack_documents
+from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import Sample
 from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.data.text.tokenizers import ModelTokenizer

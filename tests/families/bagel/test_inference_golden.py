@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.golden_files import BAGEL, BAGEL_META, BAGEL_VAE, atol, read_json
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.inference import THINK_THEN_DRAW, Context, Contexts, InterleaveInferencer
 from unigen_ds.families.bagel.model import UnifiedModel

@@ -77,6 +77,7 @@ def batch(golden) -> PackedBatch:
     shapes = tuple((h // stride, w // stride) for _, h, w in plan["vae_image_shapes"])
     return PackedBatch(
         document_ids=torch.arange(len(documents)).repeat_interleave(documents),
+        document_lengths=tuple(plan["sample_lens"]),
         split_ids=torch.arange(len(splits)).repeat_interleave(splits),
         split_modes=torch.tensor([MODES[mode] for mode in plan["attn_modes"]]),
         position_ids=golden["packed_position_ids"],

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.data.support import make_processor, mixed_dataset
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.order.order import Draw
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.models import flow

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.samples.splits import ImageSplit, LoadedImage, TextSplit
 from unigen_ds.examples.digits.dataset import draw_prompt
 from unigen_ds.families.bagel.flow_settings import RENORMS, FlowSettings

@@ -20,7 +20,7 @@ from unigen_ds.config.registry import MODELS, build
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.samples.splits import TextSplit
 from unigen_ds.families.auto.loading import read_config
 from unigen_ds.families.bagel.processor import UnifiedProcessor

@@ -19,8 +19,8 @@ from torch import Tensor
 from tests.golden_files import GOLDEN, NANOVLM, read_json
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
-from unigen_ds.data.batches.collate import pack_documents
-from unigen_ds.data.images.transforms import patchify
+from unigen_ds.data.batches.loader import pack_documents
+from unigen_ds.data.images.image_files import patchify
 from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import DroppedImage, TokenSplit
 from unigen_ds.families.nanovlm.model import VLM

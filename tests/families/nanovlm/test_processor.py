@@ -12,11 +12,10 @@ from tests.data.support import image, picture, talk, text, write_jsonl
 from tests.data.text.chat_support import CONFIG, META, character_tokenizer
 from unigen_ds.core.batch import CAUSAL
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.images.image_files import open_image
+from unigen_ds.data.images.image_files import open_image, patchify
 from unigen_ds.data.images.tiles import GLOBAL_TOKEN, split_tiles, tile_token
-from unigen_ds.data.images.transforms import patchify
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.records.records import parse_record
 from unigen_ds.data.text.tokenizers import ChatTokenizer

@@ -21,7 +21,7 @@ from unigen_ds.config.overrides import plain_values
 from unigen_ds.config.registry import FAMILIES, MODELS, PACKERS
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry, Ruler
-from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.hooks.evaluate.ema import EMAHook
 from unigen_ds.hooks.guard.nan_guard import NanGuardHook

@@ -9,9 +9,10 @@ import numpy as np
 
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data.batches.collate import collate, unit_tokens
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.batches.stream import Row, SequenceStream
 from unigen_ds.data.datasets.dataset import planned_tokens
+from unigen_ds.data.samples.sample import unit_tokens
 from unigen_ds.runner.start.build import Data
 
 MOST_SEQUENCES = 100_000

@@ -16,16 +16,22 @@ and what its unfinished pass had not reached comes with that one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from unigen_ds.core.errors import ResumeBlocked
-from unigen_ds.data.batches.stream import Cursor, Phase, SequenceStream
+from unigen_ds.data.batches.stream import SequenceStream
+from unigen_ds.data.order.order import Cursor, Phase
 
 OnDataChange = Literal["refuse", "append", "restart"]
 _DRAWS_OF_A_WINDOW = 1 << 24
 """More than a window has: of a streamed source, passes that may have begun in the window of a cursor."""
+_SETTINGS = {
+    "format": "the format of the order", "seed": "randomness.seed", "packing": "the packing",
+    "seq_length": "seq_length", "max_sample_tokens": "max_sample_tokens", "validation": "val_dataloader.split",
+    "overflow": "overflow",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,7 @@ class DataChange:
     """Differences, as sentences. False where the data is the same."""
 
     differences: tuple[tuple[str, str], ...] = ()
-    """(fact, what it was and is); facts: format, seed, packing, seq_length, max_sample_tokens, validation, filters,
-    overflow, names, sizes, weights, content."""
+    """(fact, what it was and is); facts: those of ``_SETTINGS``, filters, names, sizes, weights, content."""
     obstacles: tuple[str, ...] = ()
     """Why the new data is more than the old data with records appended; empty where it is just that."""
     division: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] | None = None
@@ -64,44 +69,22 @@ def compare(stored: Mapping[str, Any], stream: SequenceStream) -> DataChange:
     was, now = stored["facts"], stream.facts
     if stored["fingerprint"] == stream.fingerprint and was["records"] == now["records"]:
         return DataChange()  # the fingerprint alone is of samples of a large file: its records are compared as well
-    settings = tuple(_settings(was, now))
+    settings = [
+        (fact, f"{words} was {was.get(fact)} and is {now.get(fact)}")
+        for fact, words in _SETTINGS.items()
+        if was.get(fact) != now.get(fact)
+    ]
+    before, after = was.get("filters") or {}, now.get("filters") or {}
+    for name in [name for name in was["names"] if name in now["names"] and before.get(name) != after.get(name)]:
+        texts = ["; ".join(filters.get(name, ())) or "none" for filters in (before, after)]
+        settings.append(("filters", f"the filters of {name} were {texts[0]} and are {texts[1]}"))
     obstacles = (*(text for _, text in settings), *_not_appended(was, stream))
     divisions = (was.get("validation"), now.get("validation"))
     changed = divisions if divisions[0] != divisions[1] else None
-    return DataChange((*settings, *_differences(was, now)), obstacles, changed)
+    return DataChange((*settings, *_source_differences(was, now)), obstacles, changed)
 
 
-_SETTINGS = {"format": "the format of the order", "seed": "randomness.seed", "packing": "the packing",
-             "seq_length": "seq_length", "max_sample_tokens": "max_sample_tokens"}  # fmt: skip
-
-
-def _settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for fact, words in _SETTINGS.items():
-        if was.get(fact) != now.get(fact):
-            yield fact, f"{words} was {was.get(fact)} and is {now.get(fact)}"
-    if was.get("validation") != now.get("validation"):
-        shares = [
-            "none" if facts is None else f"{facts['share']:g} by seed {facts['seed']}"
-            for facts in (was.get("validation"), now.get("validation"))
-        ]
-        yield "validation", f"the share of the records for validation was {shares[0]} and is {shares[1]}"
-    before, after = was.get("filters") or {}, now.get("filters") or {}
-    for name in [name for name in was["names"] if name in now["names"] and before.get(name) != after.get(name)]:
-        yield "filters", f"the filters of {name} were {_filters(before.get(name))} and are {_filters(after.get(name))}"
-    if was["overflow"] != now["overflow"]:
-        yield "overflow", f"overflow was {_actions(was)} and is {_actions(now)}"
-
-
-def _filters(settings: Sequence[str] | None) -> str:
-    return "; ".join(settings) if settings else "none"
-
-
-def _actions(facts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{kind}: {action}" for kind, action in facts["overflow"].items())
-
-
-def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Those of the sources."""
+def _source_differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if was["names"] != now["names"]:
         yield "names", f"the sources were {', '.join(was['names'])} and are {', '.join(now['names'])}"
     if _weights(was) != _weights(now):
@@ -110,15 +93,15 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tup
     before = {name: facts for name, *facts in rows}
     streamed, streamed_before = now.get("shards") or {}, was.get("shards") or {}
     for name, *facts in zip(now["names"], now["sizes"], now["digests"], now["records"], strict=True):
-        if name in streamed and name in before and before[name] != facts:
+        if before.get(name, facts) == facts:
+            continue
+        if name in streamed:
             had = f"{streamed_before[name]:,} shards" if name in streamed_before else "no shards"
             changed = "names, sizes or versions of shards, their order (mixed_shards), filters or the processor changed"
             yield "content", f"{name} had {had} and has {streamed[name]:,}: {changed}"
-            continue
-        (size, digest, record), (old_size, old_digest, old_record) = facts, before.get(name, facts)
-        if size != old_size:
-            yield "sizes", f"{name} had {old_size} records and has {size}"
-        elif digest != old_digest or record != old_record:
+        elif before[name][0] != facts[0]:
+            yield "sizes", f"{name} had {before[name][0]} records and has {facts[0]}"
+        else:
             what = "processor or what its filters keep" if name in (now.get("filters") or {}) else "processor"
             yield "content", f"the records of {name}, their byte ranges or their {what} changed"
 
@@ -152,47 +135,6 @@ def _weights_text(facts: Mapping[str, Any]) -> str:
     return f"{weights}, of the groups {groups}" if groups else f"{weights}"
 
 
-def stored_phases(stored: Mapping[str, Any]) -> tuple[Phase, ...]:
-    """The phases of a checkpoint."""
-    return tuple(Phase.from_state_dict(state) for state in stored["phases"])
-
-
-def append(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[Phase, ...]:
-    """The phases of a run to whose data was appended. Raises ``ResumeBlocked`` where that is not all that changed."""
-    if obstacles := compare(stored, stream).obstacles:
-        raise ResumeBlocked(
-            f"records cannot be appended to the data of the checkpoint: {'; '.join(obstacles)}",
-            remedy="restore the old records and settings; --on-data-change restart begins a new epoch of the new data",
-        )
-    cursor, phases = Cursor.from_state_dict(stored["cursor"]), stored_phases(stored)
-    begun = (cursor.window, cursor.row) != (0, 0)
-    first = cursor.epoch + begun
-    earlier = tuple(phase for phase in phases if phase.first_epoch < first)
-    passes = phases[0].first_pass
-    if earlier:
-        order = earlier[-1].order(seed=stream.order.seed)
-        passes = order.passes_before(first, extra=_most_extra(cursor, order.epoch_size, begun))
-    phase = stream.new_phase(first, first_pass=passes, first_sequence=None if begun else cursor.sequences)
-    return (*earlier, phase)
-
-
-def _most_extra(cursor: Cursor, epoch_size: int, begun: bool) -> int:
-    """Additional draws of a mandatory group up to the end of the cursor's epoch: no more than one beside each other."""
-    return max(cursor.extra) + 2 * epoch_size * begun if cursor.extra else 0
-
-
-def restart(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[tuple[Phase, ...], Cursor]:
-    """The only phase of a run that continues with other data, and the cursor at its beginning."""
-    cursor, phases = Cursor.from_state_dict(stored["cursor"]), stored_phases(stored)
-    first = cursor.epoch + 1
-    order = [phase for phase in phases if phase.first_epoch < first][-1].order(seed=stored["seed"])
-    passes = order.passes_before(first, extra=_most_extra(cursor, order.epoch_size, True))
-    if cursor.blocks:  # a streamed source may have had more passes than its estimated size means
-        passes = max(passes, *(reached + _DRAWS_OF_A_WINDOW for reached in cursor.blocks[1::3]))
-    phase = stream.new_phase(first, first_pass=passes, first_sequence=cursor.sequences)
-    return (phase,), Cursor(first, 0, 0, cursor.sequences)
-
-
 def continued(
     stored: Mapping[str, Any], stream: SequenceStream, *, on_change: OnDataChange = "refuse"
 ) -> tuple[SequenceStream, Cursor]:
@@ -207,16 +149,40 @@ def continued(
     Raises ``ResumeBlocked`` where the data differs and the choice does not allow it.
     """
     change, cursor = compare(stored, stream), Cursor.from_state_dict(stored["cursor"])
+    phases = tuple(Phase.from_state_dict(state) for state in stored["phases"])
     if not change:
-        return stream.with_phases(stored_phases(stored)), cursor
-    if on_change == "append":
-        return stream.with_phases(append(stored, stream)), cursor
-    if on_change == "restart":
-        phases, cursor = restart(stored, stream)
         return stream.with_phases(phases), cursor
+    if on_change == "restart":
+        phase = _new_phase(stream, phases, cursor, cursor.epoch + 1, stored["seed"], cursor.sequences)
+        return stream.with_phases((phase,)), Cursor(phase.first_epoch, 0, 0, cursor.sequences)
+    if on_change == "append" and change.only_appended:
+        begun = (cursor.window, cursor.row) != (0, 0)
+        first, seed = cursor.epoch + begun, stream.order.seed
+        phase = _new_phase(stream, phases, cursor, first, seed, None if begun else cursor.sequences)
+        return stream.with_phases((*(one for one in phases if one.first_epoch < first), phase)), cursor
+    if on_change == "append":
+        raise ResumeBlocked(
+            f"records cannot be appended to the data of the checkpoint: {'; '.join(change.obstacles)}",
+            remedy="restore the old records and settings; --on-data-change restart begins a new epoch of the new data",
+        )
     appended = "--on-data-change append (finish this epoch with the old records, then use all) or "
     raise ResumeBlocked(
         f"the training data differs from that of the checkpoint: {change}",
         remedy=f"restore it, or choose {appended if change.only_appended else ''}--on-data-change restart (begin a new"
         " epoch of the new data)",
     )
+
+
+def _new_phase(
+    stream: SequenceStream, phases: tuple[Phase, ...], cursor: Cursor, first: int, seed: int, sequences: int | None
+) -> Phase:
+    """A phase of the present data from epoch ``first`` on, whose passes no draw before it has reached."""
+    passes = phases[0].first_pass
+    if earlier := [phase for phase in phases if phase.first_epoch < first]:
+        order = earlier[-1].order(seed=seed)
+        # additional draws of a mandatory group up to the end of the cursor's epoch: at most one beside each other draw
+        extra = max(cursor.extra) + 2 * order.epoch_size * (first > cursor.epoch) if cursor.extra else 0
+        passes = order.passes_before(first, extra=extra)
+    for reached in cursor.blocks[1::3]:  # a streamed source may have had more passes than its estimated size means
+        passes = max(passes, reached + _DRAWS_OF_A_WINDOW)
+    return stream.new_phase(first, first_pass=passes, first_sequence=sequences)

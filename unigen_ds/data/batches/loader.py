@@ -1,15 +1,20 @@
-"""Rows -> micro-batches of one rank, update by update, with worker processes and prefetching.
+"""Rows (which samples make which sequences) -> micro-batches of one rank, update by update, by worker processes.
 
 In: a ``SequenceStream`` and a cursor. Out: per update ``accumulative_counts`` micro-batches, endlessly, each with the
 cursor after its iteration. Iteration i has the next ``batch_size * dp_size`` rows of the stream; rank r has rows r, r +
 dp_size, ... of them. Workers receive the rows themselves (a few numbers), so they share no state, and 0, 1 or many
 return the same batches. How far ahead they are has no effect: the cursor comes with the micro-batch that is used.
 
-A worker sends a batch as one block of bytes (``Packet``).
+The processor defines a batch: its ``builder`` collects the documents, and each split loads and adds itself.
+Everything random is keyed by (seed, pass, sample id, purpose, number of the split in its sample), so a sample is the
+same wherever it is loaded. A sample that cannot be loaded, or whose length is no longer the one it was planned with,
+becomes a document of padding of the planned length and is named in ``skipped``. A row without any token becomes one
+padding token, so that no micro-batch is empty. A worker sends a batch as one block of bytes (``Packet``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,12 +29,15 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from unigen_ds.core.batch import Batch
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data.batches.collate import collate
-from unigen_ds.data.batches.stream import Cursor, Row, SequenceStream
-from unigen_ds.data.datasets.dataset import PlannedDataset
+from unigen_ds.data.batches.stream import Row, SequenceStream
+from unigen_ds.data.datasets.dataset import PlannedDataset, planned_tokens, source_names
+from unigen_ds.data.images.image_files import UnreadableImage
+from unigen_ds.data.order.order import Cursor, Draw
 from unigen_ds.data.samples.processor import Processor
+from unigen_ds.data.samples.sample import Loaded, piece_bounds, unit_tokens
+from unigen_ds.data.samples.splits import unreadable
+from unigen_ds.system.seeding import generator
 from unigen_ds.system.workers import Workers
 
 
@@ -83,11 +91,22 @@ class UpdateLoader:
         **loading: Unpack[Loading],
     ) -> None:
         assert 0 <= dp_rank < geometry.dp_size, (dp_rank, geometry)
-        self.geometry = geometry
-        self._iterations = _Iterations(stream, geometry, dp_rank, cursor or Cursor())
+        self.geometry, self._dp_rank = geometry, dp_rank
+        self._pending: deque[tuple[Cursor, list[Row]]] = deque()
+        """Of each iteration that is loaded and not used."""
         source = RowSource(stream.sources, stream.names, stream.sample_length)
-        self._batches = BatchLoader(source, processor, self._iterations, seed=seed, **loading)
+        self._batches = BatchLoader(source, processor, self._rows(stream, cursor or Cursor()), seed=seed, **loading)
         self._closed = False
+
+    def _rows(self, stream: SequenceStream, cursor: Cursor) -> Iterator[list[Row]]:
+        """In the main process: the rows of this rank, iteration by iteration."""
+        stream.fetch_ahead()  # after workers were started: a thread does not survive a fork
+        rows_and_cursors, number = stream.rows(cursor), self.geometry.sequences_per_iteration
+        while True:
+            iteration = list(islice(rows_and_cursors, number))
+            rows = [row for row, _ in iteration]
+            self._pending.append((iteration[-1][1], rows))
+            yield rows[self._dp_rank :: self.geometry.dp_size]
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         while not self._closed:
@@ -95,14 +114,13 @@ class UpdateLoader:
 
     def _next(self) -> MicroBatch:
         batch = self._batches.next()
-        cursor, rows = self._iterations.pending.popleft()
-        return MicroBatch(batch, cursor, rows)
+        return MicroBatch(batch, *self._pending.popleft())
 
     def close(self) -> None:
         """End the workers. Safe to call twice, and after an error."""
         self._closed = True
         self._batches.close()
-        self._iterations.pending.clear()
+        self._pending.clear()
 
 
 @dataclass(frozen=True)
@@ -138,11 +156,6 @@ class BatchLoader:
         pin_memory: bool = False,
         timeout: float = 0.0,
     ) -> None:
-        if num_workers < 0 or timeout < 0 or (prefetch_factor is not None and prefetch_factor < 1):
-            raise ConfigError(
-                f"num_workers {num_workers}, timeout {timeout}, prefetch_factor {prefetch_factor}",
-                allowed="num_workers >= 0, timeout >= 0 seconds, prefetch_factor >= 1",
-            )
         pin = pin_memory and torch.accelerator.is_available()
         make = partial(_load, source, processor, seed, num_workers > 0 or pin)
         arrived = partial(Packet.unpacked, pin=True) if pin else None
@@ -174,23 +187,6 @@ class BatchLoader:
         self._loaded, self._closed = None, True
 
 
-class _Iterations:
-    """In the main process: the rows of this rank, iteration by iteration; remembers what the loader has in flight."""
-
-    def __init__(self, stream: SequenceStream, geometry: Geometry, dp_rank: int, cursor: Cursor) -> None:
-        self._stream, self._geometry, self._dp_rank, self._cursor = stream, geometry, dp_rank, cursor
-        self.pending: deque[tuple[Cursor, list[Row]]] = deque()
-
-    def __iter__(self) -> Iterator[list[Row]]:
-        self._stream.fetch_ahead()  # after workers were started: a thread does not survive a fork
-        stream = self._stream.rows(self._cursor)
-        while True:
-            iteration = list(islice(stream, self._geometry.sequences_per_iteration))
-            rows = [row for row, _ in iteration]
-            self.pending.append((iteration[-1][1], rows))
-            yield rows[self._dp_rank :: self._geometry.dp_size]
-
-
 def _load(
     source: RowSource, processor: Processor, seed: int | None, packed: bool, rows: Sequence[Row]
 ) -> Batch | Packet:
@@ -199,7 +195,93 @@ def _load(
     return Packet.packed(batch) if packed else batch
 
 
-# A batch on its way from a loading process: its tensors in one block of bytes.
+# --- one batch ----------------------------------------------------------------------------------------------------
+
+
+def collate(
+    rows: Sequence[Row],
+    datasets: Sequence[PlannedDataset],
+    processor: Processor,
+    *,
+    seq_length: int,
+    seed: int | None = None,
+    names: Sequence[str] | None = None,
+) -> Batch:
+    """One micro-batch.
+
+    Args:
+        rows: the sequences, as ``SequenceStream`` returns them.
+        datasets: the sources that the draws point into.
+        processor: sizes and ids; ``seed`` and ``names`` default to the processor's and the data sets' own.
+        seq_length: each sample is truncated to it.
+    """
+    seed = processor.seed if seed is None else seed
+    names = source_names(datasets) if names is None else names
+    builder = processor.builder()
+    sample_ids: list[str] = []
+    skipped: list[dict[str, str]] = []
+    sources: list[int] = []
+    ends: list[int] = []
+    for row in rows:
+        before = builder.num_tokens
+        for draw in row:
+            sample_id, dataset = draw.sample_id(names), datasets[draw.source]
+            sample_ids.append(sample_id)
+            try:
+                loaded = load(draw, dataset, processor, seq_length=seq_length, seed=seed, name=sample_id)
+            except UnreadableImage as error:
+                skipped.append({"sample": sample_id, "path": error.path, "why": error.problem})
+                planned = planned_tokens(dataset, draw.index)
+                builder.add_padding(unit_tokens(planned, draw.piece, seq_length))
+            else:
+                builder.add_document(loaded)
+            sources.append(draw.source)
+            ends.append(builder.num_tokens)
+        if builder.num_tokens == before:
+            builder.add_padding(1)
+    batch = builder.batch(len(rows), tuple(sample_ids), tuple(skipped))
+    return dataclasses.replace(batch, sample_sources=tuple(sources), sample_ends=tuple(ends))
+
+
+def pack_documents(documents: Sequence[Sequence[Loaded]], processor: Processor) -> Any:
+    """One document after the other, as given: for inference, where nothing is read from a data set."""
+    builder = processor.builder()
+    for document in documents:
+        builder.add_document(document)
+    return builder.batch(len(documents), (), ())
+
+
+def load(
+    draw: Draw, dataset: PlannedDataset, processor: Processor, *, seq_length: int, seed: int, name: str
+) -> list[Loaded]:
+    """Read, truncate, drop conditions, decode. Raises ``UnreadableImage`` where the sample must be skipped.
+
+    Condition dropout draws one number for every split, droppable or not.
+    """
+    whole = dataset.sample(draw.index, pass_number=draw.pass_number)
+    sample = whole if draw.piece >= 0 else whole.truncated(seq_length)
+    for split in sample.splits:
+        if split.error:
+            raise unreadable(split.source, split.error)
+    planned = planned_tokens(dataset, draw.index)
+    if whole.num_tokens != planned:
+        changed = next((split.source for split in whole.splits if split.source), "")
+        raise unreadable(changed, f"the sample has {whole.num_tokens} tokens, but {planned} when it was indexed")
+    if draw.piece >= 0:
+        start, stop = piece_bounds(whole.num_tokens, seq_length, draw.piece)
+        sample = whole.part(int(start), int(stop))
+    key, chances = (seed, draw.pass_number, name), [1.0] * len(sample.splits)
+    dropout = getattr(processor, "dropout", {})  # a family of a user's own may have none
+    if any(dropout.values()):
+        chances = torch.rand(len(chances), generator=generator(*key, "dropout"), dtype=torch.float32).tolist()
+    loaded = (
+        split.dropped() if chance < dropout.get(split.condition, 0.0) else split.load(processor, (*key, number))
+        for number, (split, chance) in enumerate(zip(sample.splits, chances, strict=True))
+    )
+    return [one for one in loaded if one is not None]
+
+
+# --- a batch on its way from a loading process ----------------------------------------------------------------------
 
 _ALIGN = 64
 _BY_VALUE = 256 * 1024

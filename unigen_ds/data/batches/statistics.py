@@ -1,109 +1,229 @@
-"""What a data set or a stream holds, in numbers, and which samples a range of sequences is made of.
+"""What a data set or a stream holds, in numbers; what of it a run does not use, or uses in another way than a reader
+would expect; and which samples a range of sequences is made of.
 
-For ``tools/inspect_data.py``: nothing is decoded, everything comes from the index.
+For the log of a start, ``tools/inspect_data.py`` and its page. Nothing is decoded: every number is that of the run's
+own objects (its index, its filters, its rule for long records).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from unigen_ds.data.batches.collate import unit_tokens
-from unigen_ds.data.batches.stream import Cursor, Row, SequenceStream
-from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset, planned_tokens, unreadable
-from unigen_ds.data.datasets.filtering import filtering_of, removal_line
+from unigen_ds.core.errors import DataError
+from unigen_ds.data.batches.stream import Row, SequenceStream
+from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset, planned_tokens
+from unigen_ds.data.datasets.filtering import Filtering, filtering_of, removal_line
+from unigen_ds.data.datasets.overflow import ACTIONS, Fitted
 from unigen_ds.data.datasets.streamed_units import StreamedFitted, streamed_lines, streamed_report
-from unigen_ds.data.datasets.subset import FirstRecords, first_records_line, subset_by, whole_of
-from unigen_ds.data.records.unusable import SKIPPED
-from unigen_ds.data.records.unused import UnusedKey, unused_of
-from unigen_ds.data.rules import RULE_VERSIONS
+from unigen_ds.data.datasets.subset import (
+    FirstRecords,
+    Side,
+    first_records_line,
+    record_number,
+    subset_by,
+    subsets,
+    whole_of,
+)
+from unigen_ds.data.order.order import Cursor
+from unigen_ds.data.records.unusable import LIST_FILE, SKIPPED, BadRecord, unusable_error
+from unigen_ds.data.records.unused import unused_records
+from unigen_ds.data.samples.sample import RULE_VERSIONS, Array, unit_tokens
+from unigen_ds.system.files import write_text_atomic
 
+NUM_EXAMPLES = 3
+_TEXT = 240
+"""Characters of an example."""
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _WINDOWS = 8
 IMBALANCE = 10
 """Samples of one kind for each of the other above which a start warns."""
+_ACTIONS = {"split": "split into pieces", "truncate": "truncated", "skip": "left out", "error": "refused"}
 
 
-def describe(stream: SequenceStream) -> dict[str, Any]:
-    """Plain numbers of each source, of all together, and of the sequences they make."""
-    tokens = np.concatenate([d.lengths()[0] for d in stream.datasets])
-    return {
-        "fingerprint": stream.fingerprint,
-        "rules": dict(RULE_VERSIONS),
-        "records": len(tokens),
-        "sources": {name: _describe_source(stream, name, number) for number, name in enumerate(stream.names)},
-        "lengths": _percentiles(tokens),
-        "seq_length": stream.seq_length,
-        "sequences_per_epoch": stream.sequences_per_epoch,
-        **({"groups": group_report(stream)} if stream.blend.facts else {}),
-        **_packing(stream),
-    }
+# --- what is left out, and what a reader would not expect ----------------------------------------------------------
 
 
-def _describe_source(stream: SequenceStream, name: str, number: int) -> dict[str, Any]:
-    fitted = stream.fitted[number]
-    dataset, sums = fitted.dataset, fitted.kept_sums
-    counts, filtering, first = dataset.counts(), filtering_of(dataset), subset_by(dataset, FirstRecords)
-    with_image, unknown = counts.images > 0, int(counts.unknown.sum())
-    report = {
-        "name": dataset.name,
-        "records": len(dataset),
-        "records_with_images": int(with_image.sum()),
-        "records_text_only": int((~with_image).sum()),
-        "records_unreadable": int((counts.unreadable > 0).sum()),
-        "first_unreadable": next(iter(unreadable(dataset, most=1)), None) if counts.unreadable.any() else None,
-        "records_with_empty_text": int((counts.empty_texts > 0).sum()),
-        "unknown_tokens": unknown,
-        "unknown_token_share": unknown / max(int((counts.tokens - counts.image_tokens).sum()), 1),
-        "unused_keys": [one._asdict() for one in _unused_in(dataset)],
-        "records_special_tokens": int(counts.touched_by("special_tokens").sum()),
-        "tokens": sums["tokens"],
-        "text_tokens": sums["tokens"] - sums["image_tokens"],
-        "image_tokens": sums["image_tokens"],
-        "image_token_share": sums["image_tokens"] / max(sums["tokens"], 1),
-        "text_targets": sums["text_targets"],
-        "image_targets": sums["image_targets"],
-        "other_targets": sums["other_targets"],
-        "condition_images": sums["tiles"],
-        "lengths": _percentiles(dataset.lengths()[0]),
-        "overflow": fitted.report(name),
-        "draws_per_epoch": stream.draws_per_epoch[number],
-        "weight": dataset.weight,
-        "records_over_max_tiles": _over_max_tiles(stream, dataset),
-    }
-    if isinstance(fitted, StreamedFitted):
-        report["streamed"] = streamed_report(fitted)
-    if filtering is not None:
-        report["filters"] = dict(filtering.report)
-    if first is not None:
-        report["num_used_data"] = {"used": len(first), "records": len(first.whole)}
-    return report
+@dataclass(frozen=True)
+class Reason:
+    """Records of one source with one reason."""
+
+    source: str
+    reason: str
+    number: int
+    total: int
+    """Of the source, from which ``number`` were counted."""
+    used: bool = True
+    """Whether the run uses them, in whole or in part."""
+    examples: Sequence[tuple[str, str]] = ()
+    """(sample id, the beginning of its texts and why it is one) of the first records."""
+    unit: str = "records"
+    """What is counted."""
+    warns: bool = True
+    """Whether a start warns of it."""
+
+    def __str__(self) -> str:
+        share = 100 * self.number / max(self.total, 1)
+        return f"{self.number:,} of {self.total:,} {self.unit} ({share:.2g} %): {self.reason}"
+
+
+def reasons(stream: SequenceStream) -> list[Reason]:
+    """In the order in which a record meets them. Those without a record are not in the list."""
+    max_tiles = getattr(stream.packer, "max_tiles", None)
+    sources = zip(stream.names, stream.fitted, strict=True)
+    return [
+        reason
+        for name, fitted in sources
+        for reason in (*_left_out(name, fitted), *_noticed(name, fitted, max_tiles, examples=NUM_EXAMPLES))
+        if reason.number
+    ]
+
+
+def _left_out(name: str, fitted: Fitted) -> Iterator[Reason]:
+    """What is no longer in the data set that is packed, and long records."""
+    title, whole = fitted.titled(name), whole_of(fitted.dataset)
+    for subset in reversed([*subsets(fitted.dataset)]):
+        choice = subset.choice
+        if not isinstance(choice, Filtering):
+            text = "after the first num_used_data"
+            if isinstance(choice, Side):
+                text = f"held out for validation (val_dataloader.split={choice.division.share:g})"
+            yield Reason(title, text, len(subset.whole) - len(subset), len(subset.whole), used=False)
+            continue
+        records = len(choice.removed)
+        for k, (rule, number) in enumerate(choice.report["removed"].items(), start=1):
+            if rule != SKIPPED:
+                first = np.flatnonzero(choice.removed == k)[:NUM_EXAMPLES].tolist()
+                examples = [_example(name, whole, record_number(subset.whole, i)) for i in first]
+                yield Reason(title, f"removed by {rule}", number, records, False, examples)
+        examples = [(f"{name}:{one.number}", one.reason) for one in choice.unusable[:NUM_EXAMPLES]]
+        yield Reason(title, f"cannot be trained on ({SKIPPED})", len(choice.unusable), records, False, examples)
+        for rule, number in choice.report.get("questions_removed", {}).items():
+            text = f"below the least {rule} rating (their records stay)"
+            yield Reason(title, text, number, choice.report["questions_rated"], False, (), "questions")
+    tokens = fitted.dataset.lengths()[0]
+    for action in ACTIONS:
+        text = f"longer than {fitted.overflow.key} {fitted.overflow.seq_length:,}: {_ACTIONS[action]}"
+        long, used = fitted.by_action[action], action in ("split", "truncate")
+        examples = _examples(name, fitted, long[:NUM_EXAMPLES], tokens, "tokens")
+        yield Reason(title, text, len(long), len(tokens), used, examples)
+
+
+def _noticed(name: str, fitted: Fitted, max_tiles: int | None, *, examples: int) -> Iterator[Reason]:
+    """What of the records that are packed is not learned as their author may think. ``examples``: of each at most."""
+    title, whole, counts = fitted.titled(name), whole_of(fitted.dataset), fitted.dataset.counts()
+
+    def reason(text: str, records: Array, values: Array | None = None, unit: str = "", **more: Any) -> Reason:
+        first = _examples(name, fitted, records[:examples], values, unit)
+        return Reason(title, text, len(records), len(counts.tokens), examples=first, **more)
+
+    text = "an image that cannot be read: padding in their position"
+    yield reason(text, np.flatnonzero(counts.unreadable), used=False)
+    if isinstance(whole, UnifiedGenerationDataset):
+        total, several = len(whole.index), np.flatnonzero(whole.index.unused_texts)
+        for text, records in unused_records(whole.index.unused).items():
+            first = [_example(name, whole, i) for i in records[:examples].tolist()]
+            yield Reason(title, text, len(records), total, examples=first)
+        unused = int(whole.index.unused_texts.sum())
+        text = f"several texts to choose from: one is used, always the same; {unused:,} texts are not used"
+        yield Reason(title, text, len(several), total)
+    yield reason("an empty text (a caption, a question or an answer)", np.flatnonzero(counts.empty_texts))
+    if max_tiles is not None:
+        text = f"more than packing.max_tiles={max_tiles} condition images: each in a sequence without another image"
+        yield reason(text, np.flatnonzero(counts.tiles > max_tiles), counts.tiles, "images")
+    most = np.argsort(-counts.unknown, kind="stable")[: int((counts.unknown > 0).sum())]
+    yield Reason(
+        title, "words that the tokenizer does not have (<unk>)", int(counts.unknown.sum()),
+        int((counts.tokens - counts.image_tokens).sum()),
+        examples=_examples(name, fitted, most[:examples], counts.unknown, "tokens"), unit="text tokens",
+    )  # fmt: skip
+    spelled = np.flatnonzero(counts.touched_by("special_tokens"))
+    yield reason("a text that spells a special token, read as ordinary text", spelled, warns=False)
+
+
+def _examples(name: str, fitted: Fitted, records: Array, values: Array | None, unit: str) -> list[tuple[str, str]]:
+    """Of some records of the data set that is packed; ``values``: of each of its records."""
+    whole, examples = whole_of(fitted.dataset), []
+    for i in records.tolist():
+        value = "" if values is None else f"{int(values[i]):,} {unit}: "
+        examples.append(_example(name, whole, record_number(fitted.dataset, i), value))
+    return examples
+
+
+def _example(name: str, whole: PlannedDataset, number: int, value: str = "") -> tuple[str, str]:
+    """``number``: of the record in its source. Images are their names; a class of a user's own has no texts."""
+    text = ""
+    if isinstance(whole, UnifiedGenerationDataset):
+        try:
+            turns = [turn.value if turn.kind == "text" else f"[image {turn.value}]" for turn in whole.turns(number)]
+            text = " | ".join([*(split.error for split in whole.sample(number).splits if split.error), *turns])
+        except DataError as error:
+            text = str(error)
+    text = text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"
+    return f"{name}:{number}", (value + text).removesuffix(": ")
+
+
+def check_unusable(sources: Sequence[Fitted], names: Sequence[str], limit: float) -> None:
+    """Raise ``DataError`` where more than a share ``limit`` of all records is left out by ``on_record_error``."""
+    unusable: list[BadRecord] = []
+    records = 0
+    for source in sources:
+        if isinstance(source, StreamedFitted):
+            source.limit = limit
+            source.count_unusable(source)
+        else:
+            unusable += source.unusable
+            records += len(whole_of(source.dataset))
+    if len(unusable) > limit * records:
+        raise unusable_error(unusable, ", ".join(names), records, limit=limit)
+
+
+def list_left_out(parts: Sequence[Any], folder: Path) -> None:
+    """Write ``left_out.jsonl``: a line for each record that ``on_record_error`` leaves out, and of a streamed source
+    those of every shard that was reached. ``parts``: of training and validation, each with ``fitted``. On rank 0.
+    """
+    path, lines = folder / LIST_FILE, list[str]()
+    before = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    for name, source in (pair for part in parts for pair in zip(part.names, part.fitted, strict=True)):
+        own = [one.line(name) for one in source.unusable]
+        if isinstance(source, StreamedFitted):
+            source.left_out_file = path
+            source.listed = {line for line in before if line.startswith(f'{{"sample": "{name}:')}
+            own += sorted(source.listed)
+        lines += own
+    if lines or before:
+        write_text_atomic(path, "".join(dict.fromkeys(lines)))
+
+
+# --- the log of a start ---------------------------------------------------------------------------------------------
+
+
+def source_lines(name: str, fitted: Fitted, max_tiles: int | None = None) -> Iterator[tuple[bool, str]]:
+    """What a start reports of a source: whether it is a warning, and a sentence."""
+    report = fitted.report(name)
+    if (first := subset_by(fitted.dataset, FirstRecords)) is not None:
+        yield False, first_records_line(first)
+    if (filtering := filtering_of(fitted.dataset)) is not None:
+        removal = filtering.report
+        yield removal.get("questions_rated") == 0 or SKIPPED in removal["removed"], removal_line(removal)
+    yield report["share_lost"] > 0 or report["skipped"] > 0, fitted.line(name)
+    for reason in _noticed(name, fitted, max_tiles, examples=0):
+        if reason.number:
+            yield reason.warns, str(reason)
 
 
 def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
-    """What a start reports of each source: whether it is a warning, and a sentence."""
+    """What a start reports of its training data: whether it is a warning, and a sentence."""
     for name, fitted in zip(stream.names, stream.fitted, strict=True):
-        report, records = fitted.report(name), len(fitted.dataset)
-        lost, line = report["share_lost"] > 0 or report["skipped"] > 0, fitted.line(name)
         yield from streamed_lines(name, fitted)
-        name = fitted.titled(name)
-        if (first := subset_by(fitted.dataset, FirstRecords)) is not None:
-            yield False, f"Data, {name}: {first_records_line(first)}."
-        if (filtering := filtering_of(fitted.dataset)) is not None:
-            removal = filtering.report
-            warns = removal.get("questions_rated") == 0 or SKIPPED in removal["removed"]
-            yield warns, f"Data, {name}: {removal_line(removal)}."
-        yield lost, f"Data, {name}: {line}."
-        spelled = int(fitted.dataset.counts().touched_by("special_tokens").sum())
-        if spelled:
-            yield False, f"Data, {name}: {special_line(spelled, records=records)}."
-        if number := _over_max_tiles(stream, fitted.dataset):
-            limit = getattr(stream.packer, "max_tiles", None)
-            yield True, f"Data, {name}: {over_tiles_line(number, records=records, limit=limit)}."
-    yield from balance_lines(stream)
+        for warns, line in source_lines(name, fitted, getattr(stream.packer, "max_tiles", None)):
+            yield warns, f"Data, {fitted.titled(name)}: {line}."
+    yield from _balance_lines(stream)
     if left := stream.num_left_out:
         yield (
             False,
@@ -120,6 +240,37 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
             f"Data: the weights repeat after {mixture.period:.3g} draws. A position that no checkpoint has is found by"
             " following the order from its start, about 2 seconds for a million draws.",
         )
+
+
+def _balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
+    """What an epoch draws of texts and images: one line for each source, one of all, and whether it is balanced."""
+    names, balance = titles(stream), epoch_balance(stream)
+    estimated = [name for name, title in names.items() if name != title]
+    for name, one in balance.items():
+        about = "about " if name in estimated else ""
+        yield False, f"Data, {names[name]}: {about}{_balance_text(one)}."
+    total = {key: sum(one[key] for one in balance.values()) for key in next(iter(balance.values()))}
+    if len(balance) > 1:
+        how = f" (estimated, since {', '.join(estimated)} is measured in part)" if estimated else ""
+        yield False, f"Data, all sources{how}: {_balance_text(total)}."
+    texts, images = total["text_samples"], total["image_samples"]
+    if min(texts, images) > 0 and max(texts, images) > IMBALANCE * min(texts, images):
+        more, fewer = ("texts", "images") if texts > images else ("images", "texts")
+        yield (
+            True,
+            f"Data: {'about ' * bool(estimated)}{max(texts, images):,.0f} samples of an epoch generate {more},"
+            f" {min(texts, images):,.0f} generate {fewer}: more than {IMBALANCE} to 1. What is rare is learned"
+            " slowly: set weights of the sources (weight=...), or loss_weights.",
+        )
+
+
+def _balance_text(one: Mapping[str, float]) -> str:
+    tokens = one["text_tokens"] + one["image_tokens"]
+    return (
+        f"{one['samples']:,.0f} samples drawn an epoch, {tokens:,.0f} tokens"
+        f" ({one['image_tokens'] / max(tokens, 1):.0%} of images, {one['text_targets']:,.0f} text targets);"
+        f" {one['text_samples']:,.0f} generate text, {one['image_samples']:,.0f} generate images"
+    )
 
 
 def titles(stream: SequenceStream) -> dict[str, str]:
@@ -142,86 +293,77 @@ def group_report(stream: SequenceStream) -> dict[str, dict[str, Any]]:
 
 def group_line(name: str, group: Mapping[str, Any]) -> str:
     """A group of ``group_report`` as a sentence."""
-    if group["mandatory"]:
-        return f"the mandatory group {name}: {mandatory_line(group)}"
-    return f"the group {name}: {_samples(group)}"
-
-
-def mandatory_line(group: Mapping[str, Any]) -> str:
-    """A mandatory group of ``group_report`` as a sentence."""
+    samples = f"{group['draws_per_epoch']:,} samples an epoch, {group['share']:.1%} of all"
+    if not group["mandatory"]:
+        return f"the group {name}: {samples}"
     more = group["draws_per_epoch"] - group["draws_by_weight"]
-    suffices = (
-        f"{more:,} more than by its weight, so that every sequence has one" if more > 0 else "its weight suffices"
-    )
-    return f"{_samples(group)} (by its weight {group['share_by_weight']:.1%}): {suffices}"
+    reason = f"{more:,} more than by its weight, so that every sequence has one" if more > 0 else "its weight suffices"
+    return f"the mandatory group {name}: {samples} (by its weight {group['share_by_weight']:.1%}): {reason}"
 
 
-def _samples(group: Mapping[str, Any]) -> str:
-    return f"{group['draws_per_epoch']:,} samples an epoch, {group['share']:.1%} of all"
+# --- the numbers of tools/inspect_data.py ---------------------------------------------------------------------------
 
 
-def _over_max_tiles(stream: SequenceStream, dataset: PlannedDataset) -> int:
-    """Records with more condition images than a sequence may have by the packing."""
-    limit = getattr(stream.packer, "max_tiles", None)
-    return 0 if limit is None else int((dataset.lengths()[1] > limit).sum())
+def describe(stream: SequenceStream) -> dict[str, Any]:
+    """Plain numbers of each source, of all together, and of the sequences they make."""
+    tokens, rows = np.concatenate([d.lengths()[0] for d in stream.datasets]), first_rows(stream)
+    return {
+        "fingerprint": stream.fingerprint,
+        "rules": dict(RULE_VERSIONS),
+        "records": len(tokens),
+        "sources": {name: _describe_source(stream, name, number) for number, name in enumerate(stream.names)},
+        "lengths": _percentiles(tokens),
+        "seq_length": stream.seq_length,
+        "sequences_per_epoch": stream.sequences_per_epoch,
+        **({"groups": group_report(stream)} if stream.blend.facts else {}),
+        "packed": stream.packer is not None,
+        "max_tiles": getattr(stream.packer, "max_tiles", None),
+        "utilisation": sum(map(sum, tokens_of(stream, rows))) / (len(rows) * stream.seq_length),
+        "samples_per_sequence": sum(map(len, rows)) / len(rows),
+    }
 
 
-def over_tiles_line(number: int, *, records: int, limit: int | None) -> str:
-    """How many records have more condition images than a sequence may have."""
-    return (
-        f"{number:,} of {records:,} records have more than packing.max_tiles={limit} condition images; each is in a"
-        " sequence without another image. ImageCountFilter(max_tiles=...) leaves them out"
-    )
-
-
-def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
-    """What an epoch draws of texts and images: one line for each source, one of all, and whether it is balanced.
-
-    A record counts as text generation where it has text targets, and as image generation where it has image targets.
-    Of a streamed source the records are those of the part that is measured, and an epoch is estimated from them.
-    """
-    totals, estimated = np.zeros(6), [name for name, title in titles(stream).items() if name != title]
-    for name, fitted, drawn in zip(stream.names, stream.fitted, stream.draws_per_epoch, strict=True):
-        counts, skip, sums = fitted.dataset.counts(), fitted.by_action["skip"], fitted.kept_sums
-        generating = [(column > 0).sum() - (column[skip] > 0).sum()
-                      for column in (counts.text_targets, counts.image_targets)]  # fmt: skip
-        records = len(counts.tokens) - len(skip)
-        row = np.array([records, sums["tokens"], sums["image_tokens"], sums["text_targets"], *generating], float)
-        samples, passes = drawn / max(records, 1), drawn / max(len(fitted.tokens), 1)  # a long text is several
-        totals += row * [samples, passes, passes, passes, samples, samples]
-        about = "about " * (name in estimated) + f"{drawn:,}" + " of all shards" * (name in estimated)
-        yield False, f"Data, {fitted.titled(name)}: {_balance(row)}; {about} drawn an epoch."
-    if len(stream.names) > 1:
-        how = f" (estimated, since {', '.join(estimated)} is measured in part)" if estimated else ""
-        yield False, f"Data, an epoch of all sources{how}: {_balance(totals)}."
-    texts, images = totals[4], totals[5]
-    if min(texts, images) > 0 and max(texts, images) > IMBALANCE * min(texts, images):
-        more, fewer = ("texts", "images") if texts > images else ("images", "texts")
-        yield (
-            True,
-            f"Data: {'about ' * bool(estimated)}{max(texts, images):,.0f} samples of an epoch generate {more},"
-            f" {min(texts, images):,.0f} generate {fewer}: more than {IMBALANCE} to 1. What is rare is learned"
-            " slowly: set weights of the sources (weight=...), or loss_weights.",
-        )
-
-
-def _balance(counts: np.ndarray) -> str:
-    records, tokens, image_tokens, text_targets, texts, images = map(float, counts)
-    return (
-        f"{records:,.0f} records, {tokens:,.0f} tokens ({image_tokens / max(tokens, 1):.0%} of images,"
-        f" {text_targets:,.0f} text targets); {texts:,.0f} generate text, {images:,.0f} generate images"
-    )
-
-
-def _unused_in(dataset: PlannedDataset) -> list[UnusedKey]:
-    """What the records of a source have and do not use; of one with filters or ``num_used_data`` those of all of it."""
-    whole = whole_of(dataset)
-    return unused_of(whole.index.unused) if isinstance(whole, UnifiedGenerationDataset) else []
-
-
-def special_line(spelled: int, *, records: int) -> str:
-    """How many records spell a special token."""
-    return f"{spelled:,} of {records:,} records spell a special token, which is read as ordinary text"
+def _describe_source(stream: SequenceStream, name: str, number: int) -> dict[str, Any]:
+    fitted = stream.fitted[number]
+    dataset, sums = fitted.dataset, fitted.kept_sums
+    counts, filtering, first = dataset.counts(), filtering_of(dataset), subset_by(dataset, FirstRecords)
+    with_image, unknown = int((counts.images > 0).sum()), int(counts.unknown.sum())
+    noticed = _noticed(name, fitted, getattr(stream.packer, "max_tiles", None), examples=1)
+    return {
+        "name": dataset.name,
+        "records": len(dataset),
+        "records_with_images": with_image,
+        "records_text_only": len(dataset) - with_image,
+        "unknown_tokens": unknown,
+        "unknown_token_share": unknown / max(int((counts.tokens - counts.image_tokens).sum()), 1),
+        "noticed": [
+            {
+                "reason": one.reason,
+                "number": one.number,
+                "of": one.total,
+                "unit": one.unit,
+                "text": str(one),
+                "first": list(one.examples),
+            }
+            for one in noticed
+            if one.number
+        ],
+        "tokens": sums["tokens"],
+        "text_tokens": sums["tokens"] - sums["image_tokens"],
+        "image_tokens": sums["image_tokens"],
+        "image_token_share": sums["image_tokens"] / max(sums["tokens"], 1),
+        "text_targets": sums["text_targets"],
+        "image_targets": sums["image_targets"],
+        "other_targets": sums["other_targets"],
+        "condition_images": sums["tiles"],
+        "lengths": _percentiles(dataset.lengths()[0]),
+        "overflow": fitted.report(name),
+        "draws_per_epoch": stream.draws_per_epoch[number],
+        "weight": dataset.weight,
+        **({"streamed": streamed_report(fitted)} if isinstance(fitted, StreamedFitted) else {}),
+        **({"filters": dict(filtering.report)} if filtering is not None else {}),
+        **({"num_used_data": {"used": len(first), "records": len(first.whole)}} if first is not None else {}),
+    }
 
 
 def _percentiles(lengths: np.ndarray) -> dict[str, float]:
@@ -245,44 +387,28 @@ def tokens_of(stream: SequenceStream, rows: Sequence[Row]) -> list[list[int]]:
     return [[unit_tokens(planned_tokens(sources[d.source], d.index), d.piece, limit) for d in row] for row in rows]
 
 
-def _packing(stream: SequenceStream) -> dict[str, Any]:
-    """Share of ``seq_length`` that is filled, and samples a sequence, over ``first_rows``."""
-    rows = first_rows(stream)
-    tokens = sum(map(sum, tokens_of(stream, rows)))
-    return {
-        "packed": stream.packer is not None,
-        "max_tiles": getattr(stream.packer, "max_tiles", None),
-        "utilisation": tokens / (len(rows) * stream.seq_length),
-        "samples_per_sequence": sum(map(len, rows)) / len(rows),
-    }
-
-
 def epoch_balance(stream: SequenceStream) -> dict[str, dict[str, float]]:
-    """What an epoch has of each source: samples, and by kind its tokens and targets, as far as they are trained on.
+    """What an epoch has of each source: samples, by kind its tokens and targets, as far as they are trained on, and the
+    samples that have text targets, and image targets.
 
     Whole numbers where every record is used once; in a weighted mixture the mean of a record times its samples, which
     of a streamed source is the mean of the part that is measured.
     """
     balance = {}
     for name, fitted, drawn in zip(stream.names, stream.fitted, stream.draws_per_epoch, strict=True):
-        sums, passes = dict(fitted.kept_sums), drawn / max(len(fitted.tokens), 1)
+        counts, skip = fitted.dataset.counts(), fitted.by_action["skip"]
+        sums, passes = dict(fitted.kept_sums), drawn / max(len(fitted.tokens), 1)  # a long text is several samples
         sums["text_tokens"] = sums["tokens"] - sums["image_tokens"]
         keys = ("text_tokens", "image_tokens", "text_targets", "image_targets", "other_targets")
         balance[name] = {"samples": drawn, **{key: sums[key] * passes for key in keys}}
+        for kind in ("text", "image"):
+            has = getattr(counts, f"{kind}_targets") > 0
+            share = (has.sum() - has[skip].sum()) / max(len(has) - len(skip), 1)
+            balance[name][f"{kind}_samples"] = drawn * float(share)
     return balance
 
 
-def derive(
-    stream: SequenceStream, start_sequence: int, stop_sequence: int, *, near: Cursor | None = None
-) -> list[list[str]]:
-    """The sample ids of each of the global sequences ``start_sequence .. stop_sequence``, in the stream's order.
-
-    ``near``: a cursor at or before the start (of a checkpoint, for example); otherwise the position is found from
-    the number of sequences of each window, which plans the windows between epoch 0 and it.
-    """
-    if near is not None and near.sequences <= start_sequence:
-        cursor, passed = near, start_sequence - near.sequences
-    else:
-        cursor, passed = stream.seek(start_sequence), 0
-    rows = islice(stream.rows(cursor), passed, passed + stop_sequence - start_sequence)
+def derive(stream: SequenceStream, start: int, stop: int) -> list[list[str]]:
+    """The sample ids of each of the global sequences ``start .. stop``, in the stream's order."""
+    rows = islice(stream.rows(stream.seek(start)), stop - start)
     return [[draw.sample_id(stream.names) for draw in row] for row, _ in rows]

@@ -18,6 +18,7 @@ its first start, however much longer its phases' epochs have become.
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -34,12 +35,9 @@ from unigen_ds.data.datasets.groups import Blend, check_mandatory
 from unigen_ds.data.datasets.overflow import Overflow
 from unigen_ds.data.datasets.streamed_units import ShardWalk, StreamedFitted, fitted
 from unigen_ds.data.datasets.subset import division_of, whole_of
-from unigen_ds.data.order.cursor import Cursor as Cursor
-from unigen_ds.data.order.cursor import Phase as Phase
-from unigen_ds.data.order.order import Draw, GlobalOrder
+from unigen_ds.data.order.order import Cursor, Draw, GlobalOrder, Phase
 from unigen_ds.data.order.packing import Packer
-from unigen_ds.data.rules import RULE_VERSIONS
-from unigen_ds.data.samples.counts import Array
+from unigen_ds.data.samples.sample import RULE_VERSIONS, Array
 from unigen_ds.system.seeding import derive_seed
 
 Row = tuple[Draw, ...]
@@ -62,7 +60,6 @@ class SequenceStream:
             fill up the last one. A packed epoch always keeps all.
         sequences_per_iteration: of the geometry at the first start; unpacked epochs are rounded to whole ones.
         sequences_per_epoch: the stored value on resume; None: worked out here.
-        phases: the stored ones on resume, the last one with these data sets; none: the first of a run.
         blend: where the order's weights are those of groups: the groups.
     """
 
@@ -77,7 +74,6 @@ class SequenceStream:
         drop_last: bool = True,
         sequences_per_iteration: int = 1,
         sequences_per_epoch: int | None = None,
-        phases: Sequence[Phase] = (),
         blend: Blend | None = None,
     ) -> None:
         if seq_length < 1:
@@ -93,60 +89,56 @@ class SequenceStream:
         self._tokens = [source.tokens for source in self.fitted]
         self._tiles = [source.tiles for source in self.fitted]
         check_mandatory(self.blend, self._tokens, self._tiles, packer=packer, seq_length=seq_length)
-        self._window_counts: dict[tuple[int, int], int] = {}
-        self._after: dict[tuple[int, int], tuple[int, ...]] = {}
-        """Additional draws up to the end of a window, of each mandatory group, as far as they are known."""
-        if not phases:
-            rows = None if packer is not None else sequences_per_epoch or self._whole_iterations()
-            phases = (Phase(0, 0, 0, order.sizes, order.weights, rows, order.mandatory),)
-        assert (phases[-1].sizes, phases[-1].weights) == (order.sizes, order.weights), "the phases are of other data"
-        self.phases = tuple(phases)
-        self._orders = [phase.order(seed=order.seed) for phase in phases]
-        self.walks: dict[int, ShardWalk] = {
-            k: source.walk(k, seed=order.seed, first_pass=self.phases[-1].first_pass)
-            for k, source in enumerate(self.fitted)
-            if isinstance(source, StreamedFitted)
-        }
-        """The order of each streamed source: a run with one has one phase."""
-        assert not self.walks or (len(self.phases) == 1 and order.mixture is not None), "streamed sources have weights"
-        self._orders[-1].walks.update(self.walks)
+        self._use((self.new_phase(0, first_pass=0, first_sequence=0, rows=sequences_per_epoch),))
         self.sequences_per_epoch = sequences_per_epoch or self._first_epoch_rows
         """What an epoch means for schedules and limits: the sequences of epoch 0, for the whole run. Packed: nominal
         also for the stream's other epochs of the first phase (another order packs into a few more or fewer rows)."""
 
+    def _use(self, phases: tuple[Phase, ...]) -> None:
+        """Begin in these phases; the last one has these data sets."""
+        order = self.order
+        assert (phases[-1].sizes, phases[-1].weights) == (order.sizes, order.weights), "the phases are of other data"
+        self.phases, self._orders = phases, [phase.order(seed=order.seed) for phase in phases]
+        self._window_counts: dict[tuple[int, int], int] = {}
+        self._after: dict[tuple[int, int], tuple[int, ...]] = {}
+        """Additional draws up to the end of a window, of each mandatory group, as far as they are known."""
+        self.walks: dict[int, ShardWalk] = {
+            k: source.walk(k, seed=order.seed, first_pass=phases[-1].first_pass)
+            for k, source in enumerate(self.fitted)
+            if isinstance(source, StreamedFitted)
+        }
+        """The order of each streamed source: a run with one has one phase."""
+        assert not self.walks or (len(phases) == 1 and order.mixture is not None), "streamed sources have weights"
+        self._orders[-1].walks.update(self.walks)
+
     def with_phases(self, phases: Sequence[Phase]) -> SequenceStream:
         """The same data with the phases that a resume found."""
-        return SequenceStream(
-            self.datasets,
-            self.order,
-            packer=self.packer,
-            seq_length=self.seq_length,
-            overflow=self.fitted[0].overflow,
-            drop_last=self.drop_last,
-            sequences_per_iteration=self.sequences_per_iteration,
-            sequences_per_epoch=self.sequences_per_epoch,
-            phases=phases,
-            blend=self.blend,
-        )
+        stream = copy.copy(self)
+        stream.__dict__.pop("draws_per_epoch", None)
+        stream._use(tuple(phases))
+        return stream
 
-    def new_phase(self, first_epoch: int, *, first_pass: int, first_sequence: int | None) -> Phase:
-        """A phase of all the present data. Raises ``ConfigError`` where it does not fill one iteration."""
-        rows = None if self.packer is not None else self._whole_iterations()
-        order = self.order
-        return Phase(first_epoch, first_pass, first_sequence, order.sizes, order.weights, rows, order.mandatory)
+    def new_phase(
+        self, first_epoch: int, *, first_pass: int, first_sequence: int | None, rows: int | None = None
+    ) -> Phase:
+        """A phase of all the present data. ``rows``: of an unpacked epoch, where they are known.
 
-    def _whole_iterations(self) -> int:
-        """Rows of an unpacked epoch of all the present data."""
-        whole = self.order.epoch_size // self.sequences_per_iteration
+        Raises ``ConfigError`` where the data does not fill one iteration.
+        """
+        order, number = self.order, self.sequences_per_iteration
+        whole = order.epoch_size // number
         if not self.drop_last:
-            whole = -(-self.order.epoch_size // self.sequences_per_iteration)
-        if whole == 0:
+            whole = -(-order.epoch_size // number)
+        if self.packer is not None:
+            rows = None
+        elif rows is None and whole == 0:
             raise ConfigError(
-                f"{self.order.epoch_size} samples do not fill one iteration of {self.sequences_per_iteration}"
-                " sequences",
+                f"{order.epoch_size} samples do not fill one iteration of {number} sequences",
                 remedy="a smaller batch_size, more data, or drop_last=False",
             )
-        return whole * self.sequences_per_iteration
+        elif rows is None:
+            rows = whole * number
+        return Phase(first_epoch, first_pass, first_sequence, order.sizes, order.weights, rows, order.mandatory)
 
     @property
     def num_left_out(self) -> int:
@@ -207,9 +199,6 @@ class SequenceStream:
             raise _replaced(f"epoch {epoch} of the data")
         return number
 
-    def _begins_phase(self, epoch: int) -> bool:
-        return any(phase.first_epoch == epoch for phase in self.phases)
-
     def epoch_order(self, epoch: int) -> GlobalOrder:
         """The order of the phase that an epoch belongs to."""
         return self._orders[self._phase(epoch)]
@@ -269,7 +258,7 @@ class SequenceStream:
         """All rows of one window of a packed stream."""
         plan, columns = self._plan(epoch, window)
         draws = [Draw(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-        return [tuple(self._record(draws[i]) for i in group) for group in plan]
+        return [tuple(self.fitted[draws[i].source].record(draws[i]) for i in group) for group in plan]
 
     def _plan(self, epoch: int, window: int) -> tuple[list[list[int]], tuple[Array, ...]]:
         """The plan of a window, and its draws as columns: as many of each mandatory group in addition as it lacks."""
@@ -308,7 +297,7 @@ class SequenceStream:
         begin = (self.epoch_order(epoch).first_epoch, 0)
         unplanned, at = [], (epoch, window)
         while at not in self._after:
-            if self._begins_phase(at[0]) and (at[0], 0) not in self._window_counts:
+            if self.epoch_order(at[0]).first_epoch == at[0] and (at[0], 0) not in self._window_counts:
                 self.window_count(at[0], 0)
                 continue
             unplanned.append(at)
@@ -321,9 +310,6 @@ class SequenceStream:
 
     def _window_before(self, epoch: int, window: int) -> tuple[int, int]:
         return (epoch, window - 1) if window else (epoch - 1, self.num_windows(epoch - 1) - 1)
-
-    def _record(self, unit: Draw) -> Draw:
-        return self.fitted[unit.source].record(unit)
 
     def _window_range(self, epoch: int, window: int) -> tuple[int, int]:
         """Positions in the epoch's order."""
@@ -342,7 +328,7 @@ class SequenceStream:
     def window_count(self, epoch: int, window: int) -> int:
         """Rows of one window. Those of a phase's first epoch are planned once and cached with the index."""
         if (epoch, window) not in self._window_counts:
-            if self._begins_phase(epoch) and not self.walks:
+            if self.epoch_order(epoch).first_epoch == epoch and not self.walks:
                 for w, number in enumerate(self._first_epoch_counts(epoch)):
                     self._window_counts[epoch, w] = number
             else:
@@ -380,92 +366,71 @@ class SequenceStream:
     def _take_over(self, cursor: Cursor) -> None:
         """What the cursor knows of its position, so that nothing before it is planned again."""
         order = self.epoch_order(cursor.epoch)
-        offset = min(cursor.row, order.stride)
-        if self.packer is not None:
-            offset = min(cursor.window * self.packer.window, order.stride)
+        offset = cursor.row if self.packer is None else cursor.window * self.packer.window
+        position = order.position(cursor.epoch, min(offset, order.stride))
         fits = not cursor.drawn
         if order.mixture is not None and cursor.drawn:
-            fits = order.mixture.remember(order.position(cursor.epoch, offset), cursor.drawn)
+            fits = order.mixture.remember(position, cursor.drawn)
         if cursor.extra and (cursor.epoch, cursor.window) != (order.first_epoch, 0):
             before = self._window_before(cursor.epoch, cursor.window)
             fits = fits and self._after.setdefault(before, cursor.extra) == cursor.extra
         fits = fits and len(cursor.blocks) in (0, 3 * len(self.walks))
         if cursor.blocks and fits:
-            drawn = order.mixture.counts(order.position(cursor.epoch, offset)) if order.mixture is not None else ()
+            drawn = order.mixture.counts(position) if order.mixture is not None else ()
             for i, (k, walk) in enumerate(self.walks.items()):
                 start, pass_number, block = cursor.blocks[3 * i : 3 * i + 3]
                 fits = fits and start <= drawn[k] and walk.remember((start, pass_number, block))
         if not fits or len(cursor.extra) not in (0, len(order.mandatory)):
-            raise CheckpointError(
-                f"the data cursor has {list(cursor.extra)} additional draws, the state {list(cursor.drawn)} and the"
-                f" blocks {list(cursor.blocks)}",
-                remedy="the data, its weights or its groups differ from those of the checkpoint",
+            raise _wrong_cursor(
+                f"has {list(cursor.extra)} additional draws, the state {list(cursor.drawn)} and the blocks"
+                f" {list(cursor.blocks)}"
             )
 
-    def _drawn(self, epoch: int, offset: int) -> tuple[int, ...]:
-        """``Cursor.drawn`` before an offset of an epoch."""
+    def _state(self, epoch: int, window: int, row: int) -> dict[str, Any]:
+        """``extra``, ``drawn`` and ``blocks`` of a cursor at a window (unpacked: at a row)."""
         order = self.epoch_order(epoch)
-        if order.mixture is None or not order.mixture.is_long:
-            return ()
-        return order.mixture.state(order.position(epoch, min(offset, order.stride)))
-
-    def _blocks(self, epoch: int, offset: int) -> tuple[int, ...]:
-        """``Cursor.blocks`` before an offset of an epoch."""
-        if not self.walks:
-            return ()
-        order = self.epoch_order(epoch)
-        assert order.mixture is not None
-        drawn = order.mixture.counts(order.position(epoch, min(offset, order.stride)))
-        return tuple(number for k, walk in self.walks.items() for number in walk.state(drawn[k]))
+        if order.mixture is None:
+            return {}
+        offset = row if self.packer is None else self._window_range(epoch, window)[0]
+        position = order.position(epoch, min(offset, order.stride))
+        state = {"extra": self._extra_before(epoch, window), "drawn": order.mixture.state(position)}
+        if self.walks:
+            drawn = order.mixture.counts(position)
+            state["blocks"] = tuple(number for k, walk in self.walks.items() for number in walk.state(drawn[k]))
+        return state
 
     def _packed_rows(self, cursor: Cursor) -> Iterator[tuple[Row, Cursor]]:
         epoch, window, first, sequences = cursor.epoch, cursor.window, cursor.row, cursor.sequences
         windows = self.num_windows(epoch)
         if window >= windows:
-            raise CheckpointError(
-                f"the data cursor is in window {window} of an epoch of {windows}",
-                remedy="the data or the packing differs from that of the checkpoint",
-            )
+            raise _wrong_cursor(f"is in window {window} of an epoch of {windows}")
         while True:
             rows = self.window_rows(epoch, window)
             if first >= len(rows):
-                raise CheckpointError(
-                    f"the data cursor is at row {first} of a window of {len(rows)}",
-                    remedy="the data or the packing differs from that of the checkpoint",
-                )
+                raise _wrong_cursor(f"is at row {first} of a window of {len(rows)}")
             after = self._next_window(epoch, window)
-            state, state_after = (
-                (self._extra_before(*at), self._drawn(at[0], first_draw), self._blocks(at[0], first_draw))
-                for at in ((epoch, window), after)
-                for first_draw in [self._window_range(*at)[0]]
-            )
+            state, state_after = self._state(epoch, window, 0), self._state(*after, 0)
             for i in range(first, len(rows)):
                 sequences += 1
-                here = Cursor(epoch, window, i + 1, sequences, *state)
-                yield rows[i], Cursor(*after, 0, sequences, *state_after) if i + 1 == len(rows) else here
+                here = Cursor(epoch, window, i + 1, sequences, **state)
+                yield rows[i], Cursor(*after, 0, sequences, **state_after) if i + 1 == len(rows) else here
             (epoch, window), first = after, 0
 
     def _single_rows(self, cursor: Cursor) -> Iterator[tuple[Row, Cursor]]:
         epoch, row, sequences = cursor.epoch, cursor.row, cursor.sequences
-        length = self._rows_per_epoch(epoch)
-        if row >= length:
-            raise CheckpointError(
-                f"the data cursor is at row {row} of an epoch of {length}",
-                remedy="sequences_per_epoch is not that of the checkpoint",
-            )
+        if row >= self._rows_per_epoch(epoch):
+            raise _wrong_cursor(f"is at row {row} of an epoch of {self._rows_per_epoch(epoch)}")
         while True:
             order, length = self.epoch_order(epoch), self._rows_per_epoch(epoch)
             stop = min(row + _CHUNK, length)
             filled = min(stop, order.stride)
             draws = order.draws(epoch, min(row, filled), filled)
-            rows: list[Row] = [(self._record(draw),) for draw in draws] + [()] * (stop - row - len(draws))
+            rows: list[Row] = [(self.fitted[draw.source].record(draw),) for draw in draws]
+            rows += [()] * (stop - row - len(draws))
             for i, content in enumerate(rows, start=row + 1):
                 sequences += 1
                 at = (epoch + 1, 0, 0) if i == length else (epoch, 0, i)
-                yield (
-                    content,
-                    Cursor(*at, sequences, drawn=self._drawn(at[0], at[2]), blocks=self._blocks(at[0], at[2])),
-                )
+                yield content, Cursor(*at, sequences, **self._state(*at))
             epoch, row = (epoch + 1, 0) if stop == length else (epoch, stop)
 
     def _next_window(self, epoch: int, window: int) -> tuple[int, int]:
@@ -496,6 +461,11 @@ class SequenceStream:
             left -= number
             epoch, window = self._next_window(epoch, window)
         return Cursor(epoch, window, left, sequence)
+
+
+def _wrong_cursor(problem: str) -> CheckpointError:
+    remedy = "the data, its packing, weights or groups, or sequences_per_epoch, are not those of the checkpoint"
+    return CheckpointError(f"the data cursor {problem}", remedy=remedy)
 
 
 def _replaced(what: str) -> DataError:

@@ -20,8 +20,8 @@ from typing_extensions import Unpack
 
 from unigen_ds.core.batch import Batch
 from unigen_ds.data.batches.loader import BatchLoader, Loading, RowSource
+from unigen_ds.data.batches.statistics import source_lines
 from unigen_ds.data.batches.stream import Row
-from unigen_ds.data.datasets.filtering import filtering_of, removal_line
 from unigen_ds.data.datasets.overflow import Fitted
 from unigen_ds.data.datasets.subset import whole_of
 from unigen_ds.data.order.order import Draw, shares
@@ -77,9 +77,8 @@ class ValidationData:
         for source, fitted in zip(self.names, self.fitted, strict=True):
             name = f"{self.name}, {source}" if self.name else source
             records, whole = len(fitted.dataset), len(whole_of(fitted.dataset))
-            yield f"Validation, {name}: {records:,} of {whole:,} records; {fitted.line(source)}."
-            if (filtering := filtering_of(fitted.dataset)) is not None:
-                yield f"Validation, {name}: {removal_line(filtering.report)}."
+            yield f"Validation, {name}: {records:,} of {whole:,} records."
+            yield from (f"Validation, {name}: {line}." for _, line in source_lines(source, fitted))
 
     def draws(self, limit: int | None = None) -> list[list[Draw]]:
         """The samples of each source; ``limit``: at most so many of all, spread evenly over each source."""

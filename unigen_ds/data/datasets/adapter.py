@@ -29,9 +29,8 @@ from unigen_ds.data.datasets.dataset import ScannedDataset
 from unigen_ds.data.datasets.filters import import_object
 from unigen_ds.data.index.index import UNUSABLE
 from unigen_ds.data.records.unusable import NUM_LISTED, BadRecord, OnRecordError, as_array, from_array, unusable_error
-from unigen_ds.data.samples.counts import COLUMNS, Array, Counts, count, record_digest
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.data.samples.sample import Sample, Split, Tally
+from unigen_ds.data.samples.sample import COLUMNS, Array, Counts, Sample, Split, Tally, count, record_digest
 from unigen_ds.data.samples.splits import ImageKind, TokenSplit
 from unigen_ds.system.log import logger
 from unigen_ds.system.seeding import derive_seed

@@ -23,14 +23,11 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.datasets.filters import RecordFilter
 from unigen_ds.data.datasets.streamed import SPAN, StreamedShards, Streaming
-from unigen_ds.data.index.index import Index, prefix_digest, turns_to_learn
-from unigen_ds.data.index.token_cache import TokenCache
-from unigen_ds.data.records.records import Captions, Layout
-from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.index.index import Index, TokenCache, prefix_digest
+from unigen_ds.data.records.records import Captions, Layout, Turn
 from unigen_ds.data.records.unusable import BadRecord, OnRecordError
-from unigen_ds.data.samples.counts import Array, Counts, count, record_digest
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.data.samples.sample import Sample
+from unigen_ds.data.samples.sample import Array, Counts, Sample, count, record_digest
 from unigen_ds.data.sources.base import FoundRecord, folder_of
 from unigen_ds.data.sources.find import default_name, open_source
 
@@ -211,7 +208,7 @@ class UnifiedGenerationDataset:
         """A record, and its turns."""
         own_index, position = self._find(index)
         entry = own_index.read(position)
-        return entry, turns_to_learn(entry.record, entry.where, own_index.layout.at(folder_of(entry)))
+        return entry, own_index.layout.at(folder_of(entry)).learned_turns(entry.record, entry.where)
 
     def _find(self, index: int) -> tuple[Index, int]:
         """The index that has a record, and its position there."""

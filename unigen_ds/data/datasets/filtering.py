@@ -21,7 +21,7 @@ from unigen_ds.data.datasets.filters import RATED, CheckedRecord, RecordFilter, 
 from unigen_ds.data.datasets.subset import Subset, subset_by, whole_of
 from unigen_ds.data.index.index import batches
 from unigen_ds.data.records.unusable import LIST_FILE, SKIPPED, BadRecord
-from unigen_ds.data.samples.counts import COLUMNS, Array
+from unigen_ds.data.samples.sample import COLUMNS, Array
 
 _FORMAT = "unigen-filters-1"
 

@@ -19,9 +19,7 @@ from annotated_types import Ge
 
 from unigen_ds.config.registry import FILTERS, checked
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.records.ratings import RATINGS, rated_out
-from unigen_ds.data.records.records import Layout
-from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.records.records import RATINGS, Layout, Turn, rated_out
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.sources.base import FoundRecord, folder_of
 

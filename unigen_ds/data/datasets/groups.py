@@ -21,7 +21,7 @@ from unigen_ds.core.errors import ConfigError, DataError, suggestion
 from unigen_ds.data.datasets.dataset import PlannedDataset, is_streamed
 from unigen_ds.data.order.mixture import exact
 from unigen_ds.data.order.order import Weight
-from unigen_ds.data.samples.counts import Array
+from unigen_ds.data.samples.sample import Array
 
 _KEY = "train_dataloader.groups"
 

@@ -23,9 +23,7 @@ from unigen_ds.data.datasets.filtering import filtering_of
 from unigen_ds.data.datasets.subset import record_number
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.records.unusable import BadRecord
-from unigen_ds.data.rules import RULES
-from unigen_ds.data.samples.counts import COLUMNS, CONTENT, KINDS, Array, count
-from unigen_ds.data.samples.sample import num_pieces, piece_bounds
+from unigen_ds.data.samples.sample import COLUMNS, CONTENT, KINDS, RULES, Array, count, num_pieces, piece_bounds
 
 Action = Literal["split", "truncate", "skip", "error"]
 ACTIONS: tuple[Action, ...] = ("split", "truncate", "skip", "error")

@@ -28,8 +28,9 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import cache_folder, fingerprint
 from unigen_ds.data.index.index import Index
 from unigen_ds.data.records.records import Layout
-from unigen_ds.data.rules import RULES
+from unigen_ds.data.records.unusable import OnRecordError
 from unigen_ds.data.samples.processor import ConversationProcessor
+from unigen_ds.data.samples.sample import RULE_VERSIONS, RULES
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
 from unigen_ds.data.sources.find import DataPath
 from unigen_ds.data.sources.shard_files import DataShard, ShardList, Spool
@@ -263,7 +264,7 @@ class StreamedShards:
         """Changes with every name, size and version of a shard, and with what decides how they are read and mixed."""
         listed, own_folders = self.listed, tuple[object, ...]()
         if self._layout.folders and any(Path(shard.url).parent != listed.root for shard in listed.shards):
-            own_folders = (("image_folders", RULES.image_folders),) if listed.root is not None else ()
+            own_folders = (("image_folders", RULE_VERSIONS["image_folders"]),) if listed.root is not None else ()
         shards = [shard.facts for shard in listed.shards]
         facts = (*listed.facts, *self._layout.facts, *self._facts, *own_folders)
         return fingerprint(_FORMAT, shards, self.settings.mixed_shards, self.processor.fingerprint, RULES, *facts)

@@ -23,8 +23,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.datasets.dataset import PlannedDataset, source_names
 from unigen_ds.data.order.order import mix_many
-from unigen_ds.data.samples.counts import COLUMNS, Array, Counts
-from unigen_ds.data.samples.sample import Sample
+from unigen_ds.data.samples.sample import COLUMNS, Array, Counts, Sample
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger, notice
 from unigen_ds.system.seeding import derive_seed

@@ -120,23 +120,6 @@ class ColorJitter:
         return torch.lerp(_grey(image), image, saturation).clamp(0, 1)
 
 
-@TRANSFORMS.register_module()
-class RandomGray:
-    """An image without colours.
-
-    Args:
-        probability: of an image without colours.
-    """
-
-    @checked()
-    def __init__(self, *, probability: Share = 0.1) -> None:
-        self.probability = probability
-
-    def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor:
-        grey = torch.rand((), generator=generator).item() < self.probability
-        return _grey(image).expand_as(image).clone() if grey else image
-
-
 def misplaced(cls: type, where: str, *, changes: bool) -> list[ConfigError]:
     """An error where a transform that sets a size is to change images (``changes``), or the other way round."""
     wrong = hasattr(cls, "largest_side") if changes else not hasattr(cls, "size")

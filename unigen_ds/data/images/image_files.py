@@ -1,6 +1,9 @@
-"""An image's file or its bytes -> the size in its header, or the decoded image, turned upright.
+"""An image -> the size in its header -> the decoded picture, turned upright -> a normalised tensor -> flat patches.
 
-Everything that a file may be and is not read as is an ``UnreadableImage`` with the reason.
+An image is a path, or inside of another file (``StoredImage``). Everything that a file may be and is not read as is
+an ``UnreadableImage`` with the reason. The size rule is BAGEL's: the longer side at most ``max_size``, the shorter at
+least ``min_size`` (the upper limit wins where both cannot hold), both multiples of ``stride``. Only ``size`` is needed
+to plan a sequence, so a data set is indexed without decoding a picture. Resizing is PIL's bicubic on uint8, once.
 """
 
 from __future__ import annotations
@@ -9,24 +12,48 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, ClassVar, Literal
 
 import numpy as np
+import torch
+import xxhash
+from annotated_types import Ge
+from numpy.typing import NDArray
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
+from torch import Tensor
 
-from unigen_ds.core.errors import DataError
-from unigen_ds.data.images.stored_image import StoredImage
+from unigen_ds.config.registry import TRANSFORMS, checked
+from unigen_ds.core.errors import ConfigError, DataError
 
 warnings.filterwarnings("ignore", module=r"PIL\.")
 """What PIL has to say about a file's details; an image that it cannot read is an error."""
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO", "TGA", "PCX",
+           "SGI", "QOI", "PSD")  # fmt: skip
+"""What is opened, whatever the file is called. PIL has more: an EPS, for one, is drawn by starting Ghostscript."""
+MAX_PIXELS = 178_956_970
+"""Pixels of an image at most, checked before any is decoded: a small file may claim a size that fills the memory."""
+_LONG = 400
+"""Characters of a path in a message."""
+_BASE64 = re.compile(r"[A-Za-z0-9+/]{256,}={0,2}\Z")
 _ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
+_DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
 _ORIENTATION = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""EXIF orientation -> what brings the picture upright."""
 _TEXT_VARIABLE = "UNIGEN_DS_PNG_TEXT_BYTES"
 """Of this project's own processes: those that a run starts have its limit."""
 
@@ -46,33 +73,61 @@ def raise_png_text_limit() -> None:
 raise_png_text_limit()
 
 
-class UnreadableImage(DataError):
-    """A picture cannot be opened or decoded. The loader turns it into a counted skip."""
-
-    path = ""
-    """The file, where it is known."""
+# --- bytes --------------------------------------------------------------------------------------------------------
 
 
-FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO", "TGA", "PCX",
-           "SGI", "QOI", "PSD")  # fmt: skip
-"""What is opened, whatever the file is called. PIL has more: an EPS, for one, is drawn by starting Ghostscript."""
-MAX_PIXELS = 178_956_970
-"""Pixels of an image at most, checked before any is decoded: a small file may claim a size that fills the memory."""
-_LONG = 400
-"""Characters of a path in a message."""
-_IN_TEXT = "; as base64 it is written data:image/png;base64,..."
-_BASE64 = re.compile(r"[A-Za-z0-9+/]{256,}={0,2}\Z")
-_DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""EXIF orientation -> what brings the picture upright."""
+@dataclass(frozen=True)
+class Span:
+    """A range of bytes of a file."""
+
+    path: Path
+    offset: int
+    length: int
+
+    def read(self) -> bytes:
+        """Its bytes. Raises ``DataError`` where the file was removed or shortened after it was indexed."""
+        try:
+            with self.path.open("rb") as stream:
+                content = os.pread(stream.fileno(), self.length, self.offset)
+        except OSError as error:
+            raise lost(self.path, error.strerror) from error
+        if len(content) != self.length:
+            raise lost(self.path, f"it ends at byte {self.offset + len(content)}, before one of its records")
+        return content
+
+
+def lost(path: Path, why: str | None) -> DataError:
+    """Return the error for a data file that was there when it was indexed."""
+    return DataError(
+        f"data file {path} can no longer be read: {why}",
+        remedy="a run reads its data files until it ends: restore the file, then continue with --resume",
+    )
+
+
+class StoredImage(str):
+    """An image inside of another file: a value of a table, a member of a tar, base64 in a text. It is used where an
+    image's path is. As text it names its position (``train.parquet row 9: image``); its bytes are read when somebody
+    opens it. A copy in another process is the text alone: what was read is not sent along with a message about it.
+    """
+
+    _data: bytes | Span
+
+    def __new__(cls, name: str, data: bytes | Span) -> StoredImage:
+        image = super().__new__(cls, name)
+        image._data = data
+        return image
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+    def read(self) -> bytes:
+        """The bytes of the image's file."""
+        return self._data.read() if isinstance(self._data, Span) else self._data
+
+    @cached_property
+    def digest(self) -> str:
+        """XXH3-128 of these bytes, hex."""
+        return xxhash.xxh3_128(self.read()).hexdigest()
 
 
 class ImageContent:
@@ -86,14 +141,29 @@ class ImageContent:
 
     @cached_property
     def data(self) -> bytes:
-        """The bytes of the file."""
-        path = self.path
-        return path.read() if isinstance(path, StoredImage) else Path(_no_device(path)).read_bytes()
+        """The bytes of the file. Raises ``ValueError`` where reading may never end: a pipe, a socket, a device."""
+        if isinstance(self.path, StoredImage):
+            return self.path.read()
+        _check_no_device(self.path)
+        return Path(self.path).read_bytes()
 
     @cached_property
     def decoded(self) -> Image.Image:
         """As of ``open_image``."""
         return _decoded(self)
+
+
+AnyImage = str | Path | ImageContent
+
+
+# --- pictures -----------------------------------------------------------------------------------------------------
+
+
+class UnreadableImage(DataError):
+    """A picture cannot be opened or decoded. The loader turns it into a counted skip."""
+
+    path = ""
+    """The file, where it is known."""
 
 
 @dataclass(frozen=True)
@@ -114,23 +184,27 @@ class ImageHeader:
     """What it was read from, where that was the whole file."""
 
 
-def image_header(path: str | Path | ImageContent) -> ImageHeader:
+def image_header(path: AnyImage) -> ImageHeader:
     """From the header alone. An unreadable image does not raise."""
     try:
         with _opened(path, "read") as image:
-            orientation = _orientation(image)
-            width, height = image.size
-            if orientation >= 5:
-                width, height = height, width
-            transparent = image.mode in _ALPHA or "transparency" in image.info
-            turned = orientation > 1 or (image.format == "TIFF" and image.size != _stored_size(image))
-            content = path if isinstance(path, ImageContent) else None
-            return ImageHeader((width, height), "", turned or _is_deep(image), image.mode, transparent, content)
+            orientation, size = _orientation(image), image.size
+            turned = orientation > 1
+            if image.format == "TIFF":  # PIL turns it while it is decoded, and has its size after that
+                tags = getattr(image, "tag_v2", {})
+                turned = size != (tags.get(256), tags.get(257))
+            return ImageHeader(
+                size if orientation < 5 else (size[1], size[0]),
+                changed=turned or _is_deep(image),
+                mode=image.mode,
+                transparent=image.mode in _ALPHA or "transparency" in image.info,
+                content=path if isinstance(path, ImageContent) else None,
+            )
     except UnreadableImage as error:
         return ImageHeader(None, error.problem)
 
 
-def open_image(path: str | Path | ImageContent) -> Image.Image:
+def open_image(path: AnyImage) -> Image.Image:
     """Return the decoded picture, upright, grey in 8 bits.
 
     Raises ``UnreadableImage`` naming the path; a truncated file is refused, not greyed out.
@@ -138,18 +212,19 @@ def open_image(path: str | Path | ImageContent) -> Image.Image:
     return path.decoded if isinstance(path, ImageContent) else _decoded(path)
 
 
-def _decoded(path: str | Path | ImageContent) -> Image.Image:
+def _decoded(path: AnyImage) -> Image.Image:
     with _opened(path, "decoded") as image:
         orientation = _orientation(image)
         image.load()
+        picture: Image.Image = image
         if _is_deep(image):
             # the upper 8 bits, as PIL reads colours of 16 bits; it clips grey to 255, which is white almost everywhere
-            return _turned(Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8)), orientation)
-        return _turned(image, orientation)
+            picture = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
+        return picture.transpose(_TURNS[orientation]) if orientation in _TURNS else picture
 
 
 @contextmanager
-def _opened(path: str | Path | ImageContent, what: str) -> Iterator[Image.Image]:
+def _opened(path: AnyImage, what: str) -> Iterator[Image.Image]:
     """The image, not decoded. Raises ``UnreadableImage``, also for errors of the block: it cannot be ``what``."""
     try:
         with _bytes_of(path) as source, Image.open(source, formats=_formats()) as image:
@@ -162,37 +237,33 @@ def _opened(path: str | Path | ImageContent, what: str) -> Iterator[Image.Image]
     except MemoryError:
         raise
     except Exception as error:  # PIL's readers raise anything on a broken file
-        raise UnreadableImage(f"image {_shorten(path)} cannot be {what}: {_reason(path, error)}") from error
+        reason = f"{type(error).__name__}: {_shorten(error)}"
+        if isinstance(error, UnidentifiedImageError):
+            reason = f"its content is none of the formats (read are {', '.join(FORMATS)})"
+        elif isinstance(error, OSError) and error.errno is not None and error.strerror:
+            reason = f"{type(error).__name__}: {error.strerror}"
+            if _BASE64.search(str(path)):  # the image itself where its path is expected
+                reason += "; as base64 it is written data:image/png;base64,..."
+        raise UnreadableImage(f"image {_shorten(path)} cannot be {what}: {reason}") from error
 
 
-def _bytes_of(path: str | Path | ImageContent) -> IO[bytes]:
-    if isinstance(path, ImageContent):
-        return BytesIO(path.data)
-    return BytesIO(path.read()) if isinstance(path, StoredImage) else open(_no_device(path), "rb")
+def _bytes_of(path: AnyImage) -> IO[bytes]:
+    if isinstance(path, StoredImage | ImageContent):
+        return BytesIO(path.data if isinstance(path, ImageContent) else path.read())
+    _check_no_device(path)
+    return open(path, "rb")
 
 
-def _reason(path: str | Path | ImageContent, error: Exception) -> str:
-    """What is wrong with an image, without its path."""
-    if isinstance(error, UnidentifiedImageError):
-        return f"its content is none of the formats (read are {', '.join(FORMATS)})"
-    if isinstance(error, OSError) and error.errno is not None and error.strerror:
-        in_text = _BASE64.search(str(path)) is not None  # the image itself where its path is expected
-        return f"{type(error).__name__}: {error.strerror}{_IN_TEXT if in_text else ''}"
-    return f"{type(error).__name__}: {_shorten(error)}"
+def _check_no_device(path: str | Path) -> None:
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ValueError("it is a pipe, a socket or a device, not a file")
 
 
 def _shorten(value: object) -> str:
     """The beginning and the end of a long text: a record may have anything where a path is expected."""
     text = str(value)
     return text if len(text) <= _LONG else f"{text[: _LONG // 2]} ... {text[-_LONG // 4 :]}"
-
-
-def _no_device(path: str | Path) -> str | Path:
-    """The path itself. Raises ``ValueError`` where reading it may never end: a pipe, a socket, a device."""
-    mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise ValueError("it is a pipe, a socket or a device, not a file")
-    return path
 
 
 @cache
@@ -203,7 +274,7 @@ def _formats() -> tuple[str, ...]:
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF's, 1 to 8, from the header. A TIFF is turned by PIL itself, while it is decoded."""
+    """EXIF's, 1 to 8, from the header; 1 for a TIFF."""
     if image.format == "TIFF" or (image.format == "PNG" and not {"exif", "Raw profile type exif"} & set(image.info)):
         return 1  # a PNG would be decoded to look for EXIF data after its pixels
     try:
@@ -213,17 +284,9 @@ def _orientation(image: Image.Image) -> int:
     return orientation if orientation in _TURNS else 1
 
 
-def _stored_size(tiff: Any) -> tuple[int, int]:
-    return tiff.tag_v2.get(256), tiff.tag_v2.get(257)
-
-
 def _is_deep(image: Image.Image) -> bool:
     """Whether its grey has 16 bits."""
     return image.mode in _DEEP or (image.mode == "I" and image.format in ("PNG", "PPM"))
-
-
-def _turned(image: Image.Image, orientation: int) -> Image.Image:
-    return image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
 
 
 def flattened(image: Image.Image, *, white: bool) -> Image.Image:
@@ -248,6 +311,123 @@ def on_white(image: Image.Image, mode: str) -> Image.Image:
         return image
     if image.mode in _ALPHA or "transparency" in image.info:
         rgba = image.convert("RGBA")
-        background = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(background, rgba)
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba)
     return image.convert(mode)
+
+
+# --- tensors ------------------------------------------------------------------------------------------------------
+
+
+@TRANSFORMS.register_module()
+class ImageTransform:
+    """Resize by the rule above and normalise to [-1, 1].
+
+    Args:
+        max_size: longest side in pixels; within the model's position table.
+        min_size: shortest side in pixels, where ``max_size`` allows it; at most ``max_size``.
+        stride: both sides are multiples of so many pixels; a multiple of the ViT's patch, or of the pixels under one
+            latent patch.
+        mode: ``RGB`` (3 channels) or ``L`` (grey, 1 channel).
+    """
+
+    side_keys: ClassVar[Sequence[str]] = ("max_size",)
+    """Arguments that limit its sides."""
+
+    @checked()
+    def __init__(
+        self,
+        max_size: Annotated[int, Ge(1)],
+        min_size: Annotated[int, Ge(1)],
+        stride: Annotated[int, Ge(1)],
+        mode: Literal["RGB", "L"] = "RGB",
+    ) -> None:
+        if min_size > max_size or stride > max_size:
+            raise ConfigError(
+                f"image transform of max_size {max_size}, min_size {min_size}, stride {stride}",
+                allowed="min_size and stride of at most max_size",
+            )
+        self.max_size, self.min_size, self.stride, self.mode = max_size, min_size, stride, mode
+
+    @property
+    def channels(self) -> int:
+        return 3 if self.mode == "RGB" else 1
+
+    @property
+    def largest_side(self) -> int:
+        """The longest side that ``size`` can return."""
+        return _rounded(self.max_size, self.stride)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever a size or a pixel may change."""
+        return f"{type(self).__name__}/{self.max_size}/{self.min_size}/{self.stride}/{self.mode}"
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Return (width, height) after the transform, by the rule at the top of this file."""
+        scale = min(self.max_size / max(width, height), 1.0)
+        scale = max(scale, self.min_size / min(width, height))
+        width, height = _rounded(width * scale, self.stride), _rounded(height * scale, self.stride)
+        if max(width, height) > self.max_size:
+            scale = self.max_size / max(width, height)
+            width, height = _rounded(width * scale, self.stride), _rounded(height * scale, self.stride)
+        return width, height
+
+    def resize(self, image: Image.Image) -> Image.Image:
+        """The picture in ``mode`` and at its final size. It may be called by several threads."""
+        image = on_white(image, self.mode)
+        return image.resize(self.size(*image.size), Image.Resampling.BICUBIC)
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """[C, H, W] float32 in [-1, 1]."""
+        return normalised(np.array(self.resize(image), dtype=np.uint8))
+
+
+def _rounded(side: float, stride: int) -> int:
+    # to whole pixels first, as the public code does: 23.6 pixels at stride 16 become 32, not 16
+    return max(stride, round(round(side) / stride) * stride)
+
+
+def normalised(pixels: NDArray[np.uint8]) -> Tensor:
+    """[H, W, C] or [H, W] bytes -> [C, H, W] float32 in [-1, 1]."""
+    channels_last = torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1)
+    floats = channels_last.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
+    return floats.div_(255).sub_(0.5).div_(0.5)
+
+
+@TRANSFORMS.register_module()
+class CenterCrop(ImageTransform):
+    """A square: the picture is resized until its shorter side fits, and the middle of it is kept.
+
+    Args:
+        side: pixels of a side; a multiple of ``stride``.
+        stride: as of ``ImageTransform``.
+        mode: ``RGB`` (3 channels) or ``L`` (grey, 1 channel).
+    """
+
+    side_keys = ("side",)
+
+    @checked()
+    def __init__(
+        self, side: Annotated[int, Ge(1)], stride: Annotated[int, Ge(1)], mode: Literal["RGB", "L"] = "RGB"
+    ) -> None:
+        if side % stride:
+            raise ConfigError(f"CenterCrop of {side} pixels, stride {stride}", allowed="a multiple of stride")
+        super().__init__(side, side, stride, mode)
+        self.side = side
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        return self.max_size, self.max_size
+
+    def resize(self, image: Image.Image) -> Image.Image:
+        image = on_white(image, self.mode)
+        (width, height), side = image.size, min(image.size)
+        box = ((width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2)
+        return image.resize(self.size(width, height), Image.Resampling.BICUBIC, box)
+
+
+def patchify(image: Tensor, patch_size: int) -> Tensor:
+    """[C, H, W] -> [H/p * W/p, p * p * C]: patches row by row; (row, column, channel) inside a patch."""
+    channels, height, width = image.shape
+    p = patch_size
+    blocks = image.reshape(channels, height // p, p, width // p, p)
+    return blocks.permute(1, 3, 2, 4, 0).reshape(-1, p * p * channels)

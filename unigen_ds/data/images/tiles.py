@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.images.image_files import on_white
-from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.data.images.image_files import ImageTransform, on_white
 
 IMAGE_TOKEN, GLOBAL_TOKEN = "<|image|>", "<|global_image|>"
 MAX_TILES_PER_SIDE = 8

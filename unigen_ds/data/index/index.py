@@ -13,27 +13,51 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, fingerprint, load_or_fill
-from unigen_ds.data.images.stored_image import StoredImage
-from unigen_ds.data.records.data_file import MalformedRecord
-from unigen_ds.data.records.records import Layout, unused_texts
-from unigen_ds.data.records.turn import Turn
-from unigen_ds.data.records.unusable import BadRecord, OnRecordError, as_array, from_array, unusable_error
-from unigen_ds.data.records.unused import unused_keys, unused_line, unused_of
-from unigen_ds.data.rules import RULES, TOUCH_BITS, marks
-from unigen_ds.data.samples.counts import COLUMNS, NUM_DIGESTED, Array, Counts, count, record_digest
+from unigen_ds.data.cache.array_cache import (
+    SUFFIX,
+    ArrayFile,
+    Arrays,
+    fingerprint,
+    load_arrays,
+    load_or_fill,
+    load_or_write,
+)
+from unigen_ds.data.images.image_files import StoredImage
+from unigen_ds.data.records.records import Layout, Record, Turn, unused_texts
+from unigen_ds.data.records.unusable import (
+    BadRecord,
+    MalformedRecord,
+    OnRecordError,
+    as_array,
+    from_array,
+    unusable_error,
+)
+from unigen_ds.data.records.unused import unused_keys
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.data.samples.sample import Sample
+from unigen_ds.data.samples.sample import (
+    COLUMNS,
+    NUM_DIGESTED,
+    RULE_VERSIONS,
+    RULES,
+    TOUCH_BITS,
+    Array,
+    Counts,
+    Sample,
+    count,
+    record_digest,
+    touching,
+)
 from unigen_ds.data.sources.base import FoundRecord, RecordSource, folder_of
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
@@ -84,6 +108,8 @@ class Index:
     """Digest of the data files."""
     unused: Array
     """``unused_keys`` of each record."""
+    unused_texts: Array
+    """Texts of each record that it has as alternatives to the one that is used."""
     lines: NDArray[np.uint8]
     """The first records that cannot be trained on (``unusable.as_array``)."""
     cache: Path | None
@@ -125,7 +151,7 @@ class Index:
         counts = self.counts
         (entry,) = self.source.read(index, index + 1)
         row = tuple(int(getattr(counts, name)[index]) for name in COLUMNS[:NUM_DIGESTED])
-        if record_digest(entry.content, row, marks(int(counts.touched[index]))) != self.records[index]:
+        if record_digest(entry.content, row, int(counts.touched[index])) != self.records[index]:
             raise DataError(
                 f"record {index} of data file {self.source.title} was changed during the run: it is not the one of the"
                 " index",
@@ -165,16 +191,16 @@ class Index:
 
         Several processes may start together: one plans, the others wait for its file where the file system has locks.
         Raises ``DataError`` where records are malformed and ``on_record_error`` is 'error'. An unreadable image is no
-        error here. ``image_root``: None: the source's own; ``report``: what of the records is not learned as intended,
-        in the log.
+        error here. ``image_root``: None: the source's own; ``report``: what the source itself leaves out, in the log.
         """
         root = source.root if image_root is None else image_root
         layout = Layout(root) if layout is None else replace(layout, image_root=root)
         folder = source.index_folder(cache_dir)
         content = source.content_digest(folder)
         beneath = os.path.relpath(root, source.root)
-        moved = (("image_folders", RULES.image_folders),) if source.several_folders and layout.folders else ()
-        extra = (*source.cache_facts, *layout.facts, *moved)
+        extra = (*source.cache_facts, *layout.facts)
+        if source.several_folders and layout.folders:
+            extra = (*extra, ("image_folders", RULE_VERSIONS["image_folders"]))
         key = fingerprint(content, beneath, processor.fingerprint, RULES, _CACHE_FORMAT, *extra)
         cache = None if folder is None else folder / f"{source.origin.name}-{key[:16]}{SUFFIX}"
         made = False
@@ -188,15 +214,15 @@ class Index:
         source.use({name: array for name, array in arrays.items() if name not in (*_PLANNED, _DIGESTS, UNUSABLE)})
         counts = Counts(*(arrays[name] for name in COLUMNS))
         of_counts, of_records = (part.tobytes().hex() for part in arrays[_DIGESTS].reshape(2, 16))
-        if report:
-            _report(source, counts, on_record_error, arrays[_UNUSED], arrays[_UNUSED_KEYS])
+        for note in source.notes() if report and dist.env_rank() == 0 else ():
+            logger().warning("%s: %s", source.title, note)
         # not of the key: the same data in another folder is the same data, and so is what no rule changes
-        touching = marks(counts.all_touched)
-        facts = (*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *touching, *layout.facts)
+        rules = touching(counts.all_touched)
+        facts = (*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *rules, *layout.facts)
         digest = fingerprint(*facts)
         index = cls(
             source, arrays["records"], counts, digest, folder, layout, of_records, content, arrays[_UNUSED_KEYS],
-            arrays[UNUSABLE], None if made else cache,
+            arrays[_UNUSED], arrays[UNUSABLE], None if made else cache,
         )  # fmt: skip
         if on_record_error == "error" and index.malformed.size:
             if cache is not None:  # the code that reads it may be what is mended
@@ -268,17 +294,6 @@ def planned(
 
 
 @dataclass(frozen=True)
-class _Parsed:
-    """A record whose values are known."""
-
-    entry: FoundRecord
-    record: Mapping[str, Any]
-    turns: list[Turn]
-    content: bytes
-    """What its digest is of."""
-
-
-@dataclass(frozen=True)
 class Plan:
     """Plans the records of a chunk."""
 
@@ -287,70 +302,60 @@ class Plan:
     layout: Layout
 
     def __call__(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
-        """``_PLANNED`` of the records of a chunk, and ``UNUSABLE``."""
+        """``_PLANNED`` of the records of a chunk, and ``UNUSABLE``. Texts that are read together are tokenized so."""
         rows: list[tuple[int, ...]] = []
         unusable: list[BadRecord] = []
+
+        def leave_out(number: int, record: Record, reason: str, *, image: bool = False) -> None:
+            unusable.append(BadRecord.of(number, *self.source.file_of(number), record, reason, image=image))
+
         for first, entries in batches(self.source, chunk):
-            rows += self._batch(first, entries, unusable)
+            parsed: dict[int, tuple[FoundRecord, Record, list[Turn], bytes]] = {}
+            for number, entry in enumerate(entries, first):
+                record: Record = {}
+                try:
+                    if isinstance(entry, DataError):
+                        raise entry
+                    record = entry.record
+                    turns = self.layout.at(folder_of(entry)).learned_turns(record, entry.where)
+                    parsed[number] = (entry, record, turns, entry.content)
+                except DataError as error:
+                    leave_out(number, record, str(error))
+            samples: dict[int, Sample] = {}
+            try:
+                together = self.processor.plan_many((turns, entry.where) for entry, _, turns, _ in parsed.values())
+                samples = dict(zip(parsed, together, strict=True))
+            except DataError:  # of one of them, which the model cannot take
+                for number, (entry, record, turns, _) in parsed.items():
+                    try:
+                        samples[number] = self.processor.plan(turns, entry.where)
+                    except DataError as error:
+                        leave_out(number, record, str(error))
+            for number in range(first, first + len(entries)):
+                if (sample := samples.get(number)) is None:
+                    rows.append(_NOTHING)
+                    continue
+                entry, record, turns, content = parsed[number]
+                empty = sum(turn.kind == "text" and not turn.value.strip() for turn in turns)
+                moved = TOUCH_BITS["image_folders"] * self._is_moved(entry, record)
+                unk_id = getattr(self.processor.tokenizer, "unk_id", None)
+                row = count(sample, unk_id=unk_id, empty_texts=empty, touched=moved)
+                if row[_UNREADABLE]:
+                    problem = next(split.error for split in sample.splits if split.error)
+                    leave_out(number, record, f"{entry.where}: {problem}", image=True)
+                record = self.layout.named(record, entry.where) if self.layout.columns else record
+                unused = unused_keys(record, self.layout, getattr(entry, "unused", ()))
+                rows.append((*row, record_digest(content, row, row[_TOUCHED]), unused_texts(record), unused))
         unusable.sort(key=lambda one: one.number)
         return *np.asarray(rows, dtype=np.int64).T, as_array(unusable[:_MOST_LINES])
 
-    def _batch(
-        self, first: int, entries: Sequence[FoundRecord | DataError], unusable: list[BadRecord]
-    ) -> Iterator[tuple[int, ...]]:
-        """``_PLANNED`` of each of some records, of which ``first`` is the first; ``unusable`` gets what cannot be used.
-        Their texts are tokenized in one call.
-        """
-        parsed: dict[int, _Parsed] = {}
-        for number, entry in enumerate(entries, first):
-            record: Mapping[str, Any] = {}
-            try:
-                if isinstance(entry, DataError):
-                    raise entry
-                record = entry.record
-                turns = turns_to_learn(record, entry.where, self.layout.at(folder_of(entry)))
-                parsed[number] = _Parsed(entry, record, turns, entry.content)
-            except DataError as error:
-                unusable.append(self._unusable(number, record, str(error)))
-        samples: dict[int, Sample] = {}
-        try:
-            together = self.processor.plan_many((one.turns, one.entry.where) for one in parsed.values())
-            samples = dict(zip(parsed, together, strict=True))
-        except DataError:  # of one of them, which the model cannot take
-            for number, one in parsed.items():
-                try:
-                    samples[number] = self.processor.plan(one.turns, one.entry.where)
-                except DataError as error:
-                    unusable.append(self._unusable(number, one.record, str(error)))
-        for number in range(first, first + len(entries)):
-            sample = samples.get(number)
-            yield _NOTHING if sample is None else self._row(number, parsed[number], sample, unusable)
-
-    def _row(self, number: int, parsed: _Parsed, sample: Sample, unusable: list[BadRecord]) -> tuple[int, ...]:
-        """``_PLANNED`` of one record."""
-        entry, record = parsed.entry, parsed.record
-        empty = sum(turn.kind == "text" and not turn.value.strip() for turn in parsed.turns)
-        row = count(sample, unk_id=getattr(self.processor.tokenizer, "unk_id", None), empty_texts=empty)
-        if self._is_moved(parsed):
-            row = (*row[:_TOUCHED], row[_TOUCHED] | TOUCH_BITS["image_folders"], *row[_TOUCHED + 1 :])
-        if row[_UNREADABLE]:
-            error = next(split.error for split in sample.splits if split.error)
-            unusable.append(self._unusable(number, record, f"{entry.where}: {error}", image=True))
-        digest = record_digest(parsed.content, row, marks(row[_TOUCHED]))
-        if self.layout.columns:
-            record = self.layout.named(record, entry.where)
-        return *row, digest, unused_texts(record), unused_keys(record, self.layout, getattr(entry, "unused", ()))
-
-    def _unusable(self, number: int, record: Mapping[str, Any], reason: str, *, image: bool = False) -> BadRecord:
-        return BadRecord.of(number, *self.source.file_of(number), record, reason, image=image)
-
-    def _is_moved(self, parsed: _Parsed) -> bool:
+    def _is_moved(self, entry: FoundRecord, record: Record) -> bool:
         """Whether the rule ``image_folders`` decides where an image of the record is: its path is relative, and its
         file is in another folder than the first one.
         """
-        if folder_of(parsed.entry) is None or not self.layout.folders:
+        if folder_of(entry) is None or not self.layout.folders:
             return False
-        turns = replace(self.layout, image_root=None).turns(parsed.record, parsed.entry.where)
+        turns = replace(self.layout, image_root=None).turns(record, entry.where)
         images = [turn.value for turn in turns if turn.kind == "image"]
         return any(not isinstance(image, StoredImage) and not os.path.isabs(image) for image in images)
 
@@ -375,35 +380,88 @@ def _read_alone(source: RecordSource, number: int) -> FoundRecord | DataError:
         return error
 
 
-def turns_to_learn(record: Mapping[str, Any], where: object, layout: Layout) -> list[Turn]:
-    """The turns of one record. Raises ``DataError`` with file and line where it is malformed, or has no target."""
-    turns = layout.turns(record, where)
-    for turn in turns:
-        if turn.is_target:
-            return turns
-    if any(turn.role == "assistant" for turn in turns):
-        raise DataError(f"{where}: every assistant message has the weight 0: nothing to learn from")
-    raise DataError(f"{where}: conversations has no assistant turn: nothing to learn from")
+class TokenCache:
+    """Ids of the texts of every record of a source, kept beside its index: a text is tokenized once, not in each epoch.
+
+    A record's row is its checksum (a wrong id would be learned without notice), then of each text its length and ids.
+    It is copied to loading processes by its path, and mapped there.
+    """
+
+    def __init__(self, path: Path, key: str, arrays: Arrays) -> None:
+        self._path, self._key, self._starts, self._numbers = path, key, arrays["starts"], arrays["numbers"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenCache.open, (self._path, self._key)
+
+    def of(self, index: int) -> list[list[int]]:
+        """Ids of each text of a record. Raises ``DataError`` where the file was damaged."""
+        row = self._numbers[self._starts[index] : self._starts[index + 1]]
+        if not len(row) or int(row[0]) != _checksum(row[1:]):
+            raise DataError(
+                f"the cache of tokens {self._path} is damaged: record {index} is not what was written",
+                remedy="delete the file: it is made again",
+            )
+        numbers, texts, at = row[1:].tolist(), [], 0
+        while at < len(numbers):
+            texts.append(numbers[at + 1 : at + 1 + numbers[at]])
+            at += 1 + numbers[at]
+        return texts
+
+    @classmethod
+    def open(cls, path: Path, key: str) -> TokenCache:
+        """In another process. Raises ``DataError`` where the file is gone."""
+        arrays = load_arrays(path, key)
+        if arrays is None:
+            raise DataError(f"the cache of tokens {path} is gone or damaged", remedy="start again: it is made again")
+        return cls(path, key, arrays)
+
+    @classmethod
+    def build(cls, index: Index, processor: ConversationProcessor, *, num_workers: int = 0) -> TokenCache | None:
+        """From its file, or by tokenizing every text once. None, with a warning, where there is no space for a file.
+
+        Raises ``ConfigError`` for a processor that does not tokenize texts one by one.
+        """
+        next(processor.text_ids([]), None)  # refused before anything is read
+        if index.folder is None:
+            logger().warning("the tokens of %s cannot be cached: there is no folder for it", index.source.title)
+            return None
+        key = fingerprint(
+            "unigen-tokens-1", index.content, type(processor).__qualname__, processor.tokenizer.fingerprint,
+            RULES.special_tokens, index.layout.facts, *index.source.cache_facts,
+        )  # fmt: skip
+        path = index.folder / f"{index.source.origin.name}-tokens-{key[:16]}{SUFFIX}"
+
+        def fill(new: ArrayFile) -> None:
+            new.add("starts", len(index) + 1)
+            new.add("numbers", None, "int32")
+            end, malformed = 0, frozenset(index.malformed.tolist())
+            plan = partial(_token_rows, index.source, processor, index.layout, malformed)
+            for first, (lengths, numbers) in planned(index.source, plan, num_workers):
+                new.put("starts", first + 1, end + np.cumsum(lengths))
+                new.put("numbers", end, numbers)
+                end += len(numbers)
+
+        arrays = load_or_write(path, key, fill)
+        return None if arrays is None else cls(path, key, arrays)
 
 
-def _report(source: RecordSource, counts: Counts, on_error: OnRecordError, unused: Array, keys: Array) -> None:
-    """How much of the data will not be learned as intended."""
-    if dist.env_rank() != 0:
-        return
-    lines, number = [*source.notes()], len(counts.tokens)
-    if keys.any():
-        lines.append(unused_line(unused_of(keys)))
-    if several := int((unused > 0).sum()):
-        several_texts = f"{several} records have several texts to choose from"
-        lines.append(f"{several_texts}; one of each is used, always the same, and {int(unused.sum())} are not")
-    if empty := int((counts.empty_texts > 0).sum()):
-        lines.append(f"{empty} of {number} records have an empty text (a caption, a question or an answer)")
-    if unknown := int(counts.unknown.sum()):
-        texts = int(counts.tokens.sum() - counts.image_tokens.sum())
-        share = f"{unknown} of {texts} text tokens ({100 * unknown / texts:.2g} %)"
-        lines.append(f"{share} are words that the tokenizer does not have (<unk>)")
-    broken = int((counts.unreadable > 0).sum())
-    if broken and on_error == "error":
-        lines.append(f"{broken} of {number} records have an image that cannot be read; they become counted skips")
-    for line in lines:
-        logger().warning("%s: %s", source.title, line)
+def _token_rows(
+    source: RecordSource, processor: ConversationProcessor, layout: Layout, malformed: frozenset[int], chunk: Chunk
+) -> tuple[NDArray[Any], ...]:
+    """How many numbers each record of a chunk has, and the numbers; a malformed record has no texts."""
+    rows: list[NDArray[np.int32]] = []
+    for first, entries in batches(source, chunk):
+        turns = [
+            [] if n in malformed else layout.learned_turns(entry.record, entry.where)
+            for n, entry in enumerate(entries, first)
+        ]
+        for texts in processor.text_ids(turns):
+            row = np.asarray([0, *(number for ids in texts for number in (len(ids), *ids))], dtype=np.int32)
+            row[0] = _checksum(row[1:])
+            rows.append(row)
+    return np.asarray([*map(len, rows)], dtype=np.int64), np.concatenate(rows)
+
+
+def _checksum(numbers: NDArray[Any]) -> int:
+    """31 bits of XXH32, so that it is a number of the array."""
+    return xxhash.xxh32_intdigest(np.ascontiguousarray(numbers, dtype="<i4").data) >> 1

@@ -92,14 +92,8 @@ class BestFitPacking:
         no other sample with images beside it. Inside a sequence positions ascend; the order of the sequences is
         shuffled with ``key``.
         """
-        samples = _Samples.of(lengths, tiles, seq_length, self.max_tiles)
-        best, sequences = len(samples.sizes) + 1, np.empty(0, dtype=np.int64)
-        for share in _SPREAD:
-            total, attempt = samples.packed(samples.least, share)
-            if total < best:
-                best, sequences = total, attempt
-            if best <= samples.least + samples.least // _GOOD:
-                break
+        samples = _Samples(lengths, tiles, seq_length, self.max_tiles)
+        _, sequences = samples.best(samples.least, samples.least + samples.least // _GOOD)
         return _shuffled(sequences, key)
 
     def plan_with(
@@ -116,41 +110,43 @@ class BestFitPacking:
 
         One sample of each group must fit a sequence, and beside them any sample of none (``groups.check_mandatory``).
         """
-        samples = _Samples.of(lengths, tiles, seq_length, self.max_tiles)
+        samples = _Samples(lengths, tiles, seq_length, self.max_tiles)
         members = [samples.largest_first(np.asarray(group, dtype=np.int64)) for group in groups]
         number = samples.least
         while True:
             missing = [max(number - len(group), 0) for group in members]
             if any(missing):
                 return [], missing
-            begun = [group[:number] for group in members]
-            best, sequences = len(samples.sizes) + 1, np.empty(0, dtype=np.int64)
-            for share in _SPREAD:
-                total, attempt = samples.packed(number, share, begun)
-                if total < best:
-                    best, sequences = total, attempt
-                if total == number:
-                    return _shuffled(sequences, key), missing
+            best, sequences = samples.best(number, number, [group[:number] for group in members])
+            if best == number:
+                return _shuffled(sequences, key), missing
             number = best
 
 
 class _Samples:
-    """The samples of a window. ``images``: as they count against the ``limit`` of a sequence; zeros: there is none."""
+    """The samples of a window. A longer one is ``seq_length`` long, one with more images has ``max_tiles``; None: images
+    do not count.
+    """
 
-    def __init__(self, sizes: Array, images: Array, limit: int, seq_length: int) -> None:
-        self.sizes, self.images, self.limit, self.seq_length = sizes, images, limit, seq_length
-        self.limited = bool(images.any())
-        self.least = max(math.ceil(int(sizes.sum()) / seq_length), math.ceil(int(images.sum()) / limit), 1)
+    def __init__(self, lengths: Sequence[int], tiles: Sequence[int], seq_length: int, max_tiles: int | None) -> None:
+        self.sizes = np.minimum(np.asarray(lengths, dtype=np.int64), seq_length)
+        self.images = np.minimum(np.asarray(tiles, dtype=np.int64), max_tiles or 0)
+        self.limit, self.seq_length = max_tiles or 1, seq_length
+        self.limited = bool(self.images.any())
+        by_images = math.ceil(int(self.images.sum()) / self.limit)
+        self.least = max(math.ceil(int(self.sizes.sum()) / seq_length), by_images, 1)
         """Sequences that any plan has at least."""
 
-    @classmethod
-    def of(cls, lengths: Sequence[int], tiles: Sequence[int], seq_length: int, max_tiles: int | None) -> _Samples:
-        """Longer samples count as ``seq_length``, those with more images as ``max_tiles``; None: images do not."""
-        sizes = np.minimum(np.asarray(lengths, dtype=np.int64), seq_length)
-        images = np.asarray(tiles, dtype=np.int64)
-        if max_tiles is None:
-            return cls(sizes, np.zeros_like(images), 1, seq_length)
-        return cls(sizes, np.minimum(images, max_tiles), max_tiles, seq_length)
+    def best(self, number: int, enough: int, begun: Sequence[Array] = ()) -> tuple[int, Array]:
+        """``packed`` with the share that needs the fewest sequences; the first that needs ``enough`` is good enough."""
+        best, sequences = len(self.sizes) + 1, np.empty(0, dtype=np.int64)
+        for share in _SPREAD:
+            total, attempt = self.packed(number, share, begun)
+            if total < best:
+                best, sequences = total, attempt
+            if best <= enough:
+                break
+        return best, sequences
 
     def largest_first(self, samples: Array) -> Array:
         """Sorted by both measures together."""

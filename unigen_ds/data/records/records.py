@@ -19,19 +19,20 @@ is a ``DataError`` that names file, line and field.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from unigen_ds.core.errors import DataError
-from unigen_ds.data.records.ratings import well_rated
-from unigen_ds.data.records.turn import Captions as Captions
-from unigen_ds.data.records.turn import Role, Turn, Values, key_names, rename_hint
+from unigen_ds.core.errors import DataError, close
+from unigen_ds.data.images.image_files import StoredImage
 
 Record = Mapping[str, Any]
+Role = Literal["user", "assistant", "system"]
+Captions = Literal["generate", "understand"]
 PLACEHOLDER = "<image>"
 """What some layouts have in a text where an image belongs."""
 _ROLES: dict[str, Role] = {
@@ -40,6 +41,51 @@ _ROLES: dict[str, Role] = {
 _OPENAI_ROLES: dict[str, Role] = {
     "user": "user", "assistant": "assistant", "system": "system", "developer": "system",
 }  # fmt: skip
+RATINGS = ("relevance", "image_correspondence", "visual_dependency", "formatting")
+"""nanoVLM's ratings of a question and its answer; a record has them as ``relevance_ratings`` and so on."""
+
+
+class Turn(NamedTuple):
+    """One text or one image of a conversation. ``role`` is user, assistant or system."""
+
+    role: Role
+    kind: Literal["text", "image"]
+    value: str
+    """The text, or the path of the image; one inside of another file is a ``StoredImage``."""
+    learned: bool = True
+    """False: of the assistant, and only read: an answer of ``weight`` 0."""
+
+    @property
+    def is_target(self) -> bool:
+        """Whether it is learned."""
+        return self.learned and self.role == "assistant"
+
+
+def same_message(last: Turn, turn: Turn) -> bool:
+    """Whether two turns that follow each other are of one message."""
+    return last.role == turn.role and last.learned == turn.learned
+
+
+def format_value(value: Any) -> str:
+    """Return the first 57 characters of a value, for a message about its record."""
+    try:
+        text = repr(value)
+    except RecursionError:  # JSON may be nested as deeply as Python can follow it, and this is called further down
+        text = f"a {type(value).__name__}, nested too deeply to be shown"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _key_names(record: Record) -> str:
+    text = ", ".join(map(str, record))
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _rename_hint(record: Record, keys: Sequence[str]) -> str | None:
+    """Return the setting that reads a key of the record as the one of ``keys`` that it is probably meant to be."""
+    for name in map(str, record):
+        if name not in keys and (near := close(name, keys)):
+            return f"did you mean {near!r}? columns={{{name!r}: {near!r}}} reads it so"
+    return None
 
 
 @dataclass(frozen=True)
@@ -65,23 +111,63 @@ class Layout:
         """Return ``record`` with the keys of the layouts. Raises ``DataError`` where it lacks one of ``columns``."""
         if missing := [name for name, _ in self.columns if name not in record]:
             raise DataError(
-                f"{where}: columns names {', '.join(missing)}, and the record has: {key_names(record)}",
+                f"{where}: columns names {', '.join(missing)}, and the record has: {_key_names(record)}",
                 remedy="columns={'name in the file': 'key of a layout'}",
             )
         others = {key: value for key, value in record.items() if key not in dict(self.columns)}
         return others | {key: record[name] for name, key in self.columns}
 
     def turns(self, record: Record, where: object) -> list[Turn]:
-        """Return the turns of a record, as its file has it."""
+        """Return the turns of a record, as its file has it, without the questions that are rated too low (unless none
+        would be left: a filter leaves such a record out as a whole).
+        """
         record = self.named(record, where) if self.columns else record
-        record = well_rated(record, self.ratings, where) if self.ratings else record
+        if self.ratings:
+            low = rated_out(record, self.ratings, where)
+            if None in low and any(low):
+                texts = [text for text, name in zip(record["texts"], low, strict=True) if name is None]
+                record = {**record, "texts": texts}
         return parse_record(record, where, image_root=self.image_root, captions=self.captions)
+
+    def learned_turns(self, record: Record, where: object) -> list[Turn]:
+        """``turns``. Raises ``DataError`` with file and line where nothing of them is to be learned."""
+        turns = self.turns(record, where)
+        for turn in turns:  # of every record: no generator
+            if turn.is_target:
+                return turns
+        answered = any(turn.role == "assistant" for turn in turns)
+        problem = "every assistant message has the weight 0" if answered else "conversations has no assistant turn"
+        raise DataError(f"{where}: {problem}: nothing to learn from")
 
     @property
     def facts(self) -> tuple[object, ...]:
         """What changes a record, apart from the folder; nothing where all is as it always was."""
         facts: tuple[object, ...] = (self.captions, self.columns) if self.captions is not None or self.columns else ()
         return (*facts, ("ratings", *self.ratings)) if self.ratings else facts
+
+
+def rated_out(record: Record, ratings: Sequence[tuple[str, int]], where: object) -> list[str | None]:
+    """For each question of nanoVLM's rows the first rating that is below its least one, or None: it is kept. Other
+    layouts have none. As in nanoVLM, a rating that is missing or null keeps a question.
+
+    Raises ``DataError`` where the ratings of a record are not one number for each question.
+    """
+    texts = record.get("texts")
+    if not isinstance(texts, list):
+        return []
+    low: list[str | None] = [None] * len(texts)
+    for name, least in ratings:
+        values = record.get(f"{name}_ratings")
+        if values is None:
+            continue
+        numbers = isinstance(values, list) and all(one is None or type(one) in (int, float) for one in values)
+        if not numbers or len(values) != len(texts):
+            allowed = f"{len(texts)} numbers or null, one for each of texts"
+            raise DataError(f"{where}: {name}_ratings is {format_value(values)}", allowed=allowed)
+        for i, rating in enumerate(values):
+            if rating is not None and rating < least and low[i] is None:
+                low[i] = name
+    return low
 
 
 def parse_record(
@@ -102,21 +188,18 @@ def parse_record(
     if "texts" in record:
         raise values.wrong("texts", record["texts"], "nanoVLM's list of {user, assistant}; a document is {text}")
     raise DataError(
-        f"{where}: conversations is missing (the record has: {key_names(record) or 'nothing'})",
+        f"{where}: conversations is missing (the record has: {_key_names(record) or 'nothing'})",
         allowed="{conversations: [...]}, {text_prompt, image_path}, {text}, LLaVA's {image, conversations},"
         " {messages}, {images, texts}, {image, caption}, {image, captions}, {image_list, instruction_list} or"
         " {instruction, input_images, output_images}",
         remedy=other_delimiter(list(record))
-        or rename_hint(record, _FIRST_KEYS)
+        or _rename_hint(record, _FIRST_KEYS)
         or "other names: columns={'name in the file': 'text'}",
     )
 
 
 def layout_of(record: Record, captions: Captions | None) -> str:
-    """Return the name of the first of ``LAYOUTS`` that a record fits; '' where there is none.
-
-    ``captions``: as of ``parse_record``.
-    """
+    """Return the name of the first of ``LAYOUTS`` that a record fits; '' where there is none."""
     return next((name for name, kind in LAYOUTS.items() if kind.fits(record, captions)), "")
 
 
@@ -131,6 +214,105 @@ def other_delimiter(names: Sequence[str]) -> str | None:
     """Return the setting for a CSV file whose names are one cell, because another sign than a comma is between them."""
     signs = [sign for sign in (";", "\t", "|") if len(names) == 1 and sign in str(names[0])]
     return f"format=dict(type='csv', delimiter={signs[0]!r})" if signs else None
+
+
+class Values:
+    """The values of one record, which are checked when a layout asks for them. The arguments are ``parse_record``'s."""
+
+    __slots__ = ("captions", "image_root", "record", "where")
+
+    def __init__(self, record: Record, where: object, image_root: Path | None, captions: Captions | None) -> None:
+        self.record, self.where, self.image_root, self.captions = record, where, image_root, captions
+
+    def wrong(self, field: str, value: Any, allowed: str) -> DataError:
+        """Return the error for a value that is none of ``allowed``; of a key that is missing with the record's keys."""
+        if value is not None:
+            return DataError(f"{self.where}: {field} is {format_value(value)}", allowed=allowed)
+        of_record = field.isidentifier()  # not a part of the value of a key
+        keys = f" (the record has: {_key_names(self.record)})" if of_record else ""
+        hint = _rename_hint(self.record, (field,)) if of_record and field not in self.record else None
+        return DataError(f"{self.where}: {field} is missing{keys}", allowed=allowed, remedy=hint)
+
+    def items(self, field: str, allowed: str) -> Iterator[tuple[str, Record]]:
+        """Each object of a list with its name in messages. Raises ``DataError`` for anything else."""
+        items = self.record[field]
+        if not isinstance(items, list) or not items:
+            raise self.wrong(field, items, "a list of at least one object")
+        for i, item in enumerate(items):
+            if not isinstance(item, Mapping):
+                raise self.wrong(f"{field}[{i}]", item, f"an object {allowed}")
+            yield f"{field}[{i}]", item
+
+    def role(self, value: Any, field: str, roles: Mapping[str, Role] = _ROLES) -> Role:
+        """Return the role that a name means."""
+        if not isinstance(value, str) or value not in roles:
+            raise self.wrong(field, value, ", ".join(roles))
+        return roles[value]
+
+    def learned(self, message: Record, role: Role, field: str) -> bool:
+        """False of an assistant message with OpenAI's ``weight`` of 0. Raises ``DataError`` where it is not 0 or 1."""
+        weight = message.get("weight")
+        if role != "assistant" or weight is None:
+            return True
+        if weight not in (0, 1):
+            raise self.wrong(f"{field}.weight", weight, "1: the message is learned, or 0: it is only read")
+        return bool(weight)
+
+    def text(self, value: Any, field: str) -> str:
+        """Return a text that a tokenizer accepts. Raises ``DataError`` for everything else."""
+        if isinstance(value, StoredImage):  # which is a ``str``, of its name
+            raise DataError(f"{self.where}: {field} has bytes", allowed="a text (UTF-8)")
+        if not isinstance(value, str):
+            raise self.wrong(field, value, "a text")
+        try:
+            value.encode()  # JSON can spell half of a character, which no tokenizer accepts
+        except UnicodeEncodeError as error:
+            half = f"{field}, character {error.start}"
+            raise self.wrong(half, value[error.start], "a text without unpaired surrogates") from error
+        return value
+
+    def image(self, value: Any, field: str) -> str:
+        """Return the path of an image, under ``image_root`` where it is relative, or the image that the record has:
+        bytes, or base64 as ``data:image/png;base64,...``. Raises ``DataError`` for everything else.
+        """
+        if isinstance(value, StoredImage):
+            return value
+        if not isinstance(value, str) or not value:
+            raise self.wrong(field, value, "the path of an image")
+        if value.startswith("data:image/"):
+            return self._decoded(value, field)
+        return value if self.image_root is None else str(self.image_root / value)
+
+    def linked_image(self, value: Any, field: str) -> str:
+        """Return the image of a url: a path, or base64. Nothing is downloaded."""
+        if not isinstance(value, str) or isinstance(value, StoredImage):
+            return self.image(value, field)
+        if value.startswith(("http://", "https://")):
+            raise self.wrong(field, value, "a path, or data:image/...;base64,...: nothing is downloaded")
+        if value.startswith("data:"):
+            return self._decoded(value, field)
+        return self.image(value.removeprefix("file://"), field)
+
+    def images(self, key: str) -> list[str]:
+        """Return the images of a key: one, a list of them, or none where it is missing or null."""
+        value = self.record.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            return [self.image(value, key)]
+        return [self.image(one, f"{key}[{i}]") for i, one in enumerate(value)]
+
+    def _decoded(self, url: str, field: str) -> StoredImage:
+        head, separator, text = url.partition(",")
+        if not separator or not head.endswith(";base64"):
+            raise self.wrong(field, url, "data:image/...;base64,...")
+        where, path = self.where, getattr(self.where, "path", None)
+        if path is not None:  # its line is not counted, which would be done for every image
+            where = f"{path.name}, byte {getattr(where, 'offset', None)}"
+        try:
+            return StoredImage(f"{where}: {field}", base64.b64decode(text, validate=True))
+        except ValueError as error:
+            raise self.wrong(field, url, "valid base64") from error
 
 
 # --- conversations ------------------------------------------------------------------------------------------------
@@ -166,15 +348,6 @@ class _Chat:
             raise DataError(f"{where}: {subject} for {self._asked} images and the record has {number}", allowed=allowed)
 
 
-def _conversation(values: Values) -> list[Turn]:
-    turns = values.record["conversations"]
-    if not isinstance(turns, list) or not turns:
-        raise values.wrong("conversations", turns, "a list of at least one turn")
-    if _is_llava(values.record):
-        return _llava(values, turns)
-    return [_typed_turn(values, turn, f"conversations[{i}]") for i, turn in enumerate(turns)]
-
-
 def _is_llava(record: Record) -> bool:
     """Whether turns have ``from`` and ``value``."""
     turns = record["conversations"]
@@ -182,90 +355,64 @@ def _is_llava(record: Record) -> bool:
     return isinstance(first, Mapping) and "from" in first and "role" not in first
 
 
-def _llava(values: Values, turns: Sequence[Any]) -> list[Turn]:
+def _conversation(values: Values) -> list[Turn]:
+    if _is_llava(values.record):
+        return _llava(values)
+    turns = []
+    for field, turn in values.items("conversations", "{role, type, content | image_path}"):
+        role, kind = values.role(turn.get("role"), f"{field}.role"), turn.get("type")
+        if kind == "text":
+            turns.append(Turn(role, "text", values.text(turn.get("content"), f"{field}.content")))
+        elif kind == "image":
+            turns.append(Turn(role, "image", values.image(turn.get("image_path"), f"{field}.image_path")))
+        elif kind is None and "content" in turn:
+            raise DataError(
+                f"{values.where}: {field}.type is missing",
+                allowed="text, image",
+                remedy="turns of role and content alone are OpenAI's: columns={'conversations': 'messages'}",
+            )
+        else:
+            raise values.wrong(f"{field}.type", kind, "text, image")
+    return turns
+
+
+def _llava(values: Values) -> list[Turn]:
     """LLaVA's record: ``image`` or ``images`` (one, or a list of them) and turns of ``from`` and ``value``."""
     chat = _Chat(values.images(_image_key(values.record)))
-    for i, turn in enumerate(turns):
-        field = f"conversations[{i}]"
-        if not isinstance(turn, Mapping):
-            raise values.wrong(field, turn, "an object {from, value}")
-        role = _role(values, turn.get("from"), f"{field}.from")
+    for field, turn in values.items("conversations", "{from, value}"):
+        role = values.role(turn.get("from"), f"{field}.from")
         text = values.text(turn.get("value"), f"{field}.value")
-        learned = _is_learned(values, turn, role, field)
-        chat.add_text(role, text, learned=learned, asks=role == "user")
+        chat.add_text(role, text, learned=values.learned(turn, role, field), asks=role == "user")
     chat.check(values.where, "the human turns ask")
     return chat.turns
 
 
 def _openai(values: Values) -> list[Turn]:
     """OpenAI's ``messages``. A part ``{type: image}`` without a value, and ``<image>`` in a text, is the next image."""
-    messages, images = values.record["messages"], values.images(_image_key(values.record))
-    if not isinstance(messages, list) or not messages:
-        raise values.wrong("messages", messages, "a list of at least one message")
+    images = values.images(_image_key(values.record))
     chat = _Chat(images)
-    for i, message in enumerate(messages):
-        field = f"messages[{i}]"
-        if not isinstance(message, Mapping):
-            raise values.wrong(field, message, "an object {role, content}")
-        role = _role(values, message.get("role"), f"{field}.role", _OPENAI_ROLES)
-        learned, content = _is_learned(values, message, role, field), message.get("content")
+    for field, message in values.items("messages", "{role, content}"):
+        role = values.role(message.get("role"), f"{field}.role", _OPENAI_ROLES)
+        learned, content = values.learned(message, role, field), message.get("content")
+        asks = bool(images) and role == "user"
         if not isinstance(content, list):
-            text = values.text(content, f"{field}.content")
-            chat.add_text(role, text, learned=learned, asks=bool(images) and role == "user")
+            chat.add_text(role, values.text(content, f"{field}.content"), learned=learned, asks=asks)
             continue
         for k, part in enumerate(content):
-            _add_part(values, chat, part, f"{field}.content[{k}]", role, learned, asks=bool(images) and role == "user")
+            at, kind = f"{field}.content[{k}]", part.get("type") if isinstance(part, Mapping) else None
+            if kind == "text":
+                chat.add_text(role, values.text(part.get("text"), at), learned=learned, asks=asks)
+                continue
+            if kind not in ("image", "image_url"):
+                raise values.wrong(f"{at}.type", kind, "text, image, image_url")
+            value = part.get("image_url", part.get("image", part.get("url", part.get("path"))))
+            value = value.get("url") if isinstance(value, Mapping) else value
+            if value is None and kind == "image":
+                chat.add_image(role, learned=learned)
+            else:
+                chat.turns.append(Turn(role, "image", values.linked_image(value, f"{at}.{kind}"), learned))
     chat.check(values.where, "the messages ask", f"one {PLACEHOLDER}, or one part {{type: image}}, for each image")
     return chat.turns
-
-
-def _add_part(values: Values, chat: _Chat, part: Any, field: str, role: Role, learned: bool, *, asks: bool) -> None:
-    """One part of a message's content."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text":
-        chat.add_text(role, values.text(part.get("text"), field), learned=learned, asks=asks)
-        return
-    if kind not in ("image", "image_url"):
-        raise values.wrong(f"{field}.type", kind, "text, image, image_url")
-    value = part.get("image_url", part.get("image", part.get("url", part.get("path"))))
-    value = value.get("url") if isinstance(value, Mapping) else value
-    if value is None and kind == "image":
-        chat.add_image(role, learned=learned)
-    else:
-        chat.turns.append(Turn(role, "image", values.linked_image(value, f"{field}.{kind}"), learned))
-
-
-def _is_learned(values: Values, message: Record, role: Role, field: str) -> bool:
-    """False of an assistant message with OpenAI's ``weight`` of 0. Raises ``DataError`` for one that is not 0 or 1."""
-    weight = message.get("weight")
-    if role != "assistant" or weight is None:
-        return True
-    if weight not in (0, 1):
-        raise values.wrong(f"{field}.weight", weight, "1: the message is learned, or 0: it is only read")
-    return bool(weight)
-
-
-def _typed_turn(values: Values, turn: Any, field: str) -> Turn:
-    if not isinstance(turn, Mapping):
-        raise values.wrong(field, turn, "an object {role, type, content | image_path}")
-    role, kind = _role(values, turn.get("role"), f"{field}.role"), turn.get("type")
-    if kind == "text":
-        return Turn(role, "text", values.text(turn.get("content"), f"{field}.content"))
-    if kind == "image":
-        return Turn(role, "image", values.image(turn.get("image_path"), f"{field}.image_path"))
-    if kind is None and "content" in turn:
-        raise DataError(
-            f"{values.where}: {field}.type is missing",
-            allowed="text, image",
-            remedy="turns of role and content alone are OpenAI's: columns={'conversations': 'messages'}",
-        )
-    raise values.wrong(f"{field}.type", kind, "text, image")
-
-
-def _role(values: Values, value: Any, field: str, roles: Mapping[str, Role] = _ROLES) -> Role:
-    if not isinstance(value, str) or value not in roles:
-        raise values.wrong(field, value, ", ".join(roles))
-    return roles[value]
 
 
 def _nanovlm(values: Values) -> list[Turn]:
@@ -288,14 +435,12 @@ def _image_key(record: Record) -> str:
 # --- images with texts --------------------------------------------------------------------------------------------
 
 
-def _document(values: Values) -> list[Turn]:
-    return [Turn("assistant", "text", values.text(values.record["text"], "text"))]
-
-
-def _prompted(values: Values) -> list[Turn]:
-    record, key = values.record, _drawn_key(values.record)
-    prompt = values.text(record.get("text_prompt"), "text_prompt")
-    return _image_and_text(values, values.image(record.get(key), key), prompt)
+def _image_and_text(values: Values, image_key: str, text: Any, text_field: str) -> list[Turn]:
+    text = values.text(text, text_field)
+    image = values.image(values.record.get(image_key), image_key)
+    if values.captions == "understand":
+        return [Turn("user", "image", image), Turn("assistant", "text", text)]
+    return [Turn("user", "text", text), Turn("assistant", "image", image)]
 
 
 def _drawn_key(record: Record) -> str:
@@ -303,26 +448,15 @@ def _drawn_key(record: Record) -> str:
     return "image" if "image_path" not in record and "image" in record else "image_path"
 
 
-def _image_with_text(values: Values) -> list[Turn]:
-    text = values.text(values.record["text"], "text")
-    return _image_and_text(values, values.image(values.record["image"], "image"), text)
-
-
 def _captioned(values: Values) -> list[Turn]:
-    image, record = values.image(values.record.get("image"), "image"), values.record
+    record = values.record
     if "captions" not in record:
-        return _image_and_text(values, image, values.text(record["caption"], "caption"))
+        return _image_and_text(values, "image", record["caption"], "caption")
     texts = _alternatives(record["captions"])
     if texts is None:
         allowed = "a list of texts, or an object of texts, also as JSON in a text"
         raise values.wrong("captions", record["captions"], allowed)
-    return _image_and_text(values, image, values.text(_chosen(texts), "captions"))
-
-
-def _image_and_text(values: Values, image: str, text: str) -> list[Turn]:
-    if values.captions == "understand":
-        return [Turn("user", "image", image), Turn("assistant", "text", text)]
-    return [Turn("user", "text", text), Turn("assistant", "image", image)]
+    return _image_and_text(values, "image", _chosen(texts), "captions")
 
 
 def _alternatives(value: Any) -> list[Any] | None:
@@ -377,14 +511,12 @@ def _instructed(values: Values) -> list[Turn]:
     before it: edits, compositions and sequences. ``<image>`` in the instruction is the next input image; without any
     they come first.
     """
-    inputs, outputs = (values.images(_plural(values.record, key)) for key in ("input_image", "output_image"))
+    record = values.record
+    inputs, outputs = (values.images(_plural(record, key)) for key in ("input_image", "output_image"))
     if not outputs:
-        raise values.wrong(
-            "output_images", values.record.get("output_images"), "the path of an image, or a list of them"
-        )
-    text = values.text(values.record.get("instruction"), "instruction")
-    asks = PLACEHOLDER in text
-    chat = _Chat(inputs)
+        raise values.wrong("output_images", record.get("output_images"), "the path of an image, or a list of them")
+    text = values.text(record.get("instruction"), "instruction")
+    asks, chat = PLACEHOLDER in text, _Chat(inputs)
     for _ in () if asks else inputs:
         chat.add_image("user")
     chat.add_text("user", text, asks=asks)
@@ -408,7 +540,7 @@ class _Kind(NamedTuple):
     fits: Callable[[Record, Captions | None], bool]
     """Whether a record, which none of the layouts before fits, has this layout."""
     turns: Callable[[Values], list[Turn]]
-    keys: Callable[[Record], Iterator[str] | Sequence[str]]
+    keys: Callable[[Record], Sequence[str]]
     """The keys of which the turns are made."""
 
 
@@ -419,15 +551,21 @@ LAYOUTS: Mapping[str, _Kind] = {
     ),
     "text_prompt": _Kind(
         "a record of `text_prompt` and `image_path`",
-        lambda record, _: "text_prompt" in record or "image_path" in record, _prompted,
+        lambda record, _: "text_prompt" in record or "image_path" in record,
+        lambda values: _image_and_text(
+            values, _drawn_key(values.record), values.record.get("text_prompt"), "text_prompt"
+        ),
         lambda record: ("text_prompt", _drawn_key(record)),
     ),
     "text": _Kind(
         "an image with its `text`",
         lambda record, captions: "text" in record and captions is not None and record.get("image") is not None,
-        _image_with_text, lambda _: ("text", "image"),
+        lambda values: _image_and_text(values, "image", values.record["text"], "text"), lambda _: ("text", "image"),
     ),
-    "document": _Kind("a document of `text`", lambda record, _: "text" in record, _document, lambda _: ("text",)),
+    "document": _Kind(
+        "a document of `text`", lambda record, _: "text" in record,
+        lambda values: [Turn("assistant", "text", values.text(values.record["text"], "text"))], lambda _: ("text",),
+    ),
     "messages": _Kind(
         "a record of `messages`", lambda record, _: "messages" in record, _openai,
         lambda record: ("messages", _image_key(record)),

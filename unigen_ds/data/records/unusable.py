@@ -1,6 +1,6 @@
-"""Records that cannot be trained on: malformed ones, and those with an image that cannot be read.
+"""Data that cannot be trained on: files of another kind, malformed records, and records with an unreadable image.
 
-Planning finds them (``planning.py``) and the index keeps a line of JSON for each, so every start and every process
+Planning finds the records (``index.py``) and the index keeps a line of JSON for each, so every start and every process
 leaves out the same ones. ``on_record_error`` of the data set decides: a malformed one is an error that lists the first
 of all kinds, or all of them are left out, counted, and listed in ``left_out.jsonl`` of the work dir.
 """
@@ -9,29 +9,94 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import exp, lgamma, log, log1p
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unigen_ds.core.errors import DataError
-from unigen_ds.data.records.turn import format_value
+from unigen_ds.core.errors import DataError, close
+from unigen_ds.data.records.records import format_value
+from unigen_ds.system.files import encoding_problem
 
 OnRecordError = Literal["error", "skip"]
 SKIPPED = "on_record_error='skip'"
 LIST_FILE = "left_out.jsonl"
-_ADVICE = re.compile(r"(.*?)((?: Allowed: | Remedy: |\Z))(.*)", re.DOTALL)
 NUM_LISTED = 20
+_ADVICE = re.compile(r"(.*?)((?: Allowed: | Remedy: |\Z).*)", re.DOTALL)
 _ALPHA = 2.87e-7
 """The probability beyond 5 standard deviations of a normal distribution, on one side."""
+_ALLOWED = "text of its format, by default JSON or JSONL: docs/data.md shows the records"
+_PANDAS = (
+    "python -c \"import pandas; pandas.read_{0}('{{0}}').to_json('converted.jsonl', orient='records', lines=True)\""
+)
+_DATASETS = "python -c \"import datasets; datasets.Dataset.from_file('{0}').to_json('converted.jsonl')\""
+LATIN1 = "iconv -f LATIN1 -t UTF-8 {0} > utf8{1}"
+_MAGIC = {
+    b"PAR1": ("a Parquet file", _PANDAS.format("parquet"), "parquet"),
+    b"ARROW1": ("an Arrow file", _PANDAS.format("feather"), "arrow"),
+    b"\xff\xff\xff\xff": ("an Arrow stream, as Hugging Face's datasets writes it", _DATASETS, "arrow"),
+    b"\x1f\x8b": ("compressed by gzip", "gunzip -c {0} > converted.jsonl", ""),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "zstd -dc {0} > converted.jsonl", ""),
+    b"PK\x03\x04": ("a zip archive", "python -m zipfile -e {0} converted", ""),
+    b"BZh91AY&": ("compressed by bzip2", "bunzip2 -c {0} > converted.jsonl", ""),
+    b"\xfd7zXZ\x00": ("compressed by xz", "xz -dc {0} > converted.jsonl", ""),
+}
+"""First bytes -> what a file is, a command that works whatever its name ends in, and the format that reads it."""
+
+
+class MalformedRecord(DataError):
+    """One record cannot be read; the others of its file can."""
+
+
+def check_data_file(path: Path) -> None:
+    """Raise ``DataError`` for what is missing, a folder, another format or another encoding, with the remedy."""
+    if not path.is_file():
+        raise DataError(f"data file {path} does not exist, or is not a file", allowed=_ALLOWED, remedy=instead_of(path))
+    with path.open("rb") as stream:
+        head = stream.read(8)
+    for magic, (what, command, name) in _MAGIC.items():
+        if head.startswith(magic):
+            if path.suffix.lower() in (".xlsx", ".xlsm"):
+                what, command = "an Excel workbook", _PANDAS.format("excel")
+            own = f"; format={name!r} reads it as it is" if name else ""
+            remedy = f"convert it: {command.format(path.name)}"
+            raise DataError(f"data file {path} is {what}", allowed=_ALLOWED + own, remedy=remedy)
+    if problem := encoding_problem(path, bom_allowed=True):
+        raise DataError(f"data file {path} {problem[0]}", allowed=_ALLOWED, remedy=f"convert it: {problem[1]}")
+
+
+def instead_of(path: Path, suffixes: Sequence[str] = (".json", ".jsonl")) -> str:
+    """What was probably meant by a path that does not exist, among the files with these suffixes."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist either; relative paths start at {Path.cwd()}"
+    inside = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in suffixes)
+    if near := close(path.name, inside):
+        return f"did you mean {str(folder / near)!r}?"
+    more = f" and {len(inside) - 5} more" if len(inside) > 5 else ""
+    return f"{folder} has {', '.join(inside[:5])}{more}" if inside else f"{folder} has no such file"
+
+
+def no_utf8(path: Path, where: object, byte: int, of: str = "") -> MalformedRecord:
+    """Return the error for a text in another encoding."""
+    remedy = f"convert it: {LATIN1.format(path.name, path.suffix)}"
+    return MalformedRecord(f"{where}: byte {byte}{of} is no UTF-8", remedy=remedy)
+
+
+def no_record(path: Path) -> DataError:
+    """Return the error for a file without a record."""
+    remedy = "fill it, or name another data_path; a data set without records is left out of the config"
+    what = "holds no record" if path.stat().st_size else "is empty: it holds no record"
+    return DataError(f"data file {path} {what}", allowed="at least one record: docs/data.md shows them", remedy=remedy)
 
 
 @dataclass(frozen=True)
 class BadRecord:
-    """One record."""
+    """One record that cannot be trained on."""
 
     number: int
     """In its source."""
@@ -76,7 +141,7 @@ def from_array(lines: NDArray[np.uint8]) -> tuple[BadRecord, ...]:
 def unusable_error(
     bad: Sequence[BadRecord], title: str, records: int, *, number: int | None = None, limit: float | None = None
 ) -> DataError:
-    """Return the error that lists the first.
+    """Return the error that lists the first; what is allowed, and the remedy, once where several have the same.
 
     ``number``: of them, where ``bad`` are a part; ``limit``: of the share that may be left out; None: malformed ones
     are an error.
@@ -87,19 +152,13 @@ def unusable_error(
         share = share_above(number, records, limit)
         allowed = f"a share of {limit:g} (train_dataloader.max_skipped_fraction); it is {share}"
         remedy = "mend or remove them, or raise the limit"
-    first = f"The first {NUM_LISTED}" if number > NUM_LISTED else "They are"
-    listed = "\n  ".join(_listed(bad[:NUM_LISTED]))
-    text = f"{title}: {number:,} of {records:,} records cannot be used"
-    return DataError(text, allowed=allowed, remedy=f"{remedy}. {first}:\n  {listed}")
-
-
-def _listed(bad: Sequence[BadRecord]) -> Iterator[str]:
-    """A line for each. What is allowed, and the remedy, are given once where several have the same."""
+    listed = f"{remedy}. The first {NUM_LISTED}:" if number > NUM_LISTED else f"{remedy}. They are:"
     earlier = set[str]()
-    for one in bad:
-        problem, advice, rest = _ADVICE.match(str(one)).groups()  # type: ignore[union-attr]
-        yield problem if advice + rest in earlier else problem + advice + rest
-        earlier.add(advice + rest)
+    for one in bad[:NUM_LISTED]:
+        problem, advice = _ADVICE.match(str(one)).groups()  # type: ignore[union-attr]
+        listed += f"\n  {problem}{'' if advice in earlier else advice}"
+        earlier.add(advice)
+    return DataError(f"{title}: {number:,} of {records:,} records cannot be used", allowed=allowed, remedy=listed)
 
 
 def share_above(number: int, total: int, limit: float) -> str:
@@ -116,19 +175,16 @@ def exceeds(number: int, total: int, limit: float) -> bool:
     if not number or number <= limit * total:
         return False
     rate = min(limit / 2, 1.0)
-    return rate == 0 or _tail(number, total, rate) < _ALPHA
-
-
-def _tail(number: int, total: int, rate: float) -> float:
-    """The probability of at least ``number`` of ``total``, each with probability ``rate``, below ``number``."""
+    if rate == 0:
+        return True
     term = exp(
         lgamma(total + 1) - lgamma(number + 1) - lgamma(total - number + 1)
         + number * log(rate) + (total - number) * log1p(-rate)
     )  # fmt: skip
-    tail = 0.0
+    tail = 0.0  # of the binomial distribution, from ``number`` on
     for k in range(number, total + 1):
         tail += term
         term *= (total - k) / (k + 1) * rate / (1 - rate)
         if term < tail * 1e-6:
             break
-    return tail
+    return tail < _ALPHA

@@ -7,16 +7,14 @@ values that are null or empty. What a record has is one number: the layout, and 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from unigen_ds.data.records.records import LAYOUTS, Layout, layout_of
+from unigen_ds.data.samples.sample import Array
 
-Array = NDArray[np.int64]
 _NAMES = tuple(LAYOUTS)
 BESIDE_JSON = "another `caption` or `text` in the .json"
 SECOND_TEXT = "a second text (.txt before .caption, before .text)"
@@ -32,19 +30,6 @@ _KEYS = (
 _CHATS, _OF_CHATS = ("conversations", "messages", "texts"), ("system", "tools")
 _SHIFT = 8
 """The bit of the first key; below it is the layout, from 1."""
-
-
-class UnusedKey(NamedTuple):
-    """Records of a source that are read by one layout and have a key that it does not use."""
-
-    layout: str
-    key: str
-    records: int
-
-    @property
-    def text(self) -> str:
-        key = self.key if "`" in self.key or " " in self.key else f"`{self.key}`"
-        return f"{key}, which {LAYOUTS[self.layout].title} does not use"
 
 
 def unused_keys(record: Mapping[str, Any], layout: Layout, beside: Sequence[str] = ()) -> int:
@@ -80,29 +65,17 @@ def _in_turns(record: Mapping[str, Any], key: str) -> bool:
     return all(image in names for image in (record[key] if isinstance(record[key], list) else [record[key]]))
 
 
-def unused_of(codes: Array) -> list[UnusedKey]:
-    """Return what the records of a source do not use, most records first. ``codes`` [N]: ``unused_keys`` of each."""
-    numbers: Counter[tuple[str, str]] = Counter()
-    for code, number in zip(*map(np.ndarray.tolist, np.unique(codes, return_counts=True)), strict=True):
-        for name in _decoded(code):
-            numbers[name] += number
-    return [UnusedKey(*name, number) for name, number in numbers.most_common()]
+def unused_records(codes: Array) -> dict[str, Array]:
+    """Return what the records of a source do not use, as words, and the numbers of the records; most records first.
 
-
-def with_unused(codes: Array, one: UnusedKey) -> Array:
-    """Return the numbers of the records that ``one`` counts."""
+    ``codes`` [N]: ``unused_keys`` of each record.
+    """
     known, inverse = np.unique(codes, return_inverse=True)
-    has = np.array([one[:2] in _decoded(int(code)) for code in known], dtype=bool)
-    return np.flatnonzero(has[inverse])
-
-
-def _decoded(code: int) -> Iterator[tuple[str, str]]:
-    for bit, key in enumerate(_KEYS):
-        if code >> _SHIFT + bit & 1:
-            yield _NAMES[(code & (1 << _SHIFT) - 1) - 1], key
-
-
-def unused_line(keys: Sequence[UnusedKey]) -> str:
-    """Return all of them as a sentence."""
-    each = "; ".join(f"{one.records:,} records have {one.text}" for one in keys)
-    return f"{each}. columns={{'name': 'other'}} renames a key, so that another layout is read"
+    records = {}
+    for name, kind in LAYOUTS.items():
+        for bit, key in enumerate(_KEYS):
+            here = ((known & (1 << _SHIFT) - 1) == 1 + _NAMES.index(name)) & (known >> _SHIFT + bit & 1 == 1)
+            if here.any():
+                text = key if "`" in key or " " in key else f"`{key}`"
+                records[f"{text}, which {kind.title} does not use"] = np.flatnonzero(here[inverse])
+    return dict(sorted(records.items(), key=lambda one: -len(one[1])))

@@ -17,12 +17,17 @@ from torch import Tensor
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.augment import Augment
-from unigen_ds.data.images.image_files import ImageContent, ImageHeader, flattened, image_header, open_image
-from unigen_ds.data.images.transforms import ImageTransform
-from unigen_ds.data.records.turn import Turn, same_message
-from unigen_ds.data.samples.packed import PackedBuilder
+from unigen_ds.data.images.image_files import (
+    ImageContent,
+    ImageHeader,
+    ImageTransform,
+    flattened,
+    image_header,
+    open_image,
+)
+from unigen_ds.data.records.records import Turn, same_message
 from unigen_ds.data.samples.sample import Loaded, Sample, Split
-from unigen_ds.data.samples.splits import ImageKind, ImageSplit
+from unigen_ds.data.samples.splits import ImageKind, ImageSplit, PackedBuilder
 
 _CHANGES_NO_PLAN = ("augment", "ce_reweight", "dropout", "seed", "tokenizer", "vit_augment", "vocab_size")
 """Attributes of a processor."""
@@ -152,18 +157,14 @@ class ConversationProcessor:
         merged = [(_merged(turns), where) for turns, where in records]
         ids = iter(self._encoded([text for turns, _ in merged for text in _texts(turns)]))
         for turns, where in merged:
-            yield self._sample(turns, where, ids, keep_images=keep_images)
+            yield self.plan_with(turns, where, ids, keep_images=keep_images)
 
     def plan_with(
         self, turns: Sequence[Turn], where: object, ids: Iterable[Sequence[int]], *, keep_images: bool = False
     ) -> Sample:
         """``plan`` where the ids of the texts are known."""
-        return self._sample(_merged(turns), where, iter(ids), keep_images=keep_images)
-
-    def _sample(
-        self, turns: Sequence[Turn], where: object, ids: Iterator[Sequence[int]], *, keep_images: bool
-    ) -> Sample:
-        splits = tuple(self.splits_of(turns, ids, where, keep_images=keep_images))
+        turns = _merged(turns)
+        splits = tuple(self.splits_of(turns, iter(ids), where, keep_images=keep_images))
         spells = any(map(self.spells_special, _texts(turns)))
         return Sample(splits, spells_special=spells, plain=is_document(turns))
 

@@ -1,29 +1,83 @@
-"""A sample as splits, before any tensor exists: enough to compute its length, shorten it, drop parts, and pack it.
+"""A sample as splits, before any tensor exists: enough to compute its length, shorten it, drop parts, and pack it; and
+what packing, truncation and statistics need of many: a row of numbers and a digest of each.
 
 A split is one text, one image, one row of numbers: whatever a kind of model reads or learns as a unit. It has its
 own length and targets, and methods that shorten it, load it and add it to a batch (``Split``). Splits of
 texts and images are in ``splits.py``; a family may have others (``families/nanovlm/processor.py``), or none of these.
+
+Records become tokens and pixels, and are mixed, by rules with versions. There is one version of each, that of 1.0. They
+are in every manifest, so a checkpoint whose data was read by other rules is refused. The digest of a record contains a
+version only where its rule changes the record ("touches" it): another one reads the same without the rule.
+
+=================  ===  ===========================================================================================
+overflow           1    a long text is split, any other long record is left out, or as ``train_dataloader.overflow``
+images             1    upright by EXIF, 16-bit grey by its upper 8 bits, transparency as the model's family reads it
+special_tokens     1    a text that spells a special token is ordinary text
+image_folders      1    relative image paths start at the folder of their own data file
+mixture            1    weighted sources: at every position within one sample of the share, over all epochs
+=================  ===  ===========================================================================================
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from unigen_ds.core.errors import DataError
-from unigen_ds.data.rules import TOUCH_BITS
+from unigen_ds.core.errors import CheckpointError, DataError
+from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, ArrayFile, load_or_fill
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Array = NDArray[np.int64]
 IGNORED = -100
 """A label: nothing is to be predicted."""
+TOUCH_BITS = {"images": 1, "special_tokens": 2, "image_folders": 4}
+"""Bit of each rule in ``Counts.touched``: rules whose effect on a record follows from the record and its file alone."""
+KINDS = ("text", "conversation", "images")
+"""What a record is, for ``train_dataloader.overflow``."""
+NUM_DIGESTED = 6
+"""Columns of ``Counts`` that ``record_digest`` contains."""
+
+
+class DataRules(NamedTuple):
+    """The rules by which any record may become other tokens and pixels: part of the keys of indices."""
+
+    overflow: int = 1
+    images: int = 1
+    special_tokens: int = 1
+
+
+RULES = DataRules()
+RULE_VERSIONS = {**RULES._asdict(), "mixture": 1, "image_folders": 1}
+"""As a manifest has them."""
+
+
+def check_rules(facts: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` where the data of a checkpoint (``facts`` of its manifest's ``loader``) was read by
+    other rules than those of this package.
+    """
+    if facts.get("rules") != RULE_VERSIONS:
+        raise CheckpointError(
+            f"the checkpoint's data follows the rules {facts.get('rules')!r}",
+            allowed=f"{RULE_VERSIONS} (docs/data.md)",
+            remedy="continue it with the unigen_ds that wrote it (versions.unigen_ds in its manifest.json)",
+        )
+
+
+def touching(touched: int) -> tuple[tuple[str, int], ...]:
+    """(rule, version) of each rule that changes what has the bits ``touched``; part of its digest."""
+    return tuple((name, RULE_VERSIONS[name]) for name, bit in TOUCH_BITS.items() if touched & bit) if touched else ()
 
 
 class Tally:
-    """Sums over the splits of one record; ``counts.count`` makes a row of ``Counts`` of it."""
+    """Sums over the splits of one record; ``count`` makes a row of ``Counts`` of it."""
 
     __slots__ = (
         "image_targets", "image_tokens", "images", "largest_image", "other_targets", "text_targets", "tiles", "unk_id",
@@ -57,7 +111,7 @@ class Split:
     error: Any = ""
     """Why it cannot be loaded; its sample is then left out, and counted as skipped."""
     touched: Any = False
-    """Whether the rule ``images`` (``rules.py``) changes what PIL decodes."""
+    """Whether the rule ``images`` changes what PIL decodes."""
     drawn: Any = False
     """Whether it is a picture that the model learns to draw: previews and metrics of pictures ask for it."""
 
@@ -194,6 +248,121 @@ def piece_bounds(num_tokens: Any, seq_length: int, piece: Any) -> tuple[Any, Any
         return np.minimum(number * seq_length - single * (number > 0), num_tokens)
 
     return start(piece), start(piece + 1)
+
+
+def unit_tokens(num_tokens: int, piece: int, seq_length: int) -> int:
+    """Tokens of a drawn unit of a record of ``num_tokens``: of one of its pieces, or (-1) of the truncated record."""
+    if piece < 0:
+        return min(num_tokens, seq_length)
+    start, stop = piece_bounds(num_tokens, seq_length, piece)
+    return int(stop - start)
+
+
+# --- what is known of all records ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Per record [N]: lengths and targets of the whole, untruncated sample."""
+
+    tokens: Array
+    tiles: Array
+    """Images that a vision tower or the VAE encodes as conditions."""
+    image_tokens: Array
+    text_targets: Array
+    image_targets: Array
+    unreadable: Array
+    """Images whose header could not be read."""
+    images: Array
+    """Images, readable or not; one that is seen in two ways counts twice."""
+    kind: Array
+    """0 plain text, 1 a conversation of texts, 2 a record with images (``KINDS``)."""
+    touched: Array
+    """``TOUCH_BITS`` of the data rules that change the record."""
+    unknown: Array
+    """Text tokens that are the tokenizer's unknown token."""
+    empty_texts: Array
+    """Texts (captions, questions, answers) without any character but white space."""
+    largest_image: Array
+    """Tokens of the largest image."""
+    other_targets: Array
+    """Targets of a family's own loss terms."""
+
+    def touched_by(self, rule: str) -> NDArray[np.bool_]:
+        """[N] whether a data rule changes the record."""
+        return (self.touched & TOUCH_BITS[rule]) != 0
+
+    @property
+    def targets(self) -> Array:
+        """[N] of every loss term."""
+        return self.text_targets + self.image_targets + self.other_targets
+
+    @property
+    def no_image_readable(self) -> bool:
+        """There are images, and none can be read."""
+        return 0 < int(self.images.sum()) == int(self.unreadable.sum())
+
+    @property
+    def all_touched(self) -> int:
+        """``TOUCH_BITS`` of the rules that change any record."""
+        return int(np.bitwise_or.reduce(self.touched, initial=0))
+
+    def some(self, numbers: Array, folder: Path | None, key: Callable[[], str]) -> Counts:
+        """Those of some records; of many in a file that all processes share, recognised by ``key()``."""
+        if folder is None or len(numbers) < SHARED_FROM:
+            return Counts(*(getattr(self, name)[numbers] for name in COLUMNS))
+
+        def fill(new: ArrayFile) -> None:
+            for name in COLUMNS:
+                new.add(name, len(numbers))
+                new.put(name, 0, getattr(self, name)[numbers])
+
+        name = key()  # only now: it may be a digest of the data
+        arrays = load_or_fill(folder / f"part-{name[:16]}{SUFFIX}", name, fill)
+        return Counts(*(arrays[column] for column in COLUMNS))
+
+    @classmethod
+    def of(cls, rows: list[tuple[int, ...]]) -> Counts:
+        table = np.asarray(rows, dtype=np.int64).reshape(-1, len(COLUMNS))
+        return cls(*(np.ascontiguousarray(column) for column in table.T))
+
+    @property
+    def digest(self) -> str:
+        """Changes with every length: a packing plan is a function of it."""
+        digest = hashlib.blake2b(digest_size=16)
+        for array in (self.tokens, self.tiles):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+
+CONTENT = ("tokens", "tiles", "image_tokens", "text_targets", "image_targets", "other_targets")
+"""Columns of what a sequence contains: 0 for a record that is left out."""
+COLUMNS = tuple(column.name for column in fields(Counts))
+
+
+def count(sample: Sample, *, unk_id: int | None = None, empty_texts: int = 0, touched: int = 0) -> tuple[int, ...]:
+    """One row of ``Counts``. ``unk_id``: the tokenizer's id of unknown words, if it has one; ``touched``: the bits of
+    rules that the sample does not know.
+    """
+    tokens, tally = 0, Tally(unk_id)
+    for split in sample.splits:  # one pass: it is done for every record
+        tokens += split.num_tokens
+        split.count(tally)
+    kind = "images" if tally.images else "text" if sample.plain else "conversation"
+    return (
+        tokens, tally.tiles, tally.image_tokens, tally.text_targets, tally.image_targets, tally.unreadable,
+        tally.images, KINDS.index(kind), sample.touched | touched, tally.unknown, empty_texts, tally.largest_image,
+        tally.other_targets,
+    )  # fmt: skip
+
+
+def record_digest(content: bytes, counts: tuple[int, ...], touched: int = 0) -> int:
+    """64 bits of BLAKE2b of one record: of its bytes, of its counts, which follow the sizes of its images, and of the
+    versions of the rules that change it (the bits ``touched``).
+    """
+    facts = repr(counts[:NUM_DIGESTED]) + (repr(touching(touched)) if touched else "")
+    digest = hashlib.blake2b(facts.encode() + content, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 class TextTokenizer(Protocol):

@@ -1,4 +1,5 @@
-"""Splits of texts, of ready token ids and of whole images: how each is counted, shortened, loaded and added to a batch.
+"""Splits of texts, of ready token ids and of whole images: how each is counted, shortened, loaded and added to a batch;
+and ``PackedBuilder``, which makes one ``PackedBatch`` of the documents that they are.
 
 Token layout of a split, as in BAGEL's public packing code:
 
@@ -14,17 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from unigen_ds.core.batch import FULL, NOISE
+from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
 from unigen_ds.data.images.augment import Augment, changed
-from unigen_ds.data.images.image_files import ImageContent, UnreadableImage
-from unigen_ds.data.images.transforms import ImageTransform, patchify
-from unigen_ds.data.samples.packed import Latent, PackedBuilder, PackedSizes
-from unigen_ds.data.samples.sample import IGNORED, Split, Tally, TextTokenizer
+from unigen_ds.data.images.image_files import ImageContent, UnreadableImage, patchify
+from unigen_ds.data.samples.sample import IGNORED, Loaded, Split, Tally, TextTokenizer
 from unigen_ds.system.seeding import generator
 
 ImageKind = Literal["vit", "vae", "noise"]
@@ -60,9 +60,7 @@ class TextSplit(Split):
         return replace(self, ids=ids, begins=start == 0, following=following)
 
     def count(self, tally: Tally) -> None:
-        tally.text_targets += self.num_targets
-        if tally.unk_id is not None:
-            tally.unknown += self.ids.count(tally.unk_id)
+        count_text(tally, self)
 
     def shortened(self, num_tokens: int) -> TextSplit | None:
         return replace(self.part(0, num_tokens), following=IGNORED) if num_tokens > 1 else None
@@ -106,9 +104,7 @@ class TokenSplit(Split):
         return TokenSplit(self.ids[start:stop], self.labels[start:stop])
 
     def count(self, tally: Tally) -> None:
-        tally.text_targets += self.num_targets
-        if tally.unk_id is not None:
-            tally.unknown += self.ids.count(tally.unk_id)
+        count_text(tally, self)
 
     def shortened(self, num_tokens: int) -> TokenSplit | None:
         if num_tokens < 1:
@@ -136,7 +132,7 @@ class ImageSplit(Split):
     error: str = ""
     """Why its header could not be read; then ``grid`` is that of the smallest image and the sample becomes a skip."""
     touched: bool = field(default=False, compare=False, repr=False)
-    """Whether the rule ``images`` (``rules.py``) changes what PIL decodes."""
+    """Whether the rule ``images`` changes what PIL decodes."""
     tensor: Tensor | None = field(default=None, compare=False, repr=False)
     """The image itself, [C, H, W] in [-1, 1], where a user's own data set returned it; ``path`` then only names it."""
     content: ImageContent | None = field(default=None, compare=False, repr=False)
@@ -170,21 +166,18 @@ class ImageSplit(Split):
     def dropped(self) -> DroppedImage:
         return DroppedImage()
 
-    def pixels(self, processor: PackedSizes) -> Tensor:
+    def pixels(self, processor: Any) -> Tensor:
         if self.tensor is not None:
             return self.tensor
-        transform = self._transform(processor)
+        transform = processor.vit_transform if self.kind == "vit" else processor.vae_transform
         assert transform is not None, "planned without a transform"
         return transform(processor.read_image(self.content or self.path))
 
-    def picture_size(self, processor: PackedSizes) -> tuple[int, int]:
+    def picture_size(self, processor: Any) -> tuple[int, int]:
         stride = processor.vae_downsample
         return self.grid[0] * stride, self.grid[1] * stride
 
-    def _transform(self, processor: PackedSizes) -> ImageTransform | None:
-        return processor.vit_transform if self.kind == "vit" else processor.vae_transform
-
-    def load(self, processor: PackedSizes, key: tuple[object, ...] | None) -> LoadedImage:
+    def load(self, processor: Any, key: tuple[object, ...] | None) -> LoadedImage:
         vit = self.kind == "vit"
         try:
             image = self.pixels(processor)
@@ -199,23 +192,18 @@ class ImageSplit(Split):
             return LoadedImage(self, vit_patches=patchify(image, stride))
         assert key is not None, "an image is drawn with noise"
         p, z = processor.latent_patch_size, processor.latent_channels
-        timestep = -math.inf
-        if self.kind == "noise":
-            timestep = _normal((), (*key, "timestep")).item()
         return LoadedImage(
             self,
             vae_image=image,
             vae_noise=_normal((z, grid[0] * p, grid[1] * p), (*key, "vae")),
             flow_noise=_normal((grid[0] * grid[1], z * p * p), (*key, "flow")),
-            timestep=timestep,
+            timestep=_normal((), (*key, "timestep")).item() if self.kind == "noise" else -math.inf,
         )
 
 
 @dataclass(frozen=True)
 class LoadedImage:
-    """The tensors of one image split. ``vit``: patches. ``vae`` and ``noise``:
-    image, noises and raw time step.
-    """
+    """The tensors of one image split. ``vit``: patches. ``vae`` and ``noise``: image, noises and raw time step."""
 
     split: ImageSplit
     vit_patches: Tensor | None = None
@@ -227,16 +215,16 @@ class LoadedImage:
     def place(self, builder: PackedBuilder, position: int) -> int:
         """As of ``Loaded``."""
         split, start = self.split, builder.num_tokens
-        builder.add_text(builder.image_ends, (start, start + split.num_tokens - 1))
+        ends = (builder.tokenizer.image_start_id, builder.tokenizer.image_end_id)
+        builder.add_text(ends, (start, start + split.num_tokens - 1))
         if self.vit_patches is not None:
             number = len(self.vit_patches)
             index = torch.arange(start + 1, start + 1 + number)
-            builder.add_patches(self.vit_patches, index, builder.vit_positions(split.grid), (number,))
+            positions = _grid_positions(split.grid, builder.processor.vit_max_patches_per_side)
+            builder.add_patches(self.vit_patches, index, positions, (number,))
         noise = split.kind == "noise"
         if self.vae_image is not None:
-            assert self.vae_noise is not None
-            latent = Latent(split.grid, self.vae_image, self.vae_noise, self.flow_noise, self.timestep, noise)
-            builder.add_latent(latent, start + 1)
+            builder.add_latent(self, start + 1)
         builder.add_split(split.num_tokens, NOISE if noise else FULL, torch.full((split.num_tokens,), position))
         return position + (not noise)
 
@@ -257,6 +245,13 @@ def text_tokens(split: TextSplit, tokenizer: TextTokenizer) -> tuple[tuple[int, 
     following = {None: IGNORED, END: tokenizer.eos_id}.get(split.following, split.following)
     targets = (*ids[1:], following) if split.loss else (IGNORED,) * len(ids)
     return ids, targets  # type: ignore[return-value]
+
+
+def count_text(tally: Tally, split: TextSplit | TokenSplit) -> None:
+    """What a text adds to the counts of its record."""
+    tally.text_targets += split.num_targets
+    if tally.unk_id is not None:
+        tally.unknown += split.ids.count(tally.unk_id)
 
 
 def count_image(tally: Tally, split: Split) -> None:
@@ -295,3 +290,140 @@ def unreadable(path: str, why: str) -> UnreadableImage:
 
 def _normal(shape: tuple[int, ...], key: tuple[object, ...]) -> Tensor:
     return torch.randn(shape, generator=generator(*key), dtype=torch.float32)
+
+
+class PackedBuilder:
+    """Adds documents one after the other and keeps every list of ``PackedBatch``. ``processor``: a
+    ``ConversationProcessor``, or what has its sizes.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        self.tokenizer: TextTokenizer = processor.tokenizer
+        self.num_tokens = 0
+        self._positions: list[Tensor] = []
+        self._document_lengths: list[int] = []
+        self._split_lengths: list[int] = []
+        self._split_modes: list[int] = []
+        self._text_ids: list[int] = []
+        self._text_index: list[int] = []
+        self._target_ids: list[int] = []
+        self._target_index: list[int] = []
+        self._target_weight: list[float] = []
+        self._patches: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._patch_lengths: list[int] = []
+        self._latents: list[tuple[LoadedImage, int]] = []
+
+    def add_document(self, loaded: Sequence[Loaded]) -> None:
+        """One sample. Rotary positions restart at 0."""
+        start, position = self.num_tokens, 0
+        for split in loaded:
+            position = split.place(self, position)
+        if self.num_tokens > start:
+            self._document_lengths.append(self.num_tokens - start)
+
+    def add_padding(self, num_tokens: int) -> None:
+        """A document of ``pad_id`` without targets."""
+        self.add_document([TokenSplit.unlearned((self.tokenizer.pad_id,) * num_tokens)])
+
+    def add_split(self, length: int, mode: int, positions: Tensor) -> None:
+        """The next ``length`` tokens; what they are has been added with their indices. ``positions``: rotary ones."""
+        self._split_lengths.append(length)
+        self._split_modes.append(mode)
+        self._positions.append(positions)
+        self.num_tokens += length
+
+    def add_text(self, ids: Sequence[int], index: Sequence[int]) -> None:
+        """Text ids at these indices, without targets."""
+        self._text_ids += ids
+        self._text_index += index
+
+    def add_tokens(self, ids: Sequence[int], targets: Sequence[int], position: int, *, mode: int = CAUSAL) -> None:
+        """A split of ids; ``targets[i]``: what id i predicts (``IGNORED``: nothing)."""
+        if not ids:
+            return
+        start = self.num_tokens
+        self.add_text(ids, range(start, start + len(ids)))
+        predicted = [(start + i, target) for i, target in enumerate(targets) if target != IGNORED]
+        self._target_index += (index for index, _ in predicted)
+        self._target_ids += (target for _, target in predicted)
+        weight = 1.0 / math.sqrt(len(predicted)) if predicted and self.processor.ce_reweight else 1.0
+        self._target_weight += [weight] * len(predicted)
+        self.add_split(len(ids), mode, torch.arange(position, position + len(ids)))
+
+    def add_patches(self, patches: Tensor, index: Tensor, position_ids: Tensor, lengths: tuple[int, ...]) -> None:
+        """Patches for the vision tower, as the four ViT fields of ``PackedBatch`` have them."""
+        self._patches.append((patches, index, position_ids))
+        self._patch_lengths += lengths
+
+    def add_latent(self, image: LoadedImage, start: int) -> None:
+        """An image for the autoencoder, whose latent patches begin at index ``start``."""
+        self._latents.append((image, start))
+
+    def batch(
+        self, num_sequences: int, sample_ids: tuple[str, ...], skipped: tuple[dict[str, str], ...]
+    ) -> PackedBatch:
+        """Everything as tensors."""
+        processor, integers = self.processor, _integers(())
+        documents, splits = _integers(self._document_lengths), _integers(self._split_lengths)
+        patches, vit_index, vit_positions = zip(*self._patches, strict=True) if self._patches else ((), (), ())
+        width = processor.vit_channels * processor.vit_patch_size**2
+        p, z, down = processor.latent_patch_size, processor.latent_channels, processor.vae_spatial_downsample
+        grids = tuple(image.split.grid for image, _ in self._latents)
+        rows, columns = max((g[0] for g in grids), default=1), max((g[1] for g in grids), default=1)
+        images = torch.zeros(len(grids), processor.vae_channels, rows * p * down, columns * p * down)
+        noise = torch.zeros(len(grids), z, rows * p, columns * p)
+        indices, times, flows, targets = [], [], [], []
+        for k, (image, start) in enumerate(self._latents):
+            assert image.vae_image is not None and image.vae_noise is not None
+            images[k, :, : image.vae_image.shape[1], : image.vae_image.shape[2]] = image.vae_image
+            noise[k, :, : image.vae_noise.shape[1], : image.vae_noise.shape[2]] = image.vae_noise
+            indices.append(start + torch.arange(grids[k][0] * grids[k][1]))
+            times.append(torch.full((len(indices[k]),), image.timestep, dtype=torch.float32))
+            flows += [image.flow_noise] if image.flow_noise is not None else []
+            targets += [indices[k]] if image.split.kind == "noise" else []
+        return PackedBatch(
+            document_ids=torch.repeat_interleave(torch.arange(len(documents)), documents),
+            split_ids=torch.repeat_interleave(torch.arange(len(splits)), splits),
+            split_modes=_integers(self._split_modes),
+            position_ids=_joined(self._positions, integers),
+            text_ids=_integers(self._text_ids),
+            text_index=_integers(self._text_index),
+            text_target_ids=_integers(self._target_ids),
+            text_target_index=_integers(self._target_index),
+            text_target_weight=torch.tensor(self._target_weight, dtype=torch.float32),
+            vit_patches=_joined(patches, torch.empty(0, width)),
+            vit_index=_joined(vit_index, integers),
+            vit_position_ids=_joined(vit_positions, integers),
+            vit_lengths=tuple(self._patch_lengths),
+            vae_images=images,
+            vae_noise=noise,
+            latent_shapes=grids,
+            latent_index=_joined(indices, integers),
+            latent_position_ids=_joined([_grid_positions(g, processor.max_latent_size) for g in grids], integers),
+            timesteps=_joined(times, torch.empty(0)),
+            flow_noise=_joined(flows, torch.empty(0, z * p * p)),
+            image_target_index=_joined(targets, integers),
+            document_lengths=tuple(self._document_lengths),
+            num_sequences=num_sequences,
+            num_samples=len(sample_ids),
+            sample_ids=sample_ids,
+            skipped=skipped,
+        )
+
+
+def _integers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+@lru_cache(maxsize=64)
+def _grid_positions(grid: tuple[int, int], table: int) -> Tensor:
+    """Positions of the patches of a whole image in a table of a model. Read only: the same tensor for each image of
+    that grid.
+    """
+    rows, columns = torch.arange(grid[0]), torch.arange(grid[1])
+    return (rows[:, None] * table + columns).flatten()
+
+
+def _joined(parts: Sequence[Tensor], empty: Tensor) -> Tensor:
+    return torch.cat(list(parts)) if parts else empty

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import cache_folder, fingerprint
 from unigen_ds.data.cache.content import contents_digest
-from unigen_ds.data.images.stored_image import Span, StoredImage
-from unigen_ds.data.records.data_file import check_data_file
+from unigen_ds.data.images.image_files import Span, StoredImage
 from unigen_ds.data.records.records import Captions
+from unigen_ds.data.records.unusable import check_data_file
 
 Arrays = Mapping[str, NDArray[Any]]
 """Where the records of a source are; names that no column of ``Counts`` has."""

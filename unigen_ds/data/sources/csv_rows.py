@@ -10,10 +10,9 @@ from typing import Any
 
 from unigen_ds.config.registry import SOURCES, checked
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.images.stored_image import Span
-from unigen_ds.data.records.data_file import MalformedRecord, no_utf8
-from unigen_ds.data.records.ratings import RATINGS
-from unigen_ds.data.records.records import other_delimiter
+from unigen_ds.data.images.image_files import Span
+from unigen_ds.data.records.records import RATINGS, other_delimiter
+from unigen_ds.data.records.unusable import MalformedRecord, no_utf8
 from unigen_ds.data.sources.base import Arrays, Position, RangeSource, Row, ranges
 
 csv.field_size_limit(2**31 - 1)  # Python's own limit refuses a text of 131,072 characters

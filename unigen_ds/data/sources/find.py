@@ -14,7 +14,7 @@ from unigen_ds.config.paths import is_hub_name
 from unigen_ds.config.registry import SOURCES, resolve
 from unigen_ds.core.errors import ConfigError, DataError, suggestion
 from unigen_ds.data.cache.array_cache import cache_folder
-from unigen_ds.data.records.data_file import instead_of
+from unigen_ds.data.records.unusable import instead_of
 from unigen_ds.data.sources import csv_rows, tables, texts  # noqa: F401 - registers them
 from unigen_ds.data.sources.base import Joined, RecordSource
 from unigen_ds.data.sources.huggingface import is_saved

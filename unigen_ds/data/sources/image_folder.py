@@ -17,9 +17,9 @@ import numpy as np
 
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.images.stored_image import lost
-from unigen_ds.data.records.data_file import MalformedRecord, no_utf8
-from unigen_ds.data.records.turn import format_value
+from unigen_ds.data.images.image_files import lost
+from unigen_ds.data.records.records import format_value
+from unigen_ds.data.records.unusable import MalformedRecord, no_utf8
 from unigen_ds.data.sources.base import (
     Arrays,
     FoundRecord,

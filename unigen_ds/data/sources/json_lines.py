@@ -16,9 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.records.data_file import LATIN1, MalformedRecord, no_record
-from unigen_ds.data.records.records import Captions
-from unigen_ds.data.records.turn import format_value
+from unigen_ds.data.records.records import Captions, format_value
+from unigen_ds.data.records.unusable import LATIN1, MalformedRecord, no_record
 from unigen_ds.data.sources.base import Arrays, FoundRecord, Position, RangeSource, ranges
 from unigen_ds.system.files import quick_digest
 

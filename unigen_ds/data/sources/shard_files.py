@@ -32,7 +32,7 @@ from unigen_ds.config.paths import is_hub_name
 from unigen_ds.config.registry import SOURCES, resolve
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.cache.array_cache import fingerprint
-from unigen_ds.data.images.stored_image import StoredImage
+from unigen_ds.data.images.image_files import StoredImage
 from unigen_ds.data.sources.base import FoundRecord, RecordSource, Row
 from unigen_ds.data.sources.find import (
     PATTERN,

@@ -22,8 +22,8 @@ import numpy as np
 
 from unigen_ds.config.registry import SOURCES, checked
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.images.stored_image import StoredImage
-from unigen_ds.data.records.data_file import MalformedRecord
+from unigen_ds.data.images.image_files import StoredImage
+from unigen_ds.data.records.unusable import MalformedRecord
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
 from unigen_ds.data.sources.unpacked import AGAIN, copy_of, needed
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from unigen_ds.config.registry import SOURCES, checked
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.records.data_file import no_utf8
+from unigen_ds.data.records.unusable import no_utf8
 from unigen_ds.data.sources.base import Arrays, Position, RangeSource, Row, ranges
 from unigen_ds.data.sources.json_lines import line_ranges
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from unigen_ds.config.registry import SOURCES, checked
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.images.stored_image import Span, StoredImage
-from unigen_ds.data.records.data_file import MalformedRecord
+from unigen_ds.data.images.image_files import Span, StoredImage
+from unigen_ds.data.records.unusable import MalformedRecord
 from unigen_ds.data.records.unused import BESIDE_JSON, IMAGE_BESIDE_JSON, SECOND_TEXT
 from unigen_ds.data.sources.base import (
     Arrays,

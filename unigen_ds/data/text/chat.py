@@ -53,14 +53,22 @@ class RenderedChat:
 
         Raises ``DataError`` where the template changes earlier text when a message is added: then no mask is correct.
         """
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if marked and _GENERATION.search(tokenizer.chat_template):
             text, marks = _render_marked(tokenizer, messages, reply=reply)
+            if unlearned and len(marks) != 2 * len(answers):
+                raise DataError(
+                    f"the chat template marks {len(marks) // 2} parts of {len(answers)} assistant messages, and some"
+                    " have the weight 0",
+                    remedy="a template with one {% generation %} block for each of them, in tokenizer.chat_template",
+                )
             if unlearned:
-                marks = _learned_marks(marks, messages, unlearned)
+                learned = [k for k, number in enumerate(answers) if number not in unlearned]
+                marks = tuple(bound for k in learned for bound in marks[2 * k : 2 * k + 2])
             return cls(text, marks[-2:] if last else marks)
         text = _render(tokenizer, messages, reply=reply)
         bounds: list[int] = []
-        answers = [number for number in _answers(messages) if number not in unlearned]
+        answers = [number for number in answers if number not in unlearned]
         if last:  # before a reply it is the one that is to come
             answers = [] if reply else answers[-1:]
         for number in answers:
@@ -105,26 +113,6 @@ def next_token_labels(ids: Sequence[int], from_assistant: Sequence[bool]) -> lis
     return [i if learned else IGNORED for i, learned in zip(ids[1:], from_assistant[1:], strict=True)] + [
         IGNORED
     ] * bool(ids)
-
-
-def _answers(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Numbers of the assistant's messages."""
-    return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-
-
-def _learned_marks(
-    marks: tuple[int, ...], messages: Sequence[Mapping[str, Any]], unlearned: Collection[int]
-) -> tuple[int, ...]:
-    """The blocks of the messages that are learned. Raises ``DataError`` where not every answer has one."""
-    answers = _answers(messages)
-    if len(marks) != 2 * len(answers):
-        raise DataError(
-            f"the chat template marks {len(marks) // 2} parts of {len(answers)} assistant messages, and some have the"
-            " weight 0",
-            remedy="a template with one {% generation %} block for each of them, in tokenizer.chat_template",
-        )
-    kept = [k for k, number in enumerate(answers) if number not in unlearned]
-    return tuple(bound for k in kept for bound in marks[2 * k : 2 * k + 2])
 
 
 def _render_marked(

@@ -18,10 +18,9 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, TILE_TOKENS
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _MOST_BYTES = 4
 """Of a character in UTF-8."""
-
-
 _PRIVATE = range(0xF0000, 0xFFFFE)
 """Unicode's private use: characters that mean nothing by themselves."""
 
@@ -44,7 +43,7 @@ class Special:
         spelled = {token.content: number for number, token in added.items() if token.special}
         spelled |= {name: tokenizer.convert_tokens_to_ids(name) for name in names}
         self._ids = spelled
-        self._forbidden = {number for number in spelled.values() if number != tokenizer.unk_token_id}
+        self.ids = {number for number in spelled.values() if number != tokenizer.unk_token_id}
         longest_first = sorted(map(re.escape, spelled), key=len, reverse=True)
         self._pattern = re.compile("|".join(longest_first))
 
@@ -62,7 +61,7 @@ class Special:
             text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True
         )
         ids = list(encoded["input_ids"])
-        if self._forbidden.isdisjoint(ids):
+        if self.ids.isdisjoint(ids):
             return ids, [start for start, _ in encoded["offset_mapping"]]
         # the vocabulary itself, or an added token that is not marked special, has the spelling: split into characters
         edges = {p for match in self._pattern.finditer(text) for p in range(match.start(), match.end() + 1)}
@@ -70,7 +69,7 @@ class Special:
         ids, starts = [], []
         for first, last in zip(bounds, bounds[1:], strict=False):
             part = self._tokenizer(text[first:last], add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            if not self._forbidden.isdisjoint(part):
+            if not self.ids.isdisjoint(part):
                 raise DataError(f"the tokenizer can only encode {text[first:last][:60]!r} as a special token")
             ids += part
             starts += [first] * len(part)
@@ -113,14 +112,18 @@ class _Tokenizer:
     def __init__(self, tokenizer: Any, names: Sequence[str]) -> None:
         ids = tokenizer.convert_tokens_to_ids(list(names))
         unk = (tokenizer.unk_token_id, tokenizer.unk_token)  # which is the end token of some
-        unknown = [n for n, i in zip(names, ids, strict=True) if i is None or (i == unk[0] and n != unk[1])]
-        if unknown:
-            raise ConfigError(f"the tokenizer has no token {', '.join(unknown)}", remedy="add it as a special token")
+        missing = [n for n, i in zip(names, ids, strict=True) if i is None or (i == unk[0] and n != unk[1])]
+        if missing:
+            raise ConfigError(f"the tokenizer has no token {', '.join(missing)}", remedy="add it as a special token")
         self._tokenizer = tokenizer
         self.bos_id, self.eos_id, self.image_start_id, self.image_end_id = ids
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
-        self.unk_id = _unknown_id(tokenizer)
-        self._fingerprint = _digest(tokenizer)
+        # many byte-level tokenizers name an unknown token that their model never returns, often their end token
+        model = tokenizer.backend_tokenizer.model
+        unknown = type(model).__name__ == "Unigram" or getattr(model, "unk_token", None) is not None
+        self.unk_id: int | None = tokenizer.unk_token_id if unknown else None
+        """The id of words that the vocabulary does not have; None where every text has ids of its own (bytes)."""
+        self._fingerprint = hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest()
         # which its file may turn on, and transformers turns off in each call
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
@@ -180,20 +183,6 @@ class _Tokenizer:
         self._tokenizer.save_pretrained(directory)
 
 
-def _unknown_id(tokenizer: Any) -> int | None:
-    """The id of words that the vocabulary does not have; None where every text has ids of its own (bytes).
-
-    Many byte-level tokenizers name an unknown token that their model never returns, often their end token.
-    """
-    model = tokenizer.backend_tokenizer.model
-    unigram = type(model).__name__ == "Unigram"  # which does not show its unknown token
-    return tokenizer.unk_token_id if unigram or getattr(model, "unk_token", None) is not None else None
-
-
-def _digest(tokenizer: Any) -> str:
-    return hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest()
-
-
 @TOKENIZERS.register_module()
 class WordTokenizer(_Tokenizer):
     """One id per word, from a given list: for small closed vocabularies. Unknown words become ``<unk>``.
@@ -240,7 +229,7 @@ class PretrainedTokenizer(_Tokenizer):
         image_end: str | None = _SPECIAL[3],
     ) -> None:
         names = (bos, eos, image_start or eos, image_end or eos)
-        super().__init__(_pretrained(path, names), names)
+        super().__init__(_read(path, names), names)
 
 
 @TOKENIZERS.register_module()
@@ -258,7 +247,7 @@ class ChatTokenizer(_Tokenizer):
     def __init__(
         self, *, path: str, chat_template: str | None = None, bos: str = _SPECIAL[0], eos: str = _SPECIAL[1]
     ) -> None:
-        tokenizer = _pretrained(path, (bos, eos, IMAGE_TOKEN, GLOBAL_TOKEN, *TILE_TOKENS))
+        tokenizer = _read(path, (bos, eos, IMAGE_TOKEN, GLOBAL_TOKEN, *TILE_TOKENS))
         if chat_template is not None:
             tokenizer.chat_template = chat_template
         if not tokenizer.chat_template:
@@ -292,7 +281,9 @@ class ModelTokenizer(_Tokenizer):
 
     @checked("tokenizer")
     def __init__(self, *, path: str, chat_template: str | None = None, learn: Literal["all", "last"] = "all") -> None:
-        folder = _model_folder(path)
+        folder = _folder(path)
+        if not folder.is_dir():  # its model's processor is needed, too
+            folder = download(path, where=f"tokenizer.path {path!r}", weights=False)
         tokenizer = _read(str(folder))
         if not tokenizer.is_fast:
             raise ConfigError(f"tokenizer.path {path!r} has no fast tokenizer", allowed="one with a tokenizer.json")
@@ -330,46 +321,11 @@ class ModelTokenizer(_Tokenizer):
             (Path(directory) / name).write_bytes(content)
 
 
-def _model_folder(path: str) -> Path:
-    """The folder of a tokenizer and of its model's processor; of a name on the hub its files are downloaded."""
+def _folder(path: str) -> Path:
+    """The folder of a tokenizer. Raises ``ConfigError`` for one that is not there, before it is looked up on the hub,
+    and for one without a tokenizer.
+    """
     folder = folder_of(path, where="tokenizer.path", weights=False)
-    _check_folder(path, folder)
-    return folder if folder.is_dir() else download(path, where=f"tokenizer.path {path!r}", weights=False)
-
-
-def _pretrained(path: str, tokens: Sequence[str]) -> Any:
-    """The tokenizer at ``path``; those of ``tokens`` that it lacks are added as special ones. No code of its is run."""
-    tokenizer = _read(path)
-    present = tokenizer.get_vocab()
-    tokenizer.add_special_tokens({"additional_special_tokens": [token for token in tokens if token not in present]})
-    return tokenizer
-
-
-def _read(path: str) -> Any:
-    """The tokenizer at ``path``, as it is."""
-    from transformers import AutoTokenizer
-
-    folder = folder_of(path, where="tokenizer.path", weights=False)
-    _check_folder(path, folder)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        why = str(error).strip().splitlines()[0]
-        if folder.is_dir():
-            raise ConfigError(f"tokenizer.path {path!r} cannot be read: {why}", remedy=_OWN_CODE) from error
-        raise ConfigError(  # a name without an organisation, which transformers looks up itself
-            f"tokenizer.path {path!r} is no folder here, and it cannot be loaded from the hub: {why}",
-            remedy=download_remedy(path),
-        ) from error
-    return tokenizer
-
-
-_OWN_CODE = "name a tokenizer of a class that transformers has: code beside its files is never run"
-_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-def _check_folder(path: str, folder: Path) -> None:
-    """Refuse a folder that is not there, before it is looked up on the hub, and one without a tokenizer."""
     allowed = "a folder with tokenizer.json, or a name on the hub: organisation/name"
     if folder.is_dir():
         if not any((folder / name).is_file() for name in _FILES):
@@ -378,3 +334,22 @@ def _check_folder(path: str, folder: Path) -> None:
     elif "/" in path or folder.exists():
         remedy = f"check the path; a relative one begins at {Path.cwd()}"
         raise ConfigError(f"tokenizer.path is {path!r}, and there is no such folder", allowed=allowed, remedy=remedy)
+    return folder
+
+
+def _read(path: str, tokens: Sequence[str] = ()) -> Any:
+    """The tokenizer at ``path``; those of ``tokens`` that it lacks are added as special ones. No code of its is run."""
+    from transformers import AutoTokenizer
+
+    folder = _folder(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        why, remedy = str(error).strip().splitlines()[0], download_remedy(path)
+        if folder.is_dir():
+            remedy = "name a tokenizer of a class that transformers has: code beside its files is never run"
+        raise ConfigError(f"tokenizer.path {path!r} cannot be read: {why}", remedy=remedy) from error
+    if tokens:
+        present = tokenizer.get_vocab()
+        tokenizer.add_special_tokens({"additional_special_tokens": [one for one in tokens if one not in present]})
+    return tokenizer

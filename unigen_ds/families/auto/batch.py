@@ -19,9 +19,8 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from unigen_ds.core.batch import PackedBatch, to_device
-from unigen_ds.data.samples.packed import PackedBuilder
 from unigen_ds.data.samples.sample import Loaded, Tally
-from unigen_ds.data.samples.splits import unreadable
+from unigen_ds.data.samples.splits import PackedBuilder, unreadable
 from unigen_ds.families.chat import ChatImage
 
 Inputs = Mapping[str, Tensor]

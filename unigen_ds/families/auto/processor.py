@@ -16,7 +16,7 @@ from typing import Any
 from unigen_ds.config.registry import checked
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.image_files import ImageHeader
-from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.processor import is_document
 from unigen_ds.data.samples.sample import Split
 from unigen_ds.data.samples.splits import TokenSplit

@@ -25,7 +25,7 @@ from torch import Tensor
 from unigen_ds.config.registry import check_arguments, checked
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.batches.collate import pack_documents
+from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for

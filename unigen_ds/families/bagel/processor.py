@@ -20,9 +20,8 @@ from annotated_types import Ge, Le
 from unigen_ds.config.registry import checked
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.augment import Augment
-from unigen_ds.data.images.image_files import ImageHeader
-from unigen_ds.data.images.transforms import ImageTransform
-from unigen_ds.data.records.turn import Turn
+from unigen_ds.data.images.image_files import ImageHeader, ImageTransform
+from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.samples.sample import Split, TextTokenizer
 from unigen_ds.data.samples.splits import ImageKind, ImageSplit, TextSplit

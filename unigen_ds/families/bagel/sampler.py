@@ -16,8 +16,8 @@ from torch import Tensor
 
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.batches.collate import pack_documents
-from unigen_ds.data.images.transforms import patchify
+from unigen_ds.data.batches.loader import pack_documents
+from unigen_ds.data.images.image_files import patchify
 from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import ImageSplit, LoadedImage, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings

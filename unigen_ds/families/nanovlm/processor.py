@@ -17,13 +17,11 @@ from unigen_ds.config.registry import checked
 from unigen_ds.core.batch import CAUSAL
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.augment import Augment
-from unigen_ds.data.images.image_files import ImageHeader, UnreadableImage
+from unigen_ds.data.images.image_files import ImageHeader, ImageTransform, UnreadableImage, patchify
 from unigen_ds.data.images.tiles import Tiling, TransformTiling, image_string, num_tiles, split_tiles
-from unigen_ds.data.images.transforms import ImageTransform, patchify
-from unigen_ds.data.records.turn import Turn
-from unigen_ds.data.samples.packed import PackedBuilder
+from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import Split
-from unigen_ds.data.samples.splits import ImageKind, ImageSplit, augmented, unreadable
+from unigen_ds.data.samples.splits import ImageKind, ImageSplit, PackedBuilder, augmented, unreadable
 from unigen_ds.data.text.chat import RenderedChat
 from unigen_ds.data.text.tokenizers import ChatTokenizer
 from unigen_ds.families.chat import Chat, ChatImage, ChatProcessor

@@ -10,7 +10,7 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.loader import UpdateLoader
-from unigen_ds.data.batches.stream import Cursor
+from unigen_ds.data.order.order import Cursor
 from unigen_ds.evaluation.validation import evaluating
 from unigen_ds.runner.loop.updates import Update, counted_alone
 from unigen_ds.system import dist

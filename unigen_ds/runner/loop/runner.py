@@ -20,8 +20,8 @@ from unigen_ds.config.python_text import config_text
 from unigen_ds.config.section import Component
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Progress
-from unigen_ds.data.batches.left_out import list_left_out
-from unigen_ds.data.batches.stream import Cursor
+from unigen_ds.data.batches.statistics import list_left_out
+from unigen_ds.data.order.order import Cursor
 from unigen_ds.hooks.base import PRIORITY, Hook, Iteration, UpdateResult
 from unigen_ds.runner.loop.replay import LastUpdate, losses
 from unigen_ds.runner.loop.updates import Update, counted

@@ -24,7 +24,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EMA
 from unigen_ds.data.datasets.overflow import check_overflow
-from unigen_ds.data.rules import check_rules
+from unigen_ds.data.samples.sample import check_rules
 from unigen_ds.data.settings import ValDataloader
 from unigen_ds.evaluation.generation import Answering
 from unigen_ds.evaluation.metrics import build_metrics

@@ -24,7 +24,7 @@ PROCESSOR_KEYS = (
 _FIXED = ("tokenizer", "seed")
 """Arguments of a processor that no config sets in its section."""
 _CHANNELS = {"RGB": 3, "L": 1}
-_WITH_MODE = ("ImageTransform", "CenterCrop", "FixedSize")
+_WITH_MODE = ("ImageTransform", "CenterCrop")
 
 
 _LANGUAGE = ("CausalLM", "DecoderLM")

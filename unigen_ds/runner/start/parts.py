@@ -18,8 +18,8 @@ from unigen_ds.backends.memory import on_meta
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.loader import UpdateLoader
 from unigen_ds.data.batches.statistics import start_lines
-from unigen_ds.data.batches.stream import Cursor
 from unigen_ds.data.datasets.overflow import check_positions
+from unigen_ds.data.order.order import Cursor
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook
 from unigen_ds.resume.finding import Finding, refuse

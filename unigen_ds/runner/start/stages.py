@@ -34,11 +34,11 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.data.batches.change import DataChange, OnDataChange, compare, continued
-from unigen_ds.data.batches.left_out import check_unusable
-from unigen_ds.data.batches.stream import Cursor
+from unigen_ds.data.batches.statistics import check_unusable
 from unigen_ds.data.datasets.dataset import check_readable
 from unigen_ds.data.datasets.overflow import check_overflow
-from unigen_ds.data.rules import check_rules
+from unigen_ds.data.order.order import Cursor
+from unigen_ds.data.samples.sample import check_rules
 from unigen_ds.models.weights import check_here
 from unigen_ds.optim.optimizer import AUTO, ParamGroup, settled_precision
 from unigen_ds.optim.optimizer_state import state_of

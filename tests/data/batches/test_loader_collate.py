@@ -24,9 +24,9 @@ from tests.data.support import (
 )
 from tests.golden_files import BAGEL, BAGEL_META, read_json
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
-from unigen_ds.data.batches.collate import collate
+from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.images.transforms import ImageTransform
+from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.data.order.order import Draw
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 
@@ -147,23 +147,6 @@ def mask(batch: PackedBatch) -> Tensor:
     return (document[:, None] == document[None]) & ((earlier & ~inside) | inside)
 
 
-def test_padding_of_images_and_noise(tmp_path: Path) -> None:
-    picture(tmp_path / "small.png", 8, 16)
-    picture(tmp_path / "wide.png", 32, 8)
-    records = [{"text_prompt": "a", "image_path": f"{name}.png"} for name in ("small", "wide")]
-    dataset = UnifiedGenerationDataset(write_jsonl(tmp_path / "t.jsonl", records), make_processor())
-    both = collate([(Draw(0, 0, 0),), (Draw(0, 1, 0),)], [dataset], dataset.processor, seq_length=99)
-    assert both.vae_images.shape == (2, 3, 16, 32) and both.vae_noise.shape == (2, 3, 4, 8)
-    assert both.vae_images[0, :, :, 8:].eq(0).all() and both.vae_images[1, :, 8:].eq(0).all()
-    assert both.vae_noise[0, :, :, 2:].eq(0).all() and both.vae_noise[1, :, 2:].eq(0).all()
-    for k in range(2):  # alone, an image has the same pixels and the same noise
-        alone = collate([(Draw(0, k, 0),)], [dataset], dataset.processor, seq_length=99)
-        h, w = alone.vae_images.shape[2:]
-        assert torch.equal(both.vae_images[k, :, :h, :w], alone.vae_images[0])
-        assert torch.equal(both.vae_noise[k, :, : h // 4, : w // 4], alone.vae_noise[0])
-    assert both.latent_shapes == ((2, 1), (1, 4)) and len(both.flow_noise) == 6
-
-
 def test_randomness_is_keyed_by_sample_pass_and_seed(tmp_path: Path) -> None:
     dataset = mixed_dataset(tmp_path, 8)
 
@@ -179,15 +162,6 @@ def test_randomness_is_keyed_by_sample_pass_and_seed(tmp_path: Path) -> None:
     clean = math.prod(edit.latent_shapes[0])
     assert edit.timesteps[:clean].isinf().all() and edit.timesteps[clean:].isfinite().all()
     assert len(edit.timesteps[clean:].unique()) == 1 and edit.image_target_index.numel() == len(edit.timesteps) - clean
-
-
-def test_normal_distributions(tmp_path: Path) -> None:
-    dataset = mixed_dataset(tmp_path, 8)
-    rows = [(Draw(0, 1, number),) for number in range(400)]
-    batch = collate(rows, [dataset], dataset.processor, seq_length=200)
-    times = batch.timesteps.reshape(400, -1)[:, 0]
-    for values in (times, batch.flow_noise, batch.vae_noise):
-        assert abs(values.mean()) < 0.15 and abs(values.std() - 1) < 0.15
 
 
 def test_condition_dropout(tmp_path: Path) -> None:
@@ -228,14 +202,6 @@ def test_a_noise_image_uses_up_no_position(tmp_path: Path) -> None:
     assert batch.position_ids.tolist() == [0, 1, 2, *[3] * 3, *[3] * 6, 4, 5, 6, 7, 8, 9]
 
 
-def test_targets_are_never_dropped(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "t.jsonl", [talk(text("user", "q"), text("assistant", "ab"))])
-    dataset = UnifiedGenerationDataset(path, make_processor(text_dropout=1.0))
-    batch = collate([(Draw(0, 0, 0),)], [dataset], dataset.processor, seq_length=200)
-    assert batch.text_ids.tolist() == [256, 97, 98, 257]
-    assert batch.text_target_ids.tolist() == [97, 98, 257] and batch.text_target_index.tolist() == [0, 1, 2]
-
-
 def test_unreadable_images_become_padding_of_the_planned_length(tmp_path: Path) -> None:
     for name in ("whole", "truncated", "replaced", "gone"):
         picture(tmp_path / f"{name}.png", 16, 16)
@@ -265,16 +231,6 @@ def test_unreadable_images_become_padding_of_the_planned_length(tmp_path: Path) 
     assert short.num_tokens == 3 and not short.skipped  # the broken image is after the truncation
 
 
-def test_truncation_in_a_batch(tmp_path: Path) -> None:
-    dataset = mixed_dataset(tmp_path, 8)
-    for seq_length in (1, 2, 3, 7, 12, 30):
-        rows = [(Draw(0, i, 0),) for i in range(8)]
-        batch = collate(rows, [dataset], dataset.processor, seq_length=seq_length)
-        assert torch.bincount(batch.document_ids).max() <= seq_length
-        assert len(batch.latent_index) == sum(math.prod(shape) for shape in batch.latent_shapes)
-        assert batch.num_sequences == 8 and len(batch.document_ids.unique()) == 8
-
-
 def test_empty_rows_are_one_padding_token(tmp_path: Path) -> None:
     dataset = mixed_dataset(tmp_path, 4)
     batch = collate([(), ()], [dataset], dataset.processor, seq_length=50)
@@ -287,20 +243,3 @@ def test_empty_rows_are_one_padding_token(tmp_path: Path) -> None:
     for name in ("vit_index", "latent_index", "image_target_index", "text_target_ids"):
         assert getattr(batch, name).dtype == torch.int64 and getattr(batch, name).shape == (0,), name
     assert processor.vit_channels == 3
-
-
-def test_documents_and_splits_are_numbered_over_all_sequences(tmp_path: Path) -> None:
-    dataset = mixed_dataset(tmp_path, 8)
-    rows = [tuple(Draw(0, i, 0) for i in (0, 1)), (Draw(0, 1, 0),), tuple(Draw(0, i, 0) for i in (2, 3))]
-    batch = collate(rows, [dataset], dataset.processor, seq_length=99)
-    assert batch.document_ids.unique().tolist() == [0, 1, 2, 3, 4]
-    assert (batch.document_ids.diff() >= 0).all() and (batch.split_ids.diff() >= 0).all()
-    assert len(batch.split_modes) == int(batch.split_ids.max()) + 1
-    starts = torch.searchsorted(batch.document_ids, torch.arange(5))
-    assert batch.position_ids[starts].eq(0).all()
-    indices = torch.cat([batch.text_index, batch.vit_index, batch.latent_index]).sort().values
-    assert torch.equal(indices, torch.arange(batch.num_tokens))
-    parts = [collate([row], [dataset], dataset.processor, seq_length=99) for row in rows]
-    assert torch.equal(batch.text_ids, torch.cat([part.text_ids for part in parts]))
-    assert torch.equal(batch.flow_noise, torch.cat([part.flow_noise for part in parts]))
-    assert torch.equal(batch.vit_patches, torch.cat([part.vit_patches for part in parts]))

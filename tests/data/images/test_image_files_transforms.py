@@ -12,9 +12,13 @@ from safetensors.torch import load_file
 
 from tests.data.support import picture
 from tests.golden_files import BAGEL, BAGEL_META, atol, read_json
-from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.images.image_files import UnreadableImage, image_header, on_white, open_image
-from unigen_ds.data.images.transforms import ImageTransform, patchify
+from unigen_ds.data.images.image_files import (
+    ImageTransform,
+    UnreadableImage,
+    image_header,
+    open_image,
+    patchify,
+)
 
 VAE, VIT = (64, 32, 16), (84, 28, 14)
 
@@ -41,16 +45,6 @@ def test_golden_patches() -> None:
     assert torch.equal(patches, golden["packed_vit_tokens"])
 
 
-def test_patch_order() -> None:
-    image = torch.arange(2 * 4 * 6).reshape(2, 4, 6)
-    patches = patchify(image, 2)
-    assert patches.shape == (6, 8)
-    for row in range(2):
-        for column in range(3):
-            block = image[:, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
-            assert torch.equal(patches[row * 3 + column], block.permute(1, 2, 0).reshape(-1))
-
-
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
@@ -66,19 +60,6 @@ def test_size_rule(size: tuple[int, int], expected: tuple[int, int]) -> None:
     assert ImageTransform(*VAE).size(*size) == expected
 
 
-def test_scaled_sides_are_rounded_to_pixels_first() -> None:
-    # 71 * 64 / 192 = 23.67 -> 24 pixels -> 24 / 16 = 1.5 -> 2 strides; unrounded it would be 1
-    assert ImageTransform(64, 16, 16).size(192, 71) == (64, 32)
-
-
-def test_sizes_keep_their_promise() -> None:
-    transform = ImageTransform(100, 30, 14)
-    for width in (1, 13, 29, 50, 99, 100, 101, 640):
-        for height in (1, 30, 77, 500):
-            w, h = transform.size(width, height)
-            assert w % 14 == h % 14 == 0 and min(w, h) >= 14 and max(w, h) <= transform.largest_side
-
-
 def test_values_and_modes() -> None:
     grey = Image.fromarray(np.array([[0, 255], [51, 204]], dtype=np.uint8))
     one = ImageTransform(2, 2, 1, mode="L")(grey)
@@ -86,17 +67,6 @@ def test_values_and_modes() -> None:
     torch.testing.assert_close(one[0], torch.tensor([[-1.0, 1.0], [-0.6, 0.6]]))
     three = ImageTransform(2, 2, 1)(grey)
     assert three.shape == (3, 2, 2) and torch.equal(three[0], three[2])
-
-
-def test_transparency_becomes_white() -> None:
-    rgba = Image.new("RGBA", (2, 1), (255, 0, 0, 255))
-    rgba.putpixel((1, 0), (0, 0, 0, 0))
-    assert [on_white(rgba, "RGB").getpixel((x, 0)) for x in (0, 1)] == [(255, 0, 0), (255, 255, 255)]
-    assert on_white(rgba, "L").getpixel((1, 0)) == 255
-    palette = Image.new("P", (1, 1))
-    palette.putpalette([0, 0, 0] * 256)
-    palette.info["transparency"] = 0
-    assert on_white(palette, "RGB").getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_broken_images_are_named(tmp_path: Path) -> None:
@@ -113,11 +83,3 @@ def test_broken_images_are_named(tmp_path: Path) -> None:
         assert image_header(bad).size is None and bad.name in image_header(bad).error
         with pytest.raises(UnreadableImage, match=bad.name):
             open_image(bad)
-
-
-def test_wrong_settings() -> None:
-    for arguments in ((10, 20, 1), (10, 5, 0), (10, 5, 11)):
-        with pytest.raises(ConfigError, match="Allowed"):
-            ImageTransform(*arguments)
-    with pytest.raises(ConfigError, match="'RGB', 'L'"):
-        ImageTransform(10, 5, 1, mode="CMYK")  # type: ignore[arg-type]
