@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import time
@@ -26,6 +27,7 @@ from unigen_ds.checks.memory.counted import CountedBytes
 from unigen_ds.config.registry import FAMILIES, HOOKS, MODELS
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, SaveError
+from unigen_ds.core.shards import tied_names
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.bagel.model import UnifiedModel
@@ -219,10 +221,21 @@ class RecordHook(Hook):
         self._write(run, "final.safetensors")
 
     @staticmethod
-    def _write(run: Run, name: str) -> None:
-        state = {name: t.contiguous().clone() for name, t in run.backend.full_state_dict(torch.float32)}
-        if dist.is_main():
-            save_file(state, run.work_dir / name)
+    def _write(run: Run, file: str) -> None:
+        backend = run.backend
+        shards = [*backend.master_shards(), *backend.frozen_shards()]
+        own = [(s.name, s.shape, s.flat_start, s.data.float().clone()) for s in shards if s.primary]
+        if (gathered := dist.gather_to_main(own)) is None:
+            return
+        shapes = {name: shape for of_rank in gathered for name, shape, *_ in of_rank}
+        state = {name: torch.empty(math.prod(shape)) for name, shape in shapes.items()}
+        for name, _, start, data in (piece for of_rank in gathered for piece in of_rank):
+            state[name][start : start + data.numel()] = data
+        module = getattr(backend.model, "module", backend.model)
+        state = {name: tensor.view(shapes[name]) for name, tensor in state.items()}
+        state |= {alias: state[first].clone() for alias, first in tied_names(module).items()}
+        state |= {name: buffer.contiguous().clone() for name, buffer in backend.buffers().items()}
+        save_file(state, run.work_dir / file)
 
     def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
         images = len(batch.vit_lengths) + len(batch.latent_shapes)
