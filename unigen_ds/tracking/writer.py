@@ -20,7 +20,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.json_values import by_name, json_values
 from unigen_ds.system.files import make_directory
 from unigen_ds.system.log import logger
-from unigen_ds.system.versions import installed
+from unigen_ds.system.machine import installed
 from unigen_ds.tracking.sent import Branch, Line, Sent
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from tests.tiny import tiny_config

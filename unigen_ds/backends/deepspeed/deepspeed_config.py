@@ -19,7 +19,7 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.optim.optimizer import OptimizerConfig
 from unigen_ds.system.dist import env_rank
 from unigen_ds.system.log import logger
-from unigen_ds.system.versions import version_problems
+from unigen_ds.system.machine import version_problems
 
 AUTO = "auto"
 TESTED_VERSION = "0.19.8"
