@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from tests import full_disk
-from tests.end_to_end.engines.cases import OWN_RECORDS, PRIME_RECORDS
+from tests.end_to_end.engines.cases import OWN_RECORDS
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.checks.memory.counted import CountedBytes
 from unigen_ds.config.registry import FAMILIES, HOOKS, MODELS
@@ -59,7 +59,6 @@ def write_mixed(folder: Path) -> Path:
             lines.append((draw if i % 13 < 11 else caption)[i])
     (digits / "held.jsonl").write_text("\n".join(lines[13:26]) + "\n", encoding="utf-8")
     (digits / "few.jsonl").write_text("\n".join(lines[:3]) + "\n", encoding="utf-8")
-    (digits / "prime.jsonl").write_text("\n".join(lines[:PRIME_RECORDS]) + "\n", encoding="utf-8")
     path = digits / "mixed.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -275,25 +274,16 @@ class FullDiskHook(Hook):
     """Saves while the N-th change of the disk by one rank fails, for every N and every rank, until none fails.
 
     ``faults.json`` of the work dir: each attempt's rank, failed call, error by rank, and what it left in the work dir.
-    ``full``: after the first of these updates the disk is filled up, if it is a small one; after the second, freed.
     """
 
-    ROOM = 32 << 10
-
-    def __init__(self, *, at_update: int, full: list[int]) -> None:
-        self.at_update, (self.full_from, self.full_to) = at_update, full
+    def __init__(self, *, at_update: int) -> None:
+        self.at_update = at_update
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if run.progress.updates == self.at_update:
             attempts = [attempt for rank in range(dist.world_size()) for attempt in self._attempts(run, rank)]
             if dist.is_main():
                 (run.work_dir / "faults.json").write_text(json.dumps(attempts), encoding="utf-8")
-        ballast = run.work_dir / "ballast"
-        if dist.is_main() and run.progress.updates == self.full_from and os.path.ismount(run.work_dir):
-            status = os.statvfs(run.work_dir)
-            ballast.write_bytes(b"x" * (status.f_bavail * status.f_frsize - self.ROOM))
-        if dist.is_main() and run.progress.updates == self.full_to:
-            ballast.unlink(missing_ok=True)
 
     def _attempts(self, run: Run, rank: int) -> Iterator[dict[str, Any]]:
         number, failed = 0, "first"
