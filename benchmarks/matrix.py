@@ -31,9 +31,7 @@ from tests.end_to_end.engines.groups import GROUPS, jobs_of
 from tests.end_to_end.engines.launch import (
     METRICS,
     Launched,
-    Outcome,
     metric_deviation,
-    relative,
     tensors,
     unequal,
     weight_deviation,
@@ -68,9 +66,9 @@ def near(launched: Launched, name: str, reference: str, *, bound: float = BOUND)
 
 
 def check_bf16(launched: Launched, name: str) -> Row:
-    """As in ``tests/end_to_end/engines/test_equivalence.py``."""
+    """As in ``tests/end_to_end/engines/test_models.py``."""
     group = name.partition("/")[0]
-    reference = "single@1" if group == "bf16" else f"{group.removesuffix('-bf16')}/single@1"
+    reference = f"{group.removesuffix('-bf16')}/single@1"
     run, fp32, single, other = (
         launched.outcome(n) for n in (name, reference, f"{group}/single@1", f"{group}/single_8x1")
     )
@@ -119,19 +117,6 @@ def check_lora(launched: Launched, name: str) -> Row:
         differing = unequal(saved, tensors(run.folder / "loaded.pth"))
         figures["differing tensors of adapters"] = sum(".lora_" in key for key in differing)
     return Row("", name, figures, found <= bound and not figures.get("differing tensors of adapters"))
-
-
-def check_chain(launched: Launched, name: str) -> Row:
-    """Losses and learning rates are those of one process; every record occurs once in each epoch."""
-    run, single = launched.outcome(name), launched.outcome("chain/single")
-    found = metric_deviation(run, single)
-    rates = max(relative(a["lr"], b["lr"]) for a, b in zip(run.lines, single.lines, strict=True))
-    worlds = range(max(world for _, world, _, _ in cases.CHAIN))
-    ids = [sample for rank in worlds for line in run.records(rank) for sample in line["samples"]]
-    repeated, wanted = len(ids) - len(set(ids)), cases.PRIME_RECORDS * cases.CHAIN_EPOCHS
-    title = " -> ".join(f"{engine}@{world} ({b}x{n})" for engine, world, (b, n), _ in cases.CHAIN)
-    figures = {"loss and norm": found, "learning rate": rates, "samples": len(ids), "repeated": repeated}
-    return Row("", title, figures, max(found, rates) <= BOUND and not repeated and len(ids) == wanted)
 
 
 def check_mixture(launched: Launched, name: str) -> Row:
@@ -188,14 +173,6 @@ def check_faulty(launched: Launched, name: str) -> Row:
     changed = unequal(before, after)
     figures = {"skipped updates": str(skipped), "changed tensors": len(changed)}
     return Row("", name, figures, skipped == [cases.BAD_UPDATE] and not changed)
-
-
-def check_frozen(launched: Launched, name: str) -> Row:
-    run = launched.outcome(name)
-    frozen = [n for n in run.initial if n.startswith(("vit_model.", "connector.")) or n.endswith("pos_embed")]
-    moved = [n for n in frozen if not run.final["master", n].flatten().equal(run.initial[n].flatten())]
-    row = near(launched, name, "frozen/single@1")
-    return Row("", name, {**row.figures, "frozen": len(frozen), "moved": len(moved)}, row.good and not moved)
 
 
 def check_parts(launched: Launched, name: str) -> Row:
@@ -257,15 +234,8 @@ def check_memory(launched: Launched, name: str) -> Row:
     return Row("", name, figures, all(0.98 <= m["total"] / formula.total <= 1.06 for m in ranks))
 
 
-def check_one_process(launched: Launched, name: str) -> Row:
-    root, single = launched.outcome(name).folder, launched.outcome("single@1")
-    found = [metric_deviation(Outcome(root / str(i)), single, updates=6) for i in range(4)]
-    return Row("", "zero3, FULL_SHARD, zero2, NO_SHARD", {"loss and norm": max(found)}, max(found) <= BOUND)
-
-
 TITLES: dict[str, tuple[str, Check]] = {
     "equivalence": ("20 updates in fp32, compared with one process", lambda r, n: near(r, n, "single@1")),
-    "bf16": ("20 updates in bf16", check_bf16),
     "resume": (
         "Killed with SIGKILL in update 7, resumed from update 5, compared with a run never stopped: bit-equal",
         check_resume,
@@ -279,7 +249,6 @@ TITLES: dict[str, tuple[str, Check]] = {
         "Adapters that go from engine to engine, compared with one process: DoRA in fp32, LoRA in bf16, QLoRA",
         check_lora,
     ),
-    "chain": ("Three epochs with changes of engine and split, compared with one process", check_chain),
     "mixture": (
         "A packed, filtered, weighted mixture of three formats: SIGKILL in an update or in a save, changes of engine,"
         " processes (2, 4, 1) and workers (0 to 3), compared with one process",
@@ -290,40 +259,31 @@ TITLES: dict[str, tuple[str, Check]] = {
         check_elastic,
     ),
     "faulty": ("A gradient that is not finite on one rank in update 5", check_faulty),
-    "frozen": ("ViT and connector frozen", check_frozen),
     "odd": ("A user's model: odd sizes, tied head, frozen tower, buffer, two groups", check_odd),
     "recompute": (
         "Activation checkpointing on, with dropout, compared with off",
         lambda r, n: near(r, n, n.replace("-True", "-False"), bound=1e-6),
     ),
-    "compiled": ("Compiled layers compared with plain ones", lambda r, n: near(r, n, "compiled/plain", bound=1e-4)),
+    "compiled": (
+        "Compiled layers compared with plain ones",
+        lambda r, n: near(r, n, n.replace("-True", "-False"), bound=1e-4),
+    ),
     "published": ("Published weights, read into shards", check_published),
     "decoder": (
         "A language model of transformers' classes from published weights, compared with one process",
         lambda r, n: near(r, n, "decoder/single@1"),
     ),
     "memory": ("Bytes per rank in units of the fp32 weights; the rank with the most", check_memory),
-    "one_process": ("One engine after the other in the same two processes", check_one_process),
     "models": (
         "The vision-language model, and the unified model with FLUX's autoencoder, in fp32, compared with one process",
         lambda r, n: near(r, n, n.partition("/")[0] + "/single@1"),
     ),
     "models_bf16": ("The same in bf16", check_bf16),
     "parts": ("Each part of these models frozen separately, by ``freeze`` or by a learning rate of 0", check_parts),
-    "models_recompute": (
-        "Activation checkpointing of the vision-language model on, compared with off: bit-equal",
-        lambda r, n: near(r, n, n.replace("recompute-vlm", "vlm"), bound=0.0),
-    ),
-    "models_compiled": (
-        "Compiled layers of the vision-language model compared with plain ones",
-        lambda r, n: near(r, n, "compiled-vlm/plain", bound=1e-4),
-    ),
 }
-REFERENCES = {
-    "bf16": "equivalence", "one_process": "equivalence", "models_bf16": "models", "models_recompute": "models",
-}  # fmt: skip
+REFERENCES = {"models_bf16": "models"}
 """Groups that are compared with runs of another group."""
-SKIPPED = ("/straight", "/plain", "chain/single", "mixture/single", "lora/others", "lora/others-single")
+SKIPPED = ("/straight", "mixture/single", "lora/others", "lora/others-single")
 """Reference runs without a row of their own."""
 
 

@@ -21,8 +21,8 @@ if not __package__:
 
 from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.quantities import memory, positive, share, size
+from unigen_ds.system.machine import environment
 from unigen_ds.system.pipes import ends_quietly
-from unigen_ds.system.variables import environment
 
 
 def parser() -> argparse.ArgumentParser:

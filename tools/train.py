@@ -23,10 +23,9 @@ if not __package__:
 from unigen_ds.core.choices import AUTO, BATCH_CHOICES, DATA_CHOICES, LAUNCHERS, SHIPPED
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.quantities import CommaSeparated, above_zero, memory, positive, share_above_zero
-from unigen_ds.system import versions
+from unigen_ds.system import machine
 from unigen_ds.system.log import quiet_libraries
 from unigen_ds.system.pipes import ends_quietly
-from unigen_ds.system.variables import wrong_numbers
 
 STOPPED_BY_SIGNAL = 143
 
@@ -89,7 +88,7 @@ DRY = ("world_size", "per_node", "num_batches", "device_memory", "peak_tflops", 
 def main(argv: list[str] | None = None) -> int:
     p = parser()
     arguments = p.parse_args(argv)
-    wrong = wrong_numbers(os.environ)
+    wrong = machine.wrong_numbers(os.environ)
     rank = 0 if wrong else int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     quiet_libraries(rank)
     given = [name for name in DRY if getattr(arguments, name) is not None] + ["json"] * arguments.json
@@ -98,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if wrong:
             raise wrong[0]
-        versions.check_versions()
+        machine.check_versions()
     except ConfigError as error:
         if not arguments.dry_run:
             reported = False

@@ -24,7 +24,7 @@ FILES = {
     "qwen3": "talks/texts.jsonl", "llava": "talks/mixed.jsonl",
 }  # fmt: skip
 KINDS = ("single", "full_shard", "offload", "offload_published", "resume")
-STRATEGIES = ("no_shard", "once", "hybrid")
+STRATEGIES = ("no_shard", "hybrid")
 """Further kinds, of one model: they count collectives."""
 _TRANSFORM = {"type": "ImageTransform", "max_size": 28, "min_size": 14, "stride": 14}
 
@@ -76,7 +76,6 @@ def _backend(case: Case) -> dict[str, Any]:
         return {"type": "single"}
     others: dict[str, dict[str, Any]] = {
         "no_shard": {"sharding_strategy": "NO_SHARD"},
-        "once": {"sync_every_iteration": False},
         "hybrid": {"sharding_strategy": "HYBRID_SHARD", "num_shard": 8},
     }
     return {"type": "fsdp", "cpu_offload": case.offload, **others.get(case.kind, {})}

@@ -168,7 +168,7 @@ def test_gradient_collectives(reports: Reports, name: str) -> None:
         for at, what, number in report["collectives"]
         if at.startswith("update 2, ") and what == ("_reduce_scatter_base_ cuda" if case.kind != "no_shard" else REDUCE)
     }
-    once = case.kind in ("no_shard", "once")
+    once = case.kind == "no_shard"
     assert units >= 3
     assert per_phase == ({"micro-batch 1": units} if once else {"micro-batch 0": units, "micro-batch 1": units})
 

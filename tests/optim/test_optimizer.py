@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from tests import needs
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.optim.optimizer import PRECISIONS, OptimizerConfig, ParamGroup, build_torch_optimizer
+from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup, build_torch_optimizer
 
 
 def groups() -> list[tuple[ParamGroup, list[Parameter]]]:
@@ -60,8 +60,7 @@ def test_steps_as_the_plain_optimizer_and_leaves_a_frozen_group(name: str) -> No
     [
         (dict(type="AdmW"), "did you mean 'AdamW'"),
         (dict(type="Lion"), "Allowed: AdamW, Adam, SGD"),
-        (dict(arguments=dict(beta=(0.9, 0.95))), "did you mean 'betas'"),
-        (dict(arguments=dict(lr=1e-3)), "hold lr"),
+        (dict(arguments=dict(beta=(0.9, 0.95))), "unexpected keyword argument 'beta'"),
         (dict(arguments=dict(betas=(0.9, 1.5))), "cannot be built: Invalid beta"),
         (dict(type="SGD", arguments=dict(nesterov=True)), "Nesterov"),
     ],
@@ -69,21 +68,6 @@ def test_steps_as_the_plain_optimizer_and_leaves_a_frozen_group(name: str) -> No
 def test_bad_optimizer(cfg: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build_torch_optimizer(OptimizerConfig(**cfg), groups())
-
-
-def test_precision() -> None:
-    for precision in PRECISIONS:
-        assert OptimizerConfig(precision=precision).precision == precision
-    with pytest.raises(
-        ConfigError, match=r"precision is 'bf61'. Allowed: fp32, bf16, fp16. Remedy: did you mean 'bf16'"
-    ):
-        OptimizerConfig(precision="bf61")
-
-
-@pytest.mark.parametrize("max_norm", [0, -1.0, True, "1.0", float("nan")])
-def test_bad_max_norm(max_norm) -> None:
-    with pytest.raises(ConfigError, match="max_norm"):
-        OptimizerConfig(max_norm=max_norm)
 
 
 # ---- whole matrices, and AdamW for the rest -------------------------------------------------------------------------
@@ -122,7 +106,6 @@ def test_two_optimizers_step_as_each_alone() -> None:
 @pytest.mark.parametrize(
     ("cfg", "words"),
     [
-        (dict(type="Muon", adamw=dict(beta=(0.9, 0.95))), r"optim_wrapper.optimizer.adamw has no key 'beta'"),
         (dict(type="Muon", arguments=dict(adjust_lr_fn="other")), "Adjust learning rate function other"),
         (dict(type="Muon", adamw=dict(betas=(0.9, 1.5))), "optimizer AdamW with .* cannot be built"),
     ],
@@ -144,5 +127,5 @@ def test_weight_decay_that_an_optimizer_does_not_have_is_refused() -> None:
         def __init__(self, params, *, lr: float = 0.1) -> None:
             super().__init__(params, {"lr": lr})
 
-    with pytest.raises(ConfigError, match="NoDecay has no weight_decay, and the group 'default' sets one"):
+    with pytest.raises(ConfigError, match="NoDecay has no weight_decay, and a group sets one"):
         build_torch_optimizer(OptimizerConfig(type=NoDecay), groups())

@@ -13,7 +13,6 @@ from tests.tiny import tiny_config
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.store import list_checkpoints
 from unigen_ds.checks.resume import inspect_resume
-from unigen_ds.optim.optimizer import fuses
 from unigen_ds.runner import Runner
 
 
@@ -69,9 +68,8 @@ def test_a_checkpoint_without_the_record_continues_bit_equal_and_not_fused(tmp_p
     assert kernels(straight) == {False} and recorded(tmp_path / "straight") is False
     train(tmp_path / "run", data, updates=2, **plain)
     forget(tmp_path / "run")
-    for updates in (4, 5):  # also from a checkpoint that the resumed run has written itself
-        resumed = train(tmp_path / "run", data, updates=updates, resume=True)
-        assert kernels(resumed) <= {False, None} and recorded(tmp_path / "run") is None
+    resumed = train(tmp_path / "run", data, updates=5, resume=True)
+    assert kernels(resumed) <= {False, None} and recorded(tmp_path / "run") is None
     assert all(map(torch.equal, weights(straight), weights(resumed)))
 
 
@@ -79,17 +77,3 @@ def test_a_checkpoint_without_the_record_continues_bit_equal_and_not_fused(tmp_p
 def test_other_optimizers_and_other_choices_are_left_alone(tmp_path, data, optimizer):
     runner = Runner.from_cfg(tiny_config(tmp_path, data, optim_wrapper__optimizer=optimizer))
     assert kernels(runner) == {None}
-
-
-def test_a_device_without_the_kernel_uses_another(tmp_path, data, monkeypatch):
-    assert fuses(torch.device("cpu"))
-
-    class Unsupported(torch.optim.AdamW):
-        def __init__(self, *arguments: Any, fused: bool | None = None, **more: Any) -> None:
-            if fused:
-                raise RuntimeError("`fused=True` requires all the params to be on supported devices")
-            super().__init__(*arguments, **more)
-
-    monkeypatch.setattr(torch.optim, "AdamW", Unsupported)
-    assert not fuses(torch.device("cpu"))
-    assert kernels(train(tmp_path / "run", data, updates=1)) == {None}

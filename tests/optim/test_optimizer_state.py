@@ -1,22 +1,19 @@
-"""What an optimizer of a user's own may keep, and that it is what it declares: found before a run starts."""
+"""What an optimizer of a user's own may keep, and how its state is made before a checkpoint is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import Parameter
 
-from tests import needs
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.optim.optimizer import OptimizerConfig, element_wise
-from unigen_ds.optim.optimizer_state import state_of
+from unigen_ds.optim.optimizer import OptimizerConfig, check_state, element_wise, initialize_state, step_count
 
 
 class Plain(torch.optim.Optimizer):
-    """SGD, which a test changes in one point."""
+    """SGD, which keeps what a test lets it keep."""
 
     element_wise: Any = True
 
@@ -27,148 +24,61 @@ class Plain(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                self.update(p, p.grad, self.state[p], group)
+                p.sub_(group["lr"] * p.grad)
+                self.keep(p, self.state[p], group)
 
-    def update(self, p: Parameter, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(group["lr"] * grad)
-
-
-def kept(**methods: Any) -> Any:
-    """What is found of ``Plain`` with other attributes and methods."""
-    return state_of(OptimizerConfig(type=type("Changed", (Plain,), methods)))
-
-
-def keeping(value: Any, *, kind: str = "kept") -> Any:
-    def update(self: Plain, p: Parameter, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state[kind] = value(p)
-        p.sub_(group["lr"] * grad)
-
-    return update
-
-
-def test_state_is_found_by_name():
-    def update(self: Plain, p: Parameter, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def keep(self, p: Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
         state["step"] = state.get("step", 0) + 1
-        state["a"] = state["b"] = grad.clone()
-        state["nothing"] = None
-
-    found = kept(update=update)
-    assert found.kinds == {"a", "b", "step"}
-    made = found.make_step(5.0, torch.zeros(2), {})
-    assert made == 5 and type(made) is int
-    assert kept().kinds == frozenset()
+        state["a"], state["nothing"] = p.grad.clone(), None  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("example", "wanted"),
-    [
-        (lambda p: 2.0, 7.0),
-        (lambda p: torch.zeros((), dtype=torch.int64), torch.tensor(7)),
-        (lambda p: torch.zeros(1), torch.tensor([7.0])),
-    ],
-)
-def test_a_step_count_keeps_its_form(example, wanted):
-    made = kept(update=keeping(example, kind="step")).make_step(7.0, torch.zeros(2), {})
-    assert type(made) is type(wanted)
-    assert made == wanted
-    if isinstance(wanted, torch.Tensor):
-        assert made.dtype == wanted.dtype and made.shape == wanted.shape
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
-def test_torchs_own_are_known(name):
-    state = state_of(OptimizerConfig(type=name))
-    step = state.make_step(3.0, torch.zeros(2), {})
-    assert state.kinds is None and isinstance(step, torch.Tensor) and step.dtype == torch.float32
-
-
-@needs.MUON
-def test_muon_keeps_one_moment():
-    assert state_of(OptimizerConfig(type="Muon")).kinds == {"momentum_buffer"}
-    assert not element_wise("Muon") and element_wise("AdamW")
+def stepped(keep: Any) -> torch.optim.Optimizer:
+    parameter = Parameter(torch.ones(4, 6))
+    parameter.grad = torch.ones(4, 6)
+    optimizer = type("Changed", (Plain,), {"keep": keep})([parameter])
+    optimizer.step()
+    return optimizer
 
 
 @pytest.mark.parametrize(
-    ("value", "kind", "words"),
+    ("kind", "value", "words"),
     [
-        (lambda p: p.sum(0).detach(), "kept", r"keeps 'kept' for a parameter of shape \(4, 6\): a \(6,\) tensor"),
-        (lambda p: p.detach().bfloat16(), "kept", "torch.bfloat16"),
-        (lambda p: 3.0, "kept", "keeps 'kept' .*: 3.0"),
-        (lambda p: {"a": p}, "kept", "keeps 'kept'"),
-        (lambda p: p.detach().clone(), "step", "keeps 'step'"),
-        (lambda p: True, "step", "keeps 'step' .*: True"),
+        ("kept", lambda p: p.sum(0).detach(), r"keeps 'kept' for a parameter of shape \(4, 6\)"),
+        ("kept", lambda p: p.detach().bfloat16(), "keeps 'kept'"),
+        ("kept", lambda p: {"a": p}, "keeps 'kept'"),
+        ("step", lambda p: p.detach().clone(), "keeps 'step'"),
+        ("step", lambda p: True, "keeps 'step' .*: True"),
+        (None, lambda p: 3, "keeps 'count' in its parameter groups"),
     ],
 )
-def test_state_that_no_checkpoint_would_hold_is_refused(value, kind, words):
-    with pytest.raises(ConfigError, match=words) as caught:
-        kept(update=keeping(value, kind=kind))
-    assert "fp32 tensors of the parameter's shape, and 'step'" in str(caught.value)
+def test_state_that_no_checkpoint_would_hold_is_refused(kind, value, words):
+    def keep(self: Plain, p: Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.update({kind: value(p)}) if kind else group.update(count=value(p))
 
-
-def test_state_in_the_groups_or_of_the_constructor_is_refused():
-    def counts(self: Plain, p: Parameter, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        group["count"] = group.get("count", 0) + 1
-
-    with pytest.raises(ConfigError, match="changes count of its parameter groups"):
-        kept(update=counts)
-
-    class Early(Plain):
-        def __init__(self, params: Any, **settings: Any) -> None:
-            super().__init__(params, **settings)
-            for group in self.param_groups:
-                for p in group["params"]:
-                    self.state[p]["sum"] = torch.zeros_like(p)
-
-    with pytest.raises(ConfigError, match="makes state in its constructor"):
-        state_of(OptimizerConfig(type=Early))
-
-
-def by_norm(self: Plain, p: Parameter, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    p.sub_(group["lr"] * grad / grad.norm())
-
-
-def test_a_wrong_declaration_is_refused():
-    with pytest.raises(ConfigError, match=r"declares element_wise = True, but a matrix .* element_wise = False"):
-        kept(update=by_norm)
-    assert kept(update=by_norm, element_wise=False).kinds == frozenset()
-
-
-def test_matrices_must_not_depend_on_each_other():
-    def step(self: Plain, closure: None = None) -> None:
-        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).sum()
-        with torch.no_grad():
-            for p in self.param_groups[0]["params"]:
-                p.sub_(p.grad / norm)
-
-    with pytest.raises(ConfigError, match="updates a matrix otherwise where there is a second one"):
-        kept(step=step, element_wise=False)
+    check_state(stepped(Plain.keep))
+    with pytest.raises(ConfigError, match=words):
+        check_state(stepped(keep))
 
 
 @pytest.mark.parametrize("declared", [None, "yes", 1])
 def test_an_optimizer_must_declare_itself(declared):
     with pytest.raises(ConfigError, match=r"Changed does not declare element_wise .*add the class attribute"):
-        kept(element_wise=declared)
+        element_wise(OptimizerConfig(type=type("Changed", (Plain,), {"element_wise": declared})).type)
 
 
-def test_an_optimizer_that_fails_is_named():
-    def update(self: Plain, *arguments: Any) -> None:
-        raise RuntimeError("no kernel")
-
-    with pytest.raises(ConfigError, match=r"Changed fails on parameters of shape .*: no kernel"):
-        kept(update=update)
-
-
-@pytest.fixture
-def draws() -> Iterator[None]:
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    yield
-    assert torch.equal(before, torch.get_rng_state())
+def test_state_is_made_with_gradients_and_rates_of_zero():
+    parameter = Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter], lr=0.5, weight_decay=0.1)
+    initialize_state(optimizer, optimizer.step)
+    assert torch.equal(parameter, torch.ones(3)) and parameter.grad is None and optimizer.param_groups[0]["lr"] == 0.5
+    assert {kind: float(value.sum()) for kind, value in optimizer.state[parameter].items()} == {
+        "step": 1.0, "exp_avg": 0.0, "exp_avg_sq": 0.0,
+    }  # fmt: skip
 
 
-@pytest.mark.usefixtures("draws")
-def test_the_random_numbers_of_a_run_stay_the_same():
-    def update(self: Plain, p: Parameter, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(group["lr"] * grad * (1 + 1e-7 * torch.rand_like(p)))
-
-    kept(update=update)
+@pytest.mark.parametrize("example", [2.0, 1, torch.zeros((), dtype=torch.int64), torch.zeros(1)])
+def test_a_step_count_keeps_its_form(example):
+    made = step_count(example, 7.0)
+    assert type(made) is type(example) and made == 7
+    if isinstance(example, torch.Tensor):
+        assert made.dtype == example.dtype and made.shape == example.shape

@@ -389,7 +389,7 @@ def test_load_from_takes_weights_only(bench):
     runner = bench.train("weights", updates=0, load_from=str(start))
     assert runner.progress.updates == runner.progress.sequences == 0
     stored = load_file(start / "model.safetensors")
-    own = dict(runner.backend.full_state_dict(torch.float32))
+    own = dict(runner.backend.model.state_dict())
     assert set(own) == set(stored) and all(torch.equal(own[name], stored[name]) for name in own)
     assert not runner.backend._optimizer.state  # type: ignore[attr-defined]
     average = ema_of(runner)
@@ -428,9 +428,7 @@ def test_a_larger_model_takes_what_is_allowed_and_says_what_it_leaves(bench):
     assert all(name.startswith("language_model.model.layers.1.") for name in missing) and len(missing) > 8
     assert f"WARNING Weights: {len(missing)} missing in the checkpoint: {missing[0]}; " in log
     assert f"and {len(missing) - 8} more." in log and " under another name: language_model.model.layers.1." in log
-    own = dict(
-        bench.train("larger_too", updates=0, load_from=str(start), **larger).backend.full_state_dict(torch.float32)
-    )
+    own = dict(bench.train("larger_too", updates=0, load_from=str(start), **larger).backend.model.state_dict())
     ours = {stored: name for name, stored in report["renamed"].items()}
     for name, tensor in load_file(start / "model.safetensors").items():
         assert torch.equal(own[ours.get(name, name)], tensor), name

@@ -162,13 +162,17 @@ class Backend(abc.ABC):
         """Local pieces of parameters that are not trained, in whatever dtype the engine holds them."""
 
     @abc.abstractmethod
+    def make_state(self) -> None:
+        """Let the optimizer make its state where it has none, to be loaded; weights may be anything afterwards."""
+
+    @abc.abstractmethod
     def moments(self, kind: str) -> Sequence[Shard]:
         """The optimizer's state ``kind`` (``exp_avg``, ...) on the shards of ``master_shards``, for the parameters of
-        ``kept_for(kind)``; made if absent.
+        ``kept_for(kind)``, after ``make_state``.
         """
 
     def kept_for(self, kind: str) -> Collection[str]:
-        """Trainable parameters for which the optimizer keeps the state ``kind``. Not collective.
+        """Trainable parameters for which the optimizer keeps the state ``kind``, after ``make_state``. Not collective.
 
         All of them, unless several optimizers share the parameters.
         """
@@ -244,19 +248,20 @@ class Backend(abc.ABC):
         """
         kinds = set(reader.kinds())
         moments = [] if weights_only else sorted(kinds - _NOT_MOMENTS)
+        counts = not weights_only and STEP in kinds
+        if moments or counts:
+            self.make_state()
         shards = [shard for shard in (*self.master_shards(), *self.frozen_shards()) if shard.name not in keep]
         buffers = {name: buffer for name, buffer in self.buffers().items() if name not in keep}
         trainable = self.trainable_sizes()
         sizes = {name: numel for name, numel in {**trainable, **self.frozen_sizes()}.items() if name not in keep}
-        counted, numels = self.kept_for(STEP), {name: buffer.numel() for name, buffer in buffers.items()}
-        state = {
-            kind: state_misfit(reader, kind, {name: trainable[name] for name in self.kept_for(kind)})
-            for kind in moments
-        }
-        if not weights_only and STEP in kinds:
-            state[STEP] = state_misfit(reader, STEP, dict.fromkeys(counted, 1))
+        numels = {name: buffer.numel() for name, buffer in buffers.items()}
+        state = {kind: {name: trainable[name] for name in self.kept_for(kind)} for kind in moments}
+        counted = self.kept_for(STEP) if counts else ()
+        misfits = {kind: state_misfit(reader, kind, of_kind) for kind, of_kind in state.items()}
+        misfits |= {STEP: state_misfit(reader, STEP, dict.fromkeys(counted, 1))} if counts else {}
         weights = [tensor_misfit(reader, kind, of_model) for kind, of_model in ((MASTER, sizes), (BUFFER, numels))]
-        refuse_misfit("the checkpoint", *weights, **state)
+        refuse_misfit("the checkpoint", *weights, **misfits)
         for shard in shards:
             read_into(reader, MASTER, shard)
         for name, buffer in buffers.items():
@@ -267,18 +272,11 @@ class Backend(abc.ABC):
         for kind in moments:
             for shard in self.moments(kind):
                 read_into(reader, kind, shard)
-        if STEP in kinds:
+        if counts:
             self.set_steps({name: float(reader.read(STEP, name, 0, 1)) for name in counted})
         if LOSS_SCALE in kinds:
             scale, good = reader.read(LOSS_SCALE, LOSS_SCALE, 0, 2).tolist()
             self.load_loss_scale(scale, int(good))
-
-    @abc.abstractmethod
-    def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Stream (name, CPU tensor) on rank 0, one parameter at a time; other ranks get nothing.
-
-        The names are those of the model's ``state_dict``: a tied parameter comes under each of its names.
-        """
 
     def log_summary(self, engine: str, *, units: Sequence[str] = ()) -> None:
         """At the start: how many parameters, the bytes of masters that every rank holds, and the sharding units.

@@ -15,7 +15,6 @@ from unigen_ds.backends.memory import allocate
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
 from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.modules import tied_names
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import OPTIMIZER_FILE, STAMP, Shard, shard_key
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup
@@ -26,6 +25,9 @@ from unigen_ds.system.outputs import Entry, StateFiles, safetensors_output
 @BACKENDS.register_module(name="single")
 class SingleBackend(TorchOptimizerBackend):
     """fp32 masters; with ``bf16`` or ``fp16`` the model holds rounded copies and gradients are summed in fp32."""
+
+    lighter = "deepspeed:zero2_offload"
+    for_more_processes = "deepspeed:zero2"
 
     def __init__(self) -> None:
         if env_world_size() > 1:
@@ -55,22 +57,6 @@ class SingleBackend(TorchOptimizerBackend):
                 parameter.data = parameter.data.to(COMPUTE_DTYPE[optimizer_cfg.precision])
         self._own(model, masters, param_groups, optimizer_cfg)
 
-    @property
-    def model(self) -> nn.Module:
-        return self._model
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def lighter(self) -> str:
-        return "deepspeed:zero2_offload"
-
-    @property
-    def for_more_processes(self) -> str:
-        return "deepspeed:zero2"
-
     def topology(self) -> dict[str, Any]:
         return {"engine": "single", "dp_size": 1, "precision": self._cfg.precision}
 
@@ -80,17 +66,12 @@ class SingleBackend(TorchOptimizerBackend):
 
     def backward(self, loss: Tensor) -> None:
         (loss * self._scale.scale if self._scale else loss).backward()
-        if self._low_precision:
-            for name in self._trainable:
-                self._collect(self._parameters[name], self._masters[name])
-
-    @staticmethod
-    def _collect(parameter: nn.Parameter, master: nn.Parameter) -> None:
-        """Add this micro-batch's gradient to the fp32 sum."""
-        if parameter.grad is not None:
-            gradient = parameter.grad.float()
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-            parameter.grad = None
+        for name in self._trainable if self._low_precision else ():  # add this micro-batch's to the fp32 sums
+            parameter, master = self._parameters[name], self._masters[name]
+            if parameter.grad is not None:
+                gradient = parameter.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                parameter.grad = None
 
     def step(self) -> StepResult:
         grads = self._gradients()
@@ -103,7 +84,6 @@ class SingleBackend(TorchOptimizerBackend):
                 clip_grads_with_norm_([self._masters[name] for name in self._trainable], self._cfg.max_norm, norm)
             self._optimizer.step()
             self.refresh_copies()
-        self._optimizer.zero_grad(set_to_none=True)
         return self._stepped(norm, applied=applied)
 
     @torch.no_grad()
@@ -137,9 +117,3 @@ class SingleBackend(TorchOptimizerBackend):
             safetensors_output(OPTIMIZER_FILE, state, metadata),
         ]
         return StateFiles("safetensors", files)
-
-    def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        first = tied_names(self._model)
-        for name, tensor in self._model.state_dict().items():
-            value = self._masters.get(first.get(name, name), tensor).detach()
-            yield name, value.to("cpu", dtype if value.is_floating_point() else value.dtype)

@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend, StepResult
-from unigen_ds.core.loss_scale import LossScale
-from unigen_ds.core.modules import persistent_buffers
-from unigen_ds.core.shards import LOSS_SCALE, STEP
+from unigen_ds.core.shards import LOSS_SCALE, STEP, persistent_buffers
 from unigen_ds.optim.optimizer import (
-    JoinedOptimizer,
+    LossScale,
     OptimizerConfig,
     ParamGroup,
     build_torch_optimizer,
+    check_state,
     default_fused,
-    fuses,
+    initialize_state,
+    step_count,
 )
-from unigen_ds.optim.optimizer_state import ADAMW, OptimizerState, state_of
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -33,13 +32,10 @@ class TorchOptimizerBackend(Backend):
     """A subclass calls ``_own`` in ``prepare``; the masters may be plain tensors or DTensors."""
 
     _model: Any
+    _device: torch.device
     _masters: dict[str, nn.Parameter]
     _trainable: list[str]
     _optimizer: torch.optim.Optimizer
-    _kept: dict[str, OptimizerState]
-    """The optimizer's state of each trained parameter."""
-    _options: dict[str, dict[str, Any]]
-    """The parameter group of each trained parameter."""
     _scale: LossScale | None
 
     def _own(
@@ -50,17 +46,18 @@ class TorchOptimizerBackend(Backend):
         self._trainable = [name for name, p in masters.items() if p.requires_grad]
         self._scale = LossScale(**cfg.loss_scale) if cfg.precision == "fp16" else None
         self._master_data: list[Tensor] | None = None
-        devices = {p.device for p in masters.values()}
-        if cfg.fused and default_fused(cfg.type, cfg.arguments) and all(map(fuses, devices)):
+        self._state_checked = False
+        if cfg.fused and default_fused(cfg.type, cfg.arguments):
             cfg = replace(cfg, arguments={**cfg.arguments, "fused": True})
         self._optimizer = build_torch_optimizer(cfg, [(g, [masters[name] for name in g.parameters]) for g in groups])
-        own = state_of(cfg)
-        self._kept = {name: ADAMW if g.by_adamw else own for g in groups for name in g.parameters}
-        self._options = {
-            name: options
-            for group, options in zip(groups, self._optimizer.param_groups, strict=True)
-            for name in group.parameters
-        }
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def master_data(self) -> list[Tensor]:
         """Collected once: the masters keep their memory, and every step changes them in place."""
@@ -78,8 +75,15 @@ class TorchOptimizerBackend(Backend):
             grads.append(master.grad)
         return grads
 
+    def _update(self) -> None:
+        self._optimizer.step()
+
     def _stepped(self, norm: Tensor, *, applied: bool) -> StepResult:
-        """The result of ``step``; the loss scale follows it."""
+        """The end and the result of ``step``; the loss scale follows it."""
+        self._optimizer.zero_grad(set_to_none=True)
+        if applied and not self._state_checked:
+            check_state(self._optimizer)
+            self._state_checked = True
         if self._scale is None:
             return StepResult(grad_norm=norm, applied=applied)
         scale = self._scale.scale
@@ -102,21 +106,21 @@ class TorchOptimizerBackend(Backend):
     def frozen_sizes(self) -> dict[str, int]:
         return {name: p.numel() for name, p in self._masters.items() if not p.requires_grad}
 
-    def _moment_tensors(self, kind: str) -> dict[str, Tensor]:
-        """A moment of every master that has it, made of zeros where there is none."""
-        state = self._optimizer.state
-        masters = {name: self._masters[name] for name in self.kept_for(kind)}
-        return {name: state[p].setdefault(kind, torch.zeros_like(p)) for name, p in masters.items()}
+    def make_state(self) -> None:
+        if not self._optimizer.state:
+            initialize_state(self._optimizer, self._update)
 
     def kept_for(self, kind: str) -> Collection[str]:
-        joined = isinstance(self._optimizer, JoinedOptimizer)
-        return [name for name in self._trainable if not joined or kind in (self._kept[name].kinds or ())]
+        state = self._optimizer.state
+        return [name for name in self._trainable if state.get(self._masters[name], {}).get(kind) is not None]
+
+    def _moment_tensors(self, kind: str) -> dict[str, Tensor]:
+        return {name: self._optimizer.state[self._masters[name]][kind] for name in self.kept_for(kind)}
 
     def set_steps(self, steps: Mapping[str, float]) -> None:
         for name, step in steps.items():
-            master = self._masters[name]
-            count = self._kept[name].make_step(step, master, self._options[name])
-            self._optimizer.state[master][STEP] = count
+            state = self._optimizer.state[self._masters[name]]
+            state[STEP] = step_count(state[STEP], step)
 
     def load_loss_scale(self, scale: float, good_updates: int) -> None:
         if self._scale:

@@ -42,7 +42,7 @@ from typing import Any
 
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.progress import Geometry, Progress, Ruler
-from unigen_ds.system.versions import source_digest
+from unigen_ds.system.machine import source_digest
 
 FORMAT_VERSION, WITH_BASE = 2, 3
 FILE_NAME = "manifest.json"

@@ -26,7 +26,7 @@ from unigen_ds.runner.start.build import build_hooks
 from unigen_ds.runner.start.stages import build_engine, plan_start, read_start, run_checklist, settle
 from unigen_ds.system import dist
 from unigen_ds.system.files import write_text_atomic
-from unigen_ds.system.variables import environment
+from unigen_ds.system.machine import environment
 
 
 @dataclass(frozen=True)

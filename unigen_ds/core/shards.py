@@ -1,4 +1,4 @@
-"""A named flat range of a tensor: what backends, EMA and checkpoint layouts exchange.
+"""A named flat range of a tensor: what backends, EMA and checkpoint layouts exchange; and the tensors of a module.
 
 ZeRO-1/2 may split a tensor anywhere and FSDP2's ``Shard(0)`` is one flat range, so one type serves every engine.
 On disk a shard is one safetensors entry ``kind|name|flat_start`` (``shard_key``), 1-D.
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 MASTER, BUFFER, EMA, STEP, LOSS_SCALE = "master", "buffer", "ema", "step", "loss_scale"
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
@@ -75,3 +75,23 @@ class ShardReader(Protocol):
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """Elements ``start .. stop`` as a 1-D CPU tensor in the stored dtype; reads only these bytes."""
         ...
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Of parameters that several modules share: each further name, and the first, under which they are kept."""
+    first: dict[int, str] = {}
+    everywhere = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in everywhere:
+        first.setdefault(id(parameter), name)
+    return {name: first[id(p)] for name, p in everywhere if first[id(p)] != name}
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a ``state_dict`` has; no hook of an engine is called."""
+    persistent = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in model.named_modules()
+        for name in part._buffers
+        if name not in part._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name in persistent}

@@ -1,24 +1,25 @@
 """The optimizer settings of a config, as every engine accepts them: groups by name, one config, one torch optimizer.
 
-In layer 1, because an engine builds its optimizer after it has sharded the model, and layer 2 imports only ``core``.
-
 An optimizer is a subclass of ``torch.optim.Optimizer`` in the registry ``OPTIMIZERS``. It declares ``element_wise``:
 True where the update of an element depends on nothing but this element's gradient and state, so that it can be
 computed on shards; False where it needs whole matrices (Muon). Such an optimizer trains matrices alone, and torch's
-AdamW everything else (``JoinedOptimizer``). What its state may be: ``optim/optimizer_state.py``.
+AdamW everything else (``JoinedOptimizer``). A checkpoint stores its state under the names of the parameters: fp32
+tensors of a parameter's shape and a count named ``step``, in ``optimizer.state[parameter]`` (``check_state``).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from unigen_ds.config.registry import OPTIMIZERS, check_arguments, find
+from unigen_ds.config.registry import OPTIMIZERS, find
 from unigen_ds.core.errors import ConfigError, suggestion
+from unigen_ds.core.shards import STEP
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = tuple(COMPUTE_DTYPE)
@@ -26,8 +27,6 @@ AUTO = "auto"
 WHERE = "optim_wrapper.optimizer"
 OptimizerKind = str | type[torch.optim.Optimizer]
 """A name in ``OPTIMIZERS``, or a class."""
-_OF_GROUPS = ("lr", "weight_decay")
-"""Settings of the optimizer that each parameter group has."""
 
 
 @dataclass(frozen=True)
@@ -53,32 +52,45 @@ class OptimizerConfig:
     """Gradient clipping threshold on the global norm; None: no clipping."""
     precision: str = "fp32"
     loss_scale: Mapping[str, Any] = field(default_factory=dict)
-    """Of fp16: ``scale``, the first one, and ``growth_interval``, where they are set (``core/loss_scale.py``)."""
+    """Of fp16: ``scale``, the first one, and ``growth_interval``, where they are set (``LossScale``)."""
     fused: bool = False
     """The run's choice where ``arguments`` make none: torch's fused kernel, if the engine steps tensor by tensor."""
     adamw: Mapping[str, Any] = field(default_factory=dict)
     """The same as ``arguments``, of AdamW for the groups with ``by_adamw``."""
 
-    def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise ConfigError(
-                f"precision is {self.precision!r}",
-                allowed=", ".join(PRECISIONS),
-                remedy=suggestion(str(self.precision), PRECISIONS),
-            )
-        number = isinstance(self.max_norm, (int, float)) and not isinstance(self.max_norm, bool)
-        if self.max_norm is not None and not (number and self.max_norm > 0):
-            raise ConfigError(f"clip_grad.max_norm is {self.max_norm!r}", allowed="a positive number, or None")
+
+INIT_SCALE, GROWTH_INTERVAL = 2.0**16, 1000
 
 
-def settled_precision(given: str, stored: str | None = None) -> str:
-    """``given``; for ``'auto'`` that of the checkpoint (``stored``), else ``bf16``; ``fp16`` on a device without it.
+@dataclass
+class LossScale:
+    """Dynamic loss scaling for fp16: the present scale and how many updates in a row were good.
+
+    It is halved on overflow and doubled after a run of good updates (Micikevicius et al., 2018).
+    """
+
+    scale: float = INIT_SCALE
+    good_updates: int = 0
+    growth_interval: int = GROWTH_INTERVAL
+
+    def record(self, *, applied: bool) -> None:
+        """Record whether an update was applied; equal on all ranks, so the scale stays equal."""
+        if not applied:
+            self.scale, self.good_updates = max(self.scale / 2.0, 1.0), 0
+            return
+        self.good_updates += 1
+        if self.good_updates >= self.growth_interval:
+            self.scale, self.good_updates = self.scale * 2.0, 0
+
+
+def settled_precision(precision: str, stored: str | None = None) -> str:
+    """``precision``; for ``'auto'`` that of the checkpoint (``stored``), else ``bf16``; ``fp16`` where it is missing.
 
     A device counts as one with bf16 where it does not merely emulate it; a CPU computes bf16 always, and fp16 not under
     every engine.
     """
-    if given != AUTO:
-        return given
+    if precision != AUTO:
+        return precision
     wanted = stored if stored in PRECISIONS else "bf16"
     return "fp16" if wanted == "bf16" and not computes_bf16() else wanted
 
@@ -122,48 +134,16 @@ def element_wise(kind: OptimizerKind) -> bool:
     return declared
 
 
-def adamw_settings(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``optim_wrapper.optimizer.adamw``: what AdamW does beside an optimizer of whole matrices; else empty.
-
-    Raises ``ConfigError`` where it is missing, or given to an element-wise optimizer.
-    """
-    kind, given = optimizer.get("type", "AdamW"), optimizer.get("adamw")
-    if element_wise(kind):
-        if given is not None:
-            raise ConfigError(
-                f"{WHERE}.adamw is given, and {optimizer_class(kind).__name__} trains every parameter itself",
-                allowed="adamw beside an optimizer of whole matrices, such as Muon",
-            )
-        return {}
-    if not isinstance(given, Mapping) or given.get("lr") is None:
-        raise ConfigError(
-            f"{WHERE}.adamw is {given!r}: {optimizer_class(kind).__name__} trains matrices alone",
-            allowed="dict(lr=..., betas=..., weight_decay=...) of AdamW, for 1-D parameters, embeddings and the head",
-            remedy=f"add adamw=dict(lr=3e-4) to {WHERE}",
-        )
-    return given
-
-
 def default_weight_decay(kind: OptimizerKind) -> float:
     """The class's own default, where the config has none: 0.01 for AdamW, 0.1 for Muon, 0 for Adam and SGD."""
     parameter = inspect.signature(optimizer_class(kind)).parameters.get("weight_decay")
-    number = parameter is not None and isinstance(parameter.default, (int, float))
-    return float(parameter.default) if parameter is not None and number else 0.0
+    return float(parameter.default) if parameter is not None and isinstance(parameter.default, (int, float)) else 0.0
 
 
 def default_fused(name: OptimizerKind, arguments: Mapping[str, Any]) -> bool:
     """Whether a new run uses torch's fused kernel: for AdamW, where no argument chooses another implementation."""
-    given = {key for key, value in arguments.items() if value is not None}
-    return name == "AdamW" and not {"fused", "foreach", "capturable", "differentiable"} & given
-
-
-def fuses(device: torch.device) -> bool:
-    """Whether torch's AdamW has a fused kernel for a device."""
-    try:
-        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, device=device))], fused=True)
-    except RuntimeError:
-        return False
-    return True
+    set_keys = {key for key, value in arguments.items() if value is not None}
+    return name == "AdamW" and not {"fused", "foreach", "capturable", "differentiable"} & set_keys
 
 
 class JoinedOptimizer(torch.optim.Optimizer):
@@ -195,8 +175,7 @@ def build_torch_optimizer(
     """One torch group for each pair, in order, with its ``name``, ``lr`` and ``weight_decay``.
 
     The parameters are what the engine updates (a whole tensor, a shard, an fp32 master). A ``JoinedOptimizer`` where
-    the optimizer is not element-wise. Raises ``ConfigError`` for an unknown type, an unknown argument, or a value that
-    torch refuses.
+    the optimizer is not element-wise. Raises ``ConfigError`` for a value that torch refuses.
     """
     cls = optimizer_class(cfg.type)
     torch_groups: list[dict[str, Any]] = [
@@ -204,40 +183,82 @@ def build_torch_optimizer(
         for group, parameters in groups
     ]
     if element_wise(cfg.type):
-        return _build(cls, torch_groups, cfg.arguments, where=WHERE)
-    rest = [made for made, (group, _) in zip(torch_groups, groups, strict=True) if group.by_adamw]
-    matrices = [made for made, (group, _) in zip(torch_groups, groups, strict=True) if not group.by_adamw]
-    return JoinedOptimizer(
-        _build(cls, matrices, cfg.arguments, where=WHERE),
-        _build(torch.optim.AdamW, rest, cfg.adamw, where=f"{WHERE}.adamw") if rest else None,
-        torch_groups,
-    )
+        return construct(cls, torch_groups, cfg.arguments)
+    rest = [own for own, (group, _) in zip(torch_groups, groups, strict=True) if group.by_adamw]
+    matrices = [own for own, (group, _) in zip(torch_groups, groups, strict=True) if not group.by_adamw]
+    adamw = construct(torch.optim.AdamW, rest, cfg.adamw) if rest else None
+    return JoinedOptimizer(construct(cls, matrices, cfg.arguments), adamw, torch_groups)
 
 
 def construct(
     cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     """Call the class. Where its ``lr`` has no default it is that of the first group; every group has its own."""
-    lr = inspect.signature(cls).parameters.get("lr")
+    known = inspect.signature(cls).parameters
+    decays = "weight_decay" in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
+    if not decays and any(group.get("weight_decay") for group in groups):
+        problem = f"optimizer {cls.__name__} has no weight_decay, and a group sets one"
+        raise ConfigError(problem, remedy="delete weight_decay, or add it to the class")
+    lr = known.get("lr")
     needed = {"lr": groups[0]["lr"]} if lr is not None and lr.default is lr.empty else {}
-    return cls(groups, **needed, **arguments)
-
-
-def _build(
-    cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: Mapping[str, Any], *, where: str
-) -> torch.optim.Optimizer:
-    own = {"params", *_OF_GROUPS} & set(arguments)
-    if own:
-        raise ConfigError(f"optimizer arguments hold {', '.join(sorted(own))}", allowed="what no parameter group sets")
-    check_arguments(cls, arguments, where=where)
-    known = inspect.signature(cls).parameters.values()
-    decays = any(p.name == "weight_decay" or p.kind is p.VAR_KEYWORD for p in known)
-    if not decays and (decayed := [group["name"] for group in groups if group["weight_decay"]]):
-        raise ConfigError(
-            f"optimizer {cls.__name__} has no weight_decay, and the group {decayed[0]!r} sets one",
-            remedy=f"delete weight_decay, or add it to {cls.__name__}",
-        )
     try:
-        return construct(cls, groups, arguments)
+        return cls(groups, **needed, **arguments)
     except (TypeError, ValueError, LookupError) as error:
         raise ConfigError(f"optimizer {cls.__name__} with {dict(arguments)} cannot be built: {error}") from error
+
+
+def check_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``ConfigError`` where an optimizer keeps what no checkpoint stores; called after its first update."""
+    if isinstance(optimizer, JoinedOptimizer):
+        optimizer = optimizer.matrices
+    name, known = type(optimizer).__name__, {"params", "lr", "weight_decay", "name"}
+    if is_torchs(type(optimizer)):
+        return
+    problems = [
+        f"{key!r} in its parameter groups"
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if key not in known and (key not in optimizer.defaults or optimizer.defaults[key] is not value)
+    ]
+    for parameter, state in optimizer.state.items():
+        for kind, value in state.items():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            one = number or (isinstance(value, Tensor) and value.numel() == 1)
+            whole = isinstance(value, Tensor) and (value.shape, value.dtype) == (parameter.shape, torch.float32)
+            if value is not None and not (one if kind == STEP else whole):
+                problems.append(f"{kind!r} for a parameter of shape {tuple(parameter.shape)}: {str(value)[:80]}")
+    if problems:
+        raise ConfigError(
+            f"optimizer {name} keeps {problems[0]}, which a resume would lose",
+            allowed=f"in self.state[parameter] fp32 tensors of the parameter's shape, and {STEP!r}, one number",
+        )
+
+
+@torch.no_grad()
+def initialize_state(
+    optimizer: torch.optim.Optimizer, step: Callable[[], Any], *, parameters: Sequence[Sequence[Tensor]] | None = None
+) -> None:
+    """Let an optimizer make its state, which a checkpoint then fills: ``step()`` with gradients of 0 and rates of 0.
+
+    The weights may be anything afterwards; they are loaded, too. ``parameters``: of each group, where it has others.
+    """
+    groups = optimizer.param_groups
+    before = [(group["params"], group["lr"]) for group in groups]
+    members = [list(own) for own in parameters or [params for params, _ in before]]
+    gradients = [[p.grad for p in own] for own in members]
+    try:
+        for group, own in zip(groups, members, strict=True):
+            group.update(params=own, lr=0.0)
+            for p in own:
+                p.grad = torch.zeros_like(p)
+        step()
+    finally:
+        for group, own, (params, lr), grads in zip(groups, members, before, gradients, strict=True):
+            group.update(params=params, lr=lr)
+            for p, gradient in zip(own, grads, strict=True):
+                p.grad = gradient
+
+
+def step_count(example: Any, value: float) -> Any:
+    """A step count in the form of ``example``: a number, or a tensor on the device where the optimizer reads it."""
+    return torch.full_like(example, value) if isinstance(example, Tensor) else type(example)(value)

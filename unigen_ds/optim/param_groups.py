@@ -25,15 +25,13 @@ from torch.nn import Parameter
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.optim.optimizer import WHERE, ParamGroup
-from unigen_ds.optim.settings import AdamWPart, CustomKey, Group, Optimizer, Paramwise
+from unigen_ds.optim.settings import AdamWPart, Group, Optimizer, Paramwise
 from unigen_ds.system.log import logger
 
 DEFAULT = "default"
 _NORM = re.compile(r"norm|^ln(_\w+|\d*)$", re.IGNORECASE)
 _INPUT_OR_OUTPUT = re.compile(r"emb|^w[tp]e$|(^|_)(head|logits|classifier)$", re.IGNORECASE)
 """Names of modules and parameters that are embeddings or heads."""
-_ADAMW = "adamw"
-_SHOWN = 5
 
 
 def build_param_groups(
@@ -49,26 +47,36 @@ def build_param_groups(
     """
     paramwise, adamw = paramwise or Paramwise(), optimizer.adamw
     rules = [_rule(Group(pattern=DEFAULT), optimizer), *(_rule(group, optimizer) for group in paramwise.groups)]
-    rules += _custom_rules(paramwise.custom_keys, optimizer)
+    # mmengine's custom_keys in its order of matching: the longest first, of equally long ones by the alphabet
+    for key in sorted(sorted(paramwise.custom_keys), key=len, reverse=True):
+        lr, mult = optimizer.lr * paramwise.custom_keys[key].lr_mult, paramwise.custom_keys[key].decay_mult
+        rules.append(_Rule(key, lr, optimizer.decay * mult if lr else 0.0, key, decay_mult=mult, custom=True))
     names = [rule.name for rule in rules]
     if len(set(names)) < len(names):
         where, allowed = "optim_wrapper.paramwise_cfg.groups", f"names that differ, none {DEFAULT!r}"
         raise ConfigError(f"{where} has the names {names[1:]}", allowed=allowed)
-    parameters = list(named_parameters)
-    everything, trainable = _distinct(parameters)
+    names_of: dict[int, list[str]] = {}
+    parameters = dict(named_parameters)
+    for name, parameter in parameters.items():
+        names_of.setdefault(id(parameter), []).append(name)
+    trainable = {n: p for n, p in parameters.items() if p.requires_grad and names_of[id(p)][0] == n}
     if not trainable:
         raise ConfigError("the model has no trainable parameter", remedy="remove something from model.freeze")
-    members = _assign(trainable, everything, rules)
-    matrices = {*trainable} if adamw is None else _matrices(adamw, trainable, parameters)
+    members = _assign(trainable, list(parameters), rules)
+    matrices = {*trainable}
+    if adamw is not None:
+        matrices = _matrices(adamw, {n: (p, names_of[id(p)]) for n, p in trainable.items()})
     groups: list[ParamGroup] = []
     for rule in rules:
         mults = {} if rule.custom else {"norm": paramwise.norm_decay_mult, "bias": paramwise.bias_decay_mult}
-        own = [name for name in members[rule.name] if name in matrices]
-        groups += _split(rule, own, trainable, mults)
+        groups += _split(rule, [name for name in members[rule.name] if name in matrices], trainable, mults)
         if adamw is not None:
             others = [name for name in members[rule.name] if name not in matrices]
-            parts = _split(_of_adamw(rule, adamw, lr=optimizer.lr), others, trainable, mults)
-            groups += [replace(group, by_adamw=True) for group in parts]
+            # a rule changes both rates by the same factor
+            lr = adamw.lr * (rule.lr / optimizer.lr if optimizer.lr else 1.0)
+            decay = adamw.decay * rule.decay_mult if rule.own_decay is None else rule.own_decay
+            of_adamw = replace(rule, name=f"{rule.name}.adamw", lr=lr, weight_decay=decay if lr else 0.0)
+            groups += [replace(group, by_adamw=True) for group in _split(of_adamw, others, trainable, mults)]
     return [group for group in groups if group.parameters]
 
 
@@ -106,36 +114,11 @@ def _rule(group: Group, optimizer: Optimizer) -> _Rule:
     return _Rule(name, lr, decay if lr else 0.0, group.pattern, own_decay=group.weight_decay)
 
 
-def _custom_rules(custom_keys: Mapping[str, CustomKey], optimizer: Optimizer) -> list[_Rule]:
-    """mmengine's ``custom_keys`` in the order in which its ``DefaultOptimWrapperConstructor`` looks for a match: the
-    longest first, of equally long ones in the order of the alphabet.
-    """
-    rules = []
-    for key, mult in sorted(sorted(custom_keys.items()), key=lambda pair: len(pair[0]), reverse=True):
-        lr = optimizer.lr * mult.lr_mult
-        decay = optimizer.decay * mult.decay_mult if lr else 0.0
-        rules.append(_Rule(key, lr, decay, key, decay_mult=mult.decay_mult, custom=True))
-    return rules
-
-
-def _of_adamw(rule: _Rule, adamw: AdamWPart, *, lr: float) -> _Rule:
-    """The part of a group that AdamW trains beside an optimizer of whole matrices, whose rate is ``lr``: a rule changes
-    both rates by the same factor.
-    """
-    own = adamw.lr * (rule.lr / lr if lr else 1.0)
-    decay = adamw.decay * rule.decay_mult if rule.own_decay is None else rule.own_decay
-    return replace(rule, name=f"{rule.name}.{_ADAMW}", lr=own, weight_decay=decay if own else 0.0)
-
-
-def _matrices(
-    adamw: AdamWPart, trainable: Mapping[str, Parameter], named_parameters: Sequence[tuple[str, Parameter]]
-) -> set[str]:
+def _matrices(adamw: AdamWPart, trainable: Mapping[str, tuple[Parameter, Sequence[str]]]) -> set[str]:
     """Names of the matrices that are not AdamW's by any of their names. Raises ``ConfigError`` where there is none."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in named_parameters:
-        names.setdefault(id(parameter), []).append(name)
+    every_name = [name for _, names in trainable.values() for name in names]
     for pattern in adamw.patterns:
-        if not any(_has(name, pattern) for parameter in trainable.values() for name in names[id(parameter)]):
+        if not any(_has(name, pattern) for name in every_name):
             problem = f"{WHERE}.adamw.patterns: {pattern!r} matches no trained parameter"
             raise ConfigError(problem, remedy=f"names are {_some(list(trainable))}")
 
@@ -143,31 +126,11 @@ def _matrices(
         part = any(_INPUT_OR_OUTPUT.search(part) for part in name.split("."))
         return part or any(_has(name, pattern) for pattern in adamw.patterns)
 
-    matrices = {
-        name
-        for name, parameter in trainable.items()
-        if _dimensions(parameter) == 2 and not any(map(is_adamws, names[id(parameter)]))
-    }
+    matrices = {n for n, (p, names) in trainable.items() if _dimensions(p) == 2 and not any(map(is_adamws, names))}
     if not matrices:
-        raise ConfigError(
-            f"no trained parameter is a matrix that {WHERE} trains: all are 1-D, embeddings, heads or in"
-            " adamw.patterns",
-            remedy="type='AdamW'",
-        )
+        problem = f"no trained parameter is a matrix that {WHERE} trains: all are 1-D, embeddings, heads or in"
+        raise ConfigError(f"{problem} adamw.patterns", remedy="type='AdamW'")
     return matrices
-
-
-def _distinct(named_parameters: Iterable[tuple[str, Parameter]]) -> tuple[list[str], dict[str, Parameter]]:
-    """All names, and the trainable parameters, each tied one once."""
-    everything: list[str] = []
-    trainable: dict[str, Parameter] = {}
-    ids: set[int] = set()
-    for name, parameter in named_parameters:
-        everything.append(name)
-        if id(parameter) not in ids and parameter.requires_grad:
-            trainable[name] = parameter
-        ids.add(id(parameter))
-    return everything, trainable
 
 
 def _assign(
@@ -178,34 +141,23 @@ def _assign(
     for name in trainable:
         first = next((rule.name for rule in rules[1:] if rule.matches(name)), DEFAULT)
         members[first].append(name)
-    for rule in rules[1:]:
-        if not members[rule.name]:
-            _explain_empty(rule, trainable, everything)
+    for rule in (rule for rule in rules[1:] if not members[rule.name]):
+        earlier, known = ([n for n in names if rule.matches(n)] for names in (trainable, everything))
+        if earlier and not rule.custom:
+            raise ConfigError(
+                f"pattern {rule.pattern!r} matches only what an earlier pattern matched ({_some(earlier)})",
+                remedy="put the more specific pattern first",
+            )
+        if not known:
+            raise ConfigError(f"pattern {rule.pattern!r} matches no parameter", remedy=f"names are {_some(everything)}")
+        why = "longer keys match it" if earlier else "it is frozen or tied"
+        logger().warning("paramwise_cfg: pattern %r has no effect on %s: %s", rule.pattern, _some(known), why)
     return members
-
-
-def _explain_empty(rule: _Rule, trainable: Mapping[str, Parameter], everything: Sequence[str]) -> None:
-    matches = [name for name in trainable if rule.matches(name)]
-    if matches and rule.custom:
-        logger().warning("custom_keys: %r has no effect: longer keys match all that it matches", rule.pattern)
-        return
-    if matches:
-        raise ConfigError(
-            f"pattern {rule.pattern!r} matches only what an earlier pattern matched ({_some(matches)})",
-            remedy="put the more specific pattern first",
-        )
-    frozen = [name for name in everything if rule.matches(name)]
-    if not frozen:
-        raise ConfigError(f"pattern {rule.pattern!r} matches no parameter", remedy=f"names are {_some(everything)}")
-    logger().warning(
-        "paramwise_cfg: pattern %r has no effect: what it matches is frozen or tied (%s)", rule.pattern, _some(frozen)
-    )
 
 
 def _some(names: Sequence[str]) -> str:
     """A few names, spread over the model."""
-    stride = max(1, len(names) // _SHOWN)
-    some = list(names[::stride])[:_SHOWN]
+    some = list(names[:: max(1, len(names) // 5)])[:5]
     return ", ".join(some) + (f", ... ({len(names)} in all)" if len(names) > len(some) else "")
 
 

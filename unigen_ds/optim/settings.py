@@ -12,18 +12,23 @@ from unigen_ds.config.registry import argument_problems
 from unigen_ds.config.section import LISTED, Section, SettingErrors, argument_defaults, plain
 from unigen_ds.config.values import Allowed, Number, Rule, argument_hints, converted
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.loss_scale import GROWTH_INTERVAL, INIT_SCALE
-from unigen_ds.optim.optimizer import adamw_settings, default_weight_decay, is_torchs, optimizer_class
-
-
-def _is_power_of_2(given: float) -> bool:
-    return given >= 1 and math.frexp(given)[0] == 0.5
-
+from unigen_ds.optim.optimizer import (
+    GROWTH_INTERVAL,
+    INIT_SCALE,
+    WHERE,
+    default_weight_decay,
+    element_wise,
+    is_torchs,
+    optimizer_class,
+)
 
 type_ = type
 Kind = str | type[Any]
 """``Optimizer`` has a field of that name."""
 Finite = Annotated[Number, Field(ge=0, allow_inf_nan=False)]
+
+
+Scale = Annotated[Number, Rule(lambda scale: scale >= 1 and math.frexp(scale)[0] == 0.5), Allowed("a power of 2")]
 
 
 class ClipGrad(Section):
@@ -35,7 +40,7 @@ class ClipGrad(Section):
 class LossScaling(Section):
     """The loss scale of fp16. mmengine's ``'dynamic'``, or a number, which is ``init_scale``."""
 
-    init_scale: Annotated[Number, Rule(_is_power_of_2), Allowed("a power of 2")] | None = Field(
+    init_scale: Scale | None = Field(
         default=None, description=f"the first scale; None: {INIT_SCALE:g}, or what a DeepSpeed config has"
     )
     growth_interval: int | None = Field(
@@ -149,19 +154,26 @@ class Optimizer(Section, extra="allow"):
     @model_validator(mode="after")
     def _known(self) -> Optimizer:
         try:
-            optimizer = optimizer_class(self.type)
+            cls, adamw = optimizer_class(self.type), self.adamw
+            by_element = element_wise(self.type)
         except ConfigError as error:
             raise SettingErrors([error.at("optim_wrapper")]) from error
-        errors = argument_problems(optimizer, self.arguments, where="optim_wrapper.optimizer")
-        try:
-            adamw_settings({"type": self.type, "adamw": None if self.adamw is None else {"lr": self.adamw.lr}})
-        except ConfigError as error:
-            errors.append(error)
-        if self.adamw is not None:
-            adamw = optimizer_class("AdamW")
-            errors += argument_problems(adamw, self.adamw.arguments, where="optim_wrapper.optimizer.adamw")
+        errors = argument_problems(cls, self.arguments, where=WHERE)
+        if by_element and adamw is not None:
+            problem = f"{WHERE}.adamw is set, and {cls.__name__} trains every parameter itself"
+            errors.append(ConfigError(problem, allowed="adamw beside an optimizer of whole matrices, such as Muon"))
+        if not by_element and adamw is None:
+            errors.append(
+                ConfigError(
+                    f"{WHERE}.adamw is None: {cls.__name__} trains matrices alone",
+                    allowed="dict(lr=..., betas=..., weight_decay=...) of AdamW, for the other parameters",
+                    remedy=f"add adamw=dict(lr=3e-4) to {WHERE}",
+                )
+            )
+        if adamw is not None:
+            errors += argument_problems(optimizer_class("AdamW"), adamw.arguments, where=f"{WHERE}.adamw")
         if "params" in self.arguments:
-            problem = "optim_wrapper.optimizer.params cannot be given here: it follows from the rest of the config"
+            problem = f"{WHERE}.params cannot be given here: it follows from the rest of the config"
             errors = [ConfigError(problem, remedy="leave it out")]
         if errors:
             raise SettingErrors(errors)
@@ -170,14 +182,13 @@ class Optimizer(Section, extra="allow"):
     @property
     def arguments(self) -> dict[str, Any]:
         """Those of the class, without ``lr`` and ``weight_decay``, and without None where that is the default."""
-        try:
-            hints = argument_hints(optimizer_class(self.type))
-            defaults = argument_defaults(optimizer_class(self.type))
-        except ConfigError:
-            hints, defaults = {}, {}
-        given = self.__pydantic_extra__ or {}
-        extra = {key: value for key, value in given.items() if value is not None or defaults.get(key, 0) is not None}
-        return {key: converted(value, hints.get(key, Any)) for key, value in extra.items()}
+        cls = optimizer_class(self.type)
+        hints, defaults = argument_hints(cls), argument_defaults(cls)
+        return {
+            key: converted(value, hints.get(key, Any))
+            for key, value in (self.__pydantic_extra__ or {}).items()
+            if value is not None or defaults.get(key, 0) is not None
+        }
 
     @property
     def decay(self) -> float:
@@ -191,12 +202,12 @@ class Optimizer(Section, extra="allow"):
     def completed(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        found = {"type": "AdamW", **given}
+        values = {"type": "AdamW", **given}
         try:
-            defaults = argument_defaults(optimizer_class(found["type"]))
+            defaults = argument_defaults(optimizer_class(values["type"]))
         except ConfigError:
-            return found
-        return {**defaults, **{key: value for key, value in found.items() if value is not None}}
+            return values
+        return {**defaults, **{key: value for key, value in values.items() if value is not None}}
 
 
 class OptimWrapper(Section):

@@ -38,11 +38,8 @@ _OF_CONNECTION = re.compile(
     r"(application|read|write|wait) timeout|timed out waiting|operation timed out|pair (is not connected|closure)", re.I
 )  # fmt: skip
 """A lost connection in a ``RuntimeError`` of torch's C++ parts. A timeout of the data loader is an error of its own."""
-_number = 0
-"""The number of errors that this process has had. It is in the keys: the process may begin another run after one."""
-_said = -1
-"""The last ``_number`` whose error rank 0 has reported."""
-_failed, _stopped = threading.Event(), threading.Event()
+_failed, _reported, _stopped = threading.Event(), threading.Event(), threading.Event()
+"""Whether this rank has an error; whether rank 0 has reported one; whether this process ends."""
 _REPORTED = "_reported_by_rank_0"
 """Attribute of what ``explained`` has returned."""
 
@@ -81,6 +78,8 @@ def arrive(*, timeout_s: float) -> None:
     """
     if (store := dist.job_store()) is None:
         return
+    _failed.clear()
+    _reported.clear()
     rank = dist.env_rank()
     if rank == 0:
         watcher = threading.Thread(target=_watch, args=(store,), daemon=True)
@@ -100,7 +99,6 @@ def explained(error: BaseException, *, first: bool = False) -> BaseException:
     """Let the other ranks know the error that ends this one. Returns what to raise: another error where this one is a
     consequence. ``first``: also before the ranks have a store. Nothing happens in one process.
     """
-    global _number
     if hasattr(error, _REPORTED):
         return error
     try:
@@ -114,40 +112,37 @@ def explained(error: BaseException, *, first: bool = False) -> BaseException:
         if _is_consequence(error) and not dist.has_store():
             cause = RankEnded(f"rank 0 has ended; its train.log may say why ({_text(lost)})")
     setattr(cause, _REPORTED, reported)
-    _number += 1
-    _failed.clear()
     return cause
 
 
 def _explained(error: BaseException, store: Any) -> tuple[BaseException, bool]:
-    global _said
     rank, world_size, text = dist.env_rank(), dist.env_world_size(), _text(error)
-    store.set(_key(f"error/{rank}"), text)
-    store.add(_key("errors"), 1)
+    everywhere = getattr(error, "everywhere", False)
+    store.set(f"error/{rank}", text)
+    store.add("errors", 1)
     if _is_consequence(error):
         error = error if isinstance(error, RankEnded) else _source(error, store, world_size)
-    elif not getattr(error, "everywhere", False):
-        store.compare_set(_key("cause"), "", json.dumps([rank, text, getattr(error, "exit_status", 1)]))
+    elif not everywhere:
+        store.compare_set("cause", "", json.dumps([rank, text, getattr(error, "exit_status", 1)]))
         store.set("go", "")
     if rank == 0:
-        if _said != _number or not isinstance(error, RankEnded):
+        if not _reported.is_set() or not isinstance(error, RankEnded):
             say(error)
-        _said = _number
-        store.set(_key("heard"), text)
+        _reported.set()
+        store.set("heard", text)
         if dist.has_store() and not dist.joined():  # the others read it before this process ends
-            _wait(lambda: store.add(_key("errors"), 0) == world_size)
+            _wait(lambda: store.add("errors", 0) == world_size)
         return error, True
-    heard = _wait(lambda: store.check([_key("heard")]))
-    return error, heard and (getattr(error, "everywhere", False) or store.get(_key("heard")).decode() == text)
+    heard = _wait(lambda: store.check(["heard"]))
+    return error, heard and (everywhere or store.get("heard").decode() == text)
 
 
 def _source(error: BaseException, store: Any, world_size: int) -> BaseException:
     """Why a connection was lost."""
-    _wait(lambda: store.check([_key("cause")]) or store.add(_key("errors"), 0) == world_size)
+    _wait(lambda: store.check(["cause"]) or store.add("errors", 0) == world_size)
     if (cause := _cause(store)) is not None:
         return cause
-    silent = _without(store, _key("error"))
-    if not silent:
+    if not (silent := _without(store, "error")):
         return error
     return RankEnded(
         f"{silent} not answer ({_text(error)})",
@@ -157,9 +152,9 @@ def _source(error: BaseException, store: Any, world_size: int) -> BaseException:
 
 def _cause(store: Any) -> RankEnded | None:
     """The first error of a rank that is no consequence."""
-    if not store.check([_key("cause")]):
+    if not store.check(["cause"]):
         return None
-    rank, text, status = json.loads(store.get(_key("cause")))
+    rank, text, status = json.loads(store.get("cause"))
     cause = RankEnded(f"rank {rank} has ended: {text}")
     cause.exit_status = status
     return cause
@@ -167,26 +162,22 @@ def _cause(store: Any) -> RankEnded | None:
 
 def _watch(store: Any) -> None:
     """On rank 0, in a thread: report the error of another rank, whatever the main thread does."""
-    global _said
     while not _stopped.wait(_POLL_S):
-        number = _number
         try:
-            cause = None if _said == number else _cause(store)
-            if cause is None or _failed.wait(2 * _POLL_S) or _number != number:
-                continue  # an error of this rank is reported by its main thread
-            _said = number
-            say(cause)
-            store.set(_key("heard"), "")
+            cause = None if _reported.is_set() else _cause(store)
+            if cause is not None and not _failed.wait(2 * _POLL_S):  # else its main thread reports an error
+                _reported.set()
+                say(cause)
+                store.set("heard", "")
         except Exception:  # of the store: the job ends
             return
 
 
-def _without(store: Any, name: str) -> str:
-    """``rank 1 does``, ``ranks 1, 2 do``: those without a key ``name/<rank>``; '' where there is none."""
-    ranks = [str(rank) for rank in range(dist.env_world_size()) if not store.check([f"{name}/{rank}"])]
-    verb = ("is", "are") if name == "here" else ("does", "do")
+def _without(store: Any, key: str) -> str:
+    """``rank 1 does``, ``rank 1, 2 does``: those without a key ``key/<rank>``; '' where there is none."""
+    ranks = [str(rank) for rank in range(dist.env_world_size()) if not store.check([f"{key}/{rank}"])]
     listed = ", ".join(ranks[:20]) + (f" and {len(ranks) - 20} more" if len(ranks) > 20 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {listed} {verb[len(ranks) > 1]}" if ranks else ""
+    return f"rank {listed} {'is' if key == 'here' else 'does'}" if ranks else ""
 
 
 def _wait(done: Callable[[], bool], timeout_s: float = _PATIENCE_S) -> bool:
@@ -201,18 +192,13 @@ def _is_consequence(error: BaseException) -> bool:
     """Whether ``error`` is that of a connection between ranks."""
     if isinstance(error, RankEnded | td.DistError):
         return True
-    if not isinstance(error, RuntimeError) or isinstance(error, UnigenError):
-        return False
-    return _OF_CONNECTION.search(str(error)) is not None
+    lost = isinstance(error, RuntimeError) and not isinstance(error, UnigenError)
+    return lost and _OF_CONNECTION.search(str(error)) is not None
 
 
 def _text(error: BaseException) -> str:
     text = str(error) if isinstance(error, UnigenError) else f"{type(error).__name__}: {error}"
     return text if len(text) <= _MOST else f"{text[:_MOST]} ..."
-
-
-def _key(name: str) -> str:
-    return f"{_number}/{name}"
 
 
 def for_torchrun(error: BaseException) -> None:

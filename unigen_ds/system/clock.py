@@ -21,8 +21,8 @@ EVALUATION = "evaluation"
 COMMUNICATION = "communication"
 """Section of ``system/clock.py``: on a CPU taken out of the section around it; on CUDA it may overlap with it."""
 
-Mark = float | torch.cuda.Event
-"""A point in time: of the host, in seconds, or of a device."""
+Mark = Any
+"""A point in time: of the host, in seconds, or an event of a CUDA device."""
 
 
 class Clock:
@@ -39,7 +39,7 @@ class Clock:
         self._sections: dict[str, float] = {}
         self.totals: dict[str, float] = {}
         """Seconds by section since the clock was made; reading does not reset them."""
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[str, Mark, Mark]] = []
         """Section, begin and end of what the device may not have passed yet."""
         self._since = time.perf_counter()
         self._current: str | None = None
@@ -61,9 +61,9 @@ class Clock:
     def communicated(self, since: Mark) -> None:
         """Count communication inside of the present section, from a mark until now."""
         now = self.mark()
-        if not isinstance(since, float) and not isinstance(now, float):
+        if self.on_cuda:
             self._events.append((COMMUNICATION, since, now))
-        elif isinstance(since, float) and isinstance(now, float) and self._current is not None:
+        elif self._current is not None:
             self._add(COMMUNICATION, now - since)
             self._add(self._current, since - now)
 
@@ -78,12 +78,10 @@ class Clock:
             yield
         finally:
             self._current = outer
-            if isinstance(begin, float):
-                self._add(section, time.perf_counter() - begin)
+            if of_device and self.on_cuda:
+                self._events.append((section, begin, self.mark()))
             else:
-                end = self.mark()
-                assert not isinstance(end, float)
-                self._events.append((section, begin, end))
+                self._add(section, time.perf_counter() - begin)
 
     def _add(self, section: str, seconds: float) -> None:
         self._sections[section] = self._sections.get(section, 0.0) + seconds
@@ -145,75 +143,32 @@ _METHODS = (
     "all_gather_single", "reduce_scatter_single", "all_gather_single_coalesced", "reduce_scatter_single_coalesced",
     "all_to_all_single",
 )  # fmt: skip
-_clocks: list[Clock] = []
-"""The clocks of the runs that train in this process."""
-_originals: list[tuple[Any, str, Any]] = []
 
 
 @contextmanager
 def count_communication(clock: Clock) -> Iterator[None]:
-    """Inside, collectives of the sections of an update count in ``clock`` as ``communication``."""
-    if not td.is_available():
-        yield
-        return
-    if not _clocks:
-        _wrap()
-    _clocks.append(clock)
+    """Inside, collectives of the sections of an update, and the waits for them, count in ``clock`` as
+    ``communication``. On CUDA that is the time that the present stream spends on them or waits for other streams.
+    """
+    kinds = [(td.ProcessGroup, name) for name in _METHODS] + [(td.Work, "wait")] if td.is_available() else []
+    originals = [(kind, name, vars(kind)[name]) for kind, name in kinds if name in vars(kind)]
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            if not clock.in_update:
+                return function(*arguments, **options)
+            begin = clock.mark()
+            result = function(*arguments, **options)
+            clock.communicated(begin)
+            return result
+
+        return call
+
+    for kind, name, function in originals:
+        setattr(kind, name, timed(function))
     try:
         yield
     finally:
-        _clocks.remove(clock)
-        if not _clocks:
-            _restore()
-
-
-def _wrap() -> None:
-    pending: dict[int, Mark] = {}
-    """``id`` of a work that is under way on CUDA -> where it began. An id that is used again is written again."""
-    for kind, name, wrapper in [(td.ProcessGroup, n, _issuing) for n in _METHODS] + [(td.Work, "wait", _waiting)]:
-        if name in vars(kind):
-            _originals.append((kind, name, vars(kind)[name]))
-            setattr(kind, name, wrapper(vars(kind)[name], pending))
-
-
-def _restore() -> None:
-    while _originals:
-        setattr(*_originals.pop())
-
-
-def _updating() -> Clock | None:
-    """The clock of the run whose update this thread computes."""
-    return next((clock for clock in _clocks if clock.in_update), None)
-
-
-def _issuing(function: Callable[..., Any], pending: dict[int, Mark]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def issue(*arguments: Any, **options: Any) -> Any:
-        clock = _updating()
-        if clock is None:
-            work = function(*arguments, **options)
-            pending.pop(id(work), None)
-            return work
-        begin = clock.mark()
-        work = function(*arguments, **options)
-        if work is None or not clock.on_cuda:  # without a work the present stream has the result
-            clock.communicated(begin)
-        else:
-            pending[id(work)] = begin
-        return work
-
-    return issue
-
-
-def _waiting(function: Callable[..., Any], pending: dict[int, Mark]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wait(work: Any, *arguments: Any, **options: Any) -> Any:
-        begin, clock = pending.pop(id(work), None), _updating()
-        if clock is not None and not clock.on_cuda:
-            begin = clock.mark()
-        result = function(work, *arguments, **options)
-        if clock is not None and begin is not None:
-            clock.communicated(begin)
-        return result
-
-    return wait
+        for kind, name, function in originals:
+            setattr(kind, name, function)

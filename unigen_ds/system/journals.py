@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,11 @@ class JsonLines:
 
     def _open(self) -> int:
         if self._descriptor is None:
-            torn = self.path.exists() and self.path.stat().st_size > 0 and not _ends_with_newline(self.path)
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            self._descriptor = descriptor
-            if torn:  # a kill truncated the last line: end it, so that the next line is a line of its own
+            descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a kill truncated the last line: end it
                 self._pending[0] = b"\n" + self._pending[0]
+            self._descriptor = descriptor
         return self._descriptor
 
     def close(self) -> None:
@@ -88,12 +88,6 @@ class JsonLines:
 
 def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as stream:
-        stream.seek(-1, 2)
-        return stream.read(1) == b"\n"
 
 
 def read_lines(path: Path, *, key: str = "update") -> list[dict[str, Any]]:
@@ -133,15 +127,16 @@ def parse_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     return lines, damaged
 
 
-def in_effect(lines: Iterable[dict[str, Any]], *, key: str = "update") -> list[dict[str, Any]]:
+def in_effect(lines: Sequence[dict[str, Any]], *, key: str = "update") -> list[dict[str, Any]]:
     """The lines that no later resume event voids, without the events."""
     valid: list[dict[str, Any]] = []
-    for line in lines:
+    last = math.inf
+    for line in reversed(lines):
         if line.get("event") == "resume":
-            valid = [k for k in valid if key not in k or k.get("at", k[key]) <= line["updates"]]
-        else:
+            last = min(last, line["updates"])
+        elif key not in line or line.get("at", line[key]) <= last:
             valid.append(line)
-    return valid
+    return valid[::-1]
 
 
 def sample_digest(sample_ids: Iterable[str]) -> str:

@@ -77,9 +77,7 @@ _KNOWN_RECORDS = {
 }
 """Name of a library's logger -> how its line begins. mmengine's hooks import both libraries: the first misses a kernel
 that nothing here uses, the second reports what a machine without a GPU has."""
-_KNOWN_WARNINGS = ((FutureWarning, r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated",
-                    r"torch\.distributed\.c10d_logger"),)  # fmt: skip
-"""Category, message and module: DeepSpeed and FSDP call these names, which torch 2.13 has renamed."""
+LIBRARIES = ("torch", "bitsandbytes", "transformers", "deepspeed", "DeepSpeed", "mmengine")
 
 
 def hide_known() -> None:
@@ -87,8 +85,9 @@ def hide_known() -> None:
 
     Called where this module is imported: before the libraries, which print some of them at their import.
     """
-    for category, message, module in _KNOWN_WARNINGS:
-        warnings.filterwarnings("ignore", message, category, module)
+    # DeepSpeed and FSDP call these names, which torch 2.13 has renamed
+    renamed = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
+    warnings.filterwarnings("ignore", renamed, FutureWarning, r"torch\.distributed\.c10d_logger")
     for name in _KNOWN_RECORDS:
         logging.getLogger(name).addFilter(_is_unknown)  # the same function is added once
 
@@ -99,20 +98,17 @@ def _is_unknown(record: logging.LogRecord) -> bool:
 
 hide_known()
 
-LIBRARIES = ("torch", "bitsandbytes", "transformers", "deepspeed", "DeepSpeed", "mmengine")
-
 
 def quiet_libraries(rank: int) -> None:
     """On every rank but 0, hide the warnings of libraries: each would be printed once for every process.
 
     Call it before torch is imported, which warns then, too. Errors, and warnings of this project, are shown everywhere.
     """
-    if rank == 0:
-        return
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # those of torch's C++ part
-    warnings.filterwarnings("ignore", module=rf"({'|'.join(LIBRARIES)})(\.|$)")
-    for name in LIBRARIES:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    if rank:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # those of torch's C++ part
+        warnings.filterwarnings("ignore", module=rf"({'|'.join(LIBRARIES)})(\.|$)")
+        for name in LIBRARIES:
+            logging.getLogger(name).setLevel(logging.ERROR)
 
 
 _dated: dict[Path, Path] = {}

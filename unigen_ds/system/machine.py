@@ -1,33 +1,55 @@
-"""What a run is computed on and by which code: plain values, for the record of a start."""
+"""What a run is computed on and by which code: devices, cores, versions, commits, environment variables.
+
+Nothing large is imported: a start checks versions before torch, and spawned processes begin with this module.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
+from packaging.specifiers import SpecifierSet
 
-from unigen_ds.system import dist
+from unigen_ds.core.errors import ConfigError, raise_any
 
-_TIMEOUT_S = 5.0
+ALLOWED = {"torch": ">=2.6", "transformers": ">=5"}
+"""Package -> its versions. ``setup.py`` has the same; DeepSpeed's are in ``backends/deepspeed/deepspeed_config.py``."""
+TOKENIZERS = "TOKENIZERS_PARALLELISM"
+"""The variable that decides whether a tokenizer uses threads of its own."""
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 def description() -> dict[str, Any]:
-    """Host, system, processes, devices and command line of this process. Not collective."""
-    values: dict[str, Any] = {
+    """Host, system, processes, devices and command line of this process, for the record of a start."""
+    import torch
+
+    from unigen_ds.system import dist
+
+    cuda = torch.cuda.is_available()
+    return {
         "host": platform.node(),
         "system": platform.platform(),
         "processes": dist.world_size(),
         "cpu_cores": num_cores(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "device": torch.cuda.get_device_name() if cuda else "CPU",
         "threads": torch.get_num_threads(),
         "command": " ".join(sys.argv),
+        **({"cuda": torch.version.cuda} if cuda else {}),
     }
-    return values | ({"cuda": torch.version.cuda} if torch.cuda.is_available() else {})
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def git_commits() -> dict[str, dict[str, Any]]:
@@ -43,28 +65,80 @@ def git_commits() -> dict[str, dict[str, Any]]:
 
 def git_commit(folder: Path) -> dict[str, Any] | None:
     """The commit of the repository that tracks ``folder``; None where none does."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None or not _git(folder, "ls-files", "--", "."):  # an installation inside of some other repository
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=False)
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            return None
+        return ended.stdout.strip() if ended.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    if commit is None or not git("ls-files", "--", "."):  # an installation inside of some other repository
         return None
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit.strip(), "changed": None if changed is None else bool(changed.strip())}
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "changed": None if changed is None else bool(changed)}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
+def installed(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return version(package)
+    except PackageNotFoundError:
         return None
-    return ended.stdout if ended.returncode == 0 else None
 
 
-# How many things can be computed at a time on this machine. Imports nothing large: spawned processes start with it.
+@cache
+def source_digest(file: Path = Path(__file__).parents[1] / "__init__.py") -> str:
+    """Return a digest of a module's source, or of all sources of a package: equal for equal code, wherever it is."""
+    folder, digest = file.parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")) if file.name == "__init__.py" else [file]:
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]
 
-TOKENIZERS = "TOKENIZERS_PARALLELISM"
-"""The variable that decides whether a tokenizer uses threads of its own."""
+
+def version_problems(allowed: Mapping[str, str] = ALLOWED) -> Iterator[ConfigError]:
+    """An error for each package that is missing or has another version."""
+    for package, versions in allowed.items():
+        present = installed(package)
+        if present is None or not SpecifierSet(versions).contains(present, prereleases=True):
+            yield ConfigError(
+                f"{package} {present} is installed" if present else f"{package} is not installed",
+                allowed=f"{package} {versions}",
+                remedy=f"pip install '{package}{versions}'",
+            )
 
 
-def num_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def check_versions() -> None:
+    """Raises one ``ConfigError`` for all packages of another version."""
+    raise_any([*version_problems()])
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Inside, these variables have these values; after it, those of before, whatever was done to them inside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+class WrongNumber(ConfigError):
+    """A variable of a launcher that is no number."""
+
+    def __init__(self, variable: str, value: str) -> None:
+        problem = f"the environment variable {variable} is {value!r}"
+        super().__init__(problem, allowed="a whole number", remedy="the launcher sets it; without one: unset it")
+        self.variable = variable
+
+
+def wrong_numbers(env: Mapping[str, str]) -> list[WrongNumber]:
+    """An error for each variable of a launcher that is no whole number."""
+    return [WrongNumber(name, env[name]) for name in _NUMBERS if name in env and not env[name].isdecimal()]

@@ -58,18 +58,20 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """Restore what ``rng_state`` returned."""
     scalars = state["scalars"]
     torch.set_rng_state(state["torch"])
-    np.random.set_state(
-        (
-            scalars["numpy_name"],
-            state["numpy_keys"].numpy().astype(np.uint32),
-            scalars["numpy_pos"],
-            scalars["numpy_has_gauss"],
-            scalars["numpy_gauss"],
-        )
-    )
+    numpy_keys = state["numpy_keys"].numpy().astype(np.uint32)
+    names = ("numpy_pos", "numpy_has_gauss", "numpy_gauss")
+    np.random.set_state((scalars["numpy_name"], numpy_keys, *(scalars[name] for name in names)))
     keys = tuple(int(k) for k in state["python_keys"].tolist())
     random.setstate((scalars["python_version"], keys, scalars["python_gauss"]))
-    _set_cuda_state(state)
+    # the generator of the CUDA device, which network dropout draws from there, as far as both sides have one
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].to(torch.uint8))
+    elif torch.cuda.is_available():
+        torch.cuda.manual_seed(derive_seed("cuda", state["torch"].numpy().tobytes().hex()))
+    if torch.cuda.is_available() != ("cuda" in state):
+        before, now = ("CUDA", "a CPU") if "cuda" in state else ("a CPU", "CUDA")
+        text = f"The stored random state is of a run on {before}, this one is on {now}: the draws of network dropout"
+        logger().warning("%s differ. Data, order and noise are the same.", text)
 
 
 @contextmanager
@@ -80,18 +82,3 @@ def kept_generators() -> Iterator[None]:
         yield
     finally:
         set_rng_state(state)
-
-
-def _set_cuda_state(state: dict[str, Any]) -> None:
-    """The generator of the CUDA device, which network dropout draws from there, as far as both sides have one."""
-    if not torch.cuda.is_available():
-        if "cuda" in state:
-            logger().warning("The stored random state is of a run on CUDA: network dropout continues with the CPU's"
-                             " generator, so its draws differ. Data, order and noise are the same.")  # fmt: skip
-    elif "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"].to(torch.uint8))
-    else:
-        torch.cuda.manual_seed(derive_seed("cuda", state["torch"].numpy().tobytes().hex()))
-        logger().warning("The stored random state is of a run without CUDA: the device's generator is seeded from the"
-                         " stored CPU generator, so the draws of network dropout differ. Data, order and noise are the"
-                         " same.")  # fmt: skip

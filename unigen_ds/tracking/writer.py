@@ -32,7 +32,7 @@ from unigen_ds.core.json_values import json_values
 from unigen_ds.system.files import make_directory
 from unigen_ds.system.journals import JsonLines, parse_lines
 from unigen_ds.system.log import logger
-from unigen_ds.system.versions import installed
+from unigen_ds.system.machine import installed
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -28,7 +28,7 @@ from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.progress import Geometry, Ruler
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
-from unigen_ds.system import versions
+from unigen_ds.system import machine
 from unigen_ds.tracking.wandb import WandbVisBackend
 
 
@@ -350,7 +350,7 @@ def test_the_login_of_wandb(monkeypatch, tmp_path):
 
 
 def test_a_version_that_is_not_allowed(monkeypatch, capsys):
-    monkeypatch.setattr(versions, "installed", {"torch": "2.5.1", "transformers": "5.23.0"}.get)
+    monkeypatch.setattr(machine, "installed", {"torch": "2.5.1", "transformers": "5.23.0"}.get)
     assert main(["unified_digits"]) == 2
     assert "torch 2.5.1 is installed. Allowed: torch >=2.6. Remedy: pip install 'torch>=2.6'" in capsys.readouterr().err
 

@@ -35,7 +35,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "zero3_offload": {"type": "deepspeed", "config": "zero3_offload"},
     "HYBRID_SHARD": {"type": "fsdp", "sharding_strategy": "HYBRID_SHARD", "num_shard": 2},
     "FULL_SHARD_offload": {"type": "fsdp", "sharding_strategy": "FULL_SHARD", "cpu_offload": True},
-    "FULL_SHARD_once": {"type": "fsdp", "sharding_strategy": "FULL_SHARD", "sync_every_iteration": False},
 }
 ALL = {**ENGINES, **OTHERS}
 
@@ -55,8 +54,6 @@ class Phase:
     max_updates: int = UPDATES
     killed: bool = False
     """It must end by SIGKILL."""
-    disk_mib: int = 0
-    """The work dir is a disk of its own (tmpfs) of this size, where that is permitted (``small_disk.MOUNTED``)."""
     data: str = "digits/mixed.jsonl"
     """Below the folder of the launch's data, which ``{data}`` stands for in ``config``."""
     config_file: str | None = None
@@ -104,7 +101,7 @@ def equivalence(*, full: bool) -> list[Job]:
     """
     num = MATRIX_UPDATES if full else UPDATES
     jobs = [plain("single", 1, num), Job("single_8x1", [Phase(1, config("single", 1, geometry=(8, 1)), num)])]
-    jobs += [plain(engine, 2, num) for engine in (*ENGINES, "zero3_preset", "FULL_SHARD_once", "FULL_SHARD_offload")]
+    jobs += [plain(engine, 2, num) for engine in (*ENGINES, "zero3_preset", "FULL_SHARD_offload")]
     jobs += [plain(engine, 1, num) for engine in (ENGINES if full else FEW)]
     jobs.append(plain("HYBRID_SHARD", 4, num))
     if full:
@@ -117,20 +114,6 @@ def equivalence(*, full: bool) -> list[Job]:
 BF16_SPREAD = 1.5
 """How much farther from fp32 an engine's bf16 may be than the farther one of the two cuts: each is one draw of the same
 rounding, and which is the farthest depends on the processor's kernels (up to 1.31 on an AMD EPYC, below 1 before)."""
-BF16_CUTS = ("bf16/single@1", "bf16/single_8x1")
-
-
-def bf16(*, full: bool) -> list[Job]:
-    """The same in bf16."""
-    low = {"optim_wrapper__precision": "bf16"}
-    num = MATRIX_UPDATES if full else UPDATES
-    jobs = [Job("bf16/single@1", [Phase(1, config("single", 1, **low), num)])]
-    jobs.append(Job("bf16/single_8x1", [Phase(1, config("single", 1, geometry=(8, 1), **low), num)]))
-    jobs += [Job(f"bf16/{e}@2", [Phase(2, config(e, 2, **low), num)]) for e in ENGINES]
-    if full:
-        jobs += [Job(f"bf16/{e}@1", [Phase(1, config(e, 1, **low), num)]) for e in ENGINES]
-        jobs.append(Job("bf16/HYBRID_SHARD@4", [Phase(4, config("HYBRID_SHARD", 4, **low), num)]))
-    return jobs
 
 
 FAILS_AT = 5
@@ -149,11 +132,6 @@ PREVIEWS["digits"] = {
     "held_out": {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/mixed.jsonl"},
 }  # fmt: skip
 """An odd number of pictures and texts, one of which cannot be made: two ranks need different calls of the model."""
-PREVIEWS["talks"] = {
-    "type": "FailingPreviewHook", "interval": FAILS_AT, "max_new_tokens": 5, "question": "so?",
-    "prompts": ["red?"], "images": ["{data}/talks/0.png", "{data}/talks/2.png"], "num_held_out": 2,
-    "held_out": {"type": "UnifiedGenerationDataset", "data_path": "{data}/talks/mixed.jsonl"},
-}  # fmt: skip
 PREVIEWS["words"] = {
     "type": "PreviewHook", "interval": 2, "max_new_tokens": 9, "prompts": ["one two three", "five", "seven zero"],
 }  # fmt: skip
@@ -170,8 +148,9 @@ CURVE = [
 
 def resume(*, full: bool) -> list[Job]:
     """Straight, and killed with SIGKILL in update 7 and resumed from update 5: dropout, two loader workers, EMA."""
-    pairs = [(e, 2, "fp32") for e in ENGINES]
-    pairs += [(e, 2, "bf16") for e in (ENGINES if full else ("zero1", "zero3"))]
+    few = ("zero2", "zero2_offload", "zero3", "FULL_SHARD")
+    pairs = [(e, 2, "fp32") for e in (ENGINES if full else few)]
+    pairs += [(e, 2, "bf16") for e in (ENGINES if full else ("zero1",))]
     if full:
         pairs += [("HYBRID_SHARD", 4, "fp32"), ("single", 1, "fp32"), ("single", 1, "bf16")]
     jobs = []
@@ -201,35 +180,8 @@ def killed_and_straight(name: str, phase: Phase, *, previews: Sequence[dict[str,
     return [Job(f"{name}/straight", [replace(phase, config=straight)]), Job(f"{name}/killed", phases)]
 
 
-CHAIN = (
-    ("zero2", 2, (2, 3), 4),
-    ("FULL_SHARD", 3, (1, 4), 9),
-    ("zero3", 1, (6, 2), 14),
-    ("single", 1, (4, 3), 19),
-    ("zero2", 4, (3, 1), 26),
-)
-"""Engine, processes, cut of the 12 sequences of an update, last update."""
-PRIME_RECORDS, CHAIN_EPOCHS = 103, 3
-"""Filled up to 104 sequences, which 12 does not divide: updates span two epochs, and the third ends with update 26."""
 OWN_RECORDS = 51
 """Of ``users.OwnDataset``."""
-
-
-def chain() -> list[Job]:
-    """One run that goes from engine to engine, process count to process count and cut to cut; and one process."""
-    phases = []
-    for number, (engine, world, geometry, last) in enumerate((*CHAIN, ("single", 1, (4, 3), CHAIN[-1][-1]))):
-        overrides = config(
-            engine,
-            world,
-            geometry=geometry,
-            train_dataloader__drop_last=False,
-            train_cfg__max_epochs=CHAIN_EPOCHS,
-            param_scheduler=CURVE,
-            resume=0 < number < len(CHAIN),
-        )
-        phases.append(Phase(world, overrides, last, data="digits/prime.jsonl"))
-    return [Job("chain/elastic", phases[:-1]), Job("chain/single", phases[-1:])]
 
 
 SAVERS = (
@@ -294,25 +246,24 @@ def _elastic(precision: str, name: str, cut: dict[int, tuple[int, int]], updates
     return Phase(int(world), overrides, updates)
 
 
-FAULTS_AT, FULL_FROM, FULL_TO = 2, 3, 5
+FAULTS_AT = 2
 
 
 def full_disk(*, full: bool) -> list[Job]:
     """The runs of ``odd``, on a small disk of their own. After update 2, before any save, a checkpoint is saved again
-    and again, while the N-th write of each rank in turn fails; the periodic save of update 4 meets a disk that is
-    really full; that of update 6 succeeds.
+    and again, while the N-th write of each rank in turn fails.
     """
     jobs = []
     for engine in ODD_ENGINES:
         world, overrides = _odd(engine)
-        hook = {"type": "FullDiskHook", "at_update": FAULTS_AT, "full": [FULL_FROM, FULL_TO]}
+        hook = {"type": "FullDiskHook", "at_update": FAULTS_AT}
         overrides = {
             **overrides,
             "default_hooks__checkpoint__interval": 2 * GEOMETRY[world][1],
             "default_hooks__checkpoint__max_keep_ckpts": -1,
             "custom_hooks": [*overrides["custom_hooks"], hook],
         }
-        jobs.append(Job(f"full_disk/{engine}@{world}", [Phase(world, overrides, ODD_UPDATES, disk_mib=4)]))
+        jobs.append(Job(f"full_disk/{engine}@{world}", [Phase(world, overrides, ODD_UPDATES)]))
     return jobs
 
 
@@ -339,17 +290,6 @@ def faulty(*, full: bool) -> list[Job]:
         )
         overrides["custom_hooks"] = [*overrides["custom_hooks"], {"type": "FaultHook"}]
         jobs.append(Job(f"faulty/{engine}@{world}-{precision}", [Phase(world, overrides, BAD_UPDATES)]))
-    return jobs
-
-
-def frozen(*, full: bool) -> list[Job]:
-    """ViT and connector frozen."""
-    engines = ("single", *ENGINES) if full else ("single", "zero2", "zero3", "FULL_SHARD")
-    jobs = []
-    for engine in engines:
-        world = 1 if engine == "single" else 2
-        overrides = config(engine, world, model__freeze=["vae", "vit", "connector"])
-        jobs.append(Job(f"frozen/{engine}@{world}", [Phase(world, overrides, MATRIX_UPDATES if full else 6)]))
     return jobs
 
 
@@ -389,7 +329,7 @@ def odd(*, full: bool) -> list[Job]:
         jobs.append(Job(f"odd/{engine}@{world}", [Phase(world, overrides, ODD_UPDATES)]))
         half = {**overrides, "default_hooks__checkpoint__form": "full"}  # resumed from the consolidated files
         phases = [Phase(world, half, 5), Phase(world, {**overrides, "resume": True}, ODD_UPDATES)]
-        if full or world > 1:
+        if full or engine in ("zero3", "FULL_SHARD"):
             jobs.append(Job(f"odd/{engine}@{world}-resumed", phases))
     return jobs
 
@@ -407,27 +347,6 @@ def recompute(*, full: bool) -> list[Job]:
 
 
 COMPILED_UPDATES = 4
-_ONE_LAYER = {"model__llm__num_hidden_layers": 1}
-"""A layer takes about 40 s to compile."""
-
-
-def compiled(*, full: bool) -> list[Job]:
-    """``torch.compile`` of every decoder layer. ``make test``: one update, uncut (each shape is compiled anew), and
-    without C++.
-    """
-    if not full:
-        more = {"custom_imports": {"imports": ["tests.end_to_end.engines.quick_compiler"]}, **_ONE_LAYER}
-        more["custom_hooks"] = [{"type": "StructureHook"}]
-        runs = [("plain", False), ("single@1", True)]
-        return [
-            Job(f"compiled/{name}", [Phase(1, config("single", 1, geometry=(8, 1), model__compile=on, **more), 1)])
-            for name, on in runs
-        ]
-    jobs = [Job("compiled/plain", [Phase(1, config("single", 1, **_ONE_LAYER), COMPILED_UPDATES)])]
-    for engine, world in (("single", 1), ("FULL_SHARD", 2), ("zero2", 2), ("zero3", 2)):
-        overrides = config(engine, world, model__compile=True, env={"dist_timeout_s": 800.0}, **_ONE_LAYER)
-        jobs.append(Job(f"compiled/{engine}@{world}", [Phase(world, overrides, COMPILED_UPDATES)]))
-    return jobs
 
 
 PUBLISHED = {
@@ -441,7 +360,7 @@ PUBLISHED_UPDATES = 4
 def published(*, full: bool) -> list[Job]:
     """Published weights read shard by shard; two runs are resumed half way."""
     runs = [("single", 1, "fp32")] + [(e, 2, "fp32") for e in (ENGINES if full else ("zero2", "zero3", "FULL_SHARD"))]
-    runs += [("zero3", 2, "bf16"), ("FULL_SHARD", 2, "bf16")] + [("HYBRID_SHARD", 4, "fp32")] * full
+    runs += [("zero3", 2, "bf16"), ("HYBRID_SHARD", 4, "fp32")] if full else []
     jobs = []
     for engine, world, precision in runs:
         overrides = config(engine, world, model=PUBLISHED, optim_wrapper__precision=precision)
@@ -511,12 +430,6 @@ def with_buckets(backend: dict[str, Any], buckets: dict[str, int]) -> dict[str, 
     return {**backend, "config": {"zero_optimization": {**zero, **buckets}}}
 
 
-def one_process() -> list[Job]:
-    """Engine after engine in the same two processes: closing one must leave nothing behind."""
-    engines = ("zero3", "FULL_SHARD", "zero2", "NO_SHARD")
-    return [Job("one_process", [Phase(2, config(e, 2), 6) for e in engines], same_process=True)]
-
-
 NEW_WORDS = ("red", "green", "blue", "upside", "down")
 
 
@@ -532,7 +445,7 @@ def partial() -> list[Job]:
     small = config("zero3", 2, model__llm__num_hidden_layers=1)
     jobs = [Job("partial/source", [Phase(2, small, 1)])]
     jobs.append(Job("partial/fresh", [Phase(1, config("single", 1, **larger), 0)]))
-    for engine, world in (("single", 1), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2)):
+    for engine, world in (("single", 1), ("zero3", 2), ("FULL_SHARD", 2)):
         phase = Phase(world, config(engine, world, **larger, load_cfg=load_cfg), 0)
         jobs.append(Job(f"partial/{engine}@{world}", [phase], resumes="partial/source"))
     return jobs

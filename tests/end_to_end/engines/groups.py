@@ -9,7 +9,6 @@ from tests.end_to_end.engines.cases import Job
 
 GROUPS: dict[str, Callable[..., list[Job]]] = {
     "equivalence": cases.equivalence,
-    "bf16": cases.bf16,
     "resume": lambda full: [
         *cases.resume(full=full),
         *model_cases.resume(full=full),
@@ -17,21 +16,17 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
         *feature_cases.fused_zero(),
     ],
     "killed": model_cases.killed,
-    "chain": lambda full: cases.chain(),
     "mixture": mixture_cases.mixtures,
     "elastic": cases.elastic,
     "faulty": cases.faulty,
     "full_disk": cases.full_disk,
-    "frozen": cases.frozen,
     "packed": cases.packed,
     "odd": cases.odd,
     "recompute": cases.recompute,
-    "compiled": cases.compiled,
     "published": cases.published,
     "decoder": cases.decoder,
     "lora": lambda full: [*lora_cases.lora(full=full), *lora_cases.others()],
     "memory": cases.memory,
-    "one_process": lambda full: cases.one_process(),
     "layouts": lambda full: cases.layouts(),
     "inspected": lambda full: cases.inspected(),
     "partial": lambda full: cases.partial(),
@@ -39,7 +34,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "mmengine_hooks": feature_cases.mmengine_hooks,
     "evaluated": feature_cases.evaluated,
     "structure": feature_cases.structure,
-    "compiled_fsdp": feature_cases.compiled,
+    "compiled": feature_cases.compiled,
     "optimizers": feature_cases.optimizers,
     "plugin": feature_cases.plugin,
     "best": lambda full: feature_cases.best(),
@@ -47,8 +42,6 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "auto": model_cases.auto,
     "models_bf16": model_cases.models_bf16,
     "parts": model_cases.parts,
-    "models_recompute": model_cases.models_recompute,
-    "models_compiled": model_cases.models_compiled,
 }
 
 

@@ -110,12 +110,15 @@ class Launched:
         out.mkdir(parents=True, exist_ok=True)
         (out / "results.json").unlink(missing_ok=True)
         cases = out / "jobs.json"
-        cases.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+        text = json.dumps([asdict(job) for job in jobs])
+        cases.write_text(text, encoding="utf-8")
+        # of jobs on a full disk: the library that makes its calls fail
+        preloaded = {"LD_PRELOAD": str(full_disk.library(out))} if '"FullDiskHook"' in text else {}
         with (out / "worker.log").open("w", encoding="utf-8") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "tests.end_to_end.engines.worker", str(cases), str(out)],
                 cwd=ROOT,
-                env={k: v for k, v in os.environ.items() if k not in LAUNCHER} | _preloaded(jobs, out),
+                env={k: v for k, v in os.environ.items() if k not in LAUNCHER} | preloaded,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -136,13 +139,6 @@ class Launched:
         problem = self.results[name]["problem"]
         assert problem is None, f"{name}: {problem}"
         return Outcome(self.out / name / folder)
-
-
-def _preloaded(jobs: Sequence[Job], out: Path) -> dict[str, str]:
-    """For jobs on a full disk: the library that makes its calls fail."""
-    if not any(phase.disk_mib for job in jobs for phase in job.phases):
-        return {}
-    return {"LD_PRELOAD": str(full_disk.library(out))}
 
 
 class OnDemand(Launched):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tests.end_to_end.engines.cases import ENGINES, Job, Phase, config
+from tests.end_to_end.engines.cases import CURVE, ENGINES, Job, Phase, config
 from tests.end_to_end.engines.mixture_data import FILTERS, MAX_SAMPLE, NUM_USED
 
 EVERY, SEQUENCES = 2, 12
@@ -108,4 +108,5 @@ def _data() -> dict[str, Any]:
         "train_dataloader__seq_length": 120,
         "train_dataloader__max_sample_tokens": MAX_SAMPLE,
         "train_cfg__max_epochs": 40,
+        "param_scheduler": CURVE,
     }  # fmt: skip

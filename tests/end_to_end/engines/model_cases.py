@@ -6,9 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.end_to_end.engines.cases import (
-    COMPILED_UPDATES,
     ENGINES,
-    PREVIEWS,
     RESUME_UPDATES,
     Job,
     Phase,
@@ -119,7 +117,7 @@ def models_bf16(*, full: bool) -> list[Job]:
     for m in MODELS if full else ("flux",):
         jobs.append(Job(f"{m}-bf16/single@1", [phase(m, "single", 1, **low)]))
         jobs.append(Job(f"{m}-bf16/single_8x1", [phase(m, "single", 1, geometry=(8, 1), **low)]))
-        engines = ENGINES if full else FEW
+        engines = ENGINES if full else ("zero1", *FEW)
         jobs += [Job(f"{m}-bf16/{engine}@2", [phase(m, engine, 2, **low)]) for engine in engines]
     return jobs
 
@@ -138,29 +136,6 @@ def parts(*, full: bool) -> list[Job]:
     rate = {"optim_wrapper__paramwise_cfg": {"groups": [{"pattern": "vision_model", "lr": 0.0}]}}
     for engine, world in (("single", 1), ("zero2", 2), *((("FULL_SHARD", 2), ("zero3", 2)) if full else ())):
         jobs.append(Job(f"parts/vlm-rate/{engine}@{world}", [phase("vlm", engine, world, PARTS_UPDATES, **rate)]))
-    return jobs
-
-
-def models_recompute(*, full: bool) -> list[Job]:
-    """Activation checkpointing of the vision-language model; off: ``models``."""
-    engines = ("single", *ENGINES) if full else ("single", "zero3")
-    runs = [(engine, 1 if engine == "single" else 2) for engine in engines]
-    on = {"model__activation_checkpointing": True}
-    return [Job(f"recompute-vlm/{engine}@{world}", [phase("vlm", engine, world, **on)]) for engine, world in runs]
-
-
-def models_compiled(*, full: bool) -> list[Job]:
-    """As ``cases.compiled``: one layer; ``make test`` does one update, uncut, and compiles quickly."""
-    runs = [("plain", "single", 1, False), ("single@1", "single", 1, True)]
-    runs += [(f"{e}@2", e, 2, True) for e in ("FULL_SHARD", "zero2", "zero3")] if full else []
-    jobs = []
-    for name, engine, world, on in runs:
-        more: dict[str, Any] = {"model__llm__num_hidden_layers": 1, "model__compile": on}
-        more |= {"env": {"dist_timeout_s": 800.0}} if full else {"geometry": (8, 1)}
-        more |= {} if full else {"custom_imports": {"imports": ["tests.end_to_end.engines.quick_compiler"]}}
-        made = phase("vlm", engine, world, COMPILED_UPDATES if full else 1, **more)
-        made = replace(made, config={**made.config, "custom_hooks": [{"type": "StructureHook"}]})
-        jobs.append(Job(f"compiled-vlm/{name}", [made]))
     return jobs
 
 
@@ -184,17 +159,10 @@ def auto(*, full: bool) -> list[Job]:
 
 def resume(*, full: bool) -> list[Job]:
     """Killed and resumed at the same topology, as ``cases.resume``."""
-    runs = [
-        ("vlm", "zero2"),
-        ("llava", "zero3"),
-        *((("vlm", "FULL_SHARD"), ("flux", "zero3"), ("flux", "FULL_SHARD")) if full else ()),
-    ]
-    jobs = []
-    for m, engine in runs:
-        given = phase(m, engine, 2, RESUME_UPDATES)
-        previews = [PREVIEWS["talks"]] if m != "flux" else []
-        jobs += killed_and_straight(f"resume/{m}-{engine}@2-fp32", given, previews=previews)
-    return jobs
+    runs = [("llava", "zero3")]
+    runs += [("vlm", "zero2"), ("vlm", "FULL_SHARD"), ("flux", "zero3"), ("flux", "FULL_SHARD")] if full else []
+    pairs = [killed_and_straight(f"resume/{m}-{e}@2-fp32", phase(m, e, 2, RESUME_UPDATES)) for m, e in runs]
+    return [job for pair in pairs for job in pair]
 
 
 KILLED_UPDATES, KILLED_AT, KEPT = 4, 4, 2

@@ -23,27 +23,6 @@ class _WithVelocity(torch.optim.Optimizer):
 
 
 @OPTIMIZERS.register_module()
-class SlowingAdagrad(_WithVelocity):
-    """Element-wise, with names of state of its own and a step count that is a plain number."""
-
-    element_wise = True
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if not state:
-                    state |= {"step": 0, "velocity": torch.zeros_like(p), "squares": torch.zeros_like(p)}
-                state["step"] += 1
-                state["velocity"].lerp_(p.grad, 1 - group["beta"])
-                state["squares"].addcmul_(p.grad, p.grad)
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                rate = group["lr"] / state["step"] ** 0.25
-                p.addcdiv_(state["velocity"], state["squares"].sqrt().add_(1e-3), value=-rate)
-
-
-@OPTIMIZERS.register_module()
 class NormalizedMomentum(_WithVelocity):
     """Not element-wise: the update of a matrix is divided by its norm. The rate falls with a count of its own."""
 

@@ -36,7 +36,7 @@ def run() -> Outcome:
 
 
 def test_every_engine_is_in_it_and_2_4_1_processes_with_0_and_3_workers():
-    offloaded = {"FULL_SHARD_offload", "zero3_offload", "zero3_preset", "FULL_SHARD_once"}
+    offloaded = {"FULL_SHARD_offload", "zero3_offload", "zero3_preset"}
     assert {step.engine for step in STEPS} == set(cases.ALL) - offloaded
     assert [(step.world, step.workers, step.killed) for step in STEPS[:3]] == [
         (2, 0, "update"), (4, 3, "save"), (1, 0, ""),
@@ -63,6 +63,9 @@ def test_losses_and_ledger_are_those_of_one_process(run, single):
     ledgers = [read_lines(one.folder / "ledger.jsonl") for one in (run, single)]
     mine, straight = ([{k: v for k, v in line.items() if k != "time"} for line in ledger] for ledger in ledgers)
     assert [line for line in mine if "digest" in line] == [line for line in straight if "digest" in line]
+    for key in ("lr", "sequences", "samples", "tokens", "epoch"):
+        assert [line[key] for line in run.lines] == [line[key] for line in single.lines]
+    assert len({line["lr"] for line in run.lines}) > UPDATES / 2
     for line, other in zip(run.lines, single.lines, strict=True):
         found, expected = (
             {k: v for k, v in one.items() if k.count("/") == 2 and k[:5] == "loss/"} for one in (line, other)

@@ -21,7 +21,7 @@ from tests.families.tiny_transformers import IMAGE
 from tools.zero_to_fp32 import main as merge
 from unigen_ds.system.journals import read_lines
 
-runs = want("models", "auto", "models_bf16", "parts", "models_recompute", "models_compiled")
+runs = want("models", "auto", "models_bf16", "parts")
 pytestmark = pytest.mark.timeout(3600)
 
 BOUND = 1e-5
@@ -105,14 +105,6 @@ def test_ranks_really_lack_images_and_text_targets(model):
         assert {(True, False), (False, True)} <= pairs, key
 
 
-def test_pictures_of_several_sizes_meet_in_a_micro_batch():
-    """Tiles of the one model, latents of the other."""
-    counts = {line["images"] for line in runs().outcome("vlm/zero3@2").records(0)}
-    assert {1, 3, 5} & counts and max(counts) > 5
-    single = runs().outcome("flux/single@1").records(0)
-    assert max(line["images"] for line in single) > 3
-
-
 @pytest.mark.parametrize("name", LOW)
 def test_bf16_adds_no_more_error_than_bf16_itself(name):
     """As in ``test_equivalence.py``: no farther from one process's fp32 than its own bf16, cut either way."""
@@ -160,18 +152,3 @@ def test_a_frozen_part_stays_bit_identical_and_the_others_move(name):
     kept = {key for kind, key in run.final if kind == "exp_avg"}
     assert bool(frozen & kept) == (which == "rate")
     assert metric_deviation(run, runs().outcome(f"parts/{part}/single@1")) <= BOUND
-
-
-@pytest.mark.parametrize("name", names("models_recompute"))
-def test_activation_checkpointing_changes_no_bit(name):
-    on, off = runs().outcome(name), runs().outcome(name.replace("recompute-vlm", "vlm"))
-    assert metric_deviation(on, off) == 0.0
-    assert unequal(on.final, off.final) == []
-
-
-def test_compiled_layers_agree():
-    """``torch.compile`` fuses and reorders: 1e-4."""
-    on, off = runs().outcome("compiled-vlm/single@1"), runs().outcome("compiled-vlm/plain")
-    assert metric_deviation(on, off) <= 1e-4
-    graphs = [json.loads((run.folder / "structure_0.json").read_text())["graphs"] for run in (on, off)]
-    assert graphs[0] >= 1 and graphs[1] == 0

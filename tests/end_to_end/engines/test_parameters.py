@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from tests.end_to_end.engines import cases
 from tests.end_to_end.engines.groups import GROUPS
 from tests.end_to_end.engines.launch import metric_deviation, tensors, unequal, want, weight_deviation
 
-runs = want("faulty", "frozen", "packed", "odd", "recompute", "compiled")
+runs = want("faulty", "packed", "odd", "recompute")
 pytestmark = pytest.mark.timeout(3600)
 
 
@@ -40,18 +38,6 @@ def test_training_goes_on_as_if_the_bad_update_had_not_been(name):
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
     assert weight_deviation(run.final, single.final).relative_l2 <= 1e-5
-
-
-@pytest.mark.parametrize("name", names("frozen"))
-def test_frozen_weights_stay_bit_identical(name):
-    run = runs().outcome(name)
-    frozen = [n for n in run.initial if n.startswith(("vit_model.", "connector.")) or n.endswith("pos_embed")]
-    assert len(frozen) > 15
-    for parameter, weight in run.initial.items():
-        same = torch.equal(run.final["master", parameter].reshape(weight.shape), weight)
-        assert same == (parameter in frozen) or parameter.endswith("k_proj.bias"), parameter
-    assert not any(("exp_avg", parameter) in run.final for parameter in frozen)
-    assert metric_deviation(run, runs().outcome("frozen/single@1")) <= 1e-5
 
 
 def test_packed_weights_under_every_engine():
@@ -85,28 +71,9 @@ def test_a_users_own_model_with_tied_weights_and_two_groups(name):
         assert torch.equal(run.final["master", parameter].flatten(), run.initial[parameter].flatten())
 
 
-def test_the_groups_own_rate_counts():
-    """The connector's five times larger rate moves it farther: the groups are not mixed up."""
-    run = runs().outcome("odd/zero3@2")
-
-    def moved(name: str) -> float:
-        return float((run.final["master", name].flatten() - run.initial[name].flatten()).abs().mean())
-
-    assert moved("connector.bias") > 1.5 * moved("image_head.bias")
-
-
 @pytest.mark.parametrize("name", sorted({n.rpartition("-")[0] for n in names("recompute")}))
 def test_activation_checkpointing_changes_nothing(name):
     """Dropout included: the recomputed forward draws the same numbers."""
     off, on = (runs().outcome(f"{name}-{value}") for value in (False, True))
     assert metric_deviation(on, off) <= 1e-6
     assert weight_deviation(on.final, off.final).relative_l2 <= 1e-6
-
-
-@pytest.mark.parametrize("name", names("compiled"))
-def test_compiled_layers_agree(name):
-    """``torch.compile`` fuses and reorders: 1e-4."""
-    run, single = runs().outcome(name), runs().outcome("compiled/plain")
-    assert metric_deviation(run, single) <= 1e-4
-    graphs = json.loads((run.folder / "structure_0.json").read_text())["graphs"]
-    assert (graphs > 0) == (name != "compiled/plain")

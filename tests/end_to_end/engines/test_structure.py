@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.engines.feature_cases import COMPILED_ENGINES
 from tests.end_to_end.engines.launch import Outcome, metric_deviation, want
 from unigen_ds.checkpoint.manifest import Manifest
 
-runs = want("structure", "compiled_fsdp")
+runs = want("structure", "compiled")
 pytestmark = pytest.mark.timeout(3600)
 
 UNIFIED = ["language_model.model.layers.0", "language_model.model.layers.1", "vit_model.vision_model.encoder.layers.0"]
@@ -81,10 +82,10 @@ def assert_one_copy(run: Outcome, first: dict[str, list[int]], second: dict[str,
     assert 0.5 <= share < 0.53
 
 
-@pytest.mark.parametrize("model", ["unified", "decoder"])
-def test_compiled_layers_agree_and_are_really_compiled(model):
+@pytest.mark.parametrize("name", ["decoder", *(f"{engine}@{world}" for engine, world in COMPILED_ENGINES)])
+def test_compiled_layers_agree_and_are_really_compiled(name):
     """``torch.compile`` of the layers that FSDP2 shards: it fuses and reorders, 1e-4."""
-    off, on = (runs().outcome(f"compiled-fsdp/{model}-{value}") for value in (False, True))
+    off, on = (runs().outcome(f"compiled/{name}-{value}") for value in (False, True))
     assert {found["graphs"] for found in structures(off)} == {0}
     assert min(found["graphs"] for found in structures(on)) >= 1
     assert metric_deviation(on, off) <= 1e-4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import time
@@ -20,12 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from tests import full_disk
-from tests.end_to_end.engines.cases import OWN_RECORDS, PRIME_RECORDS
+from tests.end_to_end.engines.cases import OWN_RECORDS
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.checks.memory.counted import CountedBytes
 from unigen_ds.config.registry import FAMILIES, HOOKS, MODELS
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, SaveError
+from unigen_ds.core.shards import tied_names
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.bagel.model import UnifiedModel
@@ -57,7 +59,6 @@ def write_mixed(folder: Path) -> Path:
             lines.append((draw if i % 13 < 11 else caption)[i])
     (digits / "held.jsonl").write_text("\n".join(lines[13:26]) + "\n", encoding="utf-8")
     (digits / "few.jsonl").write_text("\n".join(lines[:3]) + "\n", encoding="utf-8")
-    (digits / "prime.jsonl").write_text("\n".join(lines[:PRIME_RECORDS]) + "\n", encoding="utf-8")
     path = digits / "mixed.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -219,10 +220,21 @@ class RecordHook(Hook):
         self._write(run, "final.safetensors")
 
     @staticmethod
-    def _write(run: Run, name: str) -> None:
-        state = {name: t.contiguous().clone() for name, t in run.backend.full_state_dict(torch.float32)}
-        if dist.is_main():
-            save_file(state, run.work_dir / name)
+    def _write(run: Run, file: str) -> None:
+        backend = run.backend
+        shards = [*backend.master_shards(), *backend.frozen_shards()]
+        own = [(s.name, s.shape, s.flat_start, s.data.float().clone()) for s in shards if s.primary]
+        if (gathered := dist.gather_to_main(own)) is None:
+            return
+        shapes = {name: shape for of_rank in gathered for name, shape, *_ in of_rank}
+        state = {name: torch.empty(math.prod(shape)) for name, shape in shapes.items()}
+        for name, _, start, data in (piece for of_rank in gathered for piece in of_rank):
+            state[name][start : start + data.numel()] = data
+        module = getattr(backend.model, "module", backend.model)
+        state = {name: tensor.view(shapes[name]) for name, tensor in state.items()}
+        state |= {alias: state[first].clone() for alias, first in tied_names(module).items()}
+        state |= {name: buffer.contiguous().clone() for name, buffer in backend.buffers().items()}
+        save_file(state, run.work_dir / file)
 
     def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
         images = len(batch.vit_lengths) + len(batch.latent_shapes)
@@ -262,25 +274,16 @@ class FullDiskHook(Hook):
     """Saves while the N-th change of the disk by one rank fails, for every N and every rank, until none fails.
 
     ``faults.json`` of the work dir: each attempt's rank, failed call, error by rank, and what it left in the work dir.
-    ``full``: after the first of these updates the disk is filled up, if it is a small one; after the second, freed.
     """
 
-    ROOM = 32 << 10
-
-    def __init__(self, *, at_update: int, full: list[int]) -> None:
-        self.at_update, (self.full_from, self.full_to) = at_update, full
+    def __init__(self, *, at_update: int) -> None:
+        self.at_update = at_update
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if run.progress.updates == self.at_update:
             attempts = [attempt for rank in range(dist.world_size()) for attempt in self._attempts(run, rank)]
             if dist.is_main():
                 (run.work_dir / "faults.json").write_text(json.dumps(attempts), encoding="utf-8")
-        ballast = run.work_dir / "ballast"
-        if dist.is_main() and run.progress.updates == self.full_from and os.path.ismount(run.work_dir):
-            status = os.statvfs(run.work_dir)
-            ballast.write_bytes(b"x" * (status.f_bavail * status.f_frsize - self.ROOM))
-        if dist.is_main() and run.progress.updates == self.full_to:
-            ballast.unlink(missing_ok=True)
 
     def _attempts(self, run: Run, rank: int) -> Iterator[dict[str, Any]]:
         number, failed = 0, "first"

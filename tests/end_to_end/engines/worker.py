@@ -14,7 +14,6 @@ import gc
 import importlib
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -23,8 +22,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from tests import small_disk
 
 PROCESSES, LIMIT_S = 4, 900.0
 """At a time, two for each core: one that waits for the other ranks of its job leaves a core free."""
@@ -94,8 +91,6 @@ class Pool:
         from unigen_ds.system.dist import free_port
 
         running = Running(job, number)
-        if number == 0 and running.phase["disk_mib"]:
-            _mount(self.out / job["name"], running.phase["disk_mib"])
         port = free_port()
         for rank in range(running.phase["world"]):
             sys.stdout.flush()
@@ -136,28 +131,11 @@ class Pool:
         elif running.number + 1 < len(running.job["phases"]) and not running.job["same_process"]:
             self._start(running.job, running.number + 1)
             return
-        _unmount(self.out / name)
         seconds = time.monotonic() - self.begun[name]
         cpu_seconds = self.cpu_seconds[name]
         self.results[name] = {"problem": problem, "seconds": round(seconds, 2), "cpu_seconds": round(cpu_seconds, 2)}
         how = "failed" if problem else "done"
         print(f"{name}: {how} after {seconds:.1f} s, {cpu_seconds:.1f} s of a core", flush=True)
-
-
-def _mount(folder: Path, size_mib: int) -> None:
-    """A disk of its own for a work dir, where that is permitted; ``small_disk.MOUNTED`` tells whether it was."""
-    folder.mkdir(parents=True, exist_ok=True)
-    mounted = small_disk.mount(folder, kib=1024 * size_mib)
-    (folder / small_disk.MOUNTED).write_text(json.dumps(mounted), encoding="utf-8")
-
-
-def _unmount(folder: Path) -> None:
-    """Keep the files and let go of the disk, which would outlive the tests."""
-    if os.path.ismount(folder):
-        kept = shutil.copytree(folder, folder.with_name(folder.name + ".kept"))
-        small_disk.unmount(folder)
-        folder.rmdir()
-        kept.rename(folder)
 
 
 def _kill(group: int) -> None:

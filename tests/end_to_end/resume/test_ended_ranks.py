@@ -144,7 +144,7 @@ def test_a_rank_without_a_package_is_named(tmp_path: Path) -> None:
     other = f"""
 import sys
 from tools import train
-train.versions.ALLOWED["torch"] = ">=99"
+train.machine.ALLOWED["torch"] = ">=99"
 sys.exit(train.main({command[2:]}))
 """
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}

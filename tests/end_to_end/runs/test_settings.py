@@ -70,7 +70,7 @@ def weighted(tmp_path_factory, data) -> dict[str, tuple[list[dict[str, Any]], di
         folder = tmp_path_factory.mktemp("run")
         found[name] = (trained(folder, data, max_updates=2, loss_weights=weights), last_weights(folder))
     runner = Runner.from_cfg(tiny_config(tmp_path_factory.mktemp("start"), data))
-    found["start"] = ([], dict(runner.backend.full_state_dict(torch.float32)))
+    found["start"] = ([], dict(runner.backend.model.state_dict()))
     return found
 
 

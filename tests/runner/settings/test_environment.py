@@ -161,7 +161,7 @@ def test_a_generator_of_another_device(caplog: pytest.LogCaptureFixture, monkeyp
     for number in (1, 1, 2):  # the device's generator follows the stored one, so ranks and updates differ
         state = {key: value for key, value in stored.items() if key != "cuda"}
         set_rng_state({**state, "torch": torch.Generator().manual_seed(number).get_state()})
-    assert seeds[0] == seeds[1] != seeds[2] and "is of a run without CUDA" in caplog.text
+    assert seeds[0] == seeds[1] != seeds[2] and "is of a run on a CPU" in caplog.text
 
 
 def test_after_an_error_a_group_with_nccl_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

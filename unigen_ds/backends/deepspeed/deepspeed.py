@@ -26,7 +26,6 @@ from unigen_ds.backends.deepspeed.deepspeed_config import (
     check_ds_config,
     check_version,
     fill,
-    left_to_config,
     load_ds_config,
     offloads,
     stage_of,
@@ -36,20 +35,20 @@ from unigen_ds.backends.memory import allocate, blocks_freed_at_once, move_real_
 from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.modules import persistent_buffers, tied_names
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import Shard
+from unigen_ds.core.shards import STEP, Shard, persistent_buffers
 from unigen_ds.optim.optimizer import (
     COMPUTE_DTYPE,
     OptimizerConfig,
     ParamGroup,
     build_torch_optimizer,
+    check_state,
     element_wise,
+    initialize_state,
     optimizer_class,
+    step_count,
 )
-from unigen_ds.optim.optimizer_state import state_of
 from unigen_ds.system import dist
-from unigen_ds.system.log import logger
 from unigen_ds.system.outputs import StateFiles
 
 
@@ -76,18 +75,6 @@ def leave_out_operator() -> None:
     """
     comm: Any = import_module("deepspeed.comm.torch")  # ``deepspeed.comm`` has torch itself under that name
     comm.build_shm_op = lambda: None
-
-
-def check_fp16_on_cpu() -> None:
-    """Raise ``ConfigError`` where DeepSpeed would, after the processes have joined."""
-    from deepspeed.accelerator import get_accelerator
-
-    if not get_accelerator().is_fp16_supported():
-        raise ConfigError(
-            "optim_wrapper.precision is 'fp16', which DeepSpeed computes on a CPU with fp16 instructions only",
-            allowed="fp32 or bf16 on this machine",
-            remedy="the backends fsdp and single compute in fp16 on any CPU",
-        )
 
 
 _EACH = "each:"
@@ -129,8 +116,7 @@ class DeepSpeedBackend(Backend):
     Args:
         config: a preset of ``ds_configs/`` (``zero1``, ``zero2``, ``zero2_offload``, ``zero3``, ``zero3_offload``), the
             path of a ``.json`` file, or the mapping itself. ``"auto"`` is filled in; a contradiction with this config
-            is an error. An ``optimizer`` or ``scheduler`` is accepted where all its values are ``"auto"``, with a line
-            in the log.
+            is an error. An ``optimizer`` or ``scheduler`` is accepted where all its values are ``"auto"``.
     """
 
     def __init__(self, *, config: str | Mapping[str, Any] = "zero2") -> None:
@@ -138,6 +124,7 @@ class DeepSpeedBackend(Backend):
         check_ds_config(self._ds_config)
         self.stage = stage_of(self._ds_config)
         self._engine: Any = None
+        self._state_checked = False
 
     def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:
         super().check(geometry=geometry, optimizer_cfg=optimizer_cfg)
@@ -152,8 +139,14 @@ class DeepSpeedBackend(Backend):
         filled = fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg)
         _choose_accelerator()
         check_by_deepspeed(filled)
-        if optimizer_cfg.precision == "fp16" and not torch.cuda.is_available():
-            check_fp16_on_cpu()
+        from deepspeed.accelerator import get_accelerator
+
+        if optimizer_cfg.precision == "fp16" and not get_accelerator().is_fp16_supported():
+            raise ConfigError(
+                "optim_wrapper.precision is 'fp16', which DeepSpeed computes on a CPU with fp16 instructions only",
+                allowed="fp32 or bf16 on this machine",
+                remedy="the backends fsdp and single compute in fp16 on any CPU",
+            )
 
     def prepare(
         self,
@@ -163,8 +156,6 @@ class DeepSpeedBackend(Backend):
         *,
         geometry: Geometry,
     ) -> None:
-        for sentence in left_to_config(self._ds_config) if dist.is_main() else ():
-            logger().info(sentence)
         _choose_accelerator()
         leave_out_operator()
         dist.ensure_initialized()
@@ -318,6 +309,9 @@ class DeepSpeedBackend(Backend):
             # fp16), and adds every later gradient to them
             for group in self._zero.averaged_gradients:
                 self._zero.averaged_gradients[group] = None
+        if applied and not self._state_checked:
+            check_state(self._zero.optimizer)
+            self._state_checked = True
         norm = self._engine.get_global_grad_norm()
         fell = used is not None and scaler.cur_scale < used
         norm = float(norm) if applied and norm is not None else math.inf
@@ -398,11 +392,18 @@ class DeepSpeedBackend(Backend):
     def _state(self, flat: Tensor) -> dict[str, Any]:
         return self._zero.optimizer.state[flat]
 
+    def make_state(self) -> None:
+        optimizer = self._zero.optimizer
+        if optimizer.state:
+            return
+        members: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+        for number, flat in enumerate(self._flats()):
+            members[self._zero.sub_group_to_group_id[number] if self.stage == 3 else number].append(flat)
+        initialize_state(optimizer, optimizer.step, parameters=members)
+
     def moments(self, kind: str) -> list[Shard]:
         flats = self._flats()
-        for flat in flats:
-            self._state(flat).setdefault(kind, torch.zeros_like(flat))
-        return self._shards([self._state(flat)[kind] for flat in flats])
+        return self._shards([self._state(flat).setdefault(kind, torch.zeros_like(flat)) for flat in flats])
 
     def kept_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         states = [(flat, self._state(flat)) for flat in self._flats()]
@@ -413,7 +414,7 @@ class DeepSpeedBackend(Backend):
 
     def set_steps(self, steps: Mapping[str, float]) -> None:
         """One step count per flat buffer: parameters that share one must agree."""
-        flats, kept = self._flats(), state_of(self._cfg)
+        flats = self._flats()
         by_flat: dict[int, set[float]] = {}
         for fragment in self._fragments():
             by_flat.setdefault(fragment.flat, set()).add(steps[fragment.name])
@@ -424,7 +425,7 @@ class DeepSpeedBackend(Backend):
                     f"parameters of one optimizer group have different Adam steps: {sorted(counts)}",
                     remedy="ZeRO keeps one step per group; resume with FSDP or single, or put them into own groups",
                 )
-            self._state(flat)["step"] = kept.make_step(counts.pop(), flat, self._zero.optimizer.defaults)
+            self._state(flat)[STEP] = step_count(self._state(flat)[STEP], counts.pop())
         if self.stage != 3:
             self._zero._lazy_init_hp_params_optimizer_state()
 
@@ -453,24 +454,6 @@ class DeepSpeedBackend(Backend):
         with captured.installed(self._engine):
             self._engine.save_checkpoint(FOLDER, tag=".", save_latest=False)
         return StateFiles("deepspeed", captured.outputs)
-
-    def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        masters = {shard.name: shard for shard in self.master_shards()}
-        frozen = {shard.name: shard for shard in self.frozen_shards()}
-        tied = tied_names(self._engine.module)
-        for name, shape in self._names.items():
-            whole = torch.zeros(math.prod(shape), device=self.device)
-            shard = masters.get(name) or frozen.get(name)
-            if shard is not None and shard.primary:
-                whole[shard.flat_start : shard.flat_stop] = shard.data.to(whole)
-            if self.dp_size > 1:
-                torch.distributed.all_reduce(whole)
-            if dist.is_main():
-                for each in (name, *(other for other, first in tied.items() if first == name)):
-                    yield each, whole.view(shape).to("cpu", dtype)
-        for name, buffer in self.buffers().items():
-            if dist.is_main():
-                yield name, buffer.detach().to("cpu", dtype if buffer.is_floating_point() else buffer.dtype)
 
     def close(self) -> None:
         """Release the engine, so that another can be used in the same process."""

@@ -9,19 +9,17 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 from unigen_ds.config.paths import ds_configs_dir
-from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.errors import ConfigError, nearest, raise_any
 from unigen_ds.core.progress import Geometry
 from unigen_ds.optim.optimizer import OptimizerConfig
 from unigen_ds.system.dist import env_rank
 from unigen_ds.system.log import logger
+from unigen_ds.system.machine import version_problems
 
 AUTO = "auto"
 TESTED_VERSION = "0.19.8"
@@ -34,16 +32,7 @@ _READ_LATER = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
 
 def check_version() -> None:
     """Raises ``ConfigError`` where no DeepSpeed is installed, or one outside of ``ALLOWED_VERSIONS``."""
-    try:
-        installed: str | None = version("deepspeed")
-    except PackageNotFoundError:
-        installed = None
-    if installed is None or not SpecifierSet(ALLOWED_VERSIONS).contains(installed, prereleases=True):
-        raise ConfigError(
-            f"DeepSpeed {installed} is installed" if installed else "DeepSpeed is not installed",
-            allowed=f"DeepSpeed {ALLOWED_VERSIONS} (its private attributes are used; {TESTED_VERSION} is tested)",
-            remedy=f"pip install 'deepspeed{ALLOWED_VERSIONS}', or --backend fsdp:FULL_SHARD",
-        )
+    raise_any([*version_problems({"deepspeed": ALLOWED_VERSIONS})])
 
 
 def load_ds_config(spec: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -86,36 +75,6 @@ OWNED = {"scheduler": "param_scheduler", "optimizer": "optim_wrapper.optimizer"}
 """Sections that our config has under every engine, and its name for each."""
 
 
-def _only_auto(section: Any) -> bool:
-    """Whether a section sets no value: absent, or, as Hugging Face's Trainer wants it, ``"auto"`` for every one.
-
-    A ``type`` without any value asks for that type with its defaults, which is a value.
-    """
-    if not isinstance(section, Mapping):
-        return section in (None, AUTO)
-    values = [*_values(section)]
-    return bool(values) and all(value == AUTO for value in values)
-
-
-def _values(section: Mapping[str, Any]) -> Iterator[Any]:
-    """Every value of a section and its ``params``, without the ``type``."""
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _values(value)
-        elif key != "type":
-            yield value
-
-
-def left_to_config(config: Mapping[str, Any]) -> list[str]:
-    """A sentence for each section of the JSON that sets no value, so that our config's is used."""
-    return [
-        f'The DeepSpeed config\'s {section} ({config[section].get("type", AUTO)}) has only "auto" values:'
-        f" {owner} is used, as under every engine."
-        for section, owner in OWNED.items()
-        if isinstance(config.get(section), Mapping)
-    ]
-
-
 def check_ds_config(config: Mapping[str, Any]) -> None:
     """Refuse what cannot work, from the file alone. Raises ``ConfigError``."""
     for section in ("zero_optimization", "bf16", "fp16", "data_types", "torch_autocast"):
@@ -123,8 +82,11 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"the DeepSpeed config has {section} = {config[section]!r}", allowed="{...}")
     stage_of(config)
     for section, owner in OWNED.items():
-        if not _only_auto(config.get(section)):
-            value = config[section].get("type") if isinstance(config[section], Mapping) else config[section]
+        value = config.get(section)
+        values = [*(value.get("params") or {}).values()] if isinstance(value, Mapping) else [value or AUTO]
+        if set(values) != {
+            AUTO
+        }:  # Hugging Face's Trainer wants "auto" for every one; a type alone asks for its defaults
             raise ConfigError(
                 f"the DeepSpeed config has a {section} ({value}), and so has ours ({owner})",
                 remedy=f"delete {section!r} from the JSON: {owner} is used, under every engine",
@@ -186,44 +148,33 @@ def fill(config: Mapping[str, Any], *, geometry: Geometry, optimizer: OptimizerC
     return _without_auto(filled)
 
 
-class _Watched(dict[str, Any]):
-    """Remembers which keys were asked for."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self.reads: set[Any] = set()
-
-    def __contains__(self, key: object) -> bool:
-        self.reads.add(key)
-        return super().__contains__(key)
-
-    def __getitem__(self, key: str) -> Any:
-        self.reads.add(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.reads.add(key)
-        return super().get(key, default)
-
-
 def check_by_deepspeed(filled: Mapping[str, Any]) -> None:
     """Have DeepSpeed read what ``fill`` returned. Raises ``ConfigError`` with what it refuses; warns of keys at the top
-    that it does not look at, which it ignores without a message.
+    that it does not know, which it ignores without a message.
     """
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from pydantic import ValidationError  # what DeepSpeed checks with
 
-    watched = _Watched({key: value for key, value in filled.items() if key != "train_batch_size"})
+    reads = {"train_batch_size", *_READ_LATER}
+
+    class Watched(dict[str, Any]):
+        def __contains__(self, key: object) -> bool:
+            reads.add(str(key))
+            return super().__contains__(key)
+
+        def get(self, key: str, default: Any = None) -> Any:
+            reads.add(key)
+            return super().get(key, default)
+
     try:
-        DeepSpeedConfig(watched)
+        DeepSpeedConfig(Watched({key: value for key, value in filled.items() if key != "train_batch_size"}))
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, one['loc']))} is {one['input']!r}: {one['msg']}" for one in error.errors()]
         raise ConfigError(f"DeepSpeed refuses its config, {error.title}: " + "; ".join(problems)) from error
     except (DeepSpeedConfigError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"DeepSpeed refuses its config: {error}") from error
-    ignored = filled.keys() - watched.reads - {"train_batch_size", *_READ_LATER}
-    for key in sorted(ignored) if env_rank() == 0 else ():
-        logger().warning("DeepSpeed does not use %r of its config: %s", key, nearest(key, map(str, watched.reads)))
+    for key in sorted(filled.keys() - reads) if env_rank() == 0 else ():
+        logger().warning("DeepSpeed does not use %r of its config: %s", key, nearest(key, reads))
 
 
 def _agreed(value: Any, ours: Any, key: str, where: str) -> Any:

@@ -16,6 +16,7 @@ so, because every run imports this module for its settings.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,14 +32,13 @@ from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend, local_part
 from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.errors import ConfigError, suggestion
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import BUFFER, MASTER, Shard
+from unigen_ds.core.shards import BUFFER, MASTER, STEP, Shard
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, JoinedOptimizer, OptimizerConfig, ParamGroup
-from unigen_ds.optim.optimizer_state import state_of
 from unigen_ds.system import dist
 from unigen_ds.system.outputs import StateFiles
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    pass
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 
@@ -52,8 +52,6 @@ class FSDPBackend(TorchOptimizerBackend):
         num_shard: processes that share one copy, for ``HYBRID_SHARD``; a divisor of the process count; None: the
             processes of a node, as torchrun, deepspeed, SLURM or MPI report them.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
-        sync_every_iteration: reduce gradients after every iteration; None: True where gradients are sharded (no rank
-            ever holds a whole gradient), False for ``NO_SHARD``. False: one reduction per update, more memory.
     """
 
     model_needs: ClassVar[dict[str, str]] = {
@@ -68,7 +66,6 @@ class FSDPBackend(TorchOptimizerBackend):
         sharding_strategy: str = "FULL_SHARD",
         num_shard: int | None = None,
         cpu_offload: bool = False,
-        sync_every_iteration: bool | None = None,
     ) -> None:
         if sharding_strategy not in STRATEGIES:
             raise ConfigError(
@@ -78,7 +75,8 @@ class FSDPBackend(TorchOptimizerBackend):
             )
         self.strategy, self.cpu_offload = sharding_strategy, cpu_offload
         self.num_shard = check_num_shard(sharding_strategy, num_shard, world_size=dist.env_world_size())
-        self._sync_every = sharding_strategy != "NO_SHARD" if sync_every_iteration is None else sync_every_iteration
+        # sharded gradients are reduced after every iteration, so that no rank ever holds a whole one
+        self._sync_every = sharding_strategy != "NO_SHARD"
 
     def prepare(
         self,
@@ -89,8 +87,6 @@ class FSDPBackend(TorchOptimizerBackend):
         geometry: Geometry,
     ) -> None:
         from torch.distributed.fsdp import FSDPModule
-
-        from unigen_ds.backends.fsdp.whole_matrices import WholeMatrices
 
         dist.ensure_initialized()
         cuda = torch.cuda.is_available()
@@ -105,18 +101,8 @@ class FSDPBackend(TorchOptimizerBackend):
         )
         _settle(root)
         self._own(root, dict(root.named_parameters()), param_groups, optimizer_cfg)
-        self._matrices: WholeMatrices | None = None
-        if isinstance(self._optimizer, JoinedOptimizer):
-            group = self._mesh.get_group("shard") if self.num_shard > 1 else None
-            kept = state_of(optimizer_cfg)
-            self._matrices = WholeMatrices(self._optimizer.matrices, kept, group=group, device=self._device)
         units = [name or "the root" for name, module in root.named_modules() if isinstance(module, FSDPModule)]
         self.log_summary(f"FSDP2 {self.strategy} ({self.num_shard} shard(s))", units=units)
-
-    @property
-    def _pins(self) -> bool:
-        """Page-locked host memory: copies from and to a CUDA device are then asynchronous."""
-        return self.cpu_offload and self._device.type == "cuda"
 
     @property
     def _replica(self) -> int:
@@ -147,7 +133,9 @@ class FSDPBackend(TorchOptimizerBackend):
         )
 
         low = None if precision == "fp32" else COMPUTE_DTYPE[precision]
-        offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=self._pins) if self.cpu_offload else OffloadPolicy()
+        offload: OffloadPolicy = (
+            CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if self.cpu_offload else OffloadPolicy()
+        )
         settings: dict[str, Any] = {
             "mesh": self._mesh,
             "reshard_after_forward": self.strategy in ("FULL_SHARD", "HYBRID_SHARD"),
@@ -162,14 +150,6 @@ class FSDPBackend(TorchOptimizerBackend):
         for method in getattr(model, "forward_methods", ()):
             register_fsdp_forward_method(root, method)
         return root
-
-    @property
-    def model(self) -> nn.Module:
-        return self._model
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     @property
     def gathers_in_forward(self) -> bool:
@@ -223,16 +203,49 @@ class FSDPBackend(TorchOptimizerBackend):
                 factor = torch.clamp(self._cfg.max_norm / (norm + 1e-6), max=1.0)
                 torch._foreach_mul_(local, factor.to(local[0].device))
             self._update()
-        self._optimizer.zero_grad(set_to_none=True)
         return self._stepped(norm, applied=applied)
 
     def _update(self) -> None:
         """An optimizer that is not element-wise gets whole matrices, every other one the shards."""
-        if self._matrices is not None and isinstance(self._optimizer, JoinedOptimizer):
-            self._matrices.step()
+        if isinstance(self._optimizer, JoinedOptimizer):
+            self._step_matrices(self._optimizer.matrices)
             self._optimizer.step_rest()
         else:
             self._optimizer.step()
+
+    @torch.no_grad()
+    def _step_matrices(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step one whole matrix after the other, as ``single`` does: gathered on each process, which keeps its rows.
+
+        So no process holds more than one whole matrix. Each computes the update of all of them, as it would without
+        sharding.
+        """
+        state, groups = optimizer.state, optimizer.param_groups
+        members = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = []
+        try:
+            for group, masters in zip(groups, members, strict=True):
+                for master in masters:
+                    matrix = nn.Parameter(_whole(master).to(self._device))
+                    matrix.grad = _whole(master.grad).to(self._device)
+                    kept = {k: _whole(v).to(self._device) for k, v in state[master].items() if k != STEP}
+                    if STEP in state[master]:
+                        kept[STEP] = state[master][STEP]
+                    optimizer.state = defaultdict(dict, {matrix: kept} if kept else {})
+                    group["params"] = [matrix]
+                    optimizer.step()
+                    group["params"] = []
+                    _keep_rows(matrix.detach(), master)
+                    for kind, value in optimizer.state[matrix].items():
+                        if kind == STEP:
+                            state[master][kind] = value
+                        elif value is not None:
+                            _keep_rows(value, state[master].setdefault(kind, torch.zeros_like(master)))
+        finally:
+            optimizer.state = state
+            for group, masters in zip(groups, members, strict=True):
+                group["params"] = masters
 
     def refresh_copies(self) -> None:
         """Drop gathered copies; the next forward gathers anew from the masters."""
@@ -246,34 +259,30 @@ class FSDPBackend(TorchOptimizerBackend):
         self.refresh_copies()  # a forward pass may have left gathered ones registered
         return super().named_parameters()
 
-    def _shards(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> list[Shard]:
-        from torch.distributed.tensor import DTensor
-
-        self.refresh_copies()  # an evaluation may have left parameters gathered
-        replica = self._replica
+    def _shards(self, tensors: Mapping[str, Tensor]) -> list[Shard]:
         shards = []
-        for name in names:
-            tensor = tensors[name]
-            assert isinstance(tensor, DTensor), name
-            local = tensor._local_tensor
+        for name, tensor in tensors.items():
+            local = local_part(tensor)
             if local.numel():
                 shape, start = tuple(tensor.shape), _flat_start(tensor)
-                shards.append(Shard(name, shape, start, local.detach().view(-1), primary=replica == 0))
+                shards.append(Shard(name, shape, start, local.detach().view(-1), primary=self._replica == 0))
         return shards
 
+    def _parameters(self, *, trained: bool) -> dict[str, nn.Parameter]:
+        return {
+            name: p
+            for name, p in self.named_parameters().items()
+            if name in self._masters and p.requires_grad == trained
+        }
+
     def master_shards(self) -> list[Shard]:
-        self.refresh_copies()
-        return self._shards(self._trainable, dict(self._model.named_parameters()))
+        return self._shards(self._parameters(trained=True))
 
     def frozen_shards(self) -> list[Shard]:
-        self.refresh_copies()
-        trained = set(self._trainable)
-        names = [name for name in self._masters if name not in trained]
-        return self._shards(names, dict(self._model.named_parameters()))
+        return self._shards(self._parameters(trained=False))
 
     def moments(self, kind: str) -> list[Shard]:
-        tensors = self._moment_tensors(kind)
-        return self._shards(list(tensors), tensors)
+        return self._shards(self._moment_tensors(kind))
 
     def state_files(self) -> StateFiles:
         """PyTorch's distributed checkpoint. Keys are ``kind|name`` (``core/shards.py``); DCP knows the offsets."""
@@ -288,13 +297,6 @@ class FSDPBackend(TorchOptimizerBackend):
         replicas = dist.world_size() // self.num_shard
         return dcp_files(state, replica=self._replica, replicas=replicas, stamp=self.stamp)
 
-    def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        self.refresh_copies()
-        for name, tensor in self._model.state_dict().items():
-            whole = _whole(tensor).detach()
-            if dist.is_main():
-                yield name, whole.to("cpu", dtype if whole.is_floating_point() else whole.dtype)
-
 
 def check_num_shard(strategy: str, num_shard: int | None, *, world_size: int) -> int:
     """Processes that share one copy of the model. Raises ``ConfigError`` before any process group exists."""
@@ -303,10 +305,8 @@ def check_num_shard(strategy: str, num_shard: int | None, *, world_size: int) ->
     elif strategy == "HYBRID_SHARD":
         number = num_shard or dist.env_processes_per_node() or 0
         if not number:
-            raise ConfigError(
-                "HYBRID_SHARD has no num_shard, and the launcher does not report one number of processes for all nodes",
-                remedy="num_shard=N: how many processes, one node's at best, share one copy of the model",
-            )
+            problem = "HYBRID_SHARD has no num_shard, and the launcher does not report the processes of a node"
+            raise ConfigError(problem, remedy="num_shard=N: how many processes share one copy of the model")
     else:
         number = world_size
     if num_shard is not None and strategy != "HYBRID_SHARD" and num_shard != number:
@@ -338,7 +338,13 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _flat_start(tensor: DTensor) -> int:
+def _keep_rows(whole: Tensor, sharded: Tensor) -> None:
+    """Copy this process's part of a whole tensor."""
+    local, start = local_part(sharded), _flat_start(sharded)
+    local.copy_(whole.reshape(-1)[start : start + local.numel()].view(local.shape))
+
+
+def _flat_start(tensor: Any) -> int:
     """Return the index in the flattened tensor at which the local part begins: ``Shard(0)`` splits into whole rows."""
     from torch.distributed.tensor import Shard as ShardPlacement
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

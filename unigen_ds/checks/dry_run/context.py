@@ -12,7 +12,7 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.core.progress import Geometry
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.stages import Start
-from unigen_ds.system.variables import WrongNumber
+from unigen_ds.system.machine import WrongNumber
 
 if TYPE_CHECKING:
     from unigen_ds.checks.dry_run.first_batches import FirstBatches

@@ -20,7 +20,7 @@ from unigen_ds.checks.dry_run.result import Checked, problem, problems_of, unche
 from unigen_ds.checks.resume import announced
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.system import dist, log
-from unigen_ds.system.variables import wrong_numbers
+from unigen_ds.system.machine import wrong_numbers
 
 _JOIN_S = 300.0
 """How long the processes of a job wait for each other."""

@@ -23,7 +23,7 @@ from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.runner.settings.naming import PLACE
 from unigen_ds.system import dist
-from unigen_ds.system.versions import ALLOWED, installed, version_problems
+from unigen_ds.system.machine import ALLOWED, installed, version_problems
 
 _STARTED = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_RANK"}
 """Launcher -> a variable that each of its processes has."""

@@ -32,7 +32,7 @@ from unigen_ds.runner.start.build import (
     named_parameters,
     prepare_engine,
 )
-from unigen_ds.system.variables import environment
+from unigen_ds.system.machine import environment
 
 PHASES = ("load", "step", "evaluate", "save", "resume")
 _NUMBERS = ("built", "held", "host", "masters", "largest", "parameters", "trainable", "saved")

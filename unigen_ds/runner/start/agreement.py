@@ -22,7 +22,7 @@ from unigen_ds.core.json_values import as_text, json_values
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import Data, located
 from unigen_ds.system import dist
-from unigen_ds.system.versions import source_digest
+from unigen_ds.system.machine import source_digest
 
 _OWN = (
     "work_dir", "checkpoint_dir", "launcher", "visualizer", "env.num_threads", "env.cuda_allocator",

@@ -41,7 +41,6 @@ from unigen_ds.data.order.order import Cursor
 from unigen_ds.data.samples.sample import check_rules
 from unigen_ds.models.weights import check_here
 from unigen_ds.optim.optimizer import AUTO, ParamGroup, settled_precision
-from unigen_ds.optim.optimizer_state import state_of
 from unigen_ds.resume import checklist
 from unigen_ds.resume.differences import BUILT
 from unigen_ds.resume.finding import Finding, Proposal, Saves
@@ -81,7 +80,6 @@ def build_engine(settings: Settings) -> tuple[Backend, Geometry]:
     geometry = build_geometry(settings, dp_size=backend.dp_size)
     optimizer_cfg = build_optimizer_config(settings)
     backend.check(geometry=geometry, optimizer_cfg=optimizer_cfg)
-    state_of(optimizer_cfg)  # an optimizer whose state no checkpoint can have is refused
     return backend, geometry
 
 

