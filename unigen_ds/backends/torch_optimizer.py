@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend, StepResult
 from unigen_ds.core.loss_scale import LossScale
-from unigen_ds.core.modules import persistent_buffers
-from unigen_ds.core.shards import LOSS_SCALE, STEP
+from unigen_ds.core.shards import LOSS_SCALE, STEP, persistent_buffers
 from unigen_ds.optim.optimizer import (
     JoinedOptimizer,
     OptimizerConfig,

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.checkpoint import store
-from unigen_ds.checkpoint.saver import HOOKS_FILE, read_hook_states
-from unigen_ds.checkpoint.store import Lineage
+from unigen_ds.checkpoint.store import HOOKS_FILE, Lineage, read_hook_states
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.system.files import write_text_atomic
 

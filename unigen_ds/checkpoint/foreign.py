@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from unigen_ds.checkpoint.layouts.base import PieceReader
 from unigen_ds.checkpoint.layouts.dcp import DCPReader
 from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader, is_deepspeed
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
@@ -24,7 +23,7 @@ from unigen_ds.checkpoint.weight_files import is_weight_file, locate, stated_mod
 from unigen_ds.config.registry import FOREIGN_STATES
 from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import LOSS_SCALE, MASTER
+from unigen_ds.core.shards import LOSS_SCALE, MASTER, PieceReader
 from unigen_ds.families.base import PublishedFormat
 from unigen_ds.models.weights import Pretrained
 

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from unigen_ds.checkpoint.settings import VOCABULARY, LoadSettings
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.fitting import Shape, misfit
-from unigen_ds.core.shards import BUFFER, MASTER, ShardReader
+from unigen_ds.core.shards import BUFFER, MASTER, Shape, ShardReader, misfit
 
 DIFFERENCES = ("missing", "unexpected", "reshaped", "sizes")
 REPORT_FILE = "load_report.json"

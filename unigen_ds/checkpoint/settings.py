@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from unigen_ds.config.section import LISTED, Section
 from unigen_ds.config.values import Allowed, as_tuple
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.fitting import Shape
+from unigen_ds.core.shards import Shape
 
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 """Ends of the names of tensors that have a row for each token."""

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core.fitting import Shape, misfit
 from unigen_ds.core.json_values import member_names
+from unigen_ds.core.shards import Shape, misfit
 from unigen_ds.resume.finding import Finding, shown
 
 BUILT = "built"

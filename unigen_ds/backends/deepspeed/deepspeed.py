@@ -36,9 +36,8 @@ from unigen_ds.backends.memory import allocate, blocks_freed_at_once, move_real_
 from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.modules import persistent_buffers, tied_names
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import Shard
+from unigen_ds.core.shards import Shard, persistent_buffers, tied_names
 from unigen_ds.optim.optimizer import (
     COMPUTE_DTYPE,
     OptimizerConfig,

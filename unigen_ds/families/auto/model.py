@@ -27,8 +27,7 @@ from unigen_ds.config.hub import folder_of
 from unigen_ds.config.registry import MODELS, checked
 from unigen_ds.core.batch import LossTerms, to_device
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.modules import persistent_buffers
-from unigen_ds.core.shards import BUFFER, MASTER
+from unigen_ds.core.shards import BUFFER, MASTER, persistent_buffers
 from unigen_ds.families.auto.attention import documents, has_sdpa, use_documents
 from unigen_ds.families.auto.batch import ModelBatch, Rows, text_batch
 from unigen_ds.families.auto.cost import Cost

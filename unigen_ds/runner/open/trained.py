@@ -18,8 +18,7 @@ from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.config.hub import folder_of
 from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.fitting import by_first_name, misfit, refuse_misfit
-from unigen_ds.core.modules import tied_names
+from unigen_ds.core.shards import by_first_name, misfit, refuse_misfit, tied_names
 from unigen_ds.families.directories import formats, published_format
 from unigen_ds.models.lora import base_tensors
 from unigen_ds.resume.differences import BUILT

@@ -15,8 +15,8 @@ from unigen_ds.checkpoint.manifest import FileEntry, Manifest
 from unigen_ds.checkpoint.partial import fit
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core.errors import ResumeBlocked, UnigenError
-from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.progress import Geometry, Progress, Ruler
+from unigen_ds.core.shards import persistent_buffers
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import (
