@@ -26,8 +26,7 @@ from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.hooks.evaluate.ema import ema_of
-from unigen_ds.resume.differences import model_findings
-from unigen_ds.resume.finding import refuse
+from unigen_ds.resume.finding import model_findings, refuse
 from unigen_ds.resume.plan import checkpoint_directory, plan_resume
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines

@@ -140,7 +140,7 @@ def fit(
         stored: the checkpoint's parameter table: rows with ``name``, ``shape`` and ``tied`` (further names).
         parameters: the model's.
         buffers: elements of the model's buffers, by name.
-        sizes: differences of the model that neither a name nor a shape shows, in words (``resume/differences.py``).
+        sizes: differences of the model that neither a name nor a shape shows, in words (``resume/finding.py``).
 
     A tensor is found by any of its names, so tied embeddings fill a model that does not tie them. Raises
     ``CheckpointError`` where two stored names become one.

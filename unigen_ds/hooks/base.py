@@ -226,10 +226,14 @@ class Run(Protocol):
 
 
 class Hook:
-    """Base: every method does nothing. A hook with state overrides ``state_dict`` and ``load_state_dict``."""
+    """Base: every method does nothing. A hook with state names its attributes in ``kept``, or overrides ``state_dict``
+    and ``load_state_dict``.
+    """
 
     name = ""
     """Its key in ``PRIORITY``, and the key of its state in a checkpoint."""
+    kept: tuple[str, ...] = ()
+    """Attributes that are its state: plain JSON values, saved under their names and set again on a resume."""
 
     @property
     def priority(self) -> int:
@@ -283,10 +287,12 @@ class Hook:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values; stored in ``hooks.json`` under ``name``."""
-        return {}
+        return {name: getattr(self, name) for name in self.kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``'s value. Called after ``before_run``."""
+        for name in self.kept:
+            setattr(self, name, state[name])
 
     def shards(self) -> Mapping[str, Sequence[Shard]]:
         """Tensors to store in a checkpoint: sub-directory name -> this rank's shards."""

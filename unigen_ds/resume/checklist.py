@@ -18,8 +18,7 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import RESUME_CHECKS
 from unigen_ds.core.progress import Geometry, Progress
 from unigen_ds.data.batches.change import DataChange
-from unigen_ds.resume.differences import edited_settings, model_findings
-from unigen_ds.resume.finding import Finding, Proposal, Status, shown
+from unigen_ds.resume.finding import Finding, Proposal, Status, edited_settings, model_findings, shown
 from unigen_ds.resume.geometry import geometries_text
 from unigen_ds.schedule.schedule import Schedules
 

@@ -33,19 +33,20 @@ class ContinuityHook(Hook):
     """
 
     name = "continuity"
+    kept = ("losses",)
 
     @checked()
     def __init__(
         self, *, tolerance: Annotated[float, Gt(0)] | None = None, on_mismatch: Literal["warn", "halt"] = "warn"
     ) -> None:
         self.tolerance, self.on_mismatch = tolerance, on_mismatch
-        self._losses: dict[str, float] = {}
+        self.losses: dict[str, float] = {}
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
-        self._losses = run.last_losses() or {}
+        self.losses = run.last_losses() or {}
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
-        if not self._losses:
+        if not self.losses:
             return
         losses = run.last_losses()
         if losses is None:
@@ -55,8 +56,8 @@ class ContinuityHook(Hook):
             return
         precision = run.backend.topology()["precision"]
         bound = TOLERANCE[precision] if self.tolerance is None else self.tolerance
-        worst = max(_relative(losses.get(name), value) for name, value in self._losses.items())
-        changes = ", ".join(f"{name} {value:.6g} -> {_text(losses.get(name))}" for name, value in self._losses.items())
+        worst = max(_relative(losses.get(name), value) for name, value in self.losses.items())
+        changes = ", ".join(f"{name} {value:.6g} -> {_text(losses.get(name))}" for name, value in self.losses.items())
         if worst <= bound:
             logger().info("Continuity: the last update's losses are the recorded ones (%s).", changes)
             return
@@ -69,12 +70,6 @@ class ContinuityHook(Hook):
             )
         if dist.is_main():  # the ranks agree on the losses
             logger().warning("Continuity: %s, more than %g: model or data may not be what was saved.", problem, bound)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"losses": self._losses} if self._losses else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._losses = {str(name): float(value) for name, value in state["losses"].items()}
 
 
 def _text(value: float | None) -> str:

@@ -23,7 +23,6 @@ from rich.progress import Progress as RichBar
 
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.batch import Batch
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.datasets.dataset import source_names
 from unigen_ds.hooks.base import Run, UpdateResult
 from unigen_ds.hooks.log.journal import JournalHook
@@ -71,6 +70,7 @@ class LoggerHook(JournalHook):
     """
 
     name = "logger"
+    kept = ("run_ids", "grad_norms", "epoch")
 
     @checked()
     def __init__(
@@ -93,19 +93,23 @@ class LoggerHook(JournalHook):
         self._last: UpdateResult | None = None
         self._logged_update: int | None = None
         self._norms: list[torch.Tensor | float] = []
-        self._watch = GradNormWatch()
-        self._epoch = EpochMeans()
+        self.run_ids: dict[str, str] = {}
+        """Id of the run in each tracker, by the writer's name."""
+        self.grad_norms: list[float] = []
+        self.epoch: dict[str, dict[str, float]] = {"sums": {}, "counts": {}}
+        self._watch, self._epoch = GradNormWatch(self.grad_norms), EpochMeans(self.epoch)
         self._by_source = SourceLosses()
 
     def before_train(self, run: Run) -> None:
         super().before_train(run)
-        self._epoch.start()
+        self._watch, self._epoch = GradNormWatch(self.grad_norms), EpochMeans(self.epoch)
         self._by_source = SourceLosses(source_names(run.datasets))
         if self._log_metric_by_epoch:
             logger().warning("LoggerHook.log_metric_by_epoch has no effect: each line has update, iteration and epoch")
         if dist.is_main():
             name, identity = self._run_name or run.work_dir.name, _identity(run) if self._writers else {}
             for writer in self._writers:  # not earlier: a resume has restored the run ids by now
+                writer.run_id = self.run_ids.get(writer.name)
                 writer.open(
                     work_dir=run.work_dir,
                     config=run.config,
@@ -113,6 +117,7 @@ class LoggerHook(JournalHook):
                     name=name,
                     identity=identity,
                 )
+            self.run_ids = {writer.name: writer.run_id for writer in self._writers if writer.run_id is not None}
 
     def before_update(self, run: Run) -> None:
         self._by_source.begin()
@@ -184,22 +189,6 @@ class LoggerHook(JournalHook):
         self._console.close()
         for writer in self._writers if dist.is_main() else ():
             writer.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            "run_ids": {w.name: w.run_id for w in self._writers if w.run_id is not None},
-            "grad_norms": self._watch.state_dict(),
-            "epoch": self._epoch.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("version") != VERSION:
-            raise ConfigError(f"state of LoggerHook has version {state.get('version')!r}", allowed=str(VERSION))
-        for writer in self._writers:
-            writer.run_id = state["run_ids"].get(writer.name)
-        self._watch.load_state_dict(state["grad_norms"])
-        self._epoch.load_state_dict(state["epoch"])
 
     def _log(self, run: Run, result: UpdateResult, of_epoch: Mapping[str, float] | None = None) -> None:
         """Collective. Reads the device: the only code outside the optimizer step that waits for it."""

@@ -11,9 +11,7 @@ import resource
 import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,19 +97,17 @@ class SourceLosses:
 
 
 class EpochMeans:
-    """The losses of a whole epoch, across kills, and its throughput."""
+    """The losses of a whole epoch, across kills, and its throughput.
 
-    def __init__(self) -> None:
+    ``state``: the sums that ``settle`` has read and the counts, over all ranks: those of before a resume, changed
+    place. Without times, so a resumed run has the same state as one that was never killed.
+    """
+
+    def __init__(self, state: Mapping[str, dict[str, float]]) -> None:
         self._local: dict[str, Tensor] = {}
         """This rank's sum of each term since the last ``settle``, on the device."""
-        self._sums: dict[str, float] = {}
-        """Over all ranks, until then."""
-        self._counts: dict[str, float] = {}
+        self._sums, self._counts = state["sums"], state["counts"]
         self._tokens = 0
-        self._since = time.perf_counter()
-
-    def start(self) -> None:
-        """Training begins: the time before does not count."""
         self._since = time.perf_counter()
 
     def add(self, result: UpdateResult) -> None:
@@ -145,23 +141,20 @@ class EpochMeans:
             values["epoch_loss"] = sum(loss_weights.get(n, DEFAULT_WEIGHT) * mean for n, mean in means.items())
         values |= {f"epoch_loss/{name}": mean for name, mean in means.items()}
         values["epoch_tokens_per_second"] = self._tokens / (time.perf_counter() - self._since)
-        self._sums, self._counts, self._tokens = {}, {}, 0
-        self.start()
+        self._sums.clear()
+        self._counts.clear()
+        self._tokens, self._since = 0, time.perf_counter()
         return values
-
-    def state_dict(self) -> dict[str, Any]:
-        """What ``settle`` has read. Without times: a resumed run has the same state as one that was never killed."""
-        return {"sums": self._sums, "counts": self._counts}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sums, self._counts = dict(state["sums"]), dict(state["counts"])
 
 
 class GradNormWatch:
-    """Compares each norm with the median of the last ``WINDOW`` before it. One warning when the range is left."""
+    """Compares each norm with the median of the last ``WINDOW`` before it. One warning when the range is left.
 
-    def __init__(self) -> None:
-        self._norms: deque[float] = deque(maxlen=WINDOW)
+    ``norms``: those of before a resume.
+    """
+
+    def __init__(self, norms: list[float]) -> None:
+        self._norms = norms
         self._outside = False
 
     def observe(self, norms: Sequence[float], *, last_update: int) -> Iterator[str]:
@@ -185,12 +178,7 @@ class GradNormWatch:
                 )
             self._outside = outside
             self._norms.append(norm)
-
-    def state_dict(self) -> list[float]:
-        return [*self._norms]
-
-    def load_state_dict(self, state: Sequence[float]) -> None:
-        self._norms = deque(map(float, state), maxlen=WINDOW)
+            del self._norms[:-WINDOW]
 
 
 def global_rates(timer: IterTimerHook) -> dict[str, float]:

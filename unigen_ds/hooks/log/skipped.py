@@ -30,6 +30,7 @@ class SkippedSamplesHook(JournalHook):
     """
 
     name = "skipped"
+    kept = ("num_skipped",)
 
     def __init__(self, *, max_skipped_fraction: float = 0.01) -> None:
         super().__init__(SKIPPED_FILE)
@@ -74,9 +75,3 @@ class SkippedSamplesHook(JournalHook):
     def after_train(self, run: Run) -> None:
         if self._error is not None:
             raise self._error
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_skipped": self.num_skipped}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.num_skipped = int(state["num_skipped"])

@@ -21,7 +21,7 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.shards import by_first_name, misfit, refuse_misfit, tied_names
 from unigen_ds.families.directories import formats, published_format
 from unigen_ds.models.lora import base_tensors
-from unigen_ds.resume.differences import BUILT
+from unigen_ds.resume.finding import BUILT
 from unigen_ds.runner.settings.custom_imports import custom_modules, import_custom
 from unigen_ds.runner.settings.family_settings import family_of_model
 from unigen_ds.runner.settings.tree import ModelSettings

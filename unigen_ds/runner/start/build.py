@@ -344,7 +344,7 @@ def build_hooks(settings: Settings) -> list[Hook]:
         notice("val_dataloader is evaluated after every epoch: EvaluateHook in custom_hooks sets another interval.")
         hooks.append(EvaluateHook())
     hooks = with_runtime_info(hooks)
-    with_state = [hook for hook in hooks if hook.name or type(hook).state_dict is not Hook.state_dict]
+    with_state = [hook for hook in hooks if hook.name or hook.kept or type(hook).state_dict is not Hook.state_dict]
     names = [hook.name or "a hook with a state and no name" for hook in with_state]
     twice = sorted({name for name in names if names.count(name) > 1})
     if EvaluateHook.name in twice:

@@ -19,8 +19,7 @@ from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader,
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import ShardReader
 from unigen_ds.hooks.base import Hook
-from unigen_ds.resume.differences import model_findings, other_model, other_sizes
-from unigen_ds.resume.finding import refuse
+from unigen_ds.resume.finding import model_findings, other_model, other_sizes, refuse
 from unigen_ds.resume.plan import ResumePlan
 from unigen_ds.runner.start.parts import Parts
 from unigen_ds.system import dist

@@ -43,8 +43,7 @@ from unigen_ds.models.weights import check_here
 from unigen_ds.optim.optimizer import AUTO, ParamGroup, settled_precision
 from unigen_ds.optim.optimizer_state import state_of
 from unigen_ds.resume import checklist
-from unigen_ds.resume.differences import BUILT
-from unigen_ds.resume.finding import Finding, Proposal, Saves
+from unigen_ds.resume.finding import BUILT, Finding, Proposal, Saves
 from unigen_ds.resume.plan import ResumePlan, plan_resume
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.adopt import adopt, geometry_of
