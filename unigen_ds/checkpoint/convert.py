@@ -30,11 +30,10 @@ from torch import Tensor
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.base_files import Base
-from unigen_ds.checkpoint.foreign import read_foreign, stored_dtype
+from unigen_ds.checkpoint.foreign import locate, read_foreign, stored_dtype
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.checkpoint.saver import TOKENIZER
-from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.shards import BUFFER, EMA, MASTER, OPTIMIZER_FILE, Fetch, PieceReader, slices_of

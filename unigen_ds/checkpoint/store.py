@@ -81,6 +81,12 @@ def _look_at(path: Path) -> Found:
         return Found(path, None, str(error))
 
 
+def current(listing: Sequence[Found]) -> list[Found]:
+    """The complete ones of a listing that no resume has abandoned, oldest first."""
+    abandoned = Lineage.read(listing[0].path.parent).abandoned if listing else ()
+    return [one for one in listing if one.problem is None and one.manifest and one.manifest.commit not in abandoned]
+
+
 def missing(path: Path) -> CheckpointError:
     """The error for a path that does not exist, with the checkpoints of the run that it is of, if there are any."""
     names = [checkpoint.path.name for checkpoint in list_checkpoints(path.parent) if checkpoint.manifest is not None]

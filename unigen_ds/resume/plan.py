@@ -25,10 +25,10 @@ from typing import Literal
 
 from unigen_ds.checkpoint import foreign, store
 from unigen_ds.checkpoint.base_files import Base
+from unigen_ds.checkpoint.foreign import locate
 from unigen_ds.checkpoint.home import home_of, run_of, same
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.settings import LoadSettings
-from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.config.hub import folder_of
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError

@@ -99,8 +99,8 @@ class SourceLosses:
 class EpochMeans:
     """The losses of a whole epoch, across kills, and its throughput.
 
-    ``state``: the sums that ``settle`` has read and the counts, over all ranks: those of before a resume, changed
-    place. Without times, so a resumed run has the same state as one that was never killed.
+    ``state``: the sums that ``settle`` has read and the counts, over all ranks: those of before a resume.
+    Without times, so a resumed run has the same state as one that was never killed.
     """
 
     def __init__(self, state: Mapping[str, dict[str, float]]) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from unigen_ds.checkpoint.foreign import locate
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
-from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.config.hub import folder_of
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry

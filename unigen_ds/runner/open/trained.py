@@ -12,9 +12,9 @@ from torch import nn
 
 from unigen_ds.checkpoint.base_files import Folders, find_base
 from unigen_ds.checkpoint.convert import Source, read_source
+from unigen_ds.checkpoint.foreign import locate
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.saver import TOKENIZER
-from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.config.hub import folder_of
 from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError, ConfigError
