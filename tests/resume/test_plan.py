@@ -22,7 +22,7 @@ from tests.tiny import TINY, tiny_config
 from tools.train import main
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import FILE_NAME
-from unigen_ds.checkpoint.settings import LoadSettings
+from unigen_ds.checkpoint.partial import LoadSettings
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.hooks.evaluate.ema import ema_of
