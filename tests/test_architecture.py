@@ -366,7 +366,7 @@ MOST_ENTERED = {
     "a record on its way to a packed row": 15,
     "a save, from the copy to the commit": 20,
     "a save with what hooks do before and after it": 41,
-    "a restore": 28,
+    "a restore": 18,
 }
 """Modules that a journey may enter (``tests/journeys.py``)."""
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint import partial
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
-from unigen_ds.checkpoint.partial import Fit, FittedReader, fit
-from unigen_ds.checkpoint.settings import LoadSettings
+from unigen_ds.checkpoint.partial import Fit, FittedReader, LoadSettings, fit
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import BUFFER, MASTER

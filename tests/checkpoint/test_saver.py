@@ -13,8 +13,8 @@ import torch
 
 from tests.checkpoint.support import flip_byte, make_backend, make_manifest, save, tree
 from unigen_ds.checkpoint import saver, store
-from unigen_ds.checkpoint.layouts import open_reader
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.checkpoint.store import open_reader
 from unigen_ds.core.errors import CheckpointError, SaveError
 from unigen_ds.core.shards import EXP_AVG, MASTER, Shard
 
@@ -31,7 +31,7 @@ def test_what_a_save_leaves(tmp_path):
     manifest = Manifest.read(path)
     assert manifest.layout == "safetensors"
     assert store.verify(path, manifest, hashes=True) is None
-    assert saver.read_hook_states(path, manifest) == {"ema": {"num_updates": 4}}
+    assert store.read_hook_states(path, manifest) == {"ema": {"num_updates": 4}}
 
 
 def test_a_name_that_exists_gets_a_suffix(tmp_path):
@@ -64,7 +64,7 @@ def test_round_trip_of_random_states(tmp_path):
     path = save(tmp_path)
     expected = [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.randn(700).tolist()]
     torch.manual_seed(99), random.seed(99), np.random.seed(99)
-    assert saver.restore_rng(path, Manifest.read(path))
+    assert store.restore_rng(path, Manifest.read(path))
     found = [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.randn(700).tolist()]
     assert found == expected
 
@@ -78,7 +78,7 @@ def test_random_states_of_another_process_count_are_not_used(tmp_path, ranks):
     else:
         state.unlink()
     before = torch.get_rng_state()
-    assert not saver.restore_rng(path, Manifest.read(path))
+    assert not store.restore_rng(path, Manifest.read(path))
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -106,7 +106,7 @@ expected = torch.rand(3).tolist()
 Halves.broken = True
 report["failed"] = outcome(lambda: save("iter_24.pth"))
 first = Path(report["saved"])
-report["restored"] = saver.restore_rng(first, Manifest.read(first)) and torch.rand(3).tolist() == expected
+report["restored"] = store.restore_rng(first, Manifest.read(first)) and torch.rand(3).tolist() == expected
 report["plan"] = str(plan_resume(work_dir, resume=True, load_from=None).checkpoint)
 report["value"] = dist.on_main(lambda: {"from": rank})
 report["refused"] = outcome(lambda: dist.on_main(refuse))

@@ -16,6 +16,11 @@ from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core.errors import CheckpointError
 
 
+def go_on_from(work_dir: Path, checkpoint: Path) -> None:
+    listing = store.list_checkpoints(work_dir)
+    store.continue_from(work_dir, checkpoint, store.continued_lineage(work_dir, checkpoint, listing))
+
+
 def newest_name(work_dir: Path) -> str | None:
     found, _ = store.newest(work_dir)
     return None if found is None else found.path.name
@@ -91,7 +96,7 @@ def test_none_usable(tmp_path):
 def test_checkpoints_that_a_resume_abandoned_are_not_used_again(tmp_path):
     """Back to 12 after a loss spike; a kill before the next save must not lead back to 36."""
     paths = save_chain(tmp_path, 12, 24, 36)
-    store.continue_from(tmp_path, paths[0])
+    go_on_from(tmp_path, paths[0])
     assert newest_name(tmp_path) == "iter_12.pth"
     assert "abandoned it" in str(store.newest(tmp_path)[1][0].problem)
     assert (tmp_path / store.HINT).read_text() == f"{paths[0]}\n"
@@ -105,9 +110,9 @@ def test_checkpoints_that_a_resume_abandoned_are_not_used_again(tmp_path):
 
 def test_an_abandoned_checkpoint_can_be_resumed_by_name(tmp_path):
     paths = save_chain(tmp_path, 12, 24, 36)
-    store.continue_from(tmp_path, paths[0])
+    go_on_from(tmp_path, paths[0])
     save(tmp_path, "iter_18.pth", parent="iter_12.pth")
-    store.continue_from(tmp_path, paths[2])
+    go_on_from(tmp_path, paths[2])
     assert newest_name(tmp_path) == "iter_36.pth"
     flip_byte(paths[2] / "model.safetensors")
     assert newest_name(tmp_path) == "iter_24.pth"  # its ancestor, not 18
@@ -115,7 +120,7 @@ def test_an_abandoned_checkpoint_can_be_resumed_by_name(tmp_path):
 
 def test_an_ordinary_resume_leaves_no_trace(tmp_path):
     paths = save_chain(tmp_path, 12, 24)
-    store.continue_from(tmp_path, paths[1])
+    go_on_from(tmp_path, paths[1])
     assert not (tmp_path / store.LINEAGE).exists()
     assert newest_name(tmp_path) == "iter_24.pth"
 
@@ -124,7 +129,7 @@ def test_ancestors_survive_a_gap_in_the_chain(tmp_path):
     """Retention deleted the parent of the resumed checkpoint; a milestone before it still belongs to this run."""
     paths = save_chain(tmp_path, 12, 24, 36)
     store.delete(paths[1])
-    store.continue_from(tmp_path, paths[2])
+    go_on_from(tmp_path, paths[2])
     flip_byte(paths[2] / "model.safetensors")
     assert newest_name(tmp_path) == "iter_12.pth"
 
@@ -134,7 +139,7 @@ def test_continuing_from_another_folder(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     stale = save(here, "iter_99.pth")
     start = save(there, "iter_12.pth")
-    store.continue_from(here, start)
+    go_on_from(here, start)
     found, rejected = store.newest(here)
     assert found is not None and found.path == start and names(rejected) == [stale.name]
     save(here, "iter_24.pth", parent=str(start))
@@ -148,7 +153,7 @@ def test_continuing_from_another_folder(tmp_path):
 def test_commit_numbers_are_never_given_twice(tmp_path):
     """Otherwise a new checkpoint would have the number of an abandoned one."""
     paths = save_chain(tmp_path, 12, 24, 36)
-    store.continue_from(tmp_path, paths[0])
+    go_on_from(tmp_path, paths[0])
     shutil.rmtree(paths[1])
     shutil.rmtree(paths[2])
     assert store.next_commit(tmp_path) == 4
@@ -226,7 +231,7 @@ def test_retention_does_not_let_damaged_ones_push_out_good_ones(tmp_path):
 
 def test_retention_deletes_abandoned_ones_first(tmp_path):
     paths = save_chain(tmp_path, 12, 24, 36)
-    store.continue_from(tmp_path, paths[0])
+    go_on_from(tmp_path, paths[0])
     save(tmp_path, "iter_18.pth", parent="iter_12.pth")
     assert [p.name for p in store.retain(tmp_path, max_keep=2)] == ["iter_24.pth", "iter_36.pth"]
 

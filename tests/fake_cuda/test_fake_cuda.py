@@ -37,7 +37,7 @@ EPOCH = {("value read", "hooks/log/measurements.py:settle")}
 FIRST = {("value read", "hooks/guard/first_update.py:<listcomp>")}
 """After the first update from published weights: its losses."""
 SAVE = {
-    *EPOCH, ("value read", "runner/loop/replay.py:losses"),
+    *EPOCH, ("value read", "runner/loop/updates.py:losses"),
     ("value read", "hooks/log/logger.py:_read_norms"),
     ("cuda.get_rng_state", "system/seeding.py:rng_state"), ("cuda.set_rng_state", "system/seeding.py:_set_cuda_state"),
 }  # fmt: skip

@@ -19,7 +19,8 @@ def lines(capsys) -> list[str]:
 
 def test_list(tmp_path, capsys):
     save_chain(tmp_path, 12, 24, 36, 48)
-    store.continue_from(tmp_path, tmp_path / "iter_36.pth")
+    lineage = store.continued_lineage(tmp_path, tmp_path / "iter_36.pth", store.list_checkpoints(tmp_path))
+    store.continue_from(tmp_path, tmp_path / "iter_36.pth", lineage)
     (tmp_path / "iter_24.pth" / "model.safetensors").unlink()
     (tmp_path / "iter_12.pth" / FILE_NAME).write_text("{")
     assert main(["list", str(tmp_path)]) == 0

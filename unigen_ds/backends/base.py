@@ -21,9 +21,21 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.fitting import Misfit, Shape, misfit, refuse_misfit
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import BUFFER, EMA, EXP_AVG_SQ, LOSS_SCALE, MASTER, STEP, Shard, ShardReader
+from unigen_ds.core.shards import (
+    BUFFER,
+    EMA,
+    EXP_AVG_SQ,
+    LOSS_SCALE,
+    MASTER,
+    STEP,
+    Misfit,
+    Shape,
+    Shard,
+    ShardReader,
+    misfit,
+    refuse_misfit,
+)
 from unigen_ds.optim.optimizer import PRECISIONS, OptimizerConfig, ParamGroup, computes_bf16
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger

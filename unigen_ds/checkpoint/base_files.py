@@ -10,7 +10,7 @@ checkpoint is opened, at the speed of the disk. ``CheckpointHook(save_base=True)
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,14 +64,20 @@ class Base:
 
 def read_base(folders: Folders) -> Base:
     """The record of the files that are there now. Reads and hashes all of them. Raises ``ConfigError``."""
-    where: Folders = _absolute(folders) if isinstance(folders, str) else {k: _absolute(v) for k, v in folders.items()}
-    paths = {name: path for name, path in _files(where).items() if _decides(path)}
+    where = {part: str(folder_of(path, where="model.pretrained").absolute()) for part, path in _parts(folders)}
+    paths = {name: path for name, path in _files(where).items() if path.suffix in _WEIGHTS or path.name in _CONFIGS}
     if not any(path.suffix in _WEIGHTS for path in paths.values()):
-        missing = [path for path in ([where] if isinstance(where, str) else where.values()) if not Path(path).exists()]
+        missing = [path for path in where.values() if not Path(path).exists()]
         what = f", and {missing[0]} does not exist" if missing else " has no files of weights"
         raise ConfigError(f"model.pretrained is {folders!r}{what}: adapters need a base")
+    revisions = []  # of .../models--OWNER--NAME/snapshots/REVISION
+    for part, path in where.items():
+        before, _, after = path.partition("/snapshots/")
+        if before and after:
+            revision = after.partition("/")[0]
+            revisions.append(f"{part}={revision}" if part else revision)
     entries = [FileEntry(name, path.stat().st_size, file_digest(path)) for name, path in sorted(paths.items())]
-    return Base(where, _revision(where), tuple(entries))
+    return Base(where[""] if isinstance(folders, str) else where, ", ".join(revisions) or None, tuple(entries))
 
 
 def find_base(base: Base, *, given: str | None, checkpoint: Path | None) -> Folders:
@@ -79,8 +85,9 @@ def find_base(base: Base, *, given: str | None, checkpoint: Path | None) -> Fold
 
     Raises ``CheckpointError`` naming the file that differs or is missing, for each of them.
     """
-    choices: list[Folders] = [_inside(base, folder_of(given, where="--base").absolute())] if given is not None else []
-    if given is None:
+    if given is not None:
+        choices = [_inside(base, folder_of(given, where="--base").absolute())]
+    else:
         copy = outer(checkpoint).parent / FOLDER if checkpoint is not None else None
         choices = [*([_inside(base, copy)] if copy is not None and copy.is_dir() else []), base.path]
     problems = []
@@ -121,23 +128,8 @@ def save_base(base: Base, checkpoint_dir: Path) -> Path | None:
     return out
 
 
-def _absolute(path: str) -> str:
-    """A folder, also of a name on the hub."""
-    return str(folder_of(path, where="model.pretrained").absolute())
-
-
-def _revision(folders: Folders) -> str | None:
-    """Return the revision in ``.../models--OWNER--NAME/snapshots/REVISION``, or None."""
-    revisions = {}
-    for part, path in _parts(folders):
-        parts = Path(path).parts
-        if "snapshots" in parts[:-1]:
-            revisions[part] = parts[parts.index("snapshots") + 1]
-    return ", ".join(f"{part}={revision}" if part else revision for part, revision in revisions.items()) or None
-
-
-def _parts(folders: Folders) -> Iterator[tuple[str, Path]]:
-    yield from [("", Path(folders))] if isinstance(folders, str) else [(k, Path(v)) for k, v in folders.items()]
+def _parts(folders: Folders) -> list[tuple[str, Path]]:
+    return [("", Path(folders))] if isinstance(folders, str) else [(k, Path(v)) for k, v in folders.items()]
 
 
 def _files(folders: Folders) -> dict[str, Path]:
@@ -148,11 +140,6 @@ def _files(folders: Folders) -> dict[str, Path]:
             if each.is_file():
                 files[f"{part}/{each.name}" if part else each.name] = each
     return files
-
-
-def _decides(path: Path) -> bool:
-    """Whether numbers depend on the file; the tokenizer is in the checkpoint."""
-    return path.suffix in _WEIGHTS or path.name in _CONFIGS
 
 
 def _inside(base: Base, folder: Path) -> Folders:

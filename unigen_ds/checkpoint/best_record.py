@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.checkpoint import store
-from unigen_ds.checkpoint.saver import HOOKS_FILE, read_hook_states
-from unigen_ds.checkpoint.store import Lineage
+from unigen_ds.checkpoint.store import HOOKS_FILE, read_hook_states
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.system.files import write_text_atomic
 
@@ -78,24 +77,24 @@ def write_hint(work_dir: Path, best: Path) -> None:
     write_text_atomic(work_dir / HINT, str(best) + "\n")
 
 
-def stored_best(checkpoint: Path) -> Best | None:
-    """The best so far as of ``checkpoint``; None where it has none. Raises ``CheckpointError`` for a damaged one."""
-    manifest = store.verified(checkpoint, wanted=lambda path: path == HOOKS_FILE)
-    try:
-        state = read_hook_states(checkpoint, manifest).get(HOOK)
-        return None if state is None else Best.from_state_dict(state)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{checkpoint / HOOKS_FILE} is damaged: {error}") from error
-
-
 def best_of(directory: Path) -> tuple[Path, Best] | None:
     """Folder and value of the best checkpoint, as the newest checkpoint of a work dir, or the one that ``directory``
     is, has it. None where none was found yet.
 
     Raises ``CheckpointError`` where there is no complete checkpoint, or the best one is gone.
     """
-    newest = directory if store.is_checkpoint_name(directory.name) else _newest(directory)
-    best = stored_best(newest)
+    newest = directory
+    if not store.is_checkpoint_name(directory.name):
+        current = store.current(store.list_checkpoints(directory))
+        if not current:
+            raise CheckpointError(f"no complete checkpoint found in {directory}")
+        newest = current[-1].path
+    manifest = store.verified(newest, wanted=lambda path: path == HOOKS_FILE)
+    try:
+        state = read_hook_states(newest, manifest).get(HOOK)
+        best = None if state is None else Best.from_state_dict(state)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{newest / HOOKS_FILE} is damaged: {error}") from error
     if best is None:
         return None
     folder = best.where(newest)
@@ -105,12 +104,3 @@ def best_of(directory: Path) -> tuple[Path, Best] | None:
             remedy="it was moved or deleted by hand; a resume starts to look for a best one anew",
         )
     return folder, best
-
-
-def _newest(work_dir: Path) -> Path:
-    abandoned = Lineage.read(work_dir).abandoned
-    complete = [f for f in store.list_checkpoints(work_dir) if f.problem is None and f.manifest is not None]
-    current = [f.path for f in complete if f.manifest is not None and f.manifest.commit not in abandoned]
-    if not current:
-        raise CheckpointError(f"no complete checkpoint found in {work_dir}")
-    return current[-1]

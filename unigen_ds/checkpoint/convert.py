@@ -30,16 +30,13 @@ from torch import Tensor
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.base_files import Base
-from unigen_ds.checkpoint.foreign import read_foreign, stored_dtype
-from unigen_ds.checkpoint.layouts import open_reader, open_shards, own_files
-from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader, slices_of
+from unigen_ds.checkpoint.foreign import locate, read_foreign, stored_dtype
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.checkpoint.saver import TOKENIZER
-from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.shards import BUFFER, EMA, MASTER, OPTIMIZER_FILE
+from unigen_ds.core.shards import BUFFER, EMA, MASTER, OPTIMIZER_FILE, Fetch, PieceReader, slices_of
 from unigen_ds.system.files import (
     DIGESTS,
     check_digests,
@@ -111,8 +108,8 @@ def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
         frozen = frozenset(row["name"] for row in foreign.parameters if not row["trainable"])
         return Source(directory, foreign.reader, None, frozen, dict(foreign.reader.tied))
     manifest = store.verified(directory, wanted=_has_weights)
-    reader = open_reader(directory, manifest)
-    average = open_shards(directory, manifest, EMA) if own_files(manifest, EMA) else None
+    reader = store.open_reader(directory, manifest)
+    average = store.open_shards(directory, manifest).get(EMA)
     tied = {alias: row["name"] for row in manifest.parameters for alias in row.get("tied", ())}
     frozen = frozenset(row["name"] for row in manifest.parameters if not row["trainable"])
     base = None if manifest.base is None else Base.from_state(manifest.base)

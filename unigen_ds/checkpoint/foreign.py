@@ -1,34 +1,144 @@
-"""A checkpoint without our manifest: what its files state, and what cannot be known.
+"""What a path means, and a checkpoint without our manifest: what its files state, and what cannot be known.
 
-In: a directory that plain DeepSpeed, mmengine or xtuner wrote. Out: ``Foreign``: a reader of its tensors, the
-parameter table, the geometry of the run from the stored ``ds_config`` (or from ``assume``, for what is not there), how
-far the run was, and one sentence for each thing that cannot be known. Nothing is guessed.
+In: what a user names: a folder, a file inside one, a file of weights (``locate``). Out: ``Foreign``: a reader of its
+tensors, the parameter table, the geometry of the run from the stored ``ds_config`` (or from ``assume``, for what is not
+there), how far the run was, and one sentence for each thing that cannot be known. Nothing is guessed.
+
+=================================================  =================================================================
+``iter_100.pth/``, a file that its manifest lists   this project's checkpoint
+``DIR`` with ``latest`` or ``last_checkpoint``      what that file names: a folder, or mmengine's ``.pth`` file
+a work dir with ``checkpoint_dir.txt``             the same, in the folder that this file names
+``*_states.pt``, ``.metadata``, ``*.distcp``        DeepSpeed's folder, PyTorch's DCP folder
+``DIR/pytorch_model_fsdp_0/``                       accelerate's FSDP: a DCP folder below ``DIR``
+``*.index.json``, a shard of one                    all files of the index
+a file that a family's directory has as a part      that directory (``PublishedFormat.parts``)
+another file                                        itself: safetensors, or ``torch.save``'s
+``OWNER/NAME``, ``OWNER/NAME@REVISION``              the folder of that model of the hub, in the cache of transformers
+a folder                                            its index; else its ``*.safetensors``; else ``pytorch_model*.bin``
+=================================================  =================================================================
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+import re
+import zipfile
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unigen_ds.checkpoint.layouts.base import PieceReader
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.home import home_of
 from unigen_ds.checkpoint.layouts.dcp import DCPReader
 from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader, is_deepspeed
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.layouts.torch_file import TorchReader
-from unigen_ds.checkpoint.weight_files import is_weight_file, locate, stated_model, trainer_state, weight_files
+from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.config.hub import folder_of
 from unigen_ds.config.registry import FOREIGN_STATES
 from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
+from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import LOSS_SCALE, MASTER
-from unigen_ds.families.base import PublishedFormat
-from unigen_ds.models.weights import Pretrained
+from unigen_ds.core.shards import LOSS_SCALE, MASTER, PieceReader
+from unigen_ds.models.weights import flat_sizes
 
 ASSUMABLE = ("batch_size", "accumulative_counts", "dp_size")
+HINTS = ("latest", store.HINT)
+"""Files that name the newest checkpoint of a folder: DeepSpeed's; mmengine's and ours."""
+_BINARIES = ("pytorch_model.bin", "pytorch_model_fsdp.bin")
+_ENDINGS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".index.json")
+_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}(?P<ending>\.\w+)$")
+
+
+# Which files a path means. Nothing here reads a tensor.
+
+
+def locate(path: Path, tag: str | None = None) -> Path:
+    """The folder or the file of weights that ``path`` means: see the table above.
+
+    Args:
+        tag: name of the folder below ``path``, instead of what a hint there names.
+
+    Raises ``CheckpointError`` when there is none.
+    """
+    path = folder_of(path, where="MODEL")
+    if not path.exists():
+        raise store.missing(path)
+    path = home_of(path)
+    if tag is None and (path / FILE_NAME).is_file():
+        return path
+    for folder in (path.parent, path.parent.parent) if tag is None else ():
+        if (folder / FILE_NAME).is_file():  # a part of a checkpoint of this project; other files in its folder are none
+            name = path.relative_to(folder).as_posix()
+            files = [FILE_NAME, *(entry.path for entry in Manifest.read(folder).files)]
+            if any(file == name or file.startswith(name + "/") for file in files):
+                return folder
+    if path.is_file():
+        return _of_file(path)
+    hints = [hint for hint in (path / name for name in HINTS) if hint.is_file()]
+    if tag is None and not hints:
+        return _fsdp_folder(path) or path
+    if tag is None:  # mmengine and this project write whole paths, which may have been true before a move
+        newest = Path(hints[0].read_text(encoding="utf-8").strip())
+        tag = newest.name if (path / newest.name).exists() else str(newest)
+    if not (path / tag).exists():
+        folders = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
+        raise CheckpointError(f"{path} has no tag {tag!r}", allowed=", ".join(folders) or "it has no folder at all")
+    return path / tag
+
+
+def _of_file(path: Path) -> Path:
+    from unigen_ds.families.directories import format_of_file  # imported only where it is needed
+
+    folder, shard = path.parent, _SHARD.match(path.name)
+    if path.name in HINTS:
+        return locate(folder)
+    if path.name in (".metadata", "trainer_state.json") or path.suffix == ".distcp" or is_deepspeed(path.name):
+        return _fsdp_folder(folder) or folder
+    if shard:
+        return folder / f"{shard['stem']}{shard['ending']}.index.json"
+    return folder if format_of_file(path) else path
+
+
+def _fsdp_folder(folder: Path) -> Path | None:
+    """Return the folder in which accelerate's FSDP keeps the model, or None. Raises ``CheckpointError`` where it keeps
+    several models.
+    """
+    first, second = (folder / f"pytorch_model_fsdp_{number}" for number in (0, 1))
+    if not (first / ".metadata").is_file():
+        return None
+    if second.is_dir():
+        raise CheckpointError(f"{folder} contains several models", remedy=f"name one of them: {first}, {second}, ...")
+    return first
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of plain weights that ``path`` means; none where it has none.
+
+    Raises ``CheckpointError`` where a file of an index is missing.
+    """
+    indexes = [path] if path.name.endswith(".index.json") else []
+    if path.is_file() and not indexes:
+        return [path]
+    for ending in (".safetensors", ".bin"):
+        inside = sorted(path.glob(f"*{ending}.index.json")) if path.is_dir() else []
+        indexes = indexes or (inside if len(inside) == 1 else [])
+    if not indexes:
+        return sorted(path.glob("*.safetensors")) or [path / n for n in _BINARIES if (path / n).is_file()][:1]
+    (index,) = indexes
+    names = sorted({str(name) for name in (stored_object(index).get("weight_map") or {}).values()})
+    if not names or any(Path(name).name != name for name in names):
+        raise CheckpointError(f"{index} is no index of weight files", allowed='{"weight_map": {tensor: file}}')
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{index.parent} lacks {', '.join(missing)}, which {index.name} lists")
+    return [index.parent / name for name in names]
+
+
+# What files without a manifest state.
 
 
 @dataclass(frozen=True)
@@ -50,8 +160,6 @@ class Foreign:
     geometry: Geometry | None = None
     updates: int | None = None
     skipped_updates: int | None = None
-    iteration: int | None = None
-    epoch: int | None = None
     sizes: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the model that configs beside the weights state."""
     precision: str | None = None
@@ -76,7 +184,6 @@ class ForeignState:
     writer: str
     """The program that wrote it, as text."""
     updates: int | None = None
-    epoch: int | None = None
     batch_size: int | None = None
     accumulative_counts: int | None = None
     dp_size: int | None = None
@@ -99,19 +206,17 @@ def parse_assume(text: str) -> dict[str, int]:
 
 def is_known(path: Path) -> bool:
     """Whether ``path``, a folder or a file, is of a layout that ``read_foreign`` reads."""
-    if path.is_file():
-        return is_weight_file(path)
-    if _of_users(path, {}) is not None:
-        return True
-    known = (path / ".metadata").is_file() or _has_deepspeed(path) or bool(weight_files(path))
-    return known or _published(path) is not None
-
-
-def _published(path: Path) -> PublishedFormat | None:
-    """The format of a directory that a family knows."""
     from unigen_ds.families.directories import published_format  # imported only where it is needed
 
-    return published_format(path) if path.is_dir() else None
+    if path.is_file():
+        return path.name.endswith(_ENDINGS) or zipfile.is_zipfile(path)
+    known = _registered(path) is not None or (path / ".metadata").is_file() or _has_deepspeed(path)
+    return known or bool(weight_files(path)) or published_format(path) is not None
+
+
+def _registered(path: Path) -> ForeignState | None:
+    """What the first function of ``FOREIGN_STATES`` that knows the path has read."""
+    return next((state for read in FOREIGN_STATES.module_dict.values() if (state := read(path)) is not None), None)
 
 
 def _has_deepspeed(folder: Path) -> bool:
@@ -123,7 +228,7 @@ def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
     """Read a checkpoint that has no manifest. No collective; nothing is written, nothing executed.
 
     Args:
-        path: the folder with the files, one of the files, or the folder above with a hint (``weight_files.HINTS``).
+        path: the folder with the files, one of the files, or the folder above with a hint (``HINTS``).
         tag: name of the folder below, instead of the one that ``latest`` names.
         assume: parts of the geometry that the files do not state; see ``parse_assume``.
 
@@ -132,14 +237,45 @@ def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
         ConfigError: an assumption contradicts the files.
     """
     folder = locate(path, tag)
-    if (own := _of_users(folder, dict(assume or {}))) is not None:
-        return own
+    if (state := _registered(folder)) is not None:
+        geometry, unknown = _geometry({name: getattr(state, name) for name in ASSUMABLE}, assume or {})
+        parameters = _table(state.reader, frozen=state.frozen)
+        sentences = (*unknown, *_unknown_everywhere(state.reader))
+        return Foreign(
+            folder, "registered", state.writer, state.reader, parameters, sentences, geometry, state.updates
+        )  # fmt: skip
     if folder.is_dir() and _has_deepspeed(folder):
-        return _deepspeed(folder, dict(assume or {}))
+        return _deepspeed(folder, assume or {})
+    reader, layout, writer = _plain_reader(folder)
+    parent = folder if folder.is_dir() else folder.parent
+    sizes = _stated_model(parent)
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    one_is_stored = (MASTER, embedding) in reader.shapes and (MASTER, head) not in reader.shapes
+    if not reader.tied and one_is_stored and (sizes.get("llm") or {}).get("tie_word_embeddings") is True:
+        reader.tied = {head: embedding}
+    unknown = [
+        "The effective batch is not stored, nor how far it had trained: it cannot be resumed.",
+        "Which weights were frozen, and which names are tied, is not stored.",
+    ]
+    if isinstance(reader, TorchReader) and reader.others:
+        unknown.append(f"Not read: {', '.join(reader.others)}.")
+    unknown += _unknown_everywhere(reader)
+    return Foreign(folder, layout, writer, reader, _table(reader), tuple(unknown), sizes=sizes)
+
+
+def _plain_reader(folder: Path) -> tuple[PieceReader, str, str]:
+    """Tensors and nothing else: the reader, the layout and the writer. Raises ``CheckpointError``."""
+    from unigen_ds.families.directories import published_format  # imported only where it is needed
+
     if (folder / ".metadata").is_file():
-        return _bare(folder, "dcp", DCPReader(folder))
-    if (family := _published(folder)) and (weights := family.weights(folder)):
-        return _bare(folder, "published", StoredReader(weights), writer=family.name)
+        return DCPReader(folder), "dcp", "unknown, dcp files"
+    published = published_format(folder) if folder.is_dir() else None
+    if published and (weights := published.weights(folder)):
+        reader = PieceReader(unique=True)
+        reader.tied = dict(weights.tied)
+        for name, stored in weights.tensors.items():
+            reader.add(MASTER, name, 0, stored.numel, stored.flat, source=weights.where, shape=stored.shape)
+        return reader, "published", published.name
     files = weight_files(folder)
     if (folder / "adapter_config.json").is_file() and all(file.name.startswith("adapter_model.") for file in files):
         raise CheckpointError(
@@ -147,10 +283,10 @@ def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
             remedy="the checkpoint that they are of; or the whole model: tools/export.py CKPT OUT --merge",
         )
     if files and files[0].suffix == ".safetensors":
-        reader = SafetensorsReader(files[0].parent, files=[file.name for file in files])
-        return _bare(folder, "safetensors", reader)
+        names = [file.name for file in files]
+        return SafetensorsReader(files[0].parent, files=names), "safetensors", "unknown, safetensors files"
     if files:
-        return _bare(folder, "torch", TorchReader(files))
+        return TorchReader(files), "torch", "unknown, torch files"
     raise CheckpointError(
         f"{folder} contains no checkpoint",
         allowed="files of DeepSpeed (*_model_states.pt), PyTorch's DCP (.metadata), safetensors or pytorch_model.bin",
@@ -159,46 +295,17 @@ def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
     )
 
 
-def _of_users(folder: Path, assume: dict[str, int]) -> Foreign | None:
-    """Read a folder with the first function of ``FOREIGN_STATES`` that knows it; None where none does."""
-    state: ForeignState | None
-    state = next((state for read in FOREIGN_STATES.module_dict.values() if (state := read(folder)) is not None), None)
-    if state is None:
-        return None
-    sizes = {"batch_size": state.batch_size, "accumulative_counts": state.accumulative_counts, "dp_size": state.dp_size}
-    geometry, unknown = _geometry(sizes, assume)
-    return Foreign(
-        directory=folder,
-        layout="registered",
-        writer=state.writer,
-        reader=state.reader,
-        parameters=_table(state.reader, frozen=state.frozen),
-        unknown=(*unknown, *_unknown_everywhere(state.reader)),
-        geometry=geometry,
-        updates=state.updates,
-        iteration=None if geometry is None or not state.updates else state.updates * geometry.accumulative_counts,
-        epoch=state.epoch,
-    )
-
-
-def _deepspeed(folder: Path, assume: dict[str, int]) -> Foreign:
+def _deepspeed(folder: Path, assume: Mapping[str, int]) -> Foreign:
     reader = DeepSpeedReader(folder)
     header = reader.header
-    meta = header.get("meta")
-    meta = meta if isinstance(meta, dict) else {}
-    by_mmengine = "mmengine" in meta or "message_hub" in header
-    geometry, unknown = _geometry(_stored_sizes(header), assume)
-    updates, epoch = _count(header.get("global_steps")), _count(meta.get("epoch"))
-    iteration = _count(meta.get("iter"))
-    if iteration is None and geometry is not None and updates is not None:
-        iteration = updates * geometry.accumulative_counts
+    meta, config = (part if isinstance(part := header.get(key), dict) else {} for key in ("meta", "ds_config"))
+    geometry, unknown = _geometry(_stored_sizes(header, config), assume)
+    updates = _count(header.get("global_steps"))
     writer = f"DeepSpeed {header.get('ds_version', 'of an unknown version')}, ZeRO stage {reader.zero_stage}"
-    if by_mmengine:
+    if "mmengine" in meta or "message_hub" in header:
         writer += f", run by mmengine {meta.get('mmengine', '')}".rstrip()
     if updates is None:
         unknown.append("How many updates it had done is not stored.")
-    if epoch is None:
-        unknown.append("The epoch is not stored.")
     unknown += _unknown_everywhere(reader)
     if reader.zero_stage == 0:
         unknown.append("Which weights were frozen is not stored.")
@@ -212,18 +319,13 @@ def _deepspeed(folder: Path, assume: dict[str, int]) -> Foreign:
         geometry=geometry,
         updates=updates,
         skipped_updates=_count(header.get("skipped_steps")),
-        iteration=iteration,
-        epoch=epoch,
         unknown=tuple(unknown),
-        precision=_precision(header),
+        precision=_precision(config) if isinstance(header.get("ds_config"), dict) else None,
     )
 
 
-def _precision(header: Mapping[str, Any]) -> str | None:
+def _precision(config: Mapping[str, Any]) -> str | None:
     """From the stored ``ds_config``: a section that is not there, or not enabled, means fp32."""
-    config = header.get("ds_config")
-    if not isinstance(config, dict):
-        return None
     for name, sections in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
         values = [config[section].get("enabled") for section in sections if isinstance(config.get(section), dict)]
         if any(values):
@@ -231,38 +333,22 @@ def _precision(header: Mapping[str, Any]) -> str | None:
     return "fp32"
 
 
-def _bare(folder: Path, layout: str, reader: PieceReader, *, writer: str = "") -> Foreign:
-    """Tensors and nothing else."""
-    unknown = [
-        "The effective batch is not stored, nor how far it had trained: it cannot be resumed.",
-        "Which weights were frozen, and which names are tied, is not stored.",
-    ]
-    if isinstance(reader, TorchReader) and reader.others:
-        unknown.append(f"Not read: {', '.join(reader.others)}.")
-    parent = folder if folder.is_dir() else folder.parent
-    if not reader.tied:
-        reader.tied = _tied_head(reader, stated_model(parent))
-    unknown += _unknown_everywhere(reader)
-    writer = writer or trainer_state(parent) or trainer_state(parent.parent) or f"unknown, {layout} files"
-    parameters, sizes = _table(reader), stated_model(parent)
-    return Foreign(folder, layout, writer, reader, parameters, tuple(unknown), sizes=sizes)
+def _stated_model(folder: Path) -> dict[str, Any]:
+    """Arguments of a model (``llm``, ``vit``) that configs in the folder of the weights state, if there are any."""
+    from unigen_ds.families.directories import published_sizes  # imported only where it is needed
 
-
-def _tied_head(reader: PieceReader, stated: Mapping[str, Any]) -> dict[str, str]:
-    """Tied embeddings of a Hugging Face directory: stated by its config, and one of the two is stored."""
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    tied = (stated.get("llm") or {}).get("tie_word_embeddings") is True
-    one_is_stored = (MASTER, embedding) in reader.shapes and (MASTER, head) not in reader.shapes
-    return {head: embedding} if tied and one_is_stored else {}
+    if sizes := published_sizes(folder):
+        return sizes
+    config = stored_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if "vision_config" in config or "siglip" in str(config.get("model_type")):
+        return {"vit": flat_sizes(config.get("vision_config") or config)}
+    return {"llm": flat_sizes(config)} if "num_attention_heads" in config else {}
 
 
 def _table(
     reader: PieceReader, *, frozen: Collection[str] = (), groups: Mapping[str, int] | None = None
 ) -> list[dict[str, Any]]:
     """The parameter table, as a manifest has it."""
-    aliases: dict[str, list[str]] = {}
-    for alias, name in reader.tied.items():
-        aliases.setdefault(name, []).append(alias)
     return [
         {
             "name": name,
@@ -270,7 +356,7 @@ def _table(
             "dtype": str(stored_dtype(reader, kind, name, shape)).removeprefix("torch."),
             "trainable": name not in frozen,
             "group": str(groups[name]) if groups and name in groups else None,
-            "tied": aliases.get(name, []),
+            "tied": [alias for alias, first in reader.tied.items() if first == name],
         }
         for (kind, name), shape in reader.shapes.items()
         if kind == MASTER
@@ -282,10 +368,8 @@ def stored_dtype(reader: PieceReader, kind: str, name: str, shape: tuple[int, ..
     return reader.read(kind, name, 0, 1).dtype if math.prod(shape) else torch.float32
 
 
-def _stored_sizes(header: Mapping[str, Any]) -> dict[str, int | None]:
+def _stored_sizes(header: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, int | None]:
     """Those of ``ASSUMABLE`` that the stored ``ds_config`` states, or DeepSpeed derives."""
-    config = header.get("ds_config")
-    config = config if isinstance(config, dict) else {}
     sizes = {
         "batch_size": _count(config.get("train_micro_batch_size_per_gpu"), least=1),
         "accumulative_counts": _count(config.get("gradient_accumulation_steps"), least=1),
@@ -300,7 +384,7 @@ def _stored_sizes(header: Mapping[str, Any]) -> dict[str, int | None]:
     return sizes
 
 
-def _geometry(stored: Mapping[str, int | None], assume: dict[str, int]) -> tuple[Geometry | None, list[str]]:
+def _geometry(stored: Mapping[str, int | None], assume: Mapping[str, int]) -> tuple[Geometry | None, list[str]]:
     """From what is stored, and then from what is assumed; a sentence for each part that neither has."""
     for name, value in assume.items():
         if stored[name] not in (None, value):
@@ -309,9 +393,7 @@ def _geometry(stored: Mapping[str, int | None], assume: dict[str, int]) -> tuple
                 remedy=f"leave {name} out; the new run may still use another",
             )
     sizes = {name: size for name, size in {**stored, **assume}.items() if size is not None}
-    unknown = [
-        f"{name} is not stored; set it with --assume {name}=N." for name in ASSUMABLE if name not in sizes
-    ]  # fmt: skip
+    unknown = [f"{name} is not stored; set it with --assume {name}=N." for name in ASSUMABLE if name not in sizes]
     return (None if unknown else Geometry(**sizes)), unknown
 
 
@@ -320,26 +402,12 @@ def _count(value: Any, *, least: int = 0) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= least else None
 
 
-def _unknown_everywhere(reader: PieceReader) -> Iterator[str]:
-    yield "The order of its data, and the position in it, are not stored: data begins at its start or where you set it."
-    yield "The learning-rate schedule is not stored in a known form: that of the config is used."
-    yield "An average of the weights (EMA) is not stored: an average would begin with the weights."
-    yield "The state of the random generators is not stored."
-    if LOSS_SCALE not in reader.kinds():
-        yield "A dynamic loss scale is not stored: it would begin with its initial value."
-
-
-# A published directory as master weights under the model's names, so that ``load_from`` can read it.
-
-
-class StoredReader(PieceReader):
-    """A ``ShardReader`` over what a family's format has found (``PublishedFormat.weights``).
-
-    Rows are read when they are requested.
-    """
-
-    def __init__(self, weights: Pretrained) -> None:
-        super().__init__(unique=True)
-        self.tied = dict(weights.tied)
-        for name, stored in weights.tensors.items():
-            self.add(MASTER, name, 0, stored.numel, stored.flat, source=weights.where, shape=stored.shape)
+def _unknown_everywhere(reader: PieceReader) -> list[str]:
+    sentences = [
+        "The order of its data, and the position in it, are not stored: data begins at its start or where you set it.",
+        "The learning-rate schedule is not stored in a known form: that of the config is used.",
+        "An average of the weights (EMA) is not stored: an average would begin with the weights.",
+        "The state of the random generators is not stored.",
+        "A dynamic loss scale is not stored: it would begin with its initial value.",
+    ]
+    return sentences if LOSS_SCALE not in reader.kinds() else sentences[:-1]

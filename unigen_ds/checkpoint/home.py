@@ -8,15 +8,12 @@ names the run that they belong to, so that no other one continues from them, cou
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
 import secrets
 import socket
-import struct
 from pathlib import Path
-from typing import IO
 
 from unigen_ds.checkpoint import store
 from unigen_ds.core.errors import CheckpointError, ConfigError, TrainingError
@@ -75,7 +72,7 @@ def check_home(work_dir: Path, home: Path) -> None:
             remedy=f"restore it; or delete {work_dir / HINT} to begin without them",
         )
     owner = _line(home / OWNER)
-    if owner is not None and not same(Path(owner), work_dir) and _names(Path(owner), home):
+    if owner is not None and not same(Path(owner), work_dir) and same(Path(_line(Path(owner) / HINT) or owner), home):
         raise _taken(home, Path(owner), work_dir)
     if not same(work_dir, home) and (home / METRICS_FILE).exists():
         raise _taken(home, home, work_dir)
@@ -101,31 +98,21 @@ def run_id(work_dir: Path) -> str:
     copy of the folder, and a resume into another one, are runs of their own. Called on rank 0, with the folder locked.
     """
     file, here = work_dir / RUN, str(work_dir.resolve())
-    identifier, folder = _recorded(file)
+    identifier, _, folder = (_line(file) or "").partition("\n")
     first = Path(folder) / RUN
     known = re.fullmatch("[0-9a-f]{16}", identifier) is not None
-    copied = known and folder != here and _recorded(first)[0] == identifier and not first.samefile(file)
+    moved = folder != here and not (first.is_file() and first.samefile(file))
+    copied = moved and (_line(first) or "").partition("\n")[0] == identifier
     if copied or not known:
         identifier = secrets.token_hex(8)
-    if _recorded(file) != (identifier, here):
+    if _line(file) != f"{identifier}\n{here}":
         write_text_atomic(file, f"{identifier}\n{here}\n")
     return identifier
-
-
-def _recorded(file: Path) -> tuple[str, str]:
-    identifier, _, folder = (_line(file) or "").partition("\n")
-    return identifier, folder
 
 
 def same(one: Path, other: Path) -> bool:
     """Whether two paths are the same folder, which need not exist."""
     return one.resolve() == other.resolve()
-
-
-def _names(work_dir: Path, home: Path) -> bool:
-    """Whether a work dir, which may have been deleted or moved, has its checkpoints in ``home``."""
-    line = _line(work_dir / HINT)
-    return line is not None and same(Path(line), home)
 
 
 def _taken(home: Path, owner: Path, work_dir: Path) -> ConfigError:
@@ -147,23 +134,22 @@ def _line(path: Path) -> str | None:
 # One run at a time in a folder: two would void each other's metrics, and delete each other's unfinished saves.
 
 FILE_NAME = ".lock"
-_FLOCK = "hhqqi4x"
-"""``struct flock`` of Linux on 64 bits: type, whence, start, length, process."""
 
 
 def other_owner(folder: Path) -> str | None:
     """Which other process trains in ``folder``, as it has described itself; None: none does, or it is not known.
 
-    Asks without locking, so a run that starts at the same time is not disturbed. Writes nothing. A lock of this process
-    itself is not seen.
+    Its lock is held for a moment only. Writes nothing. A lock of this process itself is not seen.
     """
     try:
         with (folder / FILE_NAME).open("r+", encoding="utf-8") as stream:
-            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            held = struct.unpack(_FLOCK, fcntl.fcntl(stream, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK
-            return (stream.read().strip() or "its file has no name") if held else None
+            try:
+                fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                return stream.read().strip() or "its file has no name"
     except OSError:
-        return None
+        pass
+    return None
 
 
 class WorkDirLock:
@@ -174,19 +160,15 @@ class WorkDirLock:
     """
 
     def __init__(self, work_dir: Path, *, key: str = "work_dir") -> None:
+        self._work_dir, self._key, self.exclusive = work_dir, key, True
         try:
             make_directory(work_dir)
             with contextlib.suppress(PermissionError):  # a parent that may be passed through, but not read
                 fsync_path(work_dir.absolute().parent)
-            self._stream: IO[str] = (work_dir / FILE_NAME).open("a+", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{key} {work_dir} cannot be written: {error}") from error
-        self._work_dir, self._key = work_dir, key
-        self.exclusive = True
-        try:
-            fcntl.lockf(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
+            self._stream = (work_dir / FILE_NAME).open("a+", encoding="utf-8")
+            try:
+                fcntl.lockf(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError) as error:
                 self._stream.seek(0)
                 owner = self._stream.read().strip()
                 self._stream.close()
@@ -194,18 +176,15 @@ class WorkDirLock:
                     f"another process trains in {work_dir} ({owner})",
                     remedy=f"wait until it has ended, stop it, or choose another --{key.replace('_', '-')}",
                 ) from error
-            logger().warning(
-                "%s has no file locks (%s): nothing prevents two runs at the same time there.", work_dir, error
-            )
-            self.exclusive = False
-            return
-        try:
+            except OSError as error:
+                text = "%s has no file locks (%s): nothing prevents two runs at the same time there."
+                logger().warning(text, work_dir, error)
+                self.exclusive = False
+                return
             self._stream.truncate(0)
             self._stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             self._stream.flush()
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._stream.close()
             raise ConfigError(f"{key} {work_dir} cannot be written: {error}") from error
 
     def check(self) -> None:

@@ -125,6 +125,11 @@ class Manifest:
         """The text that each file of this save has, so that none of another save passes for one of it."""
         return f"update {self.progress.updates}"
 
+    def files_in(self, folder: str) -> list[str]:
+        """Names of the files that the save wrote into ``folder`` ('' is the checkpoint itself)."""
+        paths = (entry.path.rpartition("/") for entry in self.files)
+        return [name for parent, _, name in paths if parent == folder]
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values, as written to disk."""
         state = dataclasses.asdict(self) | {"iteration": self.iteration}
@@ -177,15 +182,6 @@ def contradictions(manifest: Manifest, iteration: int | None) -> list[str]:
     if not progress.skipped_updates <= progress.updates <= progress.sequences:
         problems.append(f"progress is {progress}")
     return problems
-
-
-def check_stamp(path: Path, stamp: str | None, manifest: Manifest) -> None:
-    """Raise ``CheckpointError`` where the file was written by another save. Files of other trainers have no stamp."""
-    if stamp and stamp != manifest.stamp:
-        raise CheckpointError(
-            f"{path} is of {stamp}, and {FILE_NAME} of {manifest.stamp}: files of two checkpoints were mixed",
-            remedy="copy the whole folder of one checkpoint",
-        )
 
 
 def _checked(manifest: Manifest) -> Manifest:

@@ -28,17 +28,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
-from safetensors.torch import load_file
-
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.foreign import stored_dtype
-from unigen_ds.checkpoint.layouts import open_reader, open_shards, shard_folders
-from unigen_ds.checkpoint.layouts.base import PieceReader
-from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest, check_stamp
+from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
+from unigen_ds.checkpoint.store import HOOKS_FILE, RNG_DIRECTORY, open_reader, open_shards, rank_file
 from unigen_ds.core.errors import ConfigError, SaveError, TrainingError, UnigenError
-from unigen_ds.core.shards import BUFFER, MASTER, OPTIMIZER_FILE, STAMP, Shard, shard_key
+from unigen_ds.core.shards import BUFFER, MASTER, OPTIMIZER_FILE, STAMP, PieceReader, Shard, shard_key
 from unigen_ds.system import dist
 from unigen_ds.system.files import delete_inside, fsync_path, make_directory, rename_into_place
 from unigen_ds.system.log import logger
@@ -51,9 +47,9 @@ from unigen_ds.system.outputs import (
     safetensors_output,
     write_output,
 )
-from unigen_ds.system.seeding import rng_state, set_rng_state
+from unigen_ds.system.seeding import rng_state
 
-RNG_DIRECTORY, HOOKS_FILE, CONFIG_FILE, TOKENIZER = "rng", "hooks.json", "config.py", "tokenizer"
+CONFIG_FILE, TOKENIZER = "config.py", "tokenizer"
 Form = Literal["sharded", "full", "both"]
 """The files that a save leaves: the engine's own ones, the consolidated ones, or both."""
 _CONSOLIDATED = "safetensors"
@@ -90,11 +86,21 @@ def save(
         stamp = {STAMP: manifest.stamp}
         backend.stamp = manifest.stamp
         state = backend.state_files()
-        outputs = [*state.files, _random_state(stamp), *_hook_files(hook_shards, stamp)]
+        generators = rng_state()
+        metadata = {"scalars": json.dumps(generators.pop("scalars")), **stamp}
+        entries = [Entry.of(*item) for item in generators.items()]
+        outputs = [*state.files, safetensors_output(f"{RNG_DIRECTORY}/{rank_file()}", entries, metadata)]
+        for folder, shards in hook_shards.items():
+            entries = [Entry.of(shard_key(folder, s.name, s.flat_start), s.data) for s in shards if s.primary]
+            outputs.append(safetensors_output(f"{folder}/{rank_file()}", entries, {"format": "pt", **stamp}))
         if dist.is_main():
             outputs.append(bytes_output(HOOKS_FILE, states_text({**hook_states, **stamp}).encode()))
             outputs.append(bytes_output(CONFIG_FILE, config_text.encode()))
-            outputs += [] if write_tokenizer is None else _tokenizer_files(write_tokenizer)
+            with tempfile.TemporaryDirectory() as temporary:
+                if write_tokenizer is not None:
+                    write_tokenizer(temporary)
+                paths = sorted(Path(temporary).iterdir())
+                outputs += [bytes_output(f"{TOKENIZER}/{path.name}", path.read_bytes()) for path in paths]
         return dataclasses.replace(state, files=outputs)
 
     def not_finite() -> list[str]:
@@ -285,12 +291,6 @@ class Save:
                 logger().warning("%s could not be removed (%s): the next start tries again.", self.staging, error)
 
 
-def _tokenizer_files(write: Callable[[str], None]) -> list[Output]:
-    with tempfile.TemporaryDirectory() as folder:
-        write(folder)
-        return [bytes_output(f"{TOKENIZER}/{path.name}", path.read_bytes()) for path in sorted(Path(folder).iterdir())]
-
-
 _REMEDY = (
     "free disk space (it must suffice for one checkpoint more than max_keep_ckpts: an old one is deleted only"
     " after the new one is complete) or fix the permission; older checkpoints and the training itself are untouched"
@@ -313,25 +313,6 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-def _random_state(stamp: Mapping[str, str]) -> Output:
-    state = rng_state()
-    metadata = {"scalars": json.dumps(state.pop("scalars")), **stamp}
-    return safetensors_output(f"{RNG_DIRECTORY}/{_rank_file()}", [Entry.of(*item) for item in state.items()], metadata)
-
-
-def _hook_files(hook_shards: Mapping[str, Sequence[Shard]], stamp: Mapping[str, str]) -> list[Output]:
-    """This rank's part of every hook's shards."""
-    files = []
-    for directory, shards in hook_shards.items():
-        entries = [Entry.of(shard_key(directory, s.name, s.flat_start), s.data) for s in shards if s.primary]
-        files.append(safetensors_output(f"{directory}/{_rank_file()}", entries, {"format": "pt", **stamp}))
-    return files
-
-
-def _rank_file() -> str:
-    return f"rank{dist.rank():05d}.safetensors"
-
-
 def _write(staging: Path, files: Sequence[Output]) -> tuple[list[FileEntry], list[Any]]:
     """Write files and flush them and their folders to disk: their entries, and what their ``write`` returned."""
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -340,22 +321,6 @@ def _write(staging: Path, files: Sequence[Output]) -> tuple[list[FileEntry], lis
         fsync_path(folder)
     entries = [FileEntry(file.path, size, digest) for file, (size, digest, _) in zip(files, written, strict=True)]
     return entries, [result for *_, result in written if result is not None]
-
-
-def restore_rng(directory: Path, manifest: Manifest) -> bool:
-    """Restore this rank's generators. False, on all ranks alike, where the checkpoint has another process count's."""
-    path = directory / RNG_DIRECTORY / _rank_file()
-    if len(list(path.parent.glob("rank*.safetensors"))) != dist.world_size():
-        return False
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as stream:
-        metadata = stream.metadata()
-    check_stamp(path, metadata.get(STAMP), manifest)
-    state: dict[str, Any] = dict(load_file(path))
-    state["torch"] = state["torch"].to(torch.uint8)
-    set_rng_state(state | {"scalars": json.loads(metadata["scalars"])})
-    return True
 
 
 def states_text(states: Mapping[str, Any]) -> str:
@@ -372,14 +337,6 @@ def states_text(states: Mapping[str, Any]) -> str:
     return json.dumps(states, indent=1)
 
 
-def read_hook_states(directory: Path, manifest: Manifest) -> dict[str, Any]:
-    """``hooks.json`` of a checkpoint: name of a hook -> its state."""
-    path = directory / HOOKS_FILE
-    states = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    check_stamp(path, states.pop(STAMP, None), manifest)
-    return states
-
-
 # The consolidated files: the layout of ``single``, which every engine reads at any number of processes. Rank 0 makes
 # them from those of the ranks, a piece of 16 MiB at a time: no process ever has the whole model, no collective can
 # leave a rank waiting, and it works for every engine whose layout can be read. The price is time: everything is read
@@ -392,13 +349,25 @@ def _consolidate(staging: Path, manifest: Manifest, *, form: Form) -> None:
 
     With ``'both'``, ``full/`` is a checkpoint of its own, with its own manifest.
     """
-    folders = [name for name in shard_folders(manifest) if name != RNG_DIRECTORY]
-    paths = {entry.path for entry in manifest.files if os.path.dirname(entry.path) in ("", *folders)}
+    reader, readers, metadata = open_reader(staging, manifest), open_shards(staging, manifest), {STAMP: manifest.stamp}
+    paths = {entry.path for entry in manifest.files if os.path.dirname(entry.path) in ("", *readers)}
     engines = paths - {HOOKS_FILE, CONFIG_FILE}
     kept = [entry for entry in manifest.files if entry.path not in engines]
+    weights = [
+        Entry(name, shape, stored_dtype(reader, kind, name, shape), partial(reader.parts, kind, name))
+        for (kind, name), shape in reader.shapes.items()
+        if kind in (MASTER, BUFFER)
+    ]
+    state = _flat(reader, set(reader.kinds()) - {MASTER, BUFFER})
+    contents = {"model": weights, OPTIMIZER_FILE.partition(".")[0]: state}
+    contents |= {f"{folder}/rank00000": _flat(shards, shards.kinds()) for folder, shards in readers.items()}
     full = staging / FULL
     full.mkdir()
-    entries, _ = _write(full, _consolidated(staging, manifest, folders))
+    outputs = [
+        safetensors_output(f"{name}.safetensors", entries, {"format": "pt", **metadata})
+        for name, entries in contents.items()
+    ]
+    entries, _ = _write(full, outputs)
     whole = dataclasses.replace(manifest, layout=_CONSOLIDATED, files=_sorted([*kept, *entries]))
     if form == "both":
         others = [bytes_output(entry.path, (staging / entry.path).read_bytes()) for entry in kept]
@@ -411,35 +380,16 @@ def _consolidate(staging: Path, manifest: Manifest, *, form: Form) -> None:
         (staging / path).unlink()
     for entry in entries:
         os.replace(full / entry.path, staging / entry.path)
-    for folder in folders:
+    for folder in readers:
         fsync_path(staging / folder)
     delete_inside(full, staging)
     manifest.layout, manifest.files = whole.layout, whole.files
 
 
-def _consolidated(staging: Path, manifest: Manifest, folders: Iterable[str]) -> list[Output]:
-    reader, metadata = open_reader(staging, manifest), {"format": "pt", STAMP: manifest.stamp}
-    weights = [
-        Entry(name, shape, stored_dtype(reader, kind, name, shape), partial(reader.parts, kind, name))
-        for (kind, name), shape in reader.shapes.items()
-        if kind in (MASTER, BUFFER)
-    ]
-    state = _flat(reader, (kind for kind in reader.kinds() if kind not in (MASTER, BUFFER)))
-    outputs = [
-        safetensors_output("model.safetensors", weights, metadata),
-        safetensors_output(OPTIMIZER_FILE, state, metadata),
-    ]
-    for folder in folders:
-        shards = open_shards(staging, manifest, folder)
-        entries = _flat(shards, shards.kinds())
-        outputs.append(safetensors_output(f"{folder}/rank00000.safetensors", entries, metadata))
-    return outputs
-
-
 def _flat(reader: PieceReader, kinds: Iterable[str]) -> list[Entry]:
     """Every tensor of some kinds, in one piece from its first element on."""
     entries = []
-    for kind in kinds:
+    for kind in sorted(kinds):
         for name in reader.names(kind):
             shape = (reader.numel(kind, name),)
             dtype = stored_dtype(reader, kind, name, shape)

@@ -1,4 +1,4 @@
-"""Checkpoints of a work dir: list, verify, the newest that can be trusted, and retention.
+"""Checkpoints of a work dir: list, verify, open, the newest that can be trusted, and retention.
 
 "Newest" is the last committed one in the present lineage, never the one with the highest number: after a batch change
 iteration 3000 may become 1500. Manifests decide, and ``lineage.json`` where a resume abandoned some;
@@ -17,17 +17,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
+from safetensors.torch import safe_open
+
+from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
+from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.shards import STAMP, PieceReader
+from unigen_ds.system import dist
 from unigen_ds.system.files import delete_inside, file_digest, remove_leftovers, rename_into_place, write_text_atomic
 from unigen_ds.system.log import logger
+from unigen_ds.system.seeding import set_rng_state
 
 HINT = "last_checkpoint"
 STAGING = ".tmp-"
 DELETING = ".deleting"
 NOT_FINITE = "not_finite_"
 """Begins the name of a checkpoint whose state is not finite: it is listed as no checkpoint of the run."""
+RNG_DIRECTORY, HOOKS_FILE = "rng", "hooks.json"
 _MOST_SHOWN = 8
 BY_UPDATE = ("step", "update")
 """First letters of names that count updates; others count iterations."""
@@ -44,8 +53,7 @@ class Found:
 
 def is_checkpoint_name(name: str) -> bool:
     """Whether a directory of this name may be a committed checkpoint (not one being written or deleted)."""
-    whole = STAGING not in name and not name.endswith(DELETING)
-    return _is_name(name) and whole and not name.startswith(NOT_FINITE)
+    return _is_name(name) and not _is_unfinished(name) and not name.startswith(NOT_FINITE)
 
 
 def _is_name(name: str) -> bool:
@@ -54,13 +62,14 @@ def _is_name(name: str) -> bool:
     return ".pth" in name or re.fullmatch(r"(step|update|iter)_\d+(_\d+)?", base) is not None
 
 
+def _is_unfinished(name: str) -> bool:
+    return STAGING in name or name.endswith(DELETING)
+
+
 def list_checkpoints(work_dir: Path) -> list[Found]:
     """Every candidate directory, oldest commit first; those without a valid manifest come first of all."""
-    checkpoints = []
-    for path in sorted(work_dir.iterdir()) if work_dir.is_dir() else []:
-        if not path.is_dir() or not is_checkpoint_name(path.name):
-            continue
-        checkpoints.append(_look_at(path))
+    paths = sorted(work_dir.iterdir()) if work_dir.is_dir() else []
+    checkpoints = [_look_at(path) for path in paths if path.is_dir() and is_checkpoint_name(path.name)]
     return sorted(checkpoints, key=lambda f: f.manifest.commit if f.manifest else -1)
 
 
@@ -72,19 +81,20 @@ def _look_at(path: Path) -> Found:
         return Found(path, None, str(error))
 
 
-def missing(path: Path, name: str | None = None) -> CheckpointError:
+def current(listing: Sequence[Found]) -> list[Found]:
+    """The complete ones of a listing that no resume has abandoned, oldest first."""
+    abandoned = Lineage.read(listing[0].path.parent).abandoned if listing else ()
+    return [one for one in listing if one.problem is None and one.manifest and one.manifest.commit not in abandoned]
+
+
+def missing(path: Path) -> CheckpointError:
     """The error for a path that does not exist, with the checkpoints of the run that it is of, if there are any."""
-    inside = [checkpoint.path for checkpoint in list_checkpoints(path.parent) if checkpoint.manifest is not None]
-    where = "" if name is None or name == str(path) else f" (looked at {path})"
-    if not inside:
-        remedy = None if path.parent.is_dir() else f"{path.parent} does not exist either: name a checkpoint"
-        return CheckpointError(f"checkpoint {name or path} does not exist{where}", remedy=remedy or "name a checkpoint")
-    names = ", ".join(checkpoint.name for checkpoint in inside[-_MOST_SHOWN:])
-    older = f" and {len(inside) - _MOST_SHOWN} older ones" if len(inside) > _MOST_SHOWN else ""
-    return CheckpointError(
-        f"checkpoint {name or path} does not exist{where}",
-        remedy=f"{path.parent} has {names}{older}; older ones may have been deleted (CheckpointHook.max_keep_ckpts)",
-    )
+    names = [checkpoint.path.name for checkpoint in list_checkpoints(path.parent) if checkpoint.manifest is not None]
+    has = f"{path.parent} has {', '.join(names[-_MOST_SHOWN:])}; CheckpointHook.max_keep_ckpts deletes older ones"
+    if not path.parent.is_dir():
+        has = f"{path.parent} does not exist either: name a checkpoint"
+    return CheckpointError(f"checkpoint {path} does not exist", remedy=has if names or not path.parent.is_dir() else
+                           "name a checkpoint")  # fmt: skip
 
 
 def verified(
@@ -99,15 +109,14 @@ def verified(
     Every reader of a checkpoint begins here. Raises ``CheckpointError`` naming the file that has changed. Of one in a
     ``listing`` the manifest has been read, and the sizes have been compared.
     """
-    checkpoint = next((one for one in listing if one.path == directory), None)
-    if checkpoint is not None and checkpoint.manifest is not None:
-        manifest, problem = checkpoint.manifest, checkpoint.problem
-        problem = problem or (_changed_content(directory, manifest) if hashes else None)
+    known = next((one for one in listing if one.path == directory and one.manifest is not None), None)
+    if known is not None and known.manifest is not None:
+        manifest, problem = known.manifest, known.problem or (hashes and _changed_content(directory, known.manifest))
     else:
         manifest = Manifest.read(directory)
         manifest.files = [entry for entry in manifest.files if wanted(entry.path)]
         problem = verify(directory, manifest, hashes=hashes)
-    if problem is not None:
+    if problem:
         remedy = "name another: unigen-checkpoints list shows them; a resume without a name passes over it"
         raise CheckpointError(f"checkpoint {directory} is damaged: {problem}", remedy=remedy)
     return manifest
@@ -145,37 +154,27 @@ def newest(
     """The newest checkpoint whose files verify, content included, and those that were rejected, with the reason.
 
     Hashing stops at the first that verifies, so the usual cost is one checkpoint. ``listing``: ``list_checkpoints``.
+    The last candidate is the checkpoint elsewhere that the run resumed from, or a missing one that the hint names.
     """
     listing = list_checkpoints(work_dir) if listing is None else listing
-    lineage = Lineage.read(work_dir)
+    lineage, hint = Lineage.read(work_dir), read_hint(work_dir)
+    candidates = [checkpoint for checkpoint in reversed(listing) if checkpoint.manifest is not None]
+    if lineage.start is not None:
+        candidates.append(_look_at(Path(lineage.start)))
+    elif hint is not None and not listing:
+        candidates.append(Found(Path(hint), None, f"{HINT} names it, and it is not there"))
     rejected = [checkpoint for checkpoint in listing if checkpoint.manifest is None]
-    for checkpoint in reversed(listing):
-        if checkpoint.manifest is None:
-            continue
-        problem = checkpoint.problem
-        if problem is None and checkpoint.manifest.commit in lineage.abandoned:
-            problem = "a later resume went back to an earlier checkpoint and abandoned it (name it to return to it)"
-        if problem is None and hashes:
-            problem = _changed_content(checkpoint.path, checkpoint.manifest)
+    for checkpoint in candidates:
+        problem, manifest = checkpoint.problem, checkpoint.manifest
+        if problem is None and manifest is not None:
+            if checkpoint in listing and manifest.commit in lineage.abandoned:
+                problem = "a later resume went back to an earlier checkpoint and abandoned it (name it to return to it)"
+            elif hashes:
+                problem = _changed_content(checkpoint.path, manifest)
         if problem is None:
             return checkpoint, rejected
-        rejected.append(Found(checkpoint.path, checkpoint.manifest, problem))
-    outside = _outside(work_dir, lineage, nothing_found=not listing, hashes=hashes)
-    if outside is not None and outside.problem is None:
-        return outside, rejected
-    return None, [*rejected, outside] if outside is not None else rejected
-
-
-def _outside(work_dir: Path, lineage: Lineage, *, nothing_found: bool, hashes: bool) -> Found | None:
-    """The checkpoint elsewhere that the run resumed from; or a missing one that ``last_checkpoint`` names."""
-    hint = read_hint(work_dir)
-    if lineage.start is None:
-        gone = hint is not None and nothing_found
-        return Found(Path(str(hint)), None, f"{HINT} names it, and it is not there") if gone else None
-    checkpoint = _look_at(Path(lineage.start))
-    if checkpoint.problem is None and checkpoint.manifest is not None and hashes:
-        return Found(checkpoint.path, checkpoint.manifest, _changed_content(checkpoint.path, checkpoint.manifest))
-    return checkpoint
+        rejected.append(Found(checkpoint.path, manifest, problem))
+    return None, rejected
 
 
 def continued_lineage(work_dir: Path, checkpoint: Path, listing: Sequence[Found]) -> Lineage:
@@ -201,12 +200,12 @@ def continued_lineage(work_dir: Path, checkpoint: Path, listing: Sequence[Found]
     return Lineage(None if inside else str(checkpoint), tuple(sorted(abandoned)), last_commit)
 
 
-def continue_from(work_dir: Path, checkpoint: Path, lineage: Lineage | None = None) -> None:
-    """Record that training continues from ``checkpoint``, with its ``continued_lineage``, which a plan has.
+def continue_from(work_dir: Path, checkpoint: Path, lineage: Lineage) -> None:
+    """Record that training continues from ``checkpoint``, with its ``continued_lineage``.
 
     Called on rank 0 once the checkpoint is loaded, before the first update.
     """
-    (lineage or continued_lineage(work_dir, checkpoint, list_checkpoints(work_dir))).write(work_dir)
+    lineage.write(work_dir)
     write_hint(work_dir, outer(checkpoint))
 
 
@@ -234,7 +233,7 @@ def write_hint(work_dir: Path, checkpoint: Path) -> None:
 
 
 def next_commit(work_dir: Path) -> int:
-    """The number of the next commit: one more than any that was ever seen here."""
+    """The number of the next commit: one more than any so far."""
     seen = [f.manifest.commit for f in list_checkpoints(work_dir) if f.manifest]
     return 1 + max([Lineage.read(work_dir).last_commit, *seen])
 
@@ -299,8 +298,7 @@ def sweep(work_dir: Path, *, older_than_s: float = 0.0) -> list[Path]:
     """
     swept = remove_leftovers(work_dir)
     for path in sorted(work_dir.iterdir()) if work_dir.is_dir() else []:
-        unfinished = _is_name(path.name) and (STAGING in path.name or path.name.endswith(DELETING))
-        if not (unfinished and path.is_dir()):
+        if not (_is_name(path.name) and _is_unfinished(path.name) and path.is_dir()):
             continue
         try:
             changed = max(p.stat().st_mtime for p in (path, *path.rglob("*")))
@@ -310,6 +308,76 @@ def sweep(work_dir: Path, *, older_than_s: float = 0.0) -> list[Path]:
         except OSError as error:
             logger().warning("%s, left by an unfinished save, could not be removed: %s", path, error)
     return swept
+
+
+# Opening a checkpoint: its tensors, the states of its hooks and its random generators. Only files that its manifest
+# lists are opened: the folder may have others (an export, for example), which were never verified.
+
+
+def open_reader(directory: Path, manifest: Manifest) -> PieceReader:
+    """A reader of the checkpoint's model and optimizer tensors."""
+    layout = LAYOUTS.module_dict.get(manifest.layout)
+    if layout is None:
+        raise CheckpointError(
+            f"{directory} has layout {manifest.layout!r}",
+            allowed=", ".join(sorted(LAYOUTS.module_dict)),
+            remedy="a config whose custom_imports name the module that registers it: --config CONFIG of the tools",
+        )
+    names = {parameter["name"] for parameter in manifest.parameters}
+    return _of_this_save(layout(directory, parameters=names, files=manifest.files_in("")), directory, manifest)
+
+
+def open_shards(directory: Path, manifest: Manifest) -> dict[str, PieceReader]:
+    """A reader of each folder of hooks' shards (``ema``): of those with safetensors files that the save wrote."""
+    folders = {os.path.dirname(entry.path) for entry in manifest.files if entry.path.endswith(".safetensors")}
+    return {
+        folder: _of_this_save(
+            SafetensorsReader(directory / folder, files=manifest.files_in(folder)), directory / folder, manifest
+        )
+        for folder in sorted(folders - {"", RNG_DIRECTORY})
+        if folder.partition("/")[0] != FULL
+    }
+
+
+def _of_this_save(reader: PieceReader, directory: Path, manifest: Manifest) -> PieceReader:
+    """``reader``. Raises ``CheckpointError`` naming a file that another save wrote: each rank looks at its share."""
+    for name in sorted(reader.stamps)[dist.rank() :: dist.world_size()]:
+        _check_stamp(directory / name, reader.stamps[name](), manifest)
+    return reader
+
+
+def _check_stamp(path: Path, stamp: str | None, manifest: Manifest) -> None:
+    if stamp and stamp != manifest.stamp:  # files of other trainers have none
+        raise CheckpointError(
+            f"{path} is of {stamp}, and {FILE_NAME} of {manifest.stamp}: files of two checkpoints were mixed",
+            remedy="copy the whole folder of one checkpoint",
+        )
+
+
+def read_hook_states(directory: Path, manifest: Manifest) -> dict[str, Any]:
+    """``hooks.json`` of a checkpoint: name of a hook -> its state."""
+    path = directory / HOOKS_FILE
+    states: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    _check_stamp(path, states.pop(STAMP, None), manifest)
+    return states
+
+
+def restore_rng(directory: Path, manifest: Manifest) -> bool:
+    """Restore this rank's generators. False, on all ranks alike, where the checkpoint has another process count's."""
+    path = directory / RNG_DIRECTORY / rank_file()
+    if len(list(path.parent.glob("rank*.safetensors"))) != dist.world_size():
+        return False
+    with safe_open(path, framework="pt") as stream:
+        metadata = stream.metadata()
+        state: dict[str, Any] = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+    _check_stamp(path, metadata.get(STAMP), manifest)
+    set_rng_state(state | {"scalars": json.loads(metadata["scalars"])})
+    return True
+
+
+def rank_file() -> str:
+    """The name of this rank's file in a folder of a checkpoint."""
+    return f"rank{dist.rank():05d}.safetensors"
 
 
 # Which checkpoints of a work dir the present run has abandoned by going back to an earlier one.

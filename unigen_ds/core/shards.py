@@ -1,17 +1,29 @@
-"""A named flat range of a tensor: what backends, EMA and checkpoint layouts exchange; and the tensors of a module.
+"""Named tensors: flat ranges of them, which backends, EMA and checkpoint layouts exchange, what a model has by name,
+and the one comparison of stored tensors with those of a model.
 
-ZeRO-1/2 may split a tensor anywhere and FSDP2's ``Shard(0)`` is one flat range, so one type serves every engine.
-On disk a shard is one safetensors entry ``kind|name|flat_start`` (``shard_key``), 1-D.
+ZeRO-1/2 may split a tensor anywhere and FSDP2's ``Shard(0)`` is one flat range, so one type (``Shard``) serves every
+engine. On disk a shard is one safetensors entry ``kind|name|flat_start`` (``shard_key``), 1-D. Loading a checkpoint
+into an engine, the check of a resume, ``load_cfg``, published weights, an average and a model that is only to be used
+differ in what they allow, not in how they compare (``misfit``) or name what differs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
+
+from unigen_ds.core.errors import CheckpointError
+
+Shape = tuple[int, ...]
+T = TypeVar("T")
+_SHOWN = 8
 
 MASTER, BUFFER, EMA, STEP, LOSS_SCALE = "master", "buffer", "ema", "step", "loss_scale"
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
@@ -77,6 +89,102 @@ class ShardReader(Protocol):
         ...
 
 
+Fetch = Callable[[int, int], Tensor]
+"""(start, stop) within the piece -> those elements, 1-D, on the CPU."""
+
+
+class Piece(NamedTuple):
+    """Elements ``start .. stop`` of a tensor, somewhere on disk."""
+
+    start: int
+    stop: int
+    fetch: Fetch
+    source: str = ""
+
+
+class PieceReader:
+    """A ``ShardReader`` over pieces. A layout only has to call ``add`` for each piece.
+
+    ``unique``: the layout writes every element once, so an overlap means a mix of two checkpoints and is refused.
+    """
+
+    def __init__(self, *, unique: bool = False) -> None:
+        self._unique = unique
+        self._pieces: dict[tuple[str, str], list[Piece]] = defaultdict(list)
+        self.shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+        """(kind, name) -> shape, in the order of the files, as far as the files themselves state it."""
+        self.stamps: dict[str, Callable[[], str]] = {}
+        """File -> what reads the name of the save that wrote it (``Manifest.stamp``), where the file has one."""
+        self.tied: Mapping[str, str] = {}
+        """Names of the model that share the tensor of another name, as far as the files themselves state it."""
+
+    def add(
+        self,
+        kind: str,
+        name: str,
+        start: int,
+        numel: int,
+        fetch: Fetch,
+        *,
+        source: str = "",
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        """Add a piece. Replicas of a range may be added more than once, unless ``unique``; the first is read.
+
+        Raises ``CheckpointError`` naming both sources of an overlap where there must be none.
+        """
+        if shape is not None:
+            self.shapes.setdefault((kind, name), tuple(shape))
+        if not numel:
+            return
+        pieces = self._pieces[kind, name]
+        at = bisect_right(pieces, start, key=lambda piece: piece.start)
+        for other in pieces[max(0, at - 1) : at + 1] if self._unique else ():  # without overlaps, only neighbours can
+            if start < other.stop and other.start < start + numel:
+                raise CheckpointError(f"{kind} of {name} is in {other.source} and, in part again, in {source}")
+        pieces.insert(at, Piece(start, start + numel, fetch, source))
+
+    def kinds(self) -> list[str]:
+        return sorted({kind for kind, _ in self._pieces})
+
+    def names(self, kind: str) -> list[str]:
+        return sorted(name for k, name in self._pieces if k == kind)
+
+    def numel(self, kind: str, name: str) -> int:
+        return max(piece.stop for piece in self._pieces_of(kind, name))
+
+    def _pieces_of(self, kind: str, name: str) -> list[Piece]:
+        if (kind, name) not in self._pieces:
+            raise CheckpointError(f"the checkpoint has no {kind} of {name}")
+        return self._pieces[kind, name]
+
+    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+        parts = list(self.parts(kind, name, start, stop))
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+
+    def parts(self, kind: str, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        """Yield the elements that ``read`` returns in the pieces that are on disk, without a copy into one tensor."""
+        at = start
+        for piece in self._pieces_of(kind, name):  # by their start
+            if at >= stop or piece.start > at:
+                break
+            if piece.stop > at:
+                end = min(stop, piece.stop)
+                yield piece.fetch(at - piece.start, end - piece.start)
+                at = end
+        if at < stop:
+            raise CheckpointError(f"the checkpoint has no elements {at}..{stop} of {kind} {name}")
+
+
+def slices_of(tensor: Tensor, start: int = 0) -> Fetch:
+    """Fetch from a (memory-mapped) flat tensor, beginning at ``start``."""
+    flat = tensor.detach().view(-1)
+    return lambda first, last: flat[start + first : start + last]
+
+
+# What a model has, and which stored tensors fit it.
+
+
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Of parameters that several modules share: each further name, and the first, under which they are kept."""
     first: dict[int, str] = {}
@@ -95,3 +203,52 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
         if name not in part._non_persistent_buffers_set
     }
     return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """What differs between stored tensors and a model; empty (False) where all fit."""
+
+    missing: list[str] = field(default_factory=list)
+    """Names of the model that are not stored."""
+    unexpected: list[str] = field(default_factory=list)
+    """Names that are stored and not in the model."""
+    reshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    """Name -> (stored shape, the model's)."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.reshaped)
+
+    def __str__(self) -> str:
+        reshaped = [f"{name} {stored} for {wanted}" for name, (stored, wanted) in self.reshaped.items()]
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "reshaped": reshaped}
+        return "; ".join(f"{kind}: {first_names(names)}" for kind, names in kinds.items() if names)
+
+
+def misfit(stored: Mapping[str, Shape], own: Mapping[str, Shape]) -> Misfit:
+    """Compare by name. Where only numbers of elements are known, the shape is ``(numel,)`` on both sides."""
+    return Misfit(
+        missing=[name for name in own if name not in stored],
+        unexpected=[name for name in stored if name not in own],
+        reshaped={n: (stored[n], own[n]) for n in own if n in stored and stored[n] != own[n]},
+    )
+
+
+def refuse_misfit(where: object, *misfits: Misfit, **of_kind: Misfit) -> None:
+    """Raise ``CheckpointError`` naming all that differs; ``of_kind``: of the optimizer's state and the like."""
+    texts = [str(each) for each in misfits if each]
+    texts += [f"of {kind}: {each}" for kind, each in of_kind.items() if each]
+    if texts:
+        raise CheckpointError(f"{where} does not fit the model: {'; '.join(texts)}")
+
+
+def by_first_name(tensors: Mapping[str, T], tied: Mapping[str, str]) -> dict[str, T]:
+    """Tensors with one name each: ``tied`` maps further names to the first. One may be stored under any or all."""
+    own = {name: tensor for name, tensor in tensors.items() if name not in tied}
+    return {**{tied[name]: tensor for name, tensor in tensors.items() if name in tied}, **own}
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first names, and how many more."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.fitting import first_names
-from unigen_ds.core.shards import MASTER, ShardReader, persistent_buffers
+from unigen_ds.core.shards import MASTER, ShardReader, first_names, persistent_buffers
 from unigen_ds.models.quantized import QuantizedLinear, pack, shared_weights, unpacked
 from unigen_ds.models.settings import Lora
 from unigen_ds.models.weights import InitialWeights

@@ -22,8 +22,16 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.fitting import Misfit, by_first_name, first_names, misfit, refuse_misfit
-from unigen_ds.core.shards import BUFFER, MASTER, persistent_buffers, tied_names
+from unigen_ds.core.shards import (
+    BUFFER,
+    MASTER,
+    Misfit,
+    by_first_name,
+    first_names,
+    misfit,
+    persistent_buffers,
+    tied_names,
+)
 from unigen_ds.system.log import logger
 from unigen_ds.system.seeding import generator
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from unigen_ds.config.values import Allowed
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.fitting import misfit, refuse_misfit
-from unigen_ds.core.shards import EMA, Shard, ShardReader
+from unigen_ds.core.shards import EMA, Shard, ShardReader, misfit, refuse_misfit
 
 Momentum = Annotated[float, Gt(0), Lt(1), Allowed("a number above 0 and below 1; the decay is 1 - momentum")]
 """Argument of a component: weight of a new value in an average."""

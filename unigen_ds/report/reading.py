@@ -18,8 +18,8 @@ from unigen_ds.checkpoint.home import HINT as HOME_HINT
 from unigen_ds.checkpoint.home import home_of
 from unigen_ds.checkpoint.manifest import FILE_NAME as MANIFEST
 from unigen_ds.checkpoint.partial import REPORT_FILE
-from unigen_ds.checkpoint.saver import CONFIG_FILE, HOOKS_FILE
-from unigen_ds.checkpoint.store import Lineage
+from unigen_ds.checkpoint.saver import CONFIG_FILE
+from unigen_ds.checkpoint.store import HOOKS_FILE, Lineage
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.evaluation.metric_lines import (
     Line,

@@ -17,9 +17,7 @@ from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import RESUME_CHECKS
 from unigen_ds.core.progress import Geometry, Progress
-from unigen_ds.data.batches.change import DataChange
-from unigen_ds.resume.differences import edited_settings, model_findings
-from unigen_ds.resume.finding import Finding, Proposal, Status, shown
+from unigen_ds.resume.finding import Finding, Proposal, Status, edited_settings, model_findings, shown
 from unigen_ds.resume.geometry import geometries_text
 from unigen_ds.schedule.schedule import Schedules
 
@@ -58,27 +56,19 @@ def _not_known(finding: Finding) -> Finding:
 
 
 def check_checkpoint(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    size = sum(entry.size for entry in manifest.files)
-    content = f"{len(manifest.files)} files, {size / 2**20:,.1f} MiB, " + (
-        "every byte compared" if proposal.hashed else "sizes compared"
-    )
+    size, compared = sum(entry.size for entry in manifest.files), "every byte" if proposal.hashed else "sizes"
+    content = f"{len(manifest.files)} files, {size / 2**20:,.1f} MiB, {compared} compared"
     yield Finding("checkpoint.complete", "ok", "complete", content, guide=1)
-    yield Finding(
-        "resume.mode",
-        "ok",
-        f"iteration {manifest.iteration}, update {manifest.progress.updates}",
-        f"full resume of weights, moments, schedule and data position from {proposal.checkpoint}",
-        why="resume=True loads the newest, resume=CKPT the named one; load_from alone would load weights only",
-        guide=2,
-    )
+    was = f"iteration {manifest.iteration}, update {manifest.progress.updates}"
+    now = f"full resume of weights, moments, schedule and data position from {proposal.checkpoint}"
+    why = "resume=True loads the newest, resume=CKPT the named one; load_from alone would load weights only"
+    yield Finding("resume.mode", "ok", was, now, why, guide=2)
 
 
 def check_foreign(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     if proposal.unknown:
-        yield Finding(
-            "checkpoint.foreign", "warn", str(manifest.topology["engine"]), "read without a manifest",
-            " ".join(proposal.unknown),
-        )  # fmt: skip
+        engine, why = str(manifest.topology["engine"]), " ".join(proposal.unknown)
+        yield Finding("checkpoint.foreign", "warn", engine, "read without a manifest", why)
 
 
 def check_disk(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
@@ -89,90 +79,66 @@ def check_disk(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     keep = proposal.saves.max_keep_ckpts
     needed = 2 if keep == -1 else keep + 1  # the new one is durable before the oldest is deleted
     needed += proposal.saves.form == "full"  # made from the files of the engine, which are deleted then
-    status: Status = "ok" if fits >= needed else "warn" if fits else "block"
-    yield Finding(
-        "disk.free",
-        status,
-        f"a checkpoint of {size_text(size)}",
-        f"{size_text(proposal.free_bytes)} free: {fits} more would fit, {needed} are needed at a time",
-        why="" if status == "ok" else "the next checkpoints do not fit on the disk of the work dir",
-        remedy="" if status == "ok" else "free space, keep fewer with CheckpointHook(max_keep_ckpts=...), or move",
-    )
+    was = f"a checkpoint of {size_text(size)}"
+    now = f"{size_text(proposal.free_bytes)} free: {fits} more would fit, {needed} are needed at a time"
+    if fits >= needed:
+        yield Finding("disk.free", "ok", was, now)
+        return
+    why = "the next checkpoints do not fit on the disk of the work dir"
+    remedy = "free space, keep fewer with CheckpointHook(max_keep_ckpts=...), or move"
+    yield Finding("disk.free", "warn" if fits else "block", was, now, why, remedy)
 
 
 # ---- the model and the optimizer ------------------------------------------------------------------------------------
 
 
 def check_model(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    yield from model_findings(manifest, parameters=proposal.parameters, config=proposal.config)
+    return model_findings(manifest, parameters=proposal.parameters, config=proposal.config)
 
 
 # ---- batch, position, schedule --------------------------------------------------------------------------------------
 
 
 def check_batch(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    was, now = manifest.geometry, proposal.geometry
+    was, now, choice = manifest.geometry, proposal.geometry, proposal.on_batch_change
+    status: Status = "ok"
+    why = remedy = ""
     if was.global_batch_size == now.global_batch_size:
-        yield Finding("batch.effective", "ok", str(was), str(now), guide=3)
-    elif proposal.on_batch_change == "refuse":
-        yield Finding(
-            "batch.effective",
-            "block",
-            str(was),
-            str(now),
-            "the effective batch size differs, and the learning rate was chosen for the old one",
-            geometries_text(was.global_batch_size, now.dp_size)
-            + "; or choose how the learning rate changes: --on-batch-change keep-lr | linear | sqrt",
-            guide=3,
-        )
+        pass
+    elif choice == "refuse":
+        status, why = "block", "the effective batch size differs, and the learning rate was chosen for the old one"
+        splits = geometries_text(was.global_batch_size, now.dp_size)
+        remedy = f"{splits}; or choose how the learning rate changes: --on-batch-change keep-lr | linear | sqrt"
     else:
         factor = proposal.schedules.lr_scale / Schedules.from_state_dict(manifest.schedule).lr_scale
-        yield Finding(
-            "batch.effective",
-            "warn",
-            str(was),
-            str(now),
-            f"--on-batch-change {proposal.on_batch_change}: learning rates are multiplied by {factor:.4g} from here on,"
-            " and later resumes keep that",
-            guide=3,
-        )
+        status, why = "warn", f"--on-batch-change {choice}: learning rates are multiplied by {factor:.4g} from here on,"
+        why += " and later resumes keep that"
+    yield Finding("batch.effective", status, str(was), str(now), why, remedy, guide=3)
 
 
 def check_position(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    ends = (Schedules.from_state_dict(manifest.schedule).total_sequences, proposal.schedules.total_sequences)
-    was, now = (
-        _position(manifest, geometry, end)
-        for geometry, end in zip((manifest.geometry, proposal.geometry), ends, strict=True)
-    )
+    stored, ruler = Schedules.from_state_dict(manifest.schedule).total_sequences, manifest.ruler
+    end, size = proposal.schedules.total_sequences, proposal.geometry.sequences_per_iteration
+    was, now = _position(manifest, manifest.geometry, stored), _position(manifest, proposal.geometry, end)
     why = ""
-    if manifest.geometry.sequences_per_iteration != proposal.geometry.sequences_per_iteration:
-        number, per_epoch = manifest.iteration, _iterations_per_epoch(manifest, proposal.geometry)
-        epochs = number / per_epoch
-        share = epochs * manifest.ruler.sequences_per_epoch / ends[0]
+    if manifest.geometry.sequences_per_iteration != size:
+        facts = manifest.loader.get("facts") or {}
+        unpacked = "sizes" in facts and not facts.get("packing") and not facts.get("weights")
+        samples = sum(facts.get("units", facts["sizes"])) if unpacked else ruler.sequences_per_epoch
+        per_epoch = max(1, samples // size)  # as a run that began so would count: the last partial one dropped
+        epochs = manifest.iteration / per_epoch
         why = (
-            f"sequences are counted, so nothing moves; the bare number {number} read at {per_epoch} iterations an epoch"
-            f" would be {epochs:.2f} epochs ({share:.1%})"
+            f"sequences are counted, so nothing moves; the bare number {manifest.iteration} read at {per_epoch}"
+            f" iterations an epoch would be {epochs:.2f} epochs ({epochs * ruler.sequences_per_epoch / stored:.1%})"
         )
     yield Finding("progress.position", "ok", was, now, why)
-    left = ends[1] - manifest.progress.sequences
+    left, was, now = end - manifest.progress.sequences, f"{stored:,.0f} sequences in all", f"{end:,.0f}"
     if left < proposal.geometry.global_batch_size:
-        yield Finding(
-            "progress.left", "warn", f"{ends[0]:,.0f} sequences in all", f"{ends[1]:,.0f}",
-            "the run is complete: nothing is left to train", "raise train_cfg.max_epochs (or its other limits)",
-        )  # fmt: skip
-    elif ends[0] != ends[1]:
-        yield Finding(
-            "progress.left", "warn", f"{ends[0]:,.0f} sequences in all", f"{ends[1]:,.0f}: {left:,.0f} are left",
-            "train_cfg was edited: training ends at another point",
-        )  # fmt: skip
-
-
-def _iterations_per_epoch(manifest: Manifest, geometry: Geometry) -> int:
-    """As a run that began with this geometry would count them: not packed, by samples, the last partial one dropped."""
-    facts = manifest.loader.get("facts") or {}
-    unpacked = "sizes" in facts and not facts.get("packing") and not facts.get("weights")
-    samples = sum(facts.get("units", facts["sizes"])) if unpacked else manifest.ruler.sequences_per_epoch
-    return max(1, samples // geometry.sequences_per_iteration)
+        why = "the run is complete: nothing is left to train"
+        yield Finding("progress.left", "warn", was, now, why, "raise train_cfg.max_epochs (or its other limits)")
+    elif stored != end:
+        why = "train_cfg was edited: training ends at another point"
+        yield Finding("progress.left", "warn", was, f"{now}: {left:,.0f} are left", why)
 
 
 def _position(manifest: Manifest, geometry: Geometry, end: float) -> str:
@@ -198,28 +164,19 @@ def learning_rates(manifest: Manifest, schedules: Schedules) -> list[tuple[float
 
 
 def check_learning_rate(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    stored = Schedules.from_state_dict(manifest.schedule)
-    was, now = learning_rates(manifest, stored), learning_rates(manifest, proposal.schedules)
-    same = was == now
+    stored, new = Schedules.from_state_dict(manifest.schedule), proposal.schedules
+    was, now = learning_rates(manifest, stored), learning_rates(manifest, new)
+    why = "the same function of the data consumed"
+    if was != now:
+        reasons = ["param_scheduler was edited"] * (not stored.same_curves(new))
+        reasons += ["a learning rate was edited"] * (stored.base != new.base)
+        reasons += ["the length of training was edited"] * (stored.total_sequences != new.total_sequences)
+        reasons += [f"lr_scale was {stored.lr_scale:.4g} and is {new.lr_scale:.4g}"] * (stored.lr_scale != new.lr_scale)
+        why = " and ".join(reasons) + ": the new curve is followed from the present progress on"
     flat = all(rate == 0 for _, rates in now for rate in rates.values())
-    why = "the same function of the data consumed" if same else _why_other(stored, proposal)
-    yield Finding(
-        "lr.curve",
-        "ok" if same and not flat else "warn",
-        _curve(was),
-        _curve(now),
-        "every learning rate is 0 from here on: nothing would be learned" if flat else why,
-        guide=4,
-    )
-
-
-def _why_other(stored: Schedules, proposal: Proposal) -> str:
-    new = proposal.schedules
-    reasons = ["param_scheduler was edited"] * (not stored.same_curves(new))
-    reasons += ["a learning rate was edited"] * (stored.base != new.base)
-    reasons += ["the length of training was edited"] * (stored.total_sequences != new.total_sequences)
-    reasons += [f"lr_scale was {stored.lr_scale:.4g} and is {new.lr_scale:.4g}"] * (stored.lr_scale != new.lr_scale)
-    return " and ".join(reasons) + ": the new curve is followed from the present progress on"
+    if flat:
+        why = "every learning rate is 0 from here on: nothing would be learned"
+    yield Finding("lr.curve", "ok" if was == now and not flat else "warn", _curve(was), _curve(now), why, guide=4)
 
 
 def _curve(points: Sequence[tuple[float, Mapping[str, float]]]) -> str:
@@ -230,13 +187,11 @@ def _curve(points: Sequence[tuple[float, Mapping[str, float]]]) -> str:
 
 def check_edited(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     edits = edited_settings(proposal.complete(manifest.config), proposal.complete(proposal.config))
-    yield Finding(
-        "config.edited",
-        "warn" if edits else "ok",
-        "as stored",
-        shown(edits) if edits else "no other setting that changes what is learned",
-        "it holds from here on; nothing else in this list shows it" if edits else "",
-    )
+    if edits:
+        why = "it holds from here on; nothing else in this list shows it"
+        yield Finding("config.edited", "warn", "as stored", shown(edits), why)
+    else:
+        yield Finding("config.edited", "ok", "as stored", "no other setting that changes what is learned")
 
 
 def check_intervals(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
@@ -245,17 +200,16 @@ def check_intervals(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]
     sizes = "global_batch_size" if unit == "update" else "sequences_per_iteration"
     ratio = getattr(was, sizes) / getattr(now, sizes)
     if ratio != 1 and interval > 0 and unit != "epoch":
-        yield Finding(
-            "hooks.intervals", "ok", f"{interval:,} {unit}s of the first start", f"{interval * ratio:,.6g} of now",
-            "iterations, updates and epochs of a config keep the size they had at the first start",
-        )  # fmt: skip
+        texts = f"{interval:,} {unit}s of the first start", f"{interval * ratio:,.6g} of now"
+        why = "iterations, updates and epochs of a config keep the size they had at the first start"
+        yield Finding("hooks.intervals", "ok", *texts, why)
 
 
 # ---- the data -------------------------------------------------------------------------------------------------------
 
 
 def check_data(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    change, choice = proposal.data, proposal.on_data_change
+    change, choice, progress = proposal.data, proposal.on_data_change, manifest.progress
     length = f"{manifest.ruler.sequences_per_epoch:,} sequences an epoch"
     if not change.differences:
         yield Finding("data.unchanged", "ok", length, "the same records, order and packing")
@@ -263,37 +217,22 @@ def check_data(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     words = shown([text for _, text in change.differences])
     if choice == "restart" or (choice == "append" and change.only_appended):
         then = "a new epoch of the new data begins" if choice == "restart" else "they join from the next epoch on"
-        seen = _seen(manifest) if change.holds_out_trained else ""
-        yield Finding("data.unchanged", "warn", length, words, f"--on-data-change {choice}: {then}{seen}")
+        if change.holds_out_trained:
+            then += (
+                f"; the {progress.updates:,} updates ({progress.samples:,} samples) before this split may have trained"
+                " on records that it holds out now: val/loss is lower than on records that were never seen"
+            )
+        yield Finding("data.unchanged", "warn", length, words, f"--on-data-change {choice}: {then}")
         return
-    yield Finding(
-        "data.unchanged",
-        "block",
-        length,
-        words,
-        "the training data differs from that of the checkpoint, so sequences would be repeated or skipped",
-        f"{_former_split(change)}restore the data; or, where records were only added, --on-data-change append; or"
-        " --on-data-change restart, or another run with --load-from",
-    )
-
-
-def _seen(manifest: Manifest) -> str:
-    """That records which are held out now were trained on before."""
-    progress = manifest.progress
-    return (
-        f"; the {progress.updates:,} updates ({progress.samples:,} samples) before this split may have trained on"
-        " records that it holds out now: val/loss is lower than on records that were never seen"
-    )
-
-
-def _former_split(change: DataChange) -> str:
-    """The remedy for a changed split, which is offered first."""
-    if change.division is None:
-        return ""
-    was = change.division[0]
-    if was is None:
-        return "leave val_dataloader.split out, as before (data of its own may be evaluated at any time); "
-    return f"set val_dataloader.split back to {was['share']:g} (seed {was['seed']}); "
+    why = "the training data differs from that of the checkpoint, so sequences would be repeated or skipped"
+    remedy = "restore the data; or, where records were only added, --on-data-change append; or --on-data-change"
+    remedy += " restart, or another run with --load-from"
+    if change.division is not None:  # a changed split: its remedy is offered first
+        was = change.division[0]
+        leave = "leave val_dataloader.split out, as before (data of its own may be evaluated at any time)"
+        before = leave if was is None else f"set val_dataloader.split back to {was['share']:g} (seed {was['seed']})"
+        remedy = f"{before}; {remedy}"
+    yield Finding("data.unchanged", "block", length, words, why, remedy)
 
 
 # ---- numbers and surroundings ---------------------------------------------------------------------------------------
@@ -302,20 +241,17 @@ def _former_split(change: DataChange) -> str:
 def check_engine(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     was, now = dict(manifest.topology), dict(proposal.topology)
     stored, precision = was.pop("precision", None), now.pop("precision", "fp32")
-    yield Finding(
-        "precision", "ok" if stored == precision else "warn", stored or "not known", precision,
-        "" if stored == precision else "masters and moments are fp32 in all; results differ by its rounding",
-    )  # fmt: skip
-    same = was == now
-    yield Finding(
-        "engine", "ok", _words(was), _words(now),
-        "bit-equal" if same else "loaded by parameter name; equal to float rounding, not to the bit",
-    )  # fmt: skip
-    ranks = (was.get("dp_size"), now.get("dp_size"))
-    yield Finding(
-        "rng", "ok" if ranks[0] == ranks[1] else "warn", f"{ranks[0]} process(es)", f"{ranks[1]} process(es)",
-        "" if ranks[0] == ranks[1] else "each process keeps its own generator: a network's own dropout is seeded anew",
-    )  # fmt: skip
+    why = "" if stored == precision else "masters and moments are fp32 in all; results differ by its rounding"
+    yield Finding("precision", _warns(stored != precision), stored or "not known", precision, why)
+    why = "bit-equal" if was == now else "loaded by parameter name; equal to float rounding, not to the bit"
+    yield Finding("engine", "ok", _words(was), _words(now), why)
+    before, after = was.get("dp_size"), now.get("dp_size")
+    why = "" if before == after else "each process keeps its own generator: a network's own dropout is seeded anew"
+    yield Finding("rng", _warns(before != after), f"{before} process(es)", f"{after} process(es)", why)
+
+
+def _warns(differs: bool) -> Status:
+    return "warn" if differs else "ok"
 
 
 def _words(topology: Mapping[str, Any]) -> str:
@@ -323,37 +259,26 @@ def _words(topology: Mapping[str, Any]) -> str:
 
 
 def check_ema(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    was = any(entry.path.startswith("ema/") for entry in manifest.files)
-    now = proposal.averages
-    text = {True: "kept", False: "none"}
+    was, now = bool(manifest.files_in("ema")), proposal.averages
     why = ""
     if was != now:
         why = "the average starts at the present weights" if now else "the average is dropped with the next checkpoint"
-    yield Finding("ema", "ok" if was == now else "warn", text[was], text[now], why)
+    yield Finding("ema", _warns(was != now), "kept" if was else "none", "kept" if now else "none", why)
 
 
 def check_versions(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     names = sorted(set(manifest.versions) & set(proposal.versions))
     other = [name for name in names if manifest.versions[name] != proposal.versions[name]]
-    yield Finding(
-        "versions",
-        "warn" if other else "ok",
-        ", ".join(f"{name} {manifest.versions[name]}" for name in other or names),
-        ", ".join(f"{name} {proposal.versions[name]}" for name in other) or "the same",
-        "results may differ in the last bits, or by what those versions changed" if other else "",
-    )
+    was = ", ".join(f"{name} {manifest.versions[name]}" for name in other or names)
+    now = ", ".join(f"{name} {proposal.versions[name]}" for name in other) or "the same"
+    why = "results may differ in the last bits, or by what those versions changed" if other else ""
+    yield Finding("versions", _warns(bool(other)), was, now, why)
 
 
 def check_log(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    rates = proposal.schedules.at(manifest.progress)
-    yield Finding(
-        "log.confirmation",
-        "ok",
-        f"update {manifest.progress.updates:,}",
-        f"look for: 'resumed from' {proposal.checkpoint}, then update {manifest.progress.updates + 1:,} with lr"
-        f" {rates[0]['lr']:.4g}",
-        guide=5,
-    )
+    updates, (first, *_) = manifest.progress.updates, proposal.schedules.at(manifest.progress)
+    then = f"'resumed from' {proposal.checkpoint}, then update {updates + 1:,} with lr {first['lr']:.4g}"
+    yield Finding("log.confirmation", "ok", f"update {updates:,}", f"look for: {then}", guide=5)
 
 
 CHECKS: tuple[Callable[[Manifest, Proposal], Iterable[Finding]], ...] = (

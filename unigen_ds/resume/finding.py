@@ -1,16 +1,44 @@
-"""The result of a check (``Finding``) and its input (``Proposal``): plain values, so checks are pure functions."""
+"""The result of a check (``Finding``), its input (``Proposal``), and what differs between a checkpoint and the run that
+would continue it: the model, the optimizer, and edits of a config that no weight, curve or record shows. Plain values
+and pure functions of them.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ResumeBlocked
+from unigen_ds.core.json_values import member_names
 from unigen_ds.core.progress import Geometry
+from unigen_ds.core.shards import misfit
 from unigen_ds.data.batches.change import DataChange
 from unigen_ds.resume.geometry import MemoryPlan
 from unigen_ds.schedule.schedule import Schedules
+
+BUILT = "built"
+"""Key of a stored config: what the config left to ``pretrained`` and to defaults, as the model was built."""
+_SIZES = (
+    "model.llm.", "model.vit.", "model.vae.", "model.pixel_shuffle_factor", "model.latent_patch_size",
+    "lora.r", "lora.alpha", "lora.use_", "lora.quantize",
+)  # fmt: skip
+_NOT_SIZES = ("dropout", "initializer_range", "max_position_embeddings")
+_IN_SHAPES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size", "num_channels",
+    "channels", "base_channels", "channel_multipliers", "num_blocks", "latent_channels", "latent_patch_size",
+    "pixel_shuffle_factor", "r", "use_dora", "tie_word_embeddings", "layer_types", "max_window_layers",
+)  # fmt: skip
+"""Sizes that the names and shapes of the weights show."""
+_SECTIONS = ("model", "lora", "processor", "loss_weights", "optim_wrapper", "custom_hooks")
+_ELSEWHERE = (
+    "model.activation_checkpointing", "model.compile", "model.freeze", "model.quantize", "model.pretrained",
+    "model.copy_init_moe", "optim_wrapper.accumulative_counts", "optim_wrapper.precision",
+    "optim_wrapper.optimizer.type", "custom_hooks[EvaluateHook]",
+)  # fmt: skip
+"""Keys that change no number, or that another finding reports, as it does every learning rate."""
 
 Status = Literal["ok", "warn", "block"]
 _SHOWN = 8
@@ -92,14 +120,11 @@ def shown(found: Sequence[str]) -> str:
 def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
     """One line for each finding, and one more for its reason and its remedy."""
     for f in findings:
-        yield f"{f.status:<5}  {_title(f):<22}  {f.was}" + (f"  ->  {f.now}" if f.now != f.was else "")
+        title = f.id + (f" ({f.guide} of 5)" if f.guide else "")
+        yield f"{f.status:<5}  {title:<22}  {f.was}" + (f"  ->  {f.now}" if f.now != f.was else "")
         for part in (f.why, f.remedy and f"remedy: {f.remedy}"):
             if part:
                 yield f"       {part}"
-
-
-def _title(finding: Finding) -> str:
-    return finding.id + (f" ({finding.guide} of 5)" if finding.guide else "")
 
 
 def plans(geometries: Sequence[Geometry], memory: Sequence[MemoryPlan]) -> Iterator[str]:
@@ -112,3 +137,128 @@ def plans(geometries: Sequence[Geometry], memory: Sequence[MemoryPlan]) -> Itera
         yield "If memory runs out (the effective batch stays):"
         for plan in memory:
             yield f"  plan {plan.name}: {plan.words}: {plan.geometry}"
+
+
+# What differs.
+
+
+def other_sizes(stored: Mapping[str, Any], config: Mapping[str, Any], *, hidden: bool = False) -> list[str]:
+    """Sizes of the model that both state, differently. Some leave every shape as it was (the number of heads).
+
+    ``hidden``: only those. Where weights alone are loaded, names and shapes are compared with what ``load_cfg`` allows.
+    """
+    was, now = _sizes(stored), _sizes(config)
+    return [
+        f"{key} was {was[key]!r} and is {value!r}"
+        for key, value in now.items()
+        if was.get(key, value) != value and not (hidden and key.rpartition(".")[2] in _IN_SHAPES)
+    ]
+
+
+def other_model(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Of a model of another kind: this explains all other differences, so it is the first."""
+    was, now = ((side.get("model") or {}).get("type") for side in (stored, config))
+    return [f"model.type was {was!r} and is {now!r}"] if None not in (was, now) and was != now else []
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> size: as given; where nothing is given, as the model was built."""
+    built = (config.get(BUILT) or {}).get("model")
+    sizes = {**dict(_leaves(built, "model")), **dict(_leaves(config.get("model"), "model"))}
+    sizes |= dict(_leaves(config.get("lora"), "lora"))
+    # transformers 5 writes rope_theta into rope_parameters, transformers 4 beside the other sizes
+    return {key.replace("rope_parameters.rope_theta", "rope_theta"): v for key, v in sizes.items() if _is_size(key)}
+
+
+def edited_settings(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Everything else that changes what is learned."""
+    was, now = (
+        {key: value for section in _SECTIONS for key, value in _leaves(side.get(section), section)}
+        for side in (stored, config)
+    )
+    built = dict(_leaves((stored.get(BUILT) or {}).get("model"), "model"))
+    was = {**{key: built[key] for key in now.keys() & built.keys()}, **was}  # a default that is made explicit
+    passed = {*filter(_is_size, was.keys() & now.keys()), *_ELSEWHERE}
+    edits = []
+    for key in dict.fromkeys((*was, *now)):
+        same = was.get(key) == now.get(key) and isinstance(was.get(key), bool) == isinstance(now.get(key), bool)
+        without_name = re.sub(r"[:#][^]]*", "", key)
+        if same or key.endswith(".lr") or any(key == one or without_name.startswith(one + ".") for one in passed):
+            continue
+        before, after = (repr(side[key]) if key in side else "not given" for side in (was, now))
+        edits.append(f"{key} was {before} and is {after}")
+    return edits
+
+
+def _is_size(key: str) -> bool:
+    return key.startswith(_SIZES) and not key.endswith(_NOT_SIZES)
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all that is no section. A component in a list is named by ``member_names``."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)) and any(isinstance(inner, Mapping) for inner in value):
+        for name, inner in zip(member_names(value), value, strict=True):
+            yield from _leaves(inner, f"{path}[{name}]")
+    elif value is not None:
+        yield path, list(value) if isinstance(value, tuple) else value
+
+
+def model_findings(
+    manifest: Manifest, *, parameters: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> list[Finding]:
+    """The findings on model and optimizer, by parameter names: computed again for the real model once it is built."""
+    stored, number = manifest.parameters, f"{len(manifest.parameters)} parameters"
+    model = other_sizes(manifest.config, config)
+    quantized, now = ((side.get("model") or {}).get("quantize") or {} for side in (manifest.config, config))
+    model += [f"{part} was {way} and is {now[part]}" for part, way in quantized.items() if now.get(part, way) != way]
+    shapes = misfit(*({row["name"]: tuple(row["shape"]) for row in rows} for rows in (stored, parameters)))
+    if shapes:
+        model += _other_layers(manifest.config, config)
+        model += [f"{name} is new" for name in shapes.missing] + [f"{name} is gone" for name in shapes.unexpected]
+        model += [f"{name} was {[*was]} and is {[*now]}" for name, (was, now) in shapes.reshaped.items()]
+    trained = {row["name"]: row["trainable"] for row in parameters}
+    frozen = [
+        f"{row['name']} {'is frozen now' if row['trainable'] else 'was frozen and is trained'}"
+        for row in stored
+        if trained.get(row["name"], row["trainable"]) != row["trainable"]
+    ]
+    findings = [
+        Finding("model.structure", "ok", number, "the same names and shapes"),
+        Finding("model.trainable", "ok", number, "the same ones are trained"),
+    ]
+    for index, differences in enumerate((model and other_model(manifest.config, config) + model, frozen)):
+        if differences:
+            findings[index] = replace(
+                findings[index],
+                status="block",
+                now=shown(differences),
+                why="the model differs from that of the checkpoint",
+                remedy="set model back; --load-from CKPT starts another training from the weights, if they fit",
+            )
+    kind, kind_now = optimizer_type(manifest.config), optimizer_type(config)
+    why = "the optimizer is another one, which cannot use the stored state"
+    remedy = f"set optim_wrapper.optimizer.type back to {kind}, or start anew with --load-from CKPT"
+    differs: tuple[Any, ...] = ("block", kind, kind_now, why, remedy)
+    findings.append(Finding("optimizer.type", *(differs if kind != kind_now else ("ok", kind, kind))))
+    groups, groups_now = (
+        ", ".join(sorted({str(row["group"]) for row in rows if row["group"]})) for rows in (stored, parameters)
+    )
+    differs = ("warn", groups, groups_now, "moments follow the parameters by name into the new groups")
+    findings.append(Finding("optimizer.groups", *(differs if groups != groups_now else ("ok", groups, groups))))
+    return findings
+
+
+def _other_layers(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """The patterns that choose other layers for adapters; other ones may choose the same."""
+    was, now = ((c.get("lora") or {}).get("target_modules") for c in (stored, config))
+    first, second = ([side] if isinstance(side, str) else [*(side or ())] for side in (was, now))
+    return [] if None in (was, now) or first == second else [f"lora.target_modules was {was!r} and is {now!r}"]
+
+
+def optimizer_type(config: Mapping[str, Any]) -> str:
+    """``AdamW``, also where the config had the class and its text was stored."""
+    kind = str(((config.get("optim_wrapper") or {}).get("optimizer") or {}).get("type", "AdamW"))
+    return kind.removeprefix("<class '").removesuffix("'>").rpartition(".")[2]

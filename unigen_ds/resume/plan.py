@@ -25,10 +25,10 @@ from typing import Literal
 
 from unigen_ds.checkpoint import foreign, store
 from unigen_ds.checkpoint.base_files import Base
+from unigen_ds.checkpoint.foreign import locate
 from unigen_ds.checkpoint.home import home_of, run_of, same
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
-from unigen_ds.checkpoint.settings import LoadSettings
-from unigen_ds.checkpoint.weight_files import locate
+from unigen_ds.checkpoint.partial import LoadSettings
 from unigen_ds.config.hub import folder_of
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError
@@ -59,7 +59,9 @@ class ResumePlan:
     base: Base | None = None
     """Of adapters: the files of the base, where they are now."""
     lineage: store.Lineage | None = None
-    """On a resume: what the work dir records once the checkpoint is loaded."""
+    """On a resume: what ``home`` records once the checkpoint is loaded."""
+    home: Path = Path()
+    """The folder of the checkpoints of this run."""
 
     @property
     def stored_precision(self) -> str | None:
@@ -84,7 +86,7 @@ def plan_resume(
     plan = _plan(work_dir, listing, resume=resume, load_from=load_from, load_cfg=load_cfg, hashes=hashes)
     if plan.mode != "resume" or plan.checkpoint is None:
         return plan
-    return replace(plan, lineage=store.continued_lineage(work_dir, plan.checkpoint, listing))
+    return replace(plan, lineage=store.continued_lineage(work_dir, plan.checkpoint, listing), home=work_dir)
 
 
 def _plan(
@@ -194,7 +196,7 @@ def checkpoint_directory(text: str) -> Path:
     """
     path = Path(text).expanduser().resolve()
     if not path.exists():
-        raise store.missing(path, text)
+        raise store.missing(path)
     path = home_of(path)
     if path.name.startswith(store.NOT_FINITE):
         raise CheckpointError(

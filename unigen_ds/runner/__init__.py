@@ -4,5 +4,5 @@ In order: ``settings/`` (config -> typed settings), ``start/`` (settings -> part
 ``open/`` (a checkpoint -> a model for inference).
 """
 
-from unigen_ds.runner.loop.run import train_config as train_config
 from unigen_ds.runner.loop.runner import Runner as Runner
+from unigen_ds.runner.loop.runner import train_config as train_config

@@ -8,10 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from unigen_ds.checkpoint.layouts.base import PieceReader, slices_of
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import BUFFER, EXP_AVG, MASTER, STEP, shard_key
+from unigen_ds.core.shards import BUFFER, EXP_AVG, MASTER, STEP, PieceReader, shard_key, slices_of
 
 WHOLE = torch.arange(60, dtype=torch.float32).reshape(5, 4, 3)
 

@@ -23,9 +23,9 @@ from tests import full_disk
 from tests.end_to_end.engines.cases import Job
 from tests.end_to_end.engines.groups import jobs_of
 from unigen_ds.checkpoint import store
-from unigen_ds.checkpoint.layouts import open_reader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.checkpoint.store import open_reader
 from unigen_ds.core.shards import EMA, ShardReader
 from unigen_ds.system.journals import read_lines
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.tiny import tiny_config
-from unigen_ds.checkpoint import saver
+from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import TrainingError
@@ -44,7 +44,7 @@ def resumed(folder: Path, name: str, **options: Any) -> str:
 
 def test_the_recorded_losses_come_again_to_the_bit(folder):
     path = folder / "run" / "iter_9.pth"
-    recorded = saver.read_hook_states(path, Manifest.read(path))["continuity"]["losses"]
+    recorded = store.read_hook_states(path, Manifest.read(path))["continuity"]["losses"]
     assert set(recorded) == {"text", "image"}
     line = resumed(folder, "same")
     assert "are the recorded ones" in line

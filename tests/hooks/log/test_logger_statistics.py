@@ -144,12 +144,12 @@ def test_an_epoch_ends_with_its_means(tmp_path: Path) -> None:
 
 
 def test_a_gradient_norm_outside_its_usual_range_is_one_warning() -> None:
-    watch = GradNormWatch()
+    norms: list[float] = []
+    watch = GradNormWatch(norms)
     assert not [*watch.observe([1.0] * FEWEST, last_update=FEWEST)]
     assert not [*watch.observe([9.9, 0.11, float("nan"), 1.0], last_update=FEWEST + 4)]
     (message,) = watch.observe([1.0, 10.5, 11.0, 12.0], last_update=100)
     assert "update 98: the gradient norm is 10.5" in message and "exploding" in message
-    again = GradNormWatch()
-    again.norms.extend(watch.norms)
+    again = GradNormWatch([*norms])
     (message,) = again.observe([0.05], last_update=101)
     assert "update 101" in message and "vanishing" in message

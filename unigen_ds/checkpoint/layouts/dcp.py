@@ -20,10 +20,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader
 from unigen_ds.checkpoint.layouts.torch_file import WRAPPERS
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import MASTER, STAMP
+from unigen_ds.core.shards import MASTER, STAMP, Fetch, PieceReader
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {

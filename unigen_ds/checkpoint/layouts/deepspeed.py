@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unigen_ds.checkpoint.layouts.base import PieceReader, slices_of
 from unigen_ds.checkpoint.layouts.torch_file import load_file
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import BUFFER, LOSS_SCALE, MASTER, STAMP, STEP
+from unigen_ds.core.shards import BUFFER, LOSS_SCALE, MASTER, STAMP, STEP, PieceReader, slices_of
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt$")

@@ -17,9 +17,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import BUFFER, MASTER, STAMP, parse_shard_key
+from unigen_ds.core.shards import BUFFER, MASTER, STAMP, Fetch, PieceReader, parse_shard_key
 
 
 class SafetensorsReader(PieceReader):

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader, slices_of
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import MASTER
+from unigen_ds.core.shards import MASTER, Fetch, PieceReader, slices_of
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which trainers keep the model's state dict, next to the optimizer's."""

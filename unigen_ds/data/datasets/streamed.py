@@ -28,7 +28,6 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import cache_folder, fingerprint
 from unigen_ds.data.index.index import Index
 from unigen_ds.data.records.records import Layout
-from unigen_ds.data.records.unusable import OnRecordError
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.samples.sample import RULE_VERSIONS, RULES
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource

@@ -27,8 +27,8 @@ from unigen_ds.data.datasets.streamed import SPAN, Recent, StreamedShards
 from unigen_ds.data.datasets.subset import whole_of
 from unigen_ds.data.order.order import Draw, permute_many
 from unigen_ds.data.records.unusable import BadRecord, exceeds, unusable_error
-from unigen_ds.data.sources.unpacked import format_size
 from unigen_ds.data.samples.sample import Array
+from unigen_ds.data.sources.unpacked import format_size
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 from unigen_ds.system.seeding import derive_seed

@@ -124,7 +124,7 @@ class BestFitPacking:
 
 
 class _Samples:
-    """The samples of a window. A longer one is ``seq_length`` long, one with more images has ``max_tiles``; None: images
+    """The samples of a window. A longer one is ``seq_length`` long, one with more images has ``max_tiles``; None: they
     do not count.
     """
 

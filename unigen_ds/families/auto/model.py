@@ -27,8 +27,8 @@ from unigen_ds.config.registry import MODELS, checked
 from unigen_ds.core.batch import LossTerms, to_device
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import BUFFER, MASTER, persistent_buffers
-from unigen_ds.families.auto.attention import documents, has_sdpa, is_causal, use_documents
-from unigen_ds.families.auto.batch import ModelBatch, Rows, text_batch
+from unigen_ds.families.auto.attention import documents, is_causal, use_documents
+from unigen_ds.families.auto.batch import ModelBatch, Rows
 from unigen_ds.families.auto.cost import Cost
 from unigen_ds.families.auto.loading import build, plain_config, read_config, read_weights
 from unigen_ds.models.attention import Attend, plan_attention

@@ -23,8 +23,8 @@ from typing_extensions import Self
 
 from unigen_ds.config.values import Number
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.fitting import first_names
 from unigen_ds.core.json_values import stored_object
+from unigen_ds.core.shards import first_names
 from unigen_ds.families.base import published_folder
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.settings import LanguageSizes, VisionSizes

@@ -11,7 +11,6 @@ Lines with ``event`` are not those of an update: ``training_stats`` (``hooks/log
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -63,6 +62,7 @@ class LoggerHook(JournalHook):
     """
 
     name = "logger"
+    state_attributes = ("run_ids", "grad_norms", "epoch")
 
     @checked()
     def __init__(
@@ -88,19 +88,26 @@ class LoggerHook(JournalHook):
         self._last: UpdateResult | None = None
         self._logged_update: int | None = None
         self._norms: list[torch.Tensor | float] = []
-        self._watch, self._epoch, self._by_source = GradNormWatch(), EpochMeans(), SourceLosses()
+        self.run_ids: dict[str, str] = {}
+        """Id of the run in each tracker, by the writer's name."""
+        self.grad_norms: list[float] = []
+        self.epoch: dict[str, dict[str, float]] = {"sums": {}, "counts": {}}
+        self._watch, self._epoch = GradNormWatch(self.grad_norms), EpochMeans(self.epoch)
+        self._by_source = SourceLosses()
 
     def before_train(self, run: Run) -> None:
         super().before_train(run)
-        self._epoch.since = time.perf_counter()
+        self._watch, self._epoch = GradNormWatch(self.grad_norms), EpochMeans(self.epoch)
         self._by_source = SourceLosses(source_names(run.datasets))
         if self._log_metric_by_epoch:
             logger().warning("LoggerHook.log_metric_by_epoch has no effect: each line has update, iteration and epoch")
         if dist.is_main() and self._writers:
             identity = _identity(run)
             for writer in self._writers:  # not earlier: a resume has restored the run ids by now
+                writer.run_id = self.run_ids.get(writer.name)
                 writer.open(work_dir=run.work_dir, config=run.config, updates=run.progress.updates,
                             name=self._run_name or run.work_dir.name, identity=identity)  # fmt: skip
+            self.run_ids = {writer.name: writer.run_id for writer in self._writers if writer.run_id is not None}
 
     def before_update(self, run: Run) -> None:
         self._by_source.begin()
@@ -177,19 +184,6 @@ class LoggerHook(JournalHook):
             self._bar = None
         for writer in self._writers if dist.is_main() else ():
             writer.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "run_ids": {w.name: w.run_id for w in self._writers if w.run_id is not None},
-            "grad_norms": [*self._watch.norms],
-            "epoch": self._epoch.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for writer in self._writers:
-            writer.run_id = state["run_ids"].get(writer.name)
-        self._watch.norms.extend(state["grad_norms"])
-        self._epoch.load_state_dict(state["epoch"])
 
     def _log(self, run: Run, result: UpdateResult, of_epoch: Mapping[str, float]) -> None:
         """Collective. Reads the device: the only code outside the optimizer step that waits for it."""

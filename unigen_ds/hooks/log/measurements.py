@@ -11,9 +11,7 @@ import resource
 import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,16 +96,18 @@ class SourceLosses:
 
 
 class EpochMeans:
-    """The losses of a whole epoch, across kills, and its throughput. ``since``: when it began, in this process."""
+    """The losses of a whole epoch, across kills, and its throughput.
 
-    def __init__(self) -> None:
+    ``state``: the sums that ``settle`` has read and the counts, over all ranks: those of before a resume.
+    Without times, so a resumed run has the same state as one that was never killed.
+    """
+
+    def __init__(self, state: Mapping[str, dict[str, float]]) -> None:
         self._local: dict[str, Tensor] = {}
         """This rank's sum of each term since the last ``settle``, on the device."""
-        self._sums: dict[str, float] = {}
-        """Over all ranks, until then."""
-        self._counts: dict[str, float] = {}
+        self._sums, self._counts = state["sums"], state["counts"]
         self._tokens = 0
-        self.since = time.perf_counter()
+        self._since = time.perf_counter()
 
     def add(self, result: UpdateResult) -> None:
         if result.applied:  # the sums of a skipped update may not be finite
@@ -139,23 +139,21 @@ class EpochMeans:
         if means:
             values["epoch_loss"] = sum(loss_weights.get(n, DEFAULT_WEIGHT) * mean for n, mean in means.items())
         values |= {f"epoch_loss/{name}": mean for name, mean in means.items()}
-        values["epoch_tokens_per_second"] = self._tokens / (time.perf_counter() - self.since)
-        self._sums, self._counts, self._tokens, self.since = {}, {}, 0, time.perf_counter()
+        values["epoch_tokens_per_second"] = self._tokens / (time.perf_counter() - self._since)
+        self._sums.clear()
+        self._counts.clear()
+        self._tokens, self._since = 0, time.perf_counter()
         return values
-
-    def state_dict(self) -> dict[str, Any]:
-        """What ``settle`` has read. Without times: a resumed run has the same state as one that was never killed."""
-        return {"sums": self._sums, "counts": self._counts}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sums, self._counts = dict(state["sums"]), dict(state["counts"])
 
 
 class GradNormWatch:
-    """Compares each norm with the median of the last ``WINDOW`` before it. One warning when the range is left."""
+    """Compares each norm with the median of the last ``WINDOW`` before it. One warning when the range is left.
 
-    def __init__(self) -> None:
-        self.norms: deque[float] = deque(maxlen=WINDOW)
+    ``norms``: those of before a resume.
+    """
+
+    def __init__(self, norms: list[float]) -> None:
+        self._norms = norms
         self._outside = False
 
     def observe(self, norms: Sequence[float], *, last_update: int) -> Iterator[str]:
@@ -166,18 +164,19 @@ class GradNormWatch:
         for update, norm in enumerate(norms, start=last_update - len(norms) + 1):
             if not math.isfinite(norm):
                 continue
-            usual = statistics.median(self.norms) if len(self.norms) >= FEWEST else norm
+            usual = statistics.median(self._norms) if len(self._norms) >= FEWEST else norm
             outside = not usual / FACTOR <= norm <= usual * FACTOR
             if outside and not self._outside:
                 kind = "exploding" if norm > usual else "vanishing"
                 yield (
                     f"update {update}: the gradient norm is {norm:.4g}; usual is {usual / FACTOR:.4g} to"
-                    f" {usual * FACTOR:.4g} ({usual:.4g} is the median of the last {len(self.norms)} updates). If it"
+                    f" {usual * FACTOR:.4g} ({usual:.4g} is the median of the last {len(self._norms)} updates). If it"
                     f" stays there, gradients are {kind}: look at the samples of this update (tools/inspect_data.py)"
                     " and at the learning rate."
                 )
             self._outside = outside
-            self.norms.append(norm)
+            self._norms.append(norm)
+            del self._norms[:-WINDOW]
 
 
 def global_memory() -> dict[str, float]:

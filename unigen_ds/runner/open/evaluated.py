@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from unigen_ds.checkpoint.layouts import own_files
+from unigen_ds.checkpoint.foreign import locate
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
-from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.config.hub import folder_of
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
@@ -179,7 +178,7 @@ class EvaluationSubject:
 
     def open(self) -> tuple[WholeModel, list[Validation]]:
         """The model on this process's device, in the precision of the training, and the data. Not collective."""
-        averaged = self.manifest is not None and bool(own_files(self.manifest, EMA))
+        averaged = self.manifest is not None and bool(self.manifest.files_in(EMA))
         if self.ema and not averaged:
             raise ConfigError(f"{self.path} has no average of the weights (EMA)", remedy="leave out --ema")
         model, _ = open_model(

@@ -12,17 +12,16 @@ from torch import nn
 
 from unigen_ds.checkpoint.base_files import Folders, find_base
 from unigen_ds.checkpoint.convert import Source, read_source
+from unigen_ds.checkpoint.foreign import locate
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.saver import TOKENIZER
-from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.config.hub import folder_of
 from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.fitting import by_first_name, misfit, refuse_misfit
-from unigen_ds.core.shards import tied_names
+from unigen_ds.core.shards import by_first_name, misfit, refuse_misfit, tied_names
 from unigen_ds.families.directories import formats, published_format
 from unigen_ds.models.lora import base_tensors
-from unigen_ds.resume.differences import BUILT
+from unigen_ds.resume.finding import BUILT
 from unigen_ds.runner.settings.custom_imports import custom_modules, import_custom
 from unigen_ds.runner.settings.family_settings import family_of_model
 from unigen_ds.runner.settings.tree import ModelSettings

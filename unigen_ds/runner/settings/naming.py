@@ -27,8 +27,7 @@ from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.progress import Geometry
-from unigen_ds.resume.differences import other_sizes
-from unigen_ds.resume.finding import shown
+from unigen_ds.resume.finding import other_sizes, shown
 from unigen_ds.runner.settings.tree import Settings
 
 NANOVLM = "nanoVLM_{vit}_{max_image_size}_mp{mp}_{llm}_{gpus}xGPU_bs{batch_size}_{updates}_lr_{nanovlm_lrs}_{date}"

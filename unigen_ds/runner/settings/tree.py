@@ -23,7 +23,7 @@ from unigen_ds.backends import single as _single
 from unigen_ds.backends.deepspeed import deepspeed as _deepspeed  # noqa: F401 - these register themselves
 from unigen_ds.backends.fsdp import fsdp as _fsdp  # noqa: F401
 from unigen_ds.checkpoint.base_files import Base
-from unigen_ds.checkpoint.settings import LoadSettings
+from unigen_ds.checkpoint.partial import LoadSettings
 from unigen_ds.config.file import is_of_mmengine
 from unigen_ds.config.overrides import ConfigValues, config_path, plain_values, read_values, top_problems
 from unigen_ds.config.paths import expand_paths

@@ -41,10 +41,8 @@ from unigen_ds.hooks.save.best import BestHook
 from unigen_ds.models.lora import adapted, add_adapters, base_tensors, hold_base_in
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, default_fused, settled_precision
 from unigen_ds.optim.param_groups import build_param_groups
-from unigen_ds.resume.geometry import lr_factor
 from unigen_ds.runner.settings.family_settings import family_of_model, of_its_kind
 from unigen_ds.runner.settings.tree import ModelSettings, Settings, TrainCfg
-from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.system.log import logger, notice
 
 
@@ -304,28 +302,6 @@ def prepare_engine(
     if adapted(model) is not None:
         hold_base_in(model, COMPUTE_DTYPE[optimizer_cfg.precision])
     backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
-
-
-def build_schedules(
-    settings: Settings,
-    manifest: Manifest | None,
-    groups: Sequence[ParamGroup],
-    *,
-    ruler: Ruler,
-    total_sequences: float,
-    global_batch_size: int,
-) -> Schedules:
-    """The config's curves. On a resume the stored ones, where the config is the one they came from; an edited config's
-    own at the present progress. A change of the effective batch scales both as ``on_batch_change`` requires.
-    """
-    base = [{"name": group.name, "lr": group.lr} for group in groups]
-    curves = Schedules.from_cfg(settings.param_scheduler, ruler=ruler, base=base, total_sequences=total_sequences)
-    if manifest is None:
-        return curves
-    stored = Schedules.from_state_dict(manifest.schedule)
-    same = (stored.base, stored.total_sequences) == (curves.base, curves.total_sequences) and stored.same_curves(curves)
-    factor = lr_factor(settings.on_batch_change, was=manifest.geometry.global_batch_size, now=global_batch_size)
-    return replace(stored if same else curves, lr_scale=stored.lr_scale * factor)
 
 
 def build_hooks(settings: Settings) -> list[Hook]:

@@ -34,7 +34,6 @@ from unigen_ds.runner.start.build import (
     build_loader,
     build_model,
     build_optimizer_config,
-    build_schedules,
     build_validation,
     named_parameters,
     parameter_table,
@@ -97,14 +96,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     named = named_parameters(model)
     groups = build_groups(settings, named)
     parameters = parameter_table(named, groups)
-    schedules = build_schedules(
-        settings,
-        manifest,
-        groups,
-        ruler=start.ruler,
-        total_sequences=start.total_sequences,
-        global_batch_size=geometry.global_batch_size,
-    )
+    schedules = start.schedules(groups, global_batch_size=geometry.global_batch_size)
     optimizer_cfg = build_optimizer_config(settings, fused=recorded_fused(settings, manifest))
     prepare_engine(backend, model, groups, optimizer_cfg, geometry=geometry)
     if initial is not None and (plan.mode != "resume" or backend.left_out):  # all else is in the checkpoint

@@ -12,16 +12,14 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.checkpoint import saver, store
+from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.foreign import read_foreign
-from unigen_ds.checkpoint.layouts import open_reader, open_shards, shard_folders
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader, fit
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import ShardReader
 from unigen_ds.hooks.base import Hook
-from unigen_ds.resume.differences import model_findings, other_model, other_sizes
-from unigen_ds.resume.finding import refuse
+from unigen_ds.resume.finding import model_findings, other_model, other_sizes, refuse
 from unigen_ds.resume.plan import ResumePlan
 from unigen_ds.runner.start.parts import Parts
 from unigen_ds.system import dist
@@ -46,11 +44,13 @@ def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
     refuse(model_findings(manifest, parameters=parts.parameters, config=parts.plain_config))
     parts.backend.load_tensors(reader, keep=parts.backend.left_out)
     _restore_hooks(hooks, checkpoint, manifest)
-    if not saver.restore_rng(checkpoint, manifest):
+    if not store.restore_rng(checkpoint, manifest):
         seed = derive_seed(parts.settings.seed, "resume", manifest.progress.updates)
         seed_everything(seed, rank=dist.rank())
         logger().warning("The checkpoint is of another number of processes: network dropout is seeded anew.")
-    dist.on_main(lambda: store.continue_from(parts.settings.checkpoints, checkpoint, parts.plan.lineage))
+    home, lineage = parts.plan.home, parts.plan.lineage
+    assert lineage is not None, "planned with a resume"
+    dist.on_main(lambda: store.continue_from(home, checkpoint, lineage))
     findings = [finding.state_dict() for finding in parts.findings]
     return {**manifest.state_dict(), "path": str(checkpoint), "findings": findings}
 
@@ -86,9 +86,8 @@ def fit_weights(
 
 
 def _restore_hooks(hooks: Sequence[Hook], checkpoint: Path, manifest: Manifest) -> None:
-    states = saver.read_hook_states(checkpoint, manifest)
-    folders = [name for name in shard_folders(manifest) if name != saver.RNG_DIRECTORY]
-    readers = {name: open_shards(checkpoint, manifest, name) for name in folders}
+    states = store.read_hook_states(checkpoint, manifest)
+    readers = store.open_shards(checkpoint, manifest)
     for hook in hooks:
         if hook.name in states:
             hook.load_state_dict(states[hook.name])
@@ -104,6 +103,6 @@ def _stored_tensors(plan: ResumePlan) -> tuple[ShardReader, list[dict[str, Any]]
     """
     assert plan.checkpoint is not None, "nothing to load"
     if plan.manifest is not None:
-        return open_reader(plan.checkpoint, plan.manifest), plan.manifest.parameters, plan.manifest.config
+        return store.open_reader(plan.checkpoint, plan.manifest), plan.manifest.parameters, plan.manifest.config
     foreign = read_foreign(plan.checkpoint)
     return foreign.reader, foreign.parameters, {"model": foreign.sizes}

@@ -13,8 +13,9 @@ checkpoint's manifest: the result is the same on every rank, and needs neither a
 from __future__ import annotations
 
 import secrets
+import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,16 +26,17 @@ from torch import nn
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.base_files import Base, find_base, read_base
-from unigen_ds.checkpoint.foreign import parse_assume, read_foreign
+from unigen_ds.checkpoint.foreign import Foreign, parse_assume, read_foreign
 from unigen_ds.checkpoint.home import check_home
-from unigen_ds.checkpoint.manifest import Manifest, current_versions
-from unigen_ds.checkpoint.settings import LoadSettings
-from unigen_ds.config.section import Component
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.checkpoint.manifest import FileEntry, Manifest, current_versions
+from unigen_ds.checkpoint.partial import LoadSettings, fit
+from unigen_ds.core.errors import ConfigError, ResumeBlocked, UnigenError
 from unigen_ds.core.json_values import json_values
-from unigen_ds.core.progress import Duration, Geometry, Ruler
+from unigen_ds.core.progress import Duration, Geometry, Progress, Ruler
+from unigen_ds.core.shards import persistent_buffers
 from unigen_ds.data.batches.change import DataChange, OnDataChange, compare, continued
 from unigen_ds.data.batches.statistics import check_unusable
+from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.datasets.dataset import check_readable
 from unigen_ds.data.datasets.overflow import check_overflow
 from unigen_ds.data.order.order import Cursor
@@ -42,11 +44,10 @@ from unigen_ds.data.samples.sample import check_rules
 from unigen_ds.models.weights import check_here
 from unigen_ds.optim.optimizer import AUTO, ParamGroup, settled_precision
 from unigen_ds.resume import checklist
-from unigen_ds.resume.differences import BUILT
-from unigen_ds.resume.finding import Finding, Proposal, Saves
+from unigen_ds.resume.finding import BUILT, Finding, Proposal, Saves
+from unigen_ds.resume.geometry import lr_factor
 from unigen_ds.resume.plan import ResumePlan, plan_resume
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.adopt import adopt, geometry_of
 from unigen_ds.runner.start.build import (
     Data,
     build_data,
@@ -55,12 +56,13 @@ from unigen_ds.runner.start.build import (
     build_limits,
     build_model,
     build_optimizer_config,
-    build_schedules,
+    build_processor,
     named_parameters,
     parameter_table,
     recorded_fused,
     total_sequences,
 )
+from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.system import dist, log
 from unigen_ds.system.files import check_digests
 
@@ -107,29 +109,22 @@ def plan_start(settings: Settings, *, hashes: bool = True) -> ResumePlan:
     if precision == AUTO:
         why = "as the checkpoint has it" if chosen == stored else "as this device computes it"
         log.logger().info("optim_wrapper.precision is 'auto': this run computes in %s, %s.", chosen, why)
-    return replace(plan, seed=_seed(settings.randomness.seed, plan), precision=chosen, base=_base(settings, plan))
-
-
-def _seed(seed: int | None, plan: ResumePlan) -> int:
-    """The config's seed; where that is None the checkpoint's on a resume, else one that is drawn and logged."""
-    if seed is not None:
-        return seed
-    if plan.mode == "resume" and plan.manifest is not None:
-        return int(plan.manifest.loader["seed"])
-    seed = secrets.randbelow(2**31)
-    log.logger().info("randomness.seed is None: this run draws %d. Checkpoints record it, and a resume uses it.", seed)
-    return seed
-
-
-def _base(settings: Settings, plan: ResumePlan) -> Base | None:
-    """The base of adapters, whose files are read and hashed: on a resume they must be the recorded ones."""
-    folders = settings.base or settings.model.get("pretrained")
-    if settings.lora is None or not folders:
-        return None
-    if plan.mode == "resume" and plan.manifest is not None and plan.manifest.base is not None:
-        recorded = Base.from_state(plan.manifest.base)
-        return replace(recorded, path=find_base(recorded, given=settings.base, checkpoint=plan.checkpoint))
-    return read_base(folders)
+    seed, manifest = settings.randomness.seed, plan.manifest if plan.mode == "resume" else None
+    if seed is None and manifest is not None:
+        seed = int(manifest.loader["seed"])
+    if seed is None:
+        seed = secrets.randbelow(2**31)
+        log.logger().info(
+            "randomness.seed is None: this run draws %d. Checkpoints record it, and a resume uses it.", seed
+        )
+    base, folders = None, settings.base or settings.model.get("pretrained")
+    if settings.lora is not None and folders:  # their base's files are read and hashed
+        if manifest is not None and manifest.base is not None:  # they must be the recorded ones
+            base = Base.from_state(manifest.base)
+            base = replace(base, path=find_base(base, given=settings.base, checkpoint=plan.checkpoint))
+        else:
+            base = read_base(folders)
+    return replace(plan, seed=seed, precision=chosen, base=base)
 
 
 def check_weights(pretrained: Any, *, where: str = "model.pretrained") -> None:
@@ -178,6 +173,20 @@ class Start:
     ruler: Ruler
     limits: list[Duration]
     total_sequences: float
+
+    def schedules(self, groups: Sequence[ParamGroup], *, global_batch_size: int) -> Schedules:
+        """The config's curves. On a resume the stored ones, where the config is the one they came from; an edited
+        config's own at the present progress. A change of the effective batch scales both as ``on_batch_change`` states.
+        """
+        settings, manifest, total = self.settings, self.manifest, self.total_sequences
+        base = [{"name": group.name, "lr": group.lr} for group in groups]
+        curves = Schedules.from_cfg(settings.param_scheduler, ruler=self.ruler, base=base, total_sequences=total)
+        if manifest is None:
+            return curves
+        stored = Schedules.from_state_dict(manifest.schedule)
+        same = (stored.base, stored.total_sequences) == (curves.base, total) and stored.same_curves(curves)
+        factor = lr_factor(settings.on_batch_change, was=manifest.geometry.global_batch_size, now=global_batch_size)
+        return replace(stored if same else curves, lr_scale=stored.lr_scale * factor)
 
     @cached_property
     def meta_model(self) -> nn.Module:
@@ -235,28 +244,35 @@ def continue_data(
 def run_checklist(
     start: Start, plan: ResumePlan, *, backend: Backend, geometry: Geometry, hashed: bool = True
 ) -> list[Finding]:
-    """All findings of the checklist of a resume. ``hashed``: whether the plan has read the checkpoint's files."""
+    """All findings of the checklist of a resume. ``hashed``: whether the plan has read the checkpoint's files.
+
+    The parameters are the stored ones where the config's model is the stored one, else those of a model on the meta
+    device. The real model is checked again once it is built.
+    """
     settings, manifest, plain = start.settings, start.manifest, plain_values(start.settings, start.manifest)
     assert manifest is not None, "only a resume is checked"
-    rows, groups = _parameters(start, plain, manifest)
-    schedules = build_schedules(
-        settings,
-        manifest,
-        groups,
-        ruler=start.ruler,
-        total_sequences=start.total_sequences,
-        global_batch_size=geometry.global_batch_size,
-    )
+    if all(plain.get(key) == manifest.config.get(key) for key in ("model", "lora", "tokenizer")):  # the stored model
+        named = []
+        for row in manifest.parameters:
+            with torch.device("meta"):
+                parameter = nn.Parameter(torch.empty(row["shape"]), requires_grad=row["trainable"])
+            named += [(name, parameter) for name in (row["name"], *row.get("tied", ()))]
+    else:
+        named = named_parameters(start.meta_model)
+    groups = build_groups(settings, named)
+    saves, hook = asdict(Saves()), settings.default_hooks.checkpoint  # without a hook the defaults, which save nothing
+    if hook is not None:
+        saves = {key: hook.get(key, value) for key, value in saves.items()}
     proposal = Proposal(
         checkpoint=str(plan.checkpoint),
         config=plain,
         complete=completed,
-        saves=_saves(settings.default_hooks.checkpoint),
+        saves=Saves(**saves),
         averages=any(hook.cls.__name__.startswith("EMAHook") for hook in settings.custom_hooks),
         geometry=geometry,
         topology=backend.topology(),
-        schedules=schedules,
-        parameters=rows,
+        schedules=start.schedules(groups, global_batch_size=geometry.global_batch_size),
+        parameters=parameter_table(named, groups),
         data=start.change,
         versions=current_versions(),
         on_batch_change=settings.on_batch_change,
@@ -266,32 +282,6 @@ def run_checklist(
         unknown=start.unknown,
     )
     return checklist.run(manifest, proposal)
-
-
-def _saves(hook: Component | None) -> Saves:
-    """The arguments of the checkpoint hook; without a hook, the defaults, which save nothing."""
-    default = Saves()
-    return default if hook is None else Saves(**{key: hook.get(key, value) for key, value in asdict(default).items()})
-
-
-def _parameters(
-    start: Start, plain: Mapping[str, Any], manifest: Manifest
-) -> tuple[list[dict[str, Any]], list[ParamGroup]]:
-    """Rows and groups of the model: the stored ones where the config's model is the stored one, else those of a model
-    on the meta device. The real model is checked again once it is built.
-    """
-    if all(plain.get(key) == manifest.config.get(key) for key in ("model", "lora", "tokenizer")):
-        named = [pair for row in manifest.parameters for pair in _without_memory(row)]
-    else:
-        named = named_parameters(start.meta_model)
-    groups = build_groups(start.settings, named)
-    return parameter_table(named, groups), groups
-
-
-def _without_memory(row: Mapping[str, Any]) -> list[tuple[str, nn.Parameter]]:
-    """A parameter on the meta device, under all its names."""
-    parameter = nn.Parameter(torch.empty(row["shape"], device="meta"), requires_grad=row["trainable"])
-    return [(name, parameter) for name in (row["name"], *row.get("tied", ()))]
 
 
 def free_bytes(checkpoints: Path) -> int | None:
@@ -320,3 +310,77 @@ def plain_built(model: Any) -> dict[str, Any]:
     With these a checkpoint needs no other folder to be built again, and sizes that no config states can be compared.
     """
     return json_values({BUILT: {"model": model.arguments()}}) if hasattr(model, "arguments") else {}
+
+
+# ---- a checkpoint of another trainer --------------------------------------------------------------------------------
+
+# The order of its data is not known, so the run continues after as many sequences as the checkpoint was trained on, in
+# the order of this project. What could not be determined is in ``Foreign.unknown`` and in the checklist.
+
+
+def geometry_of(foreign: Foreign, settings: Settings) -> Geometry:
+    """The geometry it was trained with. Raises ``ResumeBlocked``: it cannot be resumed, with the command that loads its
+    weights; or what to pass with ``--assume``.
+    """
+    if foreign.updates is None:
+        raise ResumeBlocked(
+            f"{foreign.directory} ({foreign.writer}) cannot be resumed: of such files the weights alone are read",
+            remedy=f"a new run with them: --load-from {shlex.quote(str(foreign.directory))}"
+            f" {_renaming(foreign, settings)} --work-dir NEW".replace("  ", " "),
+        )
+    if foreign.geometry is None:
+        raise ResumeBlocked(
+            f"{foreign.directory} has no manifest, and its files do not state the whole effective batch size:"
+            f" {' '.join(line for line in foreign.unknown if '--assume' in line)}"
+        )
+    return foreign.geometry
+
+
+def _renaming(foreign: Foreign, settings: Settings) -> str:
+    """The further option with which its names are the model's, where they are not and one prefix changes them all."""
+    try:
+        with torch.device("meta"):
+            model = build_model(settings, build_processor(settings, seed=0), seed=0)
+        parameters = parameter_table(named_parameters(model), ())
+        buffers = {name: buffer.numel() for name, buffer in persistent_buffers(model).items()}
+        return fit(
+            foreign.reader, foreign.parameters, parameters=parameters, buffers=buffers, cfg=LoadSettings()
+        ).option
+    except UnigenError:  # it is reported when it is loaded
+        return ""
+
+
+def adopt(foreign: Foreign, settings: Settings, stream: SequenceStream) -> Manifest:
+    """A manifest for ``--resume``. ``stream`` is built with the geometry of ``geometry_of``."""
+    geometry, sequences = geometry_of(foreign, settings), foreign.sequences or 0
+    ruler = Ruler(geometry, stream.sequences_per_epoch)
+    cursor = stream.seek(sequences)
+    optimizer = settings.optim_wrapper.optimizer
+    schedules = Schedules.from_cfg(
+        settings.param_scheduler,
+        ruler=ruler,
+        base=[{"name": "default", "lr": optimizer.lr}],
+        total_sequences=total_sequences(build_limits(settings.train_cfg, ruler), geometry, stream.tokens_per_sequence),
+    )
+    return Manifest(
+        commit=0,
+        parent=None,
+        progress=Progress(
+            sequences=sequences,
+            samples=round(sequences * stream.samples_per_sequence),
+            tokens=round(sequences * stream.tokens_per_sequence),
+            updates=foreign.updates or 0,
+            skipped_updates=foreign.skipped_updates or 0,
+            epoch=cursor.epoch,
+        ),
+        geometry=geometry,
+        ruler=ruler,
+        topology={"engine": foreign.writer, "dp_size": geometry.dp_size, "precision": foreign.precision},
+        schedule=schedules.state_dict(),
+        loader={"cursor": cursor.state_dict(), **stream.identity},
+        parameters=foreign.parameters,
+        config={"optim_wrapper": {"optimizer": {"type": optimizer.type}}},
+        versions={},
+        layout=foreign.layout,
+        files=[FileEntry(p.name, p.stat().st_size, "") for p in sorted(foreign.directory.iterdir()) if p.is_file()],
+    )

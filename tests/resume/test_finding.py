@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unigen_ds.resume.differences import edited_settings, other_sizes
+from unigen_ds.resume.finding import edited_settings, other_sizes
 
 CONFIG: dict[str, Any] = {
     "model": {
