@@ -14,9 +14,8 @@ import pytest
 from tests.evaluation.tiny_models import Convolution, noise
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.evaluation.metrics import evaluated
-from unigen_ds.evaluation.metrics.fid import FID, KID
-from unigen_ds.evaluation.metrics.short_answers import ExactMatch
-from unigen_ds.evaluation.metrics.text import BLEU
+from unigen_ds.evaluation.metrics.picture_metrics import FID, KID
+from unigen_ds.evaluation.metrics.text_metrics import BLEU, ExactMatch
 from unigen_ds.evaluation.provenance import NO_DRAWS, Result, compare, compare_files, read_results, write_results
 
 REFERENCES = [f"the {n} cats sat on {n % 7} mats" for n in range(60)]
@@ -92,7 +91,7 @@ def test_the_interval_of_distances_separates_better_pictures_from_worse(kind: An
     real = noise(40, seed=2, bright=200)
     results = []
     for bright in (140, 195):
-        metric = kind(extractor=Convolution(), device="cpu")
+        metric = kind(extractor=Convolution())
         metric.update(noise(40, seed=1, bright=bright), real, [f"{n:02}" for n in range(40)])
         results.append(evaluated(metric, checkpoint=str(bright), resamples=60))
     (found,) = compare(*results)

@@ -30,8 +30,8 @@ from unigen_ds.data.batches.collate import collate
 from unigen_ds.data.order.order import Draw
 from unigen_ds.evaluation.generation import Answer, Answering, answers
 from unigen_ds.evaluation.metrics import base
-from unigen_ds.evaluation.metrics.fid import frechet_distance_of_samples
-from unigen_ds.evaluation.metrics.short_answers import ExactMatch
+from unigen_ds.evaluation.metrics.picture_metrics import frechet_distance_of_samples
+from unigen_ds.evaluation.metrics.text_metrics import ExactMatch
 from unigen_ds.evaluation.provenance import read_results
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.report.reading import read_work_dir
