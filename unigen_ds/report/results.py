@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,18 +37,55 @@ class Evaluated:
     origin: str
 
 
-def of_lines(lines: Iterable[Line]) -> list[Evaluated]:
-    """Read lines with an event, and those of updates that have ``val/...``."""
-    evaluations = []
+def evaluations(path: Path, lines: Iterable[Line], config: Mapping[str, Any], problems: Problems) -> list[Evaluated]:
+    """Those of the valid lines, and of ``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what
+    ``write_results`` wrote, ``{"values", "provenance"}``, or names and numbers. A value that a file has with its
+    provenance is left out of the lines.
+    """
+    lines = [line for line in lines if "update" in line and line.get("event") != STATISTICS]
+    prefix = _async_prefix(config, lines)
+    scores = sorted((path / SCORES).glob("*.json"), key=lambda file: (len(file.name), file.name))
+    single = path / "results.json"
+    of_files: list[Evaluated] = []
+    for file in (*sorted((path / RESULTS).rglob("*.json")), *scores, *([single] if single.is_file() else [])):
+        name = str(file.relative_to(path))
+        content = json_object(file, problems, name=name)
+        if content is None:
+            continue
+        of_a_process = RESULT.fullmatch(file.name) if file.is_relative_to(path / RESULTS) else None
+        if prefix is not None and of_a_process:
+            try:
+                of_files += _of_process(file, content, int(of_a_process[1]), prefix)
+            except ValueError as error:
+                problems.append((name, f"is not logged by AsyncEvaluateHook: {error}"))
+            continue
+        step = re.search(r"(\d+)\.json$", file.name)
+        update = content.get("update", content.get("updates", int(step[1]) if step else None))
+        listed = content.get("results")
+        parts = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else [content]
+        without = len(parts)
+        for part in parts:
+            nested = [part[k] for k in ("values", "results", "metrics") if isinstance(part.get(k), Mapping)]
+            values = _numbers(flat(nested[0] if nested else part))
+            values = {key: n for key, n in values.items() if not key.startswith("provenance.")}
+            if file in scores:  # with the names that ``EvaluateHook`` logs
+                values = {key if key.startswith("val/") else f"val/{key}": n for key, n in values.items()}
+            if values:
+                origin = SCORES if file in scores else name
+                of_files.append(Evaluated(update if is_count(update) else None, values, _provenance(part), origin))
+                without -= 1
+        if without or not parts:
+            problems.append((name, f"{without} of {len(parts)} results have no number"))
+    stored = {(one.update, key) for one in of_files for key in one.values}
+    of_lines = []
     for line in lines:
         event = line.get("event")
-        if event == STATISTICS or "update" not in line:
-            continue
         values = _numbers({key: line[key] for key in line if event is not None or key.startswith("val/")})
+        values = {key: n for key, n in values.items() if (line["update"], key) not in stored}
         if values:
             origin = METRICS_FILE if event is None else f"{METRICS_FILE}, {event}"
-            evaluations.append(Evaluated(line["update"], values, _provenance(line), origin))
-    return evaluations
+            of_lines.append(Evaluated(line["update"], values, _provenance(line), origin))
+    return [*of_lines, *of_files]
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
@@ -59,17 +97,7 @@ def _provenance(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return provenance if isinstance(provenance, Mapping) else {}
 
 
-def once(lines: Iterable[Evaluated], files: Sequence[Evaluated]) -> list[Evaluated]:
-    """Leave out the values of lines that a file has with their provenance."""
-    stored = {(one.update, key) for one in files for key in one.values}
-    rest = [
-        replace(line, values={key: n for key, n in line.values.items() if (line.update, key) not in stored})
-        for line in lines
-    ]
-    return [*(line for line in rest if line.values), *files]
-
-
-def async_prefix(config: Mapping[str, Any], lines: Iterable[Line]) -> str | None:
+def _async_prefix(config: Mapping[str, Any], lines: Iterable[Line]) -> str | None:
     """Return the prefix of the names that ``AsyncEvaluateHook`` logs; None: the run has no such hook."""
     hooks = config.get("custom_hooks")
     for hook in hooks if isinstance(hooks, list) else ():
@@ -83,56 +111,11 @@ def _of_process(file: Path, content: Line, update: int, prefix: str) -> list[Eva
     """A result by the rules and with the names of ``AsyncEvaluateHook``. Raises ``ValueError`` where it refuses it."""
     read_result(file, update=update)
     listed = content["results"]
-    evaluations = []
-    for part in listed if isinstance(listed, list) else [{"values": listed}]:
-        numbers = {key: number(value) for key, value in numbers_of(part["values"]).items()}
-        values = {f"{prefix}/{key}": value for key, value in numbers.items() if value is not None}
-        evaluations.append(Evaluated(update, values, _provenance(part), RESULTS))
-    return [one for one in evaluations if one.values]
-
-
-def of_files(path: Path, problems: Problems, *, prefix: str | None) -> list[Evaluated]:
-    """``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what ``write_results`` wrote,
-    ``{"values", "provenance"}``, or names and numbers.
-    """
-    scores = sorted((path / SCORES).glob("*.json"), key=lambda file: (len(file.name), file.name))
-    single = path / "results.json"
-    evaluations = []
-    for file in (*sorted((path / RESULTS).rglob("*.json")), *scores, *([single] if single.is_file() else [])):
-        name = str(file.relative_to(path))
-        content = json_object(file, problems, name=name)
-        if content is None:
-            continue
-        if prefix is not None and file.is_relative_to(path / RESULTS) and (match := RESULT.fullmatch(file.name)):
-            try:
-                evaluations += _of_process(file, content, int(match[1]), prefix)
-            except ValueError as error:
-                problems.append((name, f"is not logged by AsyncEvaluateHook: {error}"))
-            continue
-        step = re.search(r"(\d+)\.json$", file.name)
-        update = content.get("update", content.get("updates", int(step[1]) if step else None))
-        listed = content.get("results")
-        parts = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else [content]
-        entries = (_result_of(part, update if is_count(update) else None, name) for part in parts)
-        valid = [one for one in entries if one.values]
-        if len(valid) < len(parts) or not parts:
-            problems.append((name, f"{len(parts) - len(valid)} of {len(parts)} results have no number"))
-        evaluations += [_as_score(one) for one in valid] if file in scores else valid
-    return evaluations
-
-
-def _result_of(content: Line, update: int | None, origin: str) -> Evaluated:
-    nested = next(
-        (content[k] for k in ("values", "results", "metrics") if isinstance(content.get(k), Mapping)), content
-    )
-    values = {key: n for key, n in _numbers(flat(nested)).items() if not key.startswith("provenance.")}
-    return Evaluated(update, values, _provenance(content), origin)
-
-
-def _as_score(one: Evaluated) -> Evaluated:
-    """Give the values the names that ``EvaluateHook`` logs."""
-    values = {key if key.startswith("val/") else f"val/{key}": value for key, value in one.values.items()}
-    return replace(one, values=values, origin=SCORES)
+    parts = [
+        ({f"{prefix}/{key}": n for key, n in numbers_of(part["values"]).items() if math.isfinite(n)}, _provenance(part))
+        for part in (listed if isinstance(listed, list) else [{"values": listed}])
+    ]
+    return [Evaluated(update, values, provenance, RESULTS) for values, provenance in parts if values]
 
 
 def flat(config: Mapping[str, Any], prefix: str = "", *, by_name: bool = False) -> dict[str, Any]:
