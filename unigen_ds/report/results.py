@@ -111,11 +111,13 @@ def _of_process(file: Path, content: Line, update: int, prefix: str) -> list[Eva
     """A result by the rules and with the names of ``AsyncEvaluateHook``. Raises ``ValueError`` where it refuses it."""
     read_result(file, update=update)
     listed = content["results"]
-    parts = [
-        ({f"{prefix}/{key}": n for key, n in numbers_of(part["values"]).items() if math.isfinite(n)}, _provenance(part))
-        for part in (listed if isinstance(listed, list) else [{"values": listed}])
-    ]
-    return [Evaluated(update, values, provenance, RESULTS) for values, provenance in parts if values]
+    several = []
+    for part in listed if isinstance(listed, list) else [{"values": listed}]:
+        numbers, _ = numbers_of(part["values"])
+        values = {f"{prefix}/{key}": n for key, n in numbers.items() if math.isfinite(n)}
+        if values:
+            several.append(Evaluated(update, values, _provenance(part), RESULTS))
+    return several
 
 
 def flat(config: Mapping[str, Any], prefix: str = "", *, by_name: bool = False) -> dict[str, Any]:
