@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.json_values import member_names
 from unigen_ds.evaluation.jobs.evaluation_job import RESULT, numbers_of, read_result
-from unigen_ds.evaluation.metric_lines import Line, is_count, number
+from unigen_ds.evaluation.metric_lines import Line, number
 from unigen_ds.system.journals import METRICS_FILE
 
 RESULTS = "eval_results"
@@ -40,56 +40,59 @@ class Evaluated:
 def evaluations(path: Path, lines: Iterable[Line], config: Mapping[str, Any], problems: Problems) -> list[Evaluated]:
     """Those of the valid lines, and of ``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what
     ``write_results`` wrote, ``{"values", "provenance"}``, or names and numbers. A value that a file has with its
-    provenance is left out of the lines.
+    provenance is left out of the lines. The result of another process is read by the rules of ``AsyncEvaluateHook``,
+    and has the names that it logs.
     """
     lines = [line for line in lines if "update" in line and line.get("event") != STATISTICS]
     prefix = _async_prefix(config, lines)
     scores = sorted((path / SCORES).glob("*.json"), key=lambda file: (len(file.name), file.name))
-    single = path / "results.json"
     of_files: list[Evaluated] = []
-    for file in (*sorted((path / RESULTS).rglob("*.json")), *scores, *([single] if single.is_file() else [])):
+    for file in (*sorted((path / RESULTS).rglob("*.json")), *scores, *path.glob("results.json")):
         name = str(file.relative_to(path))
         content = json_object(file, problems, name=name)
         if content is None:
             continue
-        of_a_process = RESULT.fullmatch(file.name) if file.is_relative_to(path / RESULTS) else None
-        if prefix is not None and of_a_process:
-            try:
-                of_files += _of_process(file, content, int(of_a_process[1]), prefix)
-            except ValueError as error:
-                problems.append((name, f"is not logged by AsyncEvaluateHook: {error}"))
-            continue
-        step = re.search(r"(\d+)\.json$", file.name)
-        update = content.get("update", content.get("updates", int(step[1]) if step else None))
+        update = re.search(r"(\d{1,18})\.json$", file.name)
+        of_process = prefix is not None and file.is_relative_to(path / RESULTS) and RESULT.fullmatch(file.name)
         listed = content.get("results")
-        parts = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else [content]
-        without = len(parts)
-        for part in parts:
-            nested = [part[k] for k in ("values", "results", "metrics") if isinstance(part.get(k), Mapping)]
-            values = _numbers(flat(nested[0] if nested else part))
-            values = {key: n for key, n in values.items() if not key.startswith("provenance.")}
-            if file in scores:  # with the names that ``EvaluateHook`` logs
-                values = {key if key.startswith("val/") else f"val/{key}": n for key, n in values.items()}
-            if values:
-                origin = SCORES if file in scores else name
-                of_files.append(Evaluated(update if is_count(update) else None, values, _provenance(part), origin))
-                without -= 1
-        if without or not parts:
-            problems.append((name, f"{without} of {len(parts)} results have no number"))
+        parts = (
+            listed if isinstance(listed, list) else [content if "values" in content else {"values": listed or content}]
+        )
+        values = []
+        try:
+            if of_process:
+                read_result(file, update=int(of_process[1]))
+            for part in parts:
+                numbers, _ = numbers_of(part["values"])
+                values.append({key: n for key, n in numbers.items() if math.isfinite(n) and key not in _POSITION})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            by_rule = f"is not logged by AsyncEvaluateHook: {error}" if of_process else "has no results"
+            problems.append((name, by_rule))
+            continue
+        if not all(values):
+            problems.append((name, f"{values.count({})} of {len(values)} results have no number"))
+        origin = RESULTS if of_process else SCORES if file in scores else name
+        for part, own in zip(parts, values, strict=True):
+            if of_process:
+                own = {f"{prefix}/{key}": n for key, n in own.items()}
+            elif file in scores:
+                own = {key if key.startswith("val/") else f"val/{key}": n for key, n in own.items()}
+            if own:
+                of_files.append(Evaluated(int(update[1]) if update else None, own, _provenance(part), origin))
     stored = {(one.update, key) for one in of_files for key in one.values}
     of_lines = []
     for line in lines:
         event = line.get("event")
-        values = _numbers({key: line[key] for key in line if event is not None or key.startswith("val/")})
-        values = {key: n for key, n in values.items() if (line["update"], key) not in stored}
-        if values:
+        candidates = {key: number(line[key]) for key in line if event is not None or key.startswith("val/")}
+        own = {
+            key: n
+            for key, n in candidates.items()
+            if n is not None and key not in _POSITION and (line["update"], key) not in stored
+        }
+        if own:
             origin = METRICS_FILE if event is None else f"{METRICS_FILE}, {event}"
-            of_lines.append(Evaluated(line["update"], values, _provenance(line), origin))
+            of_lines.append(Evaluated(line["update"], own, _provenance(line), origin))
     return [*of_lines, *of_files]
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    return {key: n for key, value in values.items() if key not in _POSITION and (n := number(value)) is not None}
 
 
 def _provenance(content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -105,19 +108,6 @@ def _async_prefix(config: Mapping[str, Any], lines: Iterable[Line]) -> str | Non
             return str(hook.get("prefix", "lmms_eval"))
     names = (key for line in lines if line.get("event") == "async_evaluation" for key in line)
     return next((key.partition("/")[0] for key in names if "/" in key), None)
-
-
-def _of_process(file: Path, content: Line, update: int, prefix: str) -> list[Evaluated]:
-    """A result by the rules and with the names of ``AsyncEvaluateHook``. Raises ``ValueError`` where it refuses it."""
-    read_result(file, update=update)
-    listed = content["results"]
-    several = []
-    for part in listed if isinstance(listed, list) else [{"values": listed}]:
-        numbers, _ = numbers_of(part["values"])
-        values = {f"{prefix}/{key}": n for key, n in numbers.items() if math.isfinite(n)}
-        if values:
-            several.append(Evaluated(update, values, _provenance(part), RESULTS))
-    return several
 
 
 def flat(config: Mapping[str, Any], prefix: str = "", *, by_name: bool = False) -> dict[str, Any]:
