@@ -283,7 +283,7 @@ def test_a_picture_is_at_most_128_pixels_large() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--html", "gone/page.html"], "gone/page.html cannot be written: there is no folder"),
+        (["--html", "gone/page.html"], "gone/page.html cannot be written: No such file"),
         (["--html", "."], "it is a folder"),
         (["--html", "x" * 300], "cannot be written: File name too long"),
         (["--num", "3"], "give --html OUT, too"),

@@ -92,19 +92,6 @@ def test_texts_and_pictures_by_turns(run: Runner, tmp_path: Path) -> None:
     assert main([*words, "--understand", "--out", str(out), *FAST]) == 2
 
 
-def test_other_keys_of_a_file_of_prompts_are_named(
-    run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    words = [str(run.work_dir), "--prompts", str(prompts), "--out", str(tmp_path / "out"), *FAST]
-    prompts.write_text('{"prompt": "draw a three", "id": 7}\n')
-    assert main(words) == 0
-    assert "'id' of 1 lines: not read" in "".join(capsys.readouterr())
-    prompts.write_text('{"prompt": "draw a three", "image": "a.png"}\n')
-    assert main(words) == 1
-    assert "prompts.jsonl:1 is no prompt" in (shown := capsys.readouterr().err) and "unknown key 'image'" in shown
-
-
 def test_a_contact_sheet_of_several_answers_to_several_prompts(run: Runner, tmp_path: Path) -> None:
     out, prompts = tmp_path / "out", tmp_path / "prompts.txt"
     prompts.write_text("draw a three\ndraw a four\n")
@@ -137,19 +124,6 @@ def test_bad_values_are_refused_before_the_model_is_opened(
 ) -> None:
     assert main([str(tmp_path / "none"), "--prompt", "a", "--out", str(tmp_path / "out"), *words]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-def test_every_prompt_and_every_file_of_prompts_is_answered(decoder: Path, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        (tmp_path / f"{name}.txt").write_text(f"{name}\n")
-    more = ["--out", str(tmp_path / "out"), "--device", "cpu", "--max-length", "2", "--grid"]
-    assert main([str(decoder), "--prompt", "three", "--prompt", "four", *more]) == 0
-    assert (
-        main([str(decoder), "--prompts", str(tmp_path / "one.txt"), "--prompts", str(tmp_path / "two.txt"), *more]) == 0
-    )
-    assert [row["prompt"] for row in rows(tmp_path / "out")] == ["three", "four", "one", "two"]
-    assert [row["seed"] for row in rows(tmp_path / "out")] == [0, 1, 0, 1]
-    assert sorted(path.name for path in (tmp_path / "out").glob("grid*")) == ["grid-00000.png", "grid-00002.png"]
 
 
 def test_a_published_directory_draws_edits_and_answers(
@@ -197,6 +171,7 @@ def test_parts_of_a_file_are_those_of_the_python_interface(published: Path, tmp_
     [
         ("{}", [], 1, "prompts.jsonl:1 is no prompt"),
         ('{"parts": [{"file": "a.png"}]}', [], 1, '{"image": "a.png"}'),
+        ('{"prompt": "a", "image": "a.png"}', [], 1, "unknown key 'image'"),
         ('{"prompt": "a"}', ["--size", "30", "32"], 2, "multiples of 16"),
         ('{"prompt": "a"}', ["--num-timesteps", "1"], 2, "at least 2"),
         ('{"prompt": "a", "images": ["none.png"]}', [], 2, "there is no image none.png"),

@@ -107,7 +107,7 @@ def chart(
     curves = [one for one in series if one.points]
     if not curves:
         return None
-    frame = Frame.around(curves, log=log)
+    frame = Frame(curves, log=log)
     most = max(len(one.points) for one in curves)
     notes = [
         unit,
@@ -152,28 +152,18 @@ def chart(
     )
 
 
-@dataclass(frozen=True)
 class Frame:
-    """The limits of both axes, and the values of y that have a line."""
+    """The limits of both axes, and the values of y that have a line. ``log``: None chooses it from the values; a
+    logarithmic scale needs values above 0.
+    """
 
-    left: float
-    right: float
-    low: float
-    high: float
-    ticks: Sequence[float]
-    log: bool
-
-    @classmethod
-    def around(cls, curves: Sequence[Series], *, log: bool | None) -> Frame:
-        """``log``: None chooses it from the values. A logarithmic scale needs values above 0."""
+    def __init__(self, curves: Sequence[Series], *, log: bool | None) -> None:
         values = [y for one in ([s for s in curves if s.scale] or curves) for _, y in one.points]
-        positive = min(values) > 0
-        log = positive and (max(values) / min(values) > _LOG_RATIO if log is None else log)
-        low, high, ticks = _log_axis(values) if log else _axis(values)
+        self.log = min(values) > 0 and (max(values) / min(values) > _LOG_RATIO if log is None else log)
+        self.low, self.high, self.ticks = _log_axis(values) if self.log else _axis(values)
         xs = [x for one in curves for x, _ in one.points]
-        left, right = min(xs), max(xs)
-        margin = 0.5 if left == right else 0.0
-        return cls(left - margin, right + margin, low, high, ticks, log)
+        margin = 0.5 if min(xs) == max(xs) else 0.0
+        self.left, self.right = min(xs) - margin, max(xs) + margin
 
     def x(self, x: float) -> float:
         return (x - self.left) / (self.right - self.left) * WIDTH
@@ -291,7 +281,7 @@ def histogram(
     number = len(edges) - 1
     counts = {name: np.histogram(values, edges)[0] for name, values in groups.items()}
     top = int(np.sum([*counts.values()], axis=0).max())
-    frame = Frame.around([Series("", [(0, 0), (number, top)])], log=False)
+    frame = Frame([Series("", [(0, 0), (number, top)])], log=False)
     width = WIDTH / number
     bars = []
     base: NDArray[Any] = np.zeros(number)

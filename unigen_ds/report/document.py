@@ -68,17 +68,15 @@ def write_document(out: Path, template: str, **values: Any) -> Path:
 
 def check_writable(out: Path) -> None:
     """Raise ``ConfigError`` where a file cannot be written there: before the work of making it."""
-    allowed, folder = "a file in a folder that exists", out.absolute().parent
     try:
         if out.is_dir():
-            raise ConfigError(f"{out} cannot be written: it is a folder", allowed=allowed)
-        if not folder.is_dir():
-            raise ConfigError(f"{out} cannot be written: there is no folder {folder}", allowed=allowed)
+            raise IsADirectoryError(0, "it is a folder")
         trial = temporary_beside(out, "tmp")
         trial.touch()
         trial.unlink()
     except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror}", allowed=allowed) from error
+        problem = f"{out} cannot be written: {error.strerror}"
+        raise ConfigError(problem, allowed="a file in a folder that exists") from error
 
 
 def data_uri(content: bytes, kind: str = "png") -> str:

@@ -129,11 +129,7 @@ def changes(starts: Sequence[RunStart]) -> list[dict[str, tuple[Any, Any]]]:
 
 
 def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
-    parts = {name: record.get(name) for name in ("geometry", "topology", "versions", "git", "machine")}
-    plain: dict[str, Mapping[str, Any]] = {name: part for name, part in parts.items() if isinstance(part, Mapping)}
-    plain["machine"] = {"device": plain.get("machine", {}).get("device")}
-    values = {f"{name}.{key}": value for name, part in plain.items() for key, value in part.items()}
-    return {
-        key: value.get("commit") if key.startswith("git.") and isinstance(value, Mapping) else value
-        for key, value in values.items()
-    }
+    parts = {name: record[name] for name in ("geometry", "topology", "versions", "git")}
+    values = {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
+    commits = {key: one.get("commit") for key, one in values.items() if key[:4] == "git." and isinstance(one, Mapping)}
+    return {**values, **commits, "machine.device": record["machine"].get("device")}

@@ -177,12 +177,11 @@ def _chips(run: WorkDir) -> list[tuple[str, str]]:
         None: ("killed, or still running", "warn") if run.starts else ("no start recorded", "warn"),
     }
     chips = [states.get(end, ("ended with an error", "bad"))]
-    record = run.starts[-1].record if run.starts else {}
-    topology, geometry = record.get("topology"), record.get("geometry")
-    if isinstance(topology, Mapping):
+    topology, geometry = (run.starts[-1].record[name] if run.starts else {} for name in ("topology", "geometry"))
+    if topology:
         parts = (topology.get(key) for key in ("engine", "sharding", "precision"))
         chips.append((" ".join(str(part) for part in parts if part), ""))
-    if isinstance(geometry, Mapping) and all(isinstance(value, int) for value in geometry.values()):
+    if geometry and all(isinstance(value, int) for value in geometry.values()):
         chips.append((f"effective batch {math.prod(geometry.values())}", ""))
     return chips
 
@@ -276,22 +275,19 @@ def _checkpoint(run: WorkDir, entry: Found) -> tuple[Any, ...]:
 def _resumes(run: WorkDir) -> list[dict[str, Any]]:
     """What each resume met and changed."""
     resumes = []
-    configs = [flat(one) if isinstance(one := start.record.get("config"), Mapping) else {} for start in run.starts]
+    configs = [flat(start.record["config"]) for start in run.starts]
     for index, (start, changed) in enumerate(zip(run.starts, changes(run.starts), strict=True)):
         if not index:
             continue
         before, now = configs[index - 1], configs[index]
         keys = sorted({*before, *now} - {"resume", "load_from"}) if before and now else ()
         edited = {f"config.{k}": (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
-        listed = start.record.get("findings")
         findings = []
-        for one in listed if isinstance(listed, list) else ():
-            if isinstance(one, Mapping):
-                status = str(one.get("status"))
-                advice = " ".join(str(one[key]) for key in ("why", "remedy") if one.get(key))
-                state = [(status, _STATES.get(status, ""))]
-                was, is_now = value_text(one.get("was")), value_text(one.get("now"))
-                findings.append((state, str(one.get("id", "")), was, is_now, advice))
+        for one in start.record["findings"]:
+            status = str(one.get("status"))
+            advice = " ".join(str(one[key]) for key in ("why", "remedy") if one.get(key))
+            values = value_text(one.get("was")), value_text(one.get("now"))
+            findings.append(([(status, _STATES.get(status, ""))], str(one.get("id", "")), *values, advice))
         resumes.append({
             "number": index + 1,
             "update": start.update,
@@ -323,17 +319,15 @@ def _environment(run: WorkDir) -> list[tuple[str, Any]]:
         return [(str(key), str(value)) for key, value in manifests[-1].versions.items()] if manifests else []
     record = run.starts[-1].record
     entries: dict[str, Any] = {}
-    for part in map(record.get, ("machine", "topology", "geometry")):
-        entries |= {key: value_text(value) for key, value in part.items()} if isinstance(part, Mapping) else {}
-    git = record.get("git")
-    for name, part in git.items() if isinstance(git, Mapping) else ():
+    for name in ("machine", "topology", "geometry"):
+        entries |= {key: value_text(value) for key, value in record[name].items()}
+    for name, part in record["git"].items():
         if isinstance(part, Mapping):
             commit, changed = str(part.get("commit", "–"))[:40], _CHANGED.get(str(part.get("changed")), "")
             entries[f"git commit of the {name}"] = TableCell(commit, "code", changed)
-    if not git:
+    if not record["git"]:
         entries["git commit"] = "none: the code is in no git repository"
-    versions = record.get("versions")
-    entries |= {key: str(value) for key, value in versions.items()} if isinstance(versions, Mapping) else {}
+    entries |= {key: str(value) for key, value in record["versions"].items()}
     return [(key.replace("_", " "), value) for key, value in entries.items()]
 
 

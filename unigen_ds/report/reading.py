@@ -27,6 +27,7 @@ from unigen_ds.system.journals import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, T
 
 BEST_HINT, LOG_FILE, PREVIEWS = "best_checkpoint", "train.log", "previews"
 _OF_A_RUN = (METRICS_FILE, TIMELINE_FILE, LEDGER_FILE, LOG_FILE, CONFIG_FILE, SCORES, RESULTS)
+_PARTS = ("geometry", "topology", "machine", "git", "versions", "config")
 _MOST_NAMES = 10
 _SECRET = re.compile(r"(?i)(api_?key|password|passwd|secret|access_token)$")
 _LOGGED = re.compile(r"(?m)^(\S+ \S+) (WARNING|ERROR|CRITICAL) (.*)$")
@@ -39,7 +40,7 @@ class RunStart:
     update: int
     """Updates of the run when it began."""
     record: Line
-    """Its line in ``timeline.jsonl``."""
+    """Its line in ``timeline.jsonl``, with a mapping for each of ``_PARTS`` and a list of mappings as ``findings``."""
     times: Sequence[Line]
     """The lines of ``timeline.jsonl`` between this start and the next, in order."""
     lines: Sequence[Line]
@@ -132,9 +133,9 @@ def read_work_dir(path: Path) -> WorkDir:
     home = attempt(HOME_HINT, lambda: home_of(path), path, problems)
     checkpoints = attempt(path.name, lambda: store.list_checkpoints(home), list[store.Found](), problems)
     manifests = [entry.manifest for entry in checkpoints if entry.manifest is not None]
-    config = starts[-1].record.get("config") if starts else None
-    if not isinstance(config, Mapping):
-        config = manifests[-1].config if manifests else {}
+    config = starts[-1].record["config"] if starts else {}
+    if not config and manifests:
+        config = manifests[-1].config
     valid = in_effect(metrics)
     counted = {id(line) for line in valid}
     void = ([line for line in lines if id(line) not in counted] for _, lines in _by_start(metrics))
@@ -222,7 +223,11 @@ def _starts(timeline: Iterable[Line], *journals: Iterable[Line]) -> list[RunStar
             pairs[-1][1].append(line)
     parts = [_by_start(lines) for lines in journals]
     starts = []
-    for record, times in reversed(pairs):
+    for line, times in reversed(pairs):
+        listed = line.get("findings")
+        findings = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+        parts_of = {name: part if isinstance(part := line.get(name), Mapping) else {} for name in _PARTS}
+        record = {**line, **parts_of, "findings": findings}
         update = record.get("update", 0)
         own = [part.pop()[1] for part in parts if part and part[-1][0] == update]
         starts.append(RunStart(update, record, times, [line for lines in own for line in lines]))

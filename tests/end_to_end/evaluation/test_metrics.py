@@ -345,6 +345,7 @@ def test_records_that_are_left_out_are_counted(tmp_path: Path) -> None:
         ({"metrics": [{"type": "BLEU"}], "generation": {"steps": 3}}, "generation has no key 'steps'"),
         ({"metrics": [{"type": "BLEU"}], "generation": {"top_p": 0.5}}, "temperature is 0"),
         ({"max_samples": 3}, "no effect without metrics"),
+        ({"interval": 0}, r"EvaluateHook\.interval is"),
     ],
 )
 def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:

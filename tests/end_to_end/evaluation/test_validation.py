@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from torch import nn
 
 from tests.end_to_end.engines.launch import tensors, unequal
 from tests.end_to_end.runs.text_run import count_up, text_config, write_records
-from tests.processes import ROOT, run
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import list_checkpoints
@@ -328,32 +326,6 @@ class KillOnce(Hook):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_sigkill_of_a_run_with_a_share(tmp_path: Path) -> None:
-    """The held-out set and the ledger are those of a run that was never killed."""
-    hooks = [{**EVERY, "interval": 1}, {"type": "KeepValues"}]
-    often = {"default_hooks__checkpoint__interval": 1, "default_hooks__checkpoint__by_epoch": False}
-    straight = text_run(tmp_path / "straight", val_dataloader=SPLIT, custom_hooks=hooks, **often)
-    straight.train()
-    killed = tmp_path / "killed"
-    arguments = {**often, "val_dataloader": SPLIT, "custom_hooks": [*hooks, {"type": "KillOnce", "at_update": 5}]}
-    body = f"from {__name__} import *; text_run(Path({str(killed)!r}), **{arguments!r}).train()"
-    process = run([sys.executable, "-c", body], cwd=ROOT, text=True)
-    assert process.returncode == -signal.SIGKILL, process.stderr
-    assert list_checkpoints(killed / "run"), "it continues in the middle"
-    resumed = text_run(killed, val_dataloader=SPLIT, custom_hooks=hooks, resume=True, **often)
-    resumed.train()
-    held, again = (
-        [draw.sample_id(one.validation[0].data.names) for draws in one.validation[0].data.draws() for draw in draws]
-        for one in (straight, resumed)
-    )
-    assert held == again and len(held) > 4
-    assert not kept_of(resumed).trained & {int(sample.split(":")[1]) for sample in held}
-    ledgers = [read_lines(folder / "run" / "ledger.jsonl") for folder in (tmp_path / "straight", killed)]
-    assert ledgers[0] == ledgers[1] and len(ledgers[0]) >= 6
-    assert evaluations(killed) == evaluations(tmp_path / "straight")
-    assert training(killed) == training(tmp_path / "straight")
-
-
 # --- a share of the training records ----------------------------------------------------------------------------------
 
 
@@ -457,7 +429,6 @@ def test_no_validation(tmp_path: Path, loader: Any) -> None:
         ({"val_dataloader": {"split": 1.5}}, "val_dataloader.split is 1.5"),
         ({"val_dataloader": {**SPLIT, "packing": None}}, "an evaluation has one sample in a sequence"),
         ({"val_dataloader": {**SPLIT, "batch_size": 0}}, "val_dataloader.batch_size is 0"),
-        ({"val_dataloader": SPLIT, "custom_hooks": [{**EVERY, "interval": 0}]}, r"EvaluateHook\.interval is"),
         ({"val_dataloader": SPLIT, "val_evaluator": {"type": "Accuracy"}}, "the metrics of EvaluateHook"),
     ],
 )  # fmt: skip
@@ -465,21 +436,6 @@ def test_wrong_settings(tmp_path: Path, changes: dict[str, Any], words: str) -> 
     config = {**{key: text_config(tmp_path)[key] for key in text_config(tmp_path)}, **changes}
     with pytest.raises(ConfigError, match=words):
         Settings.from_config(config)
-
-
-def test_mmengines_loops_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="unigen_ds")
-    config = {key: text_config(tmp_path)[key] for key in text_config(tmp_path)}
-    config |= {
-        "train_cfg": {"type": "IterBasedTrainLoop", "max_iters": 4, "val_interval": 3}, "val_cfg": {"type": "ValLoop"},
-        "val_evaluator": None, "test_cfg": None, "test_dataloader": None,
-        "val_dataloader": {**SPLIT, "sampler": {"type": "DefaultSampler", "shuffle": False}, "drop_last": False,
-                           "persistent_workers": True},
-    }  # fmt: skip
-    (hook,) = Settings.from_config(config).custom_hooks
-    assert hook.arguments == {"interval": 3, "by_epoch": False}
-    for words in ("val_interval=3 is read as", "val_cfg=", "val_dataloader.sampler", "val_dataloader.drop_last"):
-        assert words in caplog.text, words
 
 
 # --- other kinds of models --------------------------------------------------------------------------------------------

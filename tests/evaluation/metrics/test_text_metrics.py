@@ -102,13 +102,14 @@ def test_meteor_names_what_to_install_and_how_java_ended(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"metrics\[0\].*METEOR needs Java.*default-jre-headless"):
         build_metrics([{"type": "METEOR"}])
     java = tmp_path / "java"
-    java.write_text("#!/bin/sh\necho 'Could not reserve enough space' >&2\n")
-    java.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"program ended: Could not reserve enough space.*2 GiB.*starts it again"):
-        scored(METEOR(), PREDICTIONS, REFERENCES)
-    java.write_text("#!/bin/sh\nfor n in 1 2 3 4; do read line; echo 1; done; exit 143\n")  # it ends before the score
-    with pytest.raises(ConfigError, match=r"program ended: status 143"):
-        scored(METEOR(), PREDICTIONS, REFERENCES)
+    for script, problem in (
+        ("echo 'Could not reserve enough space' >&2", "Could not reserve enough space.*2 GiB.*starts it again"),
+        ("for n in 1 2 3 4; do read line; echo 1; done; exit 143", "status 143"),  # it ends before the score
+    ):
+        java.write_text(f"#!/bin/sh\n{script}\n")
+        java.chmod(0o755)
+        with pytest.raises(ConfigError, match=f"program ended: {problem}"):
+            scored(METEOR(), PREDICTIONS, REFERENCES)
 
 
 @pytest.mark.parametrize("layer", [None, 1])
@@ -226,14 +227,9 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 def test_metrics_are_components() -> None:
     metrics = build_metrics([{"type": "BLEU", "lowercase": True}, ROUGE(), {"type": "VQAAccuracy"}])
     assert [metric.name for metric in metrics] == ["bleu", "rouge", "vqa_accuracy"]
-    with pytest.raises(ConfigError, match="did you mean 'BLEU'"):
-        build_metrics([{"type": "Bleu"}])
-    with pytest.raises(ConfigError, match=r"metrics\[0\].max_order is 0.*at least 1"):
-        build_metrics([{"type": "BLEU", "max_order": 0}])
-    with pytest.raises(ConfigError, match="metrics has bleu twice"):
-        build_metrics([{"type": "BLEU"}, {"type": "BLEU", "lowercase": True}])
-    with pytest.raises(ConfigError, match="has no state, merge, compute"):
-        build_metrics([{"type": dict}])
+    for spec, problem in (({"type": "Bleu"}, "did you mean 'BLEU'"), ({"type": dict}, "has no state, merge, compute")):
+        with pytest.raises(ConfigError, match=problem):
+            build_metrics([spec])
 
 
 def test_the_metric_of_the_documentation_works(monkeypatch: pytest.MonkeyPatch) -> None:
