@@ -84,12 +84,12 @@ def compare(a: Path, b: Path) -> int:
     """Print the differences; 1 if some values are unlike."""
     from unigen_ds.evaluation.provenance import compare_files
 
-    comparison = compare_files(a, b)
-    for difference in comparison.differences:
+    differences, refusals = compare_files(a, b)
+    for difference in differences:
         print(difference)
-    for refusal in comparison.refusals:
+    for refusal in refusals:
         print(f"not compared: {refusal}", file=sys.stderr)
-    return 1 if comparison.refusals else 0
+    return 1 if refusals else 0
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -203,21 +203,16 @@ def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Man
 def write_html(settings: Settings, data: Data, out: Path, sequences: tuple[int, int], config: str) -> dict[str, Any]:
     """The page, with the sequences ``shown`` as the loader of the run makes them: each in a micro-batch of its own."""
     from unigen_ds.core.progress import Geometry
-    from unigen_ds.report.data_page import DataPage, write_data_page
+    from unigen_ds.report.data_page import write_data_page
     from unigen_ds.runner.start.build import build_loader
 
     stream, (first, stop), dataloader = data.stream, sequences, settings.train_dataloader
     loader = build_loader(dataloader, data, geometry=Geometry(1), dp_rank=0, cursor=stream.seek(first), workers=False)
     batches = [micro for (micro,) in islice(loader, stop - first)]
     loader.close()
-    page = DataPage(
-        title=Path(config).stem,
-        stream=stream,
-        processor=data.processor,
-        batches=batches,
-        skipped_sources=len(data.skipped),
-    )
-    return {"html": str(write_data_page(page, out)), "sequences": [first, stop]}
+    title, skipped = Path(config).stem, len(data.skipped)
+    write_data_page(out, title=title, stream=stream, processor=data.processor, batches=batches, skipped_sources=skipped)
+    return {"html": str(out), "sequences": [first, stop]}
 
 
 def list_samples(stream: SequenceStream, first: int, stop: int) -> dict[str, Any]:

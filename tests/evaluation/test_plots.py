@@ -37,12 +37,6 @@ def test_a_resume_invalidates_later_lines(tmp_path: Path) -> None:
     assert not np.array_equal(picture(tmp_path / "without the event", [*kept, *void, line(6, 0.8)]), expected)
 
 
-def test_loss_terms_of_any_family_are_drawn(tmp_path: Path) -> None:
-    plain = picture(tmp_path / "plain", [line(n, 5.0 / n) for n in (1, 2, 3)])
-    own = picture(tmp_path / "own", [line(n, 5.0 / n, **{"loss/value": 4.0}) for n in (1, 2, 3)])
-    assert not np.array_equal(plain, own)
-
-
 def test_validation_is_drawn_beside_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the data consumed by then; what a resume made void does not count, nor a value after the last update."""
     lines = [line(n, 5.0 / n) for n in (1, 2, 4)]

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -21,12 +20,10 @@ from tests.processes import ENVIRONMENT, ROOT, run
 from tests.tiny import tiny_config
 from tools.plot_run import main as plot
 from tools.report import main
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.provenance import REQUIRED, Result, write_results
 from unigen_ds.report.charts import MOST_POINTS, reduced, smoothed
 from unigen_ds.report.goodput import PARTS, idle_before, spent_by_start
-from unigen_ds.report.reading import masked, read_work_dir, run_names
-from unigen_ds.report.results import flat
+from unigen_ds.report.reading import masked, read_work_dir
 from unigen_ds.runner import Runner
 
 SAVES = {"default_hooks__checkpoint__interval": 3, "default_hooks__checkpoint__by_epoch": False}
@@ -182,6 +179,8 @@ def test_the_timeline_has_starts_saves_and_ends(runs: Runs) -> None:
     assert first["topology"]["engine"] == "single" and first["config"]["train_dataloader"]["batch_size"] == 12
     assert 0 < second["start_up"] < 120
     assert "torch" in second["versions"] and second["machine"]["processes"] == 1
+    commit = second["git"].get("package", {}).get("commit")
+    assert commit is None or (len(commit) == 40 and commit in report(runs.killed).texts["environment"])
     statuses = {finding["id"]: finding["status"] for finding in second["findings"]}
     assert statuses["batch.effective"] == "warn" and "ok" in statuses.values()
     for line in (lines[1], *lines[3:]):
@@ -189,15 +188,6 @@ def test_the_timeline_has_starts_saves_and_ends(runs: Runs) -> None:
         assert {"data", "forward_backward", "step", "hook:checkpoint"} <= set(sections)
         assert 0 < sum(sections.values()) <= line["seconds"] + 0.01
     assert lines[-1]["reason"] == "stopped" and lines[-1]["seconds"] >= lines[-2]["seconds"]
-
-
-def test_the_commit_is_that_of_the_repository(runs: Runs) -> None:
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    if not head:
-        pytest.skip("not a git checkout")
-    start = lines_of(runs.other / "timeline.jsonl")[0]
-    assert start["git"]["package"]["commit"] == head
-    assert head in report(runs.other).texts["environment"]
 
 
 def test_an_error_ends_the_timeline_with_its_reason(tmp_path: Path, runs: Runs) -> None:
@@ -459,17 +449,6 @@ def test_work_is_repeated_from_any_later_start(tmp_path: Path) -> None:
     assert (spent[2].training, spent[2].repeated) == (16.0, 0.0)
 
 
-def test_a_run_without_a_timeline_has_everything_else(runs: Runs, tmp_path: Path) -> None:
-    folder = copied(runs.killed, tmp_path / "run")
-    (folder / "timeline.jsonl").unlink()
-    page = report(folder)
-    assert "timeline.jsonl is missing" in page.texts[None] and page.tables["curves"]
-    for part in ("time", "resumes", "environment"):
-        assert "No start is recorded (timeline.jsonl)" in page.texts[part]
-    assert "torch" in page.texts["environment"], "the versions of the newest checkpoint"
-    assert "train_dataloader.batch_size" in page.texts["config"], "from the newest checkpoint"
-
-
 # ---- damage ---------------------------------------------------------------------------------------------------------
 
 DAMAGES = [
@@ -565,34 +544,19 @@ def test_components_of_two_configs_are_paired_by_type_and_name(runs: Runs, tmp_p
     }  # fmt: skip
 
 
-def test_names_of_runs() -> None:
-    paths = [Path("/a/x/run"), Path("/a/y/run"), Path("/a/z/other")]
-    assert list(run_names(paths)) == ["x/run", "y/run", "z/other"]
-    assert list(run_names(paths[1:])) == ["run", "other"]
-    with pytest.raises(ConfigError, match="given twice"):
-        run_names([Path("a"), Path("b/../a")])
-
-
-def test_plots_of_one_run_and_of_several(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plots_of_one_run_and_of_several(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plot([str(runs.other)]) == 0
     assert capsys.readouterr().out.strip() == str(runs.other / "curves.png")
     assert np.asarray(Image.open(runs.other / "curves.png")).std() > 10
-    monkeypatch.chdir(tmp_path)
     assert plot([str(tmp_path)]) == 1 and "holds no update" in capsys.readouterr().err
     for name, problem in (("curves.gif", ".svg"), ("no/such/curves.png", "cannot be written")):
         assert plot([str(runs.other), "--out", str(tmp_path / name)]) == 2 and problem in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [] and plot([str(runs.killed), str(runs.other)]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "curves.png")
-    out = tmp_path / "curves.svg"
-    assert plot([str(runs.killed), str(runs.other), "--out", str(out)]) == 0
+    long, out = copied(runs.other, tmp_path / ("a-" + "long-" * 30 + "name")), tmp_path / "curves.svg"
+    assert plot([str(runs.killed), str(runs.other), str(long), "--out", str(out)]) == 0
     comments = out.read_text()
-    assert "<!-- killed -->" in comments and "<!-- other -->" in comments and "<!-- loss/text -->" not in comments
+    assert "<!-- killed -->" in comments and "<!-- loss/text -->" not in comments
     assert comments.count("<!-- other -->") == 1, "one legend for all panels"
-    long = copied(runs.other, tmp_path / ("a-" + "long-" * 30 + "name"))
-    assert plot([str(runs.killed), str(long), "--out", str(out)]) == 0
-    assert "…" in out.read_text() and long.name not in out.read_text()
+    assert "…" in comments and long.name not in comments
 
 
 # ---- small parts ----------------------------------------------------------------------------------------------------
@@ -601,8 +565,6 @@ def test_plots_of_one_run_and_of_several(
 def test_secrets_are_masked(runs: Runs, tmp_path: Path) -> None:
     config = {"tokenizer": {"path": "x"}, "writers": [{"api_key": "abc", "name": "n"}], "hub": {"password": None}}
     assert masked(config) == {**config, "writers": [{"api_key": "***", "name": "n"}]}
-    assert flat(config) == {"tokenizer.path": "x", "writers.0.api_key": "abc", "writers.0.name": "n",
-                            "hub.password": None}  # fmt: skip
     folder = copied(runs.other, tmp_path / "run")
     start, *rest = lines_of(folder / "timeline.jsonl")
     start["config"]["writer"] = {"api_key": "hidden-value"}

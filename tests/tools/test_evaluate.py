@@ -79,11 +79,6 @@ def test_the_values_are_the_hooks_to_the_last_bit(trained, capsys, update):
     assert {"val/loss", "val/loss/text"} <= set(found)
 
 
-def test_a_work_dir_is_its_newest_checkpoint_and_the_batch_size_changes_nothing(trained, capsys):
-    assert main([str(trained / "run"), "--batch-size", "7"]) == 0
-    assert values(capsys)["val/loss"] == pytest.approx(evaluations(trained)[6]["val/loss"], rel=1e-6)
-
-
 def test_several_processes_share_the_data(trained, capsys):
     run = str(trained / "run" / "iter_6.pth")
     one, two = ranks([sys.executable, tool.__file__, run, "--out", str(trained / "two.json")])
@@ -117,15 +112,8 @@ def test_merged_weights(trained, capsys, tmp_path):
     assert main([str(tmp_path / "merged")]) == 1 and "does not contain its config. " in capsys.readouterr().err
     (tmp_path / "merged" / "config.json").write_text('{"model": {"type": "OfAnotherProcess"}}')
     assert main([str(tmp_path / "merged")]) == 1
-    said = capsys.readouterr().err
-    for part in (
-        "not one that a registered family recognises",
-        "nanoVLM's directory",
-        "BAGEL's",
-        "--config CONFIG",
-        "custom_imports",
-    ):
-        assert part in said
+    error = capsys.readouterr().err
+    assert "not one that a registered family recognises" in error and "--config CONFIG" in error
 
 
 def test_metrics_beside_the_loss(trained, capsys, tmp_path):
@@ -271,7 +259,7 @@ def test_the_wrapper_of_lmms_eval(monkeypatch):
 
     class Inferencer:
         def unified_generate(self, prompt: str, *, images: Any, max_length: int, seed: int, **rest: Any) -> Any:
-            self.asked = prompt, [Image.open(path).getpixel((0, 0)) for path in images], max_length, rest
+            self.asked = prompt, [image.getpixel((0, 0)) for image in images], max_length, rest
             return SimpleNamespace(text=" yes\nEND no", images=[])
 
     model = model_class(lmms)(inferencer := Inferencer())
@@ -288,14 +276,6 @@ def test_the_wrapper_of_lmms_eval(monkeypatch):
     request.args = ("a", {}, lambda doc: [b"sound"], 0, "t", "test")
     with pytest.raises(DataError, match="shows bytes"):
         model.generate_until([request])
-
-
-def test_wrong_usage(trained, capsys):
-    for arguments in ([], [str(trained), "--compare", "a", "b"]):
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        assert ended.value.code == 2
-    assert main([str(trained / "nowhere")]) == 1
 
 
 def test_records_that_the_filters_of_the_training_leave_out_are_counted(tmp_path, capsys):

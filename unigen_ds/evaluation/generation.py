@@ -123,14 +123,17 @@ class Question:
     own_prompt: str | None = None
     """The texts before the answer as the record has them, where that is known (``own_prompt``)."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Those that the model reads before it answers."""
+        return sum(split.num_tokens for split in self.before) + max(len(self.begin), 1)
+
     def request(self, processor: Any, *, seed: int) -> Request:
         """Decodes the images. Raises ``UnreadableImage``."""
         key = (seed, 0, self.key)
         prompt: list[Loaded] = []
-        for number, split in enumerate(self.before):
-            is_latent = (
-                isinstance(split, ImageSplit) and split.kind == "vae"
-            )  # its latent is sampled; all else is fixed
+        for number, split in enumerate(self.before):  # an image's latent is sampled; all else is fixed
+            is_latent = isinstance(split, ImageSplit) and split.kind == "vae"
             prompt.append(split.load(processor, (*key, number) if is_latent else None))
         picture = self.drawn or self.target
         size = picture.picture_size(processor) if picture.drawn else None
@@ -197,67 +200,52 @@ def question_of(sample: Sample, kind: Kind, *, key: str, end_ids: Collection[int
 
     ``end_ids``: each of them ends an answer.
     """
+    if sample.plain:
+        return None
     if kind == BOTH:
-        return _question_of_both(sample, key)
-    numbers = [i for i, split in enumerate(sample.splits) if _answers(split, kind)]
+        return _question_of_both(sample.splits, key)
+    numbers = [
+        i for i, split in enumerate(sample.splits)
+        if (split.drawn if kind == "image" else isinstance(split, (TextSplit, TokenSplit)) and _is_learned(split))
+    ]  # fmt: skip
     if not numbers:
         return None
     target = sample.splits[numbers[-1]]
-    before = _shown(sample.splits[: numbers[-1]])
+    before = _conditions(sample.splits[: numbers[-1]])
     begin: tuple[int, ...] = ()
     reference: tuple[int, ...] = ()
     if isinstance(target, TextSplit):
         reference = target.ids
-    elif isinstance(target, TokenSplit):
-        start, stop = _last_targets(target.labels)
+    elif isinstance(target, TokenSplit):  # the last run of positions that predict something
+        stop = max(i for i, label in enumerate(target.labels) if label != IGNORED) + 1
+        start = next((i + 1 for i in reversed(range(stop)) if target.labels[i] == IGNORED), 0)
         stop = next((i for i in range(start, stop) if target.labels[i] in end_ids), stop)
         begin, reference = target.ids[: start + 1], target.labels[start:stop]
-    if sample.plain or not (before or len(begin) > 1):
-        return None
-    return Question(key, kind, before, target, begin, reference)
+    return Question(key, kind, before, target, begin, reference) if before or len(begin) > 1 else None
 
 
-def _question_of_both(sample: Sample, key: str) -> Question | None:
+def _question_of_both(splits: Sequence[Split], key: str) -> Question | None:
     """The last picture that is drawn directly after a text of the same answer, or directly before one."""
-    splits = sample.splits
-    for number in reversed([i for i, split in enumerate(splits) if _answers(split, "image")]):
+    for number in reversed([i for i, split in enumerate(splits) if split.drawn]):
         drawn = splits[number]
-        after = number + 1
-        while after < len(splits) and _is_copy(splits[after], drawn):
+        after = number + 1  # of the picture's copies, which are conditions of what follows
+        while after < len(splits) and drawn.source and splits[after].source == drawn.source and not splits[after].drawn:
             after += 1
         for at in (number - 1, after):
             text = splits[at] if 0 <= at < len(splits) else None
-            before = _shown(splits[: min(number, at)])
-            if isinstance(text, TextSplit) and text.loss and before and not sample.plain:
+            before = _conditions(splits[: min(number, at)])
+            if isinstance(text, TextSplit) and text.loss and before:
                 return Question(key, BOTH, before, text, (), text.ids, drawn, picture_first=at == after)
     return None
 
 
-def _is_copy(split: Split, drawn: Split) -> bool:
-    """Whether it is the drawn picture, as a condition of what follows."""
-    return bool(split.source) and not split.drawn and split.source == drawn.source
-
-
-def _shown(splits: Sequence[Split]) -> tuple[Split, ...]:
+def _conditions(splits: Sequence[Split]) -> tuple[Split, ...]:
     """Leave out drawn pictures: one that later turns refer to is there again, as a condition."""
     return tuple(split for split in splits if not split.drawn)
 
 
-def _answers(split: Split, kind: Kind) -> bool:
-    if kind == "image":
-        return bool(split.drawn)
-    if isinstance(split, TextSplit):
-        return split.loss
-    return isinstance(split, TokenSplit) and split.num_targets > 0
-
-
-def _last_targets(labels: Sequence[int]) -> tuple[int, int]:
-    """The last run of positions that predict something."""
-    stop = max(i for i, label in enumerate(labels) if label != IGNORED) + 1
-    start = stop
-    while start > 0 and labels[start - 1] != IGNORED:
-        start -= 1
-    return start, stop
+def _is_learned(split: TextSplit | TokenSplit) -> bool:
+    return split.loss if isinstance(split, TextSplit) else split.num_targets > 0
 
 
 def trained_family(backend: Backend) -> tuple[Family, type]:
@@ -354,8 +342,25 @@ def answers(
         options["flow"] = answering.drawing(backend)
 
     def make(inferencer: Any, group: Sequence[tuple[int, int]]) -> list[Answer]:
-        questions = [question_at(data, kind, *each) for each in group]
-        return _answer_questions(inferencer, data.processor, questions, seed, **options)
+        readable: list[tuple[Question, Request, str | Image.Image | None]] = []
+        for each in group:
+            question = question_at(data, kind, *each)
+            assert question is not None, "the data changed while it was read"
+            try:
+                reference = question.reference(data.processor)
+                readable.append((question, question.request(data.processor, seed=seed), reference))
+            except UnreadableImage:
+                continue
+        if not readable:
+            return []
+        rows = []
+        generated: Sequence[Generated] = inferencer.complete([request for _, request, _ in readable], **options)
+        for (question, _, reference), one in zip(readable, generated, strict=True):
+            prediction: Prediction = one.text if kind == "text" else one.images[0]
+            if kind == BOTH:
+                prediction = (one.text, one.images[0])
+            rows.append(Answer(question.key, prediction, reference, question.prompt(data.processor)))
+        return rows
 
     results = generate_all(backend, data.processor, groups, make)
     mine = [answer for number in sorted(results) for answer in results[number]]
@@ -378,22 +383,16 @@ def ask(
                 continue
             if max_samples is not None and len(records) >= max_samples:
                 return records, left_out
-            why = _why_not(question_at(data, kind, source, index), limit)
-            if why is None:
-                records.append((source, index))
+            question = question_at(data, kind, source, index)
+            if question is None:
+                left_out[NO_ANSWER] += 1
+            elif any(one is not None and one.error for one in (*question.before, question.target, question.drawn)):
+                left_out[UNREADABLE] += 1
+            elif limit is not None and question.num_tokens > limit:
+                left_out[TOO_LONG] += 1
             else:
-                left_out[why] += 1
+                records.append((source, index))
     return records, left_out
-
-
-def _why_not(question: Question | None, limit: int | None) -> str | None:
-    """Why a record cannot be asked; None: it can."""
-    if question is None:
-        return NO_ANSWER
-    if any(split is not None and split.error for split in (*question.before, question.target, question.drawn)):
-        return UNREADABLE
-    length = sum(split.num_tokens for split in question.before) + max(len(question.begin), 1)
-    return TOO_LONG if limit is not None and length > limit else None
 
 
 def question_at(data: Records | ValidationData, kind: Kind, source: int, index: int) -> Question | None:
@@ -418,27 +417,3 @@ def own_prompt(dataset: PlannedDataset, index: int) -> str | None:
     while end > 0 and turns[end - 1].is_target:  # neighbouring turns are one answer
         end -= 1
     return "\n".join(turn.value for turn in turns[:end] if turn.kind == "text")
-
-
-def _answer_questions(
-    inferencer: Any, processor: Any, questions: Sequence[Question | None], seed: int, **options: Any
-) -> list[Answer]:
-    """Answer the questions whose images can be decoded."""
-    readable: list[tuple[Question, Request, str | Image.Image | None]] = []
-    for question in questions:
-        assert question is not None, "the data changed while it was read"
-        try:
-            reference = question.reference(processor)
-            readable.append((question, question.request(processor, seed=seed), reference))
-        except UnreadableImage:
-            continue
-    if not readable:
-        return []
-    results: Sequence[Generated] = inferencer.complete([request for _, request, _ in readable], **options)
-    rows = []
-    for (question, _, reference), result in zip(readable, results, strict=True):
-        prediction: Prediction = result.text if question.kind == "text" else result.images[0]
-        if question.kind == BOTH:
-            prediction = (result.text, result.images[0])
-        rows.append(Answer(question.key, prediction, reference, question.prompt(processor)))
-    return rows

@@ -6,10 +6,7 @@ import bisect
 import math
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
-
-from unigen_ds.system.journals import in_effect, parse_lines
 
 Line = dict[str, Any]
 
@@ -39,27 +36,11 @@ def number(value: object) -> float | None:
     return result if math.isfinite(result) else None
 
 
-def is_update(line: Line) -> bool:
-    """Whether a line of ``metrics.jsonl`` is that of an update."""
-    return "event" not in line and "loss" in line and is_count(line.get("update"))
-
-
 def lines_of_updates(lines: Iterable[Line]) -> list[Line]:
     """The last line of each update, in the order of updates."""
-    latest = {line["update"]: line for line in lines if is_update(line)}
+    of_updates = (one for one in lines if "event" not in one and "loss" in one and is_count(one.get("update")))
+    latest = {line["update"]: line for line in of_updates}
     return [latest[update] for update in sorted(latest)]
-
-
-def read_updates(metrics_file: Path) -> list[Line]:
-    """The lines of updates that count: those that no resume made void."""
-    return lines_of_updates(in_effect(well_formed(parse_lines(metrics_file)[0])[0]))
-
-
-def read_values(metrics_file: Path, key: str) -> list[tuple[int, float]]:
-    """Update and value of each evaluation that counts, in order; of an update that was evaluated twice the last."""
-    lines = in_effect(well_formed(parse_lines(metrics_file)[0])[0])
-    latest = {line["update"]: n for line in lines if "update" in line and (n := number(line.get(key))) is not None}
-    return sorted(latest.items())
 
 
 def validation_losses(keys: Iterable[str]) -> list[str]:

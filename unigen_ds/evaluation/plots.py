@@ -12,11 +12,12 @@ from unigen_ds.evaluation.metric_lines import (
     Line,
     interpolated,
     known_sequences,
-    read_updates,
-    read_values,
+    lines_of_updates,
+    number,
     validation_losses,
+    well_formed,
 )
-from unigen_ds.system.journals import parse_lines
+from unigen_ds.system.journals import in_effect, parse_lines
 
 _PANELS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("loss", (), "log"),
@@ -33,34 +34,38 @@ def plot_curves(metrics_files: Path | Mapping[str, Path], path: Path) -> None:
     from matplotlib.figure import Figure
 
     files = {"": metrics_files} if isinstance(metrics_files, Path) else metrics_files
-    runs = {name: _updates(file) for name, file in files.items()}
+    valid = {name: in_effect(well_formed(parse_lines(file)[0])[0]) for name, file in files.items()}
+    runs = {name: lines_of_updates(lines) for name, lines in valid.items()}
+    for name, lines in runs.items():
+        if not lines:
+            raise DataError(f"{files[name]} holds no update", remedy="train first, or name the work dir of a run")
     several = len(runs) > 1
     figure = Figure(figsize=(12, 6.5 + (0.25 * len(runs) if several else 0)), layout="constrained")
-    for axis, (title, keys, scale) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
-        num_lines = 0
+    for axis, (title, names, scale) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
         for index, (name, lines) in enumerate(runs.items()):
             color = {"color": f"C{index}"} if several else {}
-            for key in keys or (("loss",) if several else _losses(lines)):
+            keys = names
+            if not names:  # the total and the terms; those of single sources are in a report
+                parts = dict.fromkeys(key for line in lines for key in line if key.partition("/")[0] == "loss")
+                keys = ("loss",) if several else tuple(key for key in parts if key.count("/") < 2)
+            for key in keys:
                 points = [(line["sequences"], line[key]) for line in lines if line.get(key) is not None]
                 if points:
                     axis.plot(*zip(*points, strict=True), label=name if several else key, linewidth=1.2, **color)
-                num_lines += 1
-            for key, points in _validation(files[name], lines).items() if not keys else ():
+            for key, points in _validation(valid[name], lines).items() if not names else ():
                 style = {"linestyle": "--", "marker": ".", "linewidth": 1.2, **color}
                 axis.plot(*zip(*points, strict=True), label=f"{name} {key}".strip(), **style)
-                num_lines += 1
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("sequences consumed", fontsize=9)
         axis.set_yscale(scale)
         axis.grid(alpha=0.3)
-        if num_lines > 1 and not several:
+        if len(axis.lines) > 1 and not several:
             axis.legend(fontsize=8)
     if several:  # one for all panels, beside none of their curves
         drawn_lines = figure.axes[0].lines
         labels = [shortened(str(line.get_label())) for line in drawn_lines]
-        figure.legend(
-            drawn_lines, labels, loc="outside lower center", ncols=1 if max(map(len, labels)) > 40 else 2, fontsize=8
-        )
+        columns = 1 if max(map(len, labels)) > 40 else 2
+        figure.legend(drawn_lines, labels, loc="outside lower center", ncols=columns, fontsize=8)
     figure.savefig(path, dpi=90)
 
 
@@ -70,24 +75,14 @@ def shortened(name: str, *, most: int = 80) -> str:
     return name if len(name) <= most else f"{name[:end]}…{name[-end:]}"
 
 
-def _updates(metrics_file: Path) -> list[Line]:
-    lines = read_updates(metrics_file)
-    if not lines:
-        raise DataError(f"{metrics_file} holds no update", remedy="train first, or name the work dir of a run")
-    return lines
-
-
-def _validation(metrics_file: Path, lines: list[Line]) -> dict[str, list[tuple[float, float]]]:
-    """``val/loss``, or that of each set -> (sequences consumed, value) of each evaluation."""
-    known, curves = known_sequences(lines), {}
-    for key in validation_losses(key for line in parse_lines(metrics_file)[0] for key in line):
-        pairs = [(interpolated(known, update), value) for update, value in read_values(metrics_file, key)]
+def _validation(valid: list[Line], updates: list[Line]) -> dict[str, list[tuple[float, float]]]:
+    """``val/loss``, or that of each set -> (sequences consumed, value) of each evaluation; the last where an update was
+    evaluated twice.
+    """
+    known, curves = known_sequences(updates), {}
+    for key in validation_losses(key for line in valid for key in line):
+        values = {line["update"]: n for line in valid if "update" in line and (n := number(line.get(key))) is not None}
+        pairs = [(interpolated(known, update), value) for update, value in sorted(values.items())]
         if points := [(at, value) for at, value in pairs if at is not None]:
             curves[key] = points
     return curves
-
-
-def _losses(lines: list[Line]) -> tuple[str, ...]:
-    """The total and the terms; those of single sources are in a report."""
-    keys = dict.fromkeys(key for line in lines for key in line if key.partition("/")[0] == "loss")
-    return tuple(key for key in keys if key.count("/") < 2)

@@ -13,9 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import BaseModel
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.system.files import write_text_atomic
@@ -51,10 +52,14 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; a number that is not finite is null, which JSON has."""
+
+        def finite(value: float) -> float | None:
+            return float(value) if math.isfinite(value) else None
+
         return {
-            "values": {name: _finite(value) for name, value in self.values.items()},
+            "values": {name: finite(value) for name, value in self.values.items()},
             "provenance": dict(self.provenance),
-            "replicates": {name: [_finite(one) for one in draws] for name, draws in self.replicates.items()},
+            "replicates": {name: [finite(one) for one in draws] for name, draws in self.replicates.items()},
         }
 
 
@@ -64,44 +69,39 @@ def write_results(path: Path, results: Sequence[Result]) -> None:
     write_text_atomic(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
+class _StoredResult(BaseModel, strict=True):
+    values: dict[str, float | None]
+    provenance: dict[str, str]
+    replicates: dict[str, list[float | None]]
+
+
+class _StoredFile(BaseModel, strict=True):
+    format: Literal[1]
+    results: list[_StoredResult]
+
+
 def read_results(path: Path) -> list[Result]:
     """The results of a file. Raises ``DataError`` naming what is wrong with it."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        stored = _StoredFile.model_validate_json(path.read_bytes()).results
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}", allowed="a file that an evaluation wrote") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("results"), list):
-        raise DataError(f"{path} is no file of results", allowed=f"JSON with format {FORMAT} and a list of results")
-    return [_result(entry, where=f"{path}: result {number}") for number, entry in enumerate(content["results"])]
-
-
-def _result(entry: Any, *, where: str) -> Result:
-    names = ("values", "provenance", "replicates")
-    parts = [entry[name] for name in names if isinstance(entry, dict) and isinstance(entry.get(name), dict)]
-    if len(parts) < len(names):
-        raise DataError(f"{where} has not the three objects values, provenance and replicates")
-    values, provenance, replicates = parts
-    missing = [name for name in REQUIRED if not isinstance(provenance.get(name), str)]
+        problem = f"{path} is no file of results: {' '.join(str(error).split())[:300]}"
+        raise DataError(problem, allowed="a file that an evaluation wrote") from error
+    missing = [name for one in stored for name in REQUIRED if name not in one.provenance]
     if missing:
-        raise DataError(f"{where} has no provenance {', '.join(missing)}", remedy="evaluate it again")
-    try:
-        return Result(
-            {name: _number(value) for name, value in values.items()},
-            provenance,
-            {name: [_number(one) for one in draws] for name, draws in replicates.items()},
+        raise DataError(f"{path} has results without {', '.join(missing)}", remedy="evaluate it again")
+
+    def number(value: float | None) -> float:
+        return math.nan if value is None else value
+
+    return [
+        Result(
+            {name: number(value) for name, value in one.values.items()},
+            one.provenance,
+            {name: [*map(number, draws)] for name, draws in one.replicates.items()},
         )
-    except TypeError as error:
-        raise DataError(f"{where}: {error}") from error
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
-def _number(value: Any) -> float:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-        raise TypeError(f"{value!r} is no number")
-    return math.nan if value is None else float(value)
+        for one in stored
+    ]
 
 
 @dataclass(frozen=True)
@@ -125,15 +125,6 @@ class Difference:
         return f"{self.name}: {self.a:.6g} -> {self.b:.6g}, difference {self.difference:+.6g} ({interval})"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Two files of results."""
-
-    differences: Sequence[Difference]
-    refusals: Sequence[str]
-    """Why a metric is not compared, in words; empty: all are."""
-
-
 def unlike(a: Result, b: Result) -> list[str]:
     """Why the values of two results cannot be compared: a line for each part of the provenance that differs."""
     names = [name for name in dict.fromkeys((*a.provenance, *b.provenance)) if name not in MAY_DIFFER]
@@ -147,7 +138,7 @@ def unlike(a: Result, b: Result) -> list[str]:
     return reasons
 
 
-def compare(a: Result, b: Result, *, level: float = 0.95) -> list[Difference]:
+def compare(a: Result, b: Result) -> list[Difference]:
     """The difference of each value. Raises ``ConfigError`` with every reason where the results are unlike."""
     reasons = unlike(a, b)
     if reasons:
@@ -155,31 +146,28 @@ def compare(a: Result, b: Result, *, level: float = 0.95) -> list[Difference]:
             f"{a.provenance['metric']} cannot be compared: {'; '.join(reasons)}",
             remedy="evaluate both checkpoints again with the same metric, samples and settings",
         )
-    return [_difference(a, b, name, level) for name in a.values]
+    resampling = [result.provenance.get("resampling", "") for result in (a, b)]
+    why = next((one.removeprefix(NO_DRAWS) for one in resampling if one.startswith(NO_DRAWS)), _REMEDY)
+    differences = []
+    for name in a.values:
+        draws = [np.asarray(result.replicates.get(name, ()), dtype=np.float64) for result in (a, b)]
+        low = high = note = None
+        if not len(draws[0]) or not len(draws[1]):
+            note = f"no interval: {why}"
+        elif len(draws[0]) != len(draws[1]) or resampling[0] != resampling[1]:
+            note = f"no interval: resampled with {' and '.join(resampling)}"
+        elif not np.isfinite(draws[0] - draws[1]).all():
+            note = "no interval: a draw has no finite value"
+        else:
+            low, high = map(float, np.quantile(draws[1] - draws[0], [0.025, 0.975]))
+        differences.append(Difference(name, a.values[name], b.values[name], low, high, note or ""))
+    return differences
 
 
-def _difference(a: Result, b: Result, name: str, level: float) -> Difference:
-    draws = [np.asarray(result.replicates.get(name, ()), dtype=np.float64) for result in (a, b)]
-    note = ""
-    if not len(draws[0]) or not len(draws[1]):
-        reasons = [result.provenance.get("resampling", "") for result in (a, b)]
-        why = next((one.removeprefix(NO_DRAWS) for one in reasons if one.startswith(NO_DRAWS)), "")
-        note = f"no interval: {why or _REMEDY}"
-    elif len(draws[0]) != len(draws[1]) or a.provenance.get("resampling") != b.provenance.get("resampling"):
-        descriptions = [
-            result.provenance.get("resampling", f"{len(one)} draws") for result, one in zip((a, b), draws, strict=True)
-        ]
-        note = f"no interval: resampled with {descriptions[0]} and {descriptions[1]}"
-    elif not np.isfinite(draws[0] - draws[1]).all():
-        note = "no interval: a draw has no finite value"
-    if note:
-        return Difference(name, a.values[name], b.values[name], None, None, note)
-    low, high = np.quantile(draws[1] - draws[0], [(1 - level) / 2, (1 + level) / 2])
-    return Difference(name, a.values[name], b.values[name], float(low), float(high))
-
-
-def compare_files(a: Path, b: Path) -> Comparison:
-    """All metrics of two files of results. Raises ``DataError`` for a file that cannot be read."""
+def compare_files(a: Path, b: Path) -> tuple[list[Difference], list[str]]:
+    """All metrics of two files of results, and why others are not compared. Raises ``DataError`` for a file that cannot
+    be read.
+    """
     sides = [{result.provenance["metric"]: result for result in read_results(path)} for path in (a, b)]
     differences: list[Difference] = []
     refusals: list[str] = []
@@ -192,4 +180,4 @@ def compare_files(a: Path, b: Path) -> Comparison:
             differences += compare(sides[0][metric], sides[1][metric])
         except ConfigError as error:
             refusals.append(str(error))
-    return Comparison(differences, refusals)
+    return differences, refusals

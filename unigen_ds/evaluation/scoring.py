@@ -75,13 +75,12 @@ def check(
             if name not in known:
                 allowed = ", ".join(filter(None, known)) or "no name: val_dataloader is one section"
                 raise ConfigError(f"{where}[{number}].sets has {name!r}", allowed=allowed)
-    limit = getattr(backend.model, "max_document_tokens", None)
-    for metric in metrics:
         if metric.predicts not in (*KINDS, "loss"):
             raise ConfigError(f"{metric.name} scores {metric.predicts}, which no validation record is answered with",
                               allowed="metrics of texts, of images, of both in one answer, and of losses")  # fmt: skip
+    limit = getattr(backend.model, "max_document_tokens", None)
+    by_hand = "; score answers of your own: docs/metrics.md#answers-of-your-own"
     for data, kind, names in ((one.data, *each) for one in sets for each in _kinds(of_set(one, metrics)).items()):
-        by_hand = "; score answers of your own: docs/metrics.md#answers-of-your-own" if kind == BOTH else ""
         if kind != "text":
             answering.drawing(backend)
         try:
@@ -97,8 +96,8 @@ def check(
             raise ConfigError(
                 f"no validation record{f' of {data.name}' if data.name else ''} has an answer of kind {kind} with a"
                 f" prompt before it, as {names} needs",
-                remedy=f"other records in val_dataloader, or leave out the metric{by_hand}"
-                + ("; or sets=[...] in it: the sets that it scores" if data.name else ""),
+                remedy="other records in val_dataloader, or leave out the metric, or sets=[...] in it: the sets that it"
+                f" scores{by_hand}",
             )
 
 
@@ -136,23 +135,33 @@ def evaluate(
         for validation in sets:
             own = of_set(validation, metrics)
             samples = SampleLosses(validation)
-            scores_losses = any(metric.predicts == "loss" for metric in own)
-            watching: list[Watch] = [samples] if scores_losses or resamples != 0 else []
+            watching: list[Watch] = [samples] if resamples != 0 or any(one.predicts == "loss" for one in own) else []
             values = validation.losses(backend, max_batches=max_batches, watching=watching)
             replicates, resampling = ({}, "0 draws") if resamples == 0 else samples.resampled()
             provenance = _loss_provenance(validation, max_batches=max_batches, checkpoint=checkpoint,
-                                     precision=str((made_by or {}).get("precision")))  # fmt: skip
+                                          precision=str((made_by or {}).get("precision")))  # fmt: skip
             results.append(Result(values, {**provenance, "resampling": resampling}, replicates))
             limit = max_samples
             if limit is None and max_batches is not None:
                 limit = max_batches * validation.data.batch_size
             answers_of: dict[str, Answers | SampleLosses | str] = {"loss": samples}
             for kind, names in _kinds(own).items():
-                replies = answers_of[kind] = _answers(backend, validation, kind, answering, limit)
-                _log_left_out(replies, f"Metrics of {_WORDS[kind]} ({names})", logged)
+                try:
+                    replies = answers(backend, validation.data, kind, answering, max_samples=limit)
+                except Exception as error:  # ``answers`` fails on every rank alike
+                    answers_of[kind] = f"no {kind} could be generated: {type(error).__name__}: {error}"
+                    continue
+                answers_of[kind] = replies
+                for why, number in replies.left_out.items():
+                    line = (f"Metrics of {_WORDS[kind]} ({names}): {number} validation records are left out, {why};"
+                            f" {replies.asked} are answered.")  # fmt: skip
+                    if dist.is_main() and (logged is None or line not in logged):
+                        logger().info("%s", line)
+                    if logged is not None:
+                        logged.add(line)
             for metric in own:
                 result = _score(metric, answers_of[metric.predicts], checkpoint=checkpoint, resamples=resamples,
-                                 made_by={**answering.facts(), **(made_by or {})})  # fmt: skip
+                                made_by={**answering.facts(), **(made_by or {})})  # fmt: skip
                 if isinstance(result, Result):
                     results.append(result.with_prefix(validation.own))
                     continue
@@ -213,28 +222,6 @@ def _kinds(metrics: Sequence[Metric]) -> dict[Kind, str]:
     return {kind: names for kind, names in names.items() if names}
 
 
-def _answers(
-    backend: Any, validation: Validation, kind: Kind, answering: Answering, max_samples: int | None
-) -> Answers | str:
-    """The model's answers, or on all ranks why there are none. Collective."""
-    try:
-        return answers(backend, validation.data, kind, answering, max_samples=max_samples)
-    except Exception as error:  # ``answers`` fails on every rank alike
-        return f"no {kind} could be generated: {type(error).__name__}: {error}"
-
-
-def _log_left_out(replies: Answers | str, what: str, logged: set[str] | None) -> None:
-    """Each line once."""
-    if isinstance(replies, str) or not dist.is_main():
-        return
-    for why, number in replies.left_out.items():
-        line = f"{what}: {number} validation records are left out, {why}; {replies.asked} are answered."
-        if logged is None or line not in logged:
-            logger().info("%s", line)
-        if logged is not None:
-            logged.add(line)
-
-
 def _score(metric: Metric, replies: Answers | SampleLosses | str, **options: Any) -> Result | str:
     """The metric's result, or on all ranks why it has none. Collective."""
     if isinstance(replies, str):
@@ -256,18 +243,16 @@ def _score(metric: Metric, replies: Answers | SampleLosses | str, **options: Any
 
 def _columns(metric: Metric, replies: Answers) -> tuple[Sequence[Any], Sequence[Any], Sequence[str]]:
     """Predictions, references and keys. A picture is compared with a picture or with the text that it was asked for."""
+
+    def colored(answer: Any) -> Any:  # as metrics read it: a model may draw in shades of gray
+        if isinstance(answer, tuple):
+            return tuple(map(colored, answer))
+        return answer.convert("RGB") if isinstance(answer, Image.Image) else answer
+
     prompts = metric.compares == "prompt" or (metric.predicts == "image" and metric.compares == "text")
-    rows = [(_colored(one.prediction), one.prompt if prompts else _colored(one.reference), one.key)
-            for one in replies.mine]  # fmt: skip
-    predictions, references, keys = zip(*rows, strict=True) if rows else ((), (), ())
-    return predictions, references, keys
-
-
-def _colored(answer: Any) -> Any:
-    """A picture as metrics read it: a model may draw in shades of gray."""
-    if isinstance(answer, tuple):
-        return tuple(map(_colored, answer))
-    return answer.convert("RGB") if isinstance(answer, Image.Image) else answer
+    predictions = [colored(one.prediction) for one in replies.mine]
+    references = [one.prompt if prompts else colored(one.reference) for one in replies.mine]
+    return predictions, references, [one.key for one in replies.mine]
 
 
 # ---- what each sample adds to the losses, for the interval of a comparison and for perplexity ----
@@ -297,11 +282,20 @@ class SampleLosses:
 
     def __call__(self, batch: Batch, terms: LossTerms) -> None:
         """Add a batch with one sample a sequence; ``batch`` on the CPU."""
-        targets, ids = _samples_of_targets(batch), batch.sample_ids
+        ids, ends = batch.sample_ids, torch.tensor(batch.sample_ends, dtype=torch.int64)
+        targets = {  # term -> number of the sample of each target, its weight in the number of targets
+            term: (torch.searchsorted(ends, index, right=True), weight.double())
+            for term, (index, weight) in batch.target_positions().items()
+        }
         each = {term: one.detach().double().cpu() for term, one in terms.each.items() if term in targets}
+
+        def by_sample(sample: Tensor, values: Tensor) -> list[float]:
+            sums: list[float] = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, sample, values).tolist()
+            return sums
+
         if TEXT in each:
             sample, weight = targets[TEXT]
-            sums, numbers = _sums(sample, each[TEXT] / weight, len(ids)), sample.bincount(minlength=len(ids)).tolist()
+            sums, numbers = by_sample(sample, each[TEXT] / weight), sample.bincount(minlength=len(ids)).tolist()
             self._texts += [one for one in zip(sums, numbers, ids, strict=True) if one[1]]
         else:
             self._no_texts = f"{type(batch).__name__} and the model's LossTerms.each have no loss of each text target"
@@ -316,7 +310,7 @@ class SampleLosses:
             parts: dict[Key, Tensor] = {(term,): torch.ones_like(sample, dtype=torch.bool)}
             parts |= {(term, name): labels == number for number, name in enumerate(names)}
             for key, part in parts.items():
-                sums, counts = (_sums(sample[part], one[part], len(rows)) for one in (each[term], weight))
+                sums, counts = (by_sample(sample[part], one[part]) for one in (each[term], weight))
                 for row, total, count in zip(rows, sums, counts, strict=True):
                     if count:
                         row[key] = (total, count)
@@ -335,8 +329,8 @@ class SampleLosses:
         sums, numbers, keys = zip(*self._texts, strict=True) if self._texts else ((), (), ())
         return sums, numbers, keys
 
-    def resampled(self, *, count: int = COUNT) -> tuple[dict[str, list[float]], str]:
-        """Name -> the values of ``count`` draws over the samples of all ranks, as ``Metric.resampled`` draws them; and
+    def resampled(self) -> tuple[dict[str, list[float]], str]:
+        """Name -> the values of ``COUNT`` draws over the samples of all ranks, as ``Metric.resampled`` draws them; and
         how they were drawn, or why there are none. The same on all ranks. Collective.
         """
         per_rank = dist.gather_to_main((self._rows, self.missing))
@@ -346,34 +340,15 @@ class SampleLosses:
             if missing:
                 return {}, f"{NO_DRAWS}{missing}"
             rows = sorted((row for part, _ in per_rank or () for row in part), key=lambda row: row[0])
-            return _replicates(self._validation, rows, count), f"{count} draws, seed {SEED}"
+            keys = sorted({key for _, row in rows for key in row})
+            table = np.array([[row.get(key, (0.0, 0.0)) for key in keys] for _, row in rows]).reshape(len(rows), -1)
+            replicates: dict[str, list[float]] = {}
+            for number, chosen in enumerate(draws(len(rows), count=COUNT, seed=SEED) if rows else ()):
+                totals = (np.bincount(chosen, minlength=len(rows)) @ table).reshape(len(keys), 2)
+                sums, numbers = ({key: float(t[k]) for key, t in zip(keys, totals, strict=True)} for k in (0, 1))
+                drawn = self._validation.values(sums, numbers)
+                for name in {*replicates, *drawn}:  # a draw may have no target of a part
+                    replicates.setdefault(name, [np.nan] * number).append(drawn.get(name, np.nan))
+            return replicates, f"{COUNT} draws, seed {SEED}"
 
         return dist.on_main(values)
-
-
-def _samples_of_targets(batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
-    """Term -> (number of the sample of each target, its weight in the number of targets)."""
-    ends = torch.tensor(batch.sample_ends, dtype=torch.int64)
-    return {
-        term: (torch.searchsorted(ends, index, right=True), weight.double())
-        for term, (index, weight) in batch.target_positions().items()
-    }
-
-
-def _sums(sample: Tensor, values: Tensor, number: int) -> list[float]:
-    """Return the sum of the values of each of ``number`` samples."""
-    sums: list[float] = torch.zeros(number, dtype=torch.float64).index_add_(0, sample, values).tolist()
-    return sums
-
-
-def _replicates(validation: Validation, rows: Sequence[_Row], count: int) -> dict[str, list[float]]:
-    keys = sorted({key for _, row in rows for key in row})
-    table = np.array([[row.get(key, (0.0, 0.0)) for key in keys] for _, row in rows]).reshape(len(rows), -1)
-    replicates: dict[str, list[float]] = {}
-    for number, chosen in enumerate(draws(len(rows), count=count, seed=SEED) if rows else ()):
-        totals = (np.bincount(chosen, minlength=len(rows)) @ table).reshape(len(keys), 2)
-        sums, numbers = ({key: float(total[k]) for key, total in zip(keys, totals, strict=True)} for k in (0, 1))
-        values = validation.values(sums, numbers)
-        for name in {*replicates, *values}:  # a draw may have no target of a part
-            replicates.setdefault(name, [np.nan] * number).append(values.get(name, np.nan))
-    return replicates

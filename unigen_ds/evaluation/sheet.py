@@ -54,8 +54,19 @@ def contact_sheet(
 
 
 def _draw_cell(cell: Cell, font: _Font, width: int, side: int) -> Image.Image:
-    """A cell with what is free around its parts, without its frame."""
-    pictures, lines = [_scale(picture, side) for picture in cell.pictures], _lines(cell.text, font, width - 2 * _GAP)
+    """A cell with what is free around its parts, without its frame. A small picture is scaled by a whole factor; a text
+    is wrapped into at most ``_LINES`` lines, and words that are too long are broken.
+    """
+    pictures = []
+    for picture in cell.pictures:
+        scale = side / max(picture.size)
+        factor, way = (math.floor(scale), Image.Resampling.NEAREST) if scale >= 1 else (scale, Image.Resampling.LANCZOS)
+        size = max(1, round(picture.width * factor)), max(1, round(picture.height * factor))
+        pictures.append(picture.convert("RGB").resize(size, way))
+    characters = max(1, int((width - 2 * _GAP) / font.getlength("0")))
+    lines = [line for paragraph in cell.text.splitlines() for line in textwrap.wrap(paragraph, characters)]
+    if len(lines) > _LINES:
+        lines = [*lines[: _LINES - 1], lines[_LINES - 1][: characters - 3] + "..."]
     below = _GAP + max((picture.height + _GAP // 2 for picture in pictures), default=0)
     image = Image.new("RGB", (width, below + (len(lines) * _LINE + _GAP if lines else 0)), _PAPER)
     for i, picture in enumerate(pictures):
@@ -64,20 +75,3 @@ def _draw_cell(cell: Cell, font: _Font, width: int, side: int) -> Image.Image:
     for i, text in enumerate(lines):
         pen.text((_GAP, below + i * _LINE), text, fill=_INK, font=font)
     return image
-
-
-def _scale(picture: Image.Image, side: int) -> Image.Image:
-    """Scale a picture to at most ``side`` pixels; a small one by a whole factor."""
-    scale = side / max(picture.size)
-    size = [max(1, round(length * (math.floor(scale) if scale >= 1 else scale))) for length in picture.size]
-    way = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.LANCZOS
-    return picture.convert("RGB").resize((size[0], size[1]), way)
-
-
-def _lines(text: str, font: _Font, width: int) -> list[str]:
-    """Wrap a text into at most ``_LINES`` lines of about that width in pixels; words that are too long are broken."""
-    characters = max(1, int(width / font.getlength("0")))
-    lines = [line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, characters)]
-    if len(lines) > _LINES:
-        lines = [*lines[: _LINES - 1], lines[_LINES - 1][: characters - 3] + "..."]
-    return lines

@@ -149,14 +149,10 @@ def _stored_statistics(model: nn.Module) -> Iterator[None]:
         yield
         return
     former = [buffer.clone() for buffer in own]
-    stored = dist.broadcast_object([buffer.cpu() for buffer in own])
+    for buffer, value in zip(own, dist.broadcast_object([buffer.cpu() for buffer in own]), strict=True):
+        buffer.copy_(value)
     try:
-        _copy(own, stored)
         yield
     finally:
-        _copy(own, former)
-
-
-def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for buffer, value in zip(into, values, strict=True):
-        buffer.copy_(value)
+        for buffer, value in zip(own, former, strict=True):
+            buffer.copy_(value)

@@ -11,12 +11,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unigen_ds.report.value_formats import grouped, number_text, plural
+from unigen_ds.report.document import grouped, number_text, plural
 
 WIDTH, HEIGHT = 1000, 300
 NUM_COLOURS = 8
@@ -106,7 +107,7 @@ def chart(
     curves = [one for one in series if one.points]
     if not curves:
         return None
-    frame = Frame.around(curves, log=log)
+    frame = Frame(curves, log=log)
     most = max(len(one.points) for one in curves)
     notes = [
         unit,
@@ -115,10 +116,24 @@ def chart(
     ]
     first, last = curves[0].points[0][1], curves[0].points[-1][1]
     values = [
-        {"n": one.name, "c": one.colour % NUM_COLOURS, "p": [[_short(x), _short(y)] for x, y in reduced(one.points)]}
-        for one in curves
-        if one.style != "faint"
-    ]
+        {"n": one.name, "c": one.colour % NUM_COLOURS,
+         "p": [[float(f"{value:.6g}") for value in point] for point in reduced(one.points)]}
+        for one in curves if one.style != "faint"
+    ]  # fmt: skip
+    paths: list[tuple[str, str]] = []
+    for one in curves:
+        css = f"{one.css} {one.style}".strip()
+        if one.smooth and one.style != "faint" and len(one.points) >= _SMOOTHED_FROM:
+            paths += [(frame.path(one.points), f"{one.css} raw"), (frame.path(smoothed(one.points)), css)]
+        else:
+            paths.append((frame.path(one.points), css))
+    flags: list[tuple[str, Mark]] = []
+    before = -math.inf
+    for mark in marks:  # a label that would cover the one before it is left out; its line is drawn
+        at = 100 * frame.x(mark.x) / WIDTH
+        if 0 <= at <= 100 and at - before >= _LABEL_DISTANCE:
+            flags.append((f"{at:.2f}", mark))
+            before = at
     return Figure(
         title=title,
         spoken=f"{title}: {curves[0].name} from {number_text(first)} to {number_text(last)}",
@@ -132,33 +147,23 @@ def chart(
         values={"x": x_label, "left": frame.left, "right": frame.right, "series": values},
         compact=compact,
         marks=[(f"{frame.x(one.x):.1f}", one.kind) for one in marks if frame.left <= one.x <= frame.right],
-        flags=_flags(marks, frame),
-        paths=[path for one in curves for path in _paths(one, frame)],
+        flags=flags,
+        paths=paths,
     )
 
 
-@dataclass(frozen=True)
 class Frame:
-    """The limits of both axes, and the values of y that have a line."""
+    """The limits of both axes, and the values of y that have a line. ``log``: None chooses it from the values; a
+    logarithmic scale needs values above 0.
+    """
 
-    left: float
-    right: float
-    low: float
-    high: float
-    ticks: Sequence[float]
-    log: bool
-
-    @classmethod
-    def around(cls, curves: Sequence[Series], *, log: bool | None) -> Frame:
-        """``log``: None chooses it from the values. A logarithmic scale needs values above 0."""
+    def __init__(self, curves: Sequence[Series], *, log: bool | None) -> None:
         values = [y for one in ([s for s in curves if s.scale] or curves) for _, y in one.points]
-        positive = min(values) > 0
-        log = positive and (max(values) / min(values) > _LOG_RATIO if log is None else log)
-        low, high, ticks = _log_axis(values) if log else _axis(values)
+        self.log = min(values) > 0 and (max(values) / min(values) > _LOG_RATIO if log is None else log)
+        self.low, self.high, self.ticks = _log_axis(values) if self.log else _axis(values)
         xs = [x for one in curves for x, _ in one.points]
-        left, right = min(xs), max(xs)
-        margin = 0.5 if left == right else 0.0
-        return cls(left - margin, right + margin, low, high, ticks, log)
+        margin = 0.5 if min(xs) == max(xs) else 0.0
+        self.left, self.right = min(xs) - margin, max(xs) + margin
 
     def x(self, x: float) -> float:
         return (x - self.left) / (self.right - self.left) * WIDTH
@@ -178,29 +183,19 @@ class Frame:
     def labels(self, text: Any) -> list[tuple[str, str]]:
         return [(text(y), f"{100 * self.y(y) / HEIGHT:.2f}") for y in self.ticks]
 
-
-def _paths(one: Series, frame: Frame) -> list[tuple[str, str]]:
-    """A curve; a long one smoothed, over its values."""
-
-    def path(points: Points, css: str) -> tuple[str, str]:
-        text = "".join(f"{'L' if i else 'M'}{frame.x(x):.1f} {frame.y(y):.1f}" for i, (x, y) in enumerate(points))
-        return text + ("h0" if len(points) == 1 else ""), css  # h0: a dot
-
-    if one.smooth and one.style != "faint" and len(one.points) >= _SMOOTHED_FROM:
-        values = path(reduced(one.points), f"{one.css} raw")
-        return [values, path(reduced(smoothed(one.points)), f"{one.css} {one.style}".strip())]
-    return [path(reduced(one.points), f"{one.css} {one.style}".strip())]
+    def path(self, points: Points) -> str:
+        """The line through the points, a dot for a single one."""
+        ends = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in reduced(points)]
+        return "M" + "L".join(ends) + ("h0" if len(ends) == 1 else "")
 
 
 def smoothed(points: Points) -> list[tuple[float, float]]:
     """The mean of a window of a fortieth of the values, centred; shorter at both ends."""
-    half = max(1, len(points) // 80)
-    sums = [0.0]
-    for _, y in points:
-        sums.append(sums[-1] + y)
+    number, half = len(points), max(1, len(points) // 80)
+    sums = [0.0, *accumulate(y for _, y in points)]
     means = []
     for i, (x, _) in enumerate(points):
-        reach = min(half, i, len(points) - 1 - i)
+        reach = min(half, i, number - 1 - i)
         means.append((x, (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)))
     return means
 
@@ -259,22 +254,6 @@ def _x_labels(left: float, right: float) -> list[tuple[str, str]]:
     return [(_tick(x), f"{100 * (x - left) / (right - left):.2f}") for x in ticks]
 
 
-def _flags(marks: Sequence[Mark], frame: Frame) -> list[tuple[str, Mark]]:
-    """Labels of marks; one that would cover the label before it is left out (its line is drawn)."""
-    flags: list[tuple[str, Mark]] = []
-    before = -math.inf
-    for mark in marks:
-        position = 100 * frame.x(mark.x) / WIDTH
-        if 0 <= position <= 100 and position - before >= _LABEL_DISTANCE:
-            flags.append((f"{position:.2f}", mark))
-            before = position
-    return flags
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")
-
-
 def histogram(
     title: str,
     groups: Mapping[str, NDArray[Any]],
@@ -282,7 +261,6 @@ def histogram(
     unit: str,
     count: str,
     limit: tuple[str, int] | None = None,
-    note: str = "",
 ) -> Figure | None:
     """Stacked bars of whole numbers in bins of equal width on the page; None where there is no number.
 
@@ -292,18 +270,34 @@ def histogram(
         count: what is counted: ``records``.
         limit: name and value of a line, which is always within the axis.
     """
-    groups = _fewer({name: np.asarray(values) for name, values in groups.items() if len(values)})
+    groups = {name: np.asarray(values) for name, values in groups.items() if len(values)}
     if not groups:
         return None
+    if len(groups) > NUM_COLOURS:  # the last ones are joined
+        rest = [*groups][NUM_COLOURS - 1 :]
+        joined = np.concatenate([groups[name] for name in rest])
+        groups = {k: v for k, v in groups.items() if k not in rest} | {plural(len(rest), "further source"): joined}
     edges = edges_of(np.concatenate([*groups.values()]), *([limit[1]] if limit else []))
+    number = len(edges) - 1
     counts = {name: np.histogram(values, edges)[0] for name, values in groups.items()}
     top = int(np.sum([*counts.values()], axis=0).max())
-    frame = Frame.around([Series("", [(0, 0), (len(edges) - 1, top)])], log=False)
+    frame = Frame([Series("", [(0, 0), (number, top)])], log=False)
+    width = WIDTH / number
+    bars = []
+    base: NDArray[Any] = np.zeros(number)
+    for k, own in enumerate(counts.values()):
+        for i in np.flatnonzero(own).tolist():
+            low, high = frame.y(base[i]), frame.y(base[i] + own[i])
+            height = f"{max(low - high, 0.8):.1f}"
+            bars.append((f"{(i + 0.06) * width:.1f}", f"{high:.1f}", f"{0.88 * width:.1f}", height, f"s{k}"))
+        base = base + own
     ranges = [(first, after - 1) for first, after in zip(edges, edges[1:], strict=False)]
     labels = [f"{grouped(a)} {unit}" if a == b else f"{grouped(a)} to {grouped(b)} {unit}" for a, b in ranges]
+    single = edges[-1] - edges[0] == number  # a bin for each number: its label is below its middle
+    labelled = range(0, number + (not single), max(1, round(number / _BIN_LABELS)))
     values = [
         {"n": f"{name} ({count})" if name else count, "c": k % NUM_COLOURS,
-         "p": [[i + 0.5, int(number)] for i, number in enumerate(counts[name])]}
+         "p": [[i + 0.5, int(n)] for i, n in enumerate(counts[name])]}
         for k, name in enumerate(groups)
     ]  # fmt: skip
     legend = [(f"s{k % NUM_COLOURS}", name) for k, name in enumerate(groups) if name]
@@ -312,14 +306,14 @@ def histogram(
     return Figure(
         title=title,
         spoken=f"{title}: {total} {count} of {number_text(edges[0])} to {number_text(edges[-1] - 1)} {unit}",
-        notes=[note] if note else [],
+        notes=[],
         legend=legend,
         grid=frame.grid,
         y_labels=frame.labels(number_text),
-        x_labels=_bin_labels(edges),
-        values={"x": unit, "left": 0, "right": len(edges) - 1, "labels": labels, "series": values},
-        bars=_bars(counts, frame),
-        limit=None if limit is None else f"{position(edges, limit[1]) * WIDTH / (len(edges) - 1):.1f}",
+        x_labels=[(grouped(edges[i]), f"{100 * (i + 0.5 * single) / number:.2f}") for i in labelled],
+        values={"x": unit, "left": 0, "right": number, "labels": labels, "series": values},
+        bars=bars,
+        limit=None if limit is None else f"{position(edges, limit[1]) * width:.1f}",
     )
 
 
@@ -341,34 +335,3 @@ def position(edges: Sequence[int], value: float) -> float:
     """Where a value is on the axis, in bins; after the values that are equal to it."""
     k = min(max(bisect_right(edges, value) - 1, 0), len(edges) - 2)
     return k + min((value + 1 - edges[k]) / (edges[k + 1] - edges[k]), 1.0)
-
-
-def _fewer(groups: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Return at most ``NUM_COLOURS`` groups: the last ones are joined."""
-    names = [*groups]
-    if len(names) <= NUM_COLOURS:
-        return dict(groups)
-    first, rest = names[: NUM_COLOURS - 1], names[NUM_COLOURS - 1 :]
-    joined = np.concatenate([groups[name] for name in rest])
-    return {**{name: groups[name] for name in first}, plural(len(rest), "further source"): joined}
-
-
-def _bars(counts: Mapping[str, NDArray[Any]], frame: Frame) -> list[tuple[str, str, str, str, str]]:
-    bars = []
-    width = WIDTH / round(frame.right - frame.left)
-    base: NDArray[Any] = np.zeros(len(next(iter(counts.values()))))
-    for k, numbers in enumerate(counts.values()):
-        for i in np.flatnonzero(numbers).tolist():
-            low, high = frame.y(base[i]), frame.y(base[i] + numbers[i])
-            height = f"{max(low - high, 0.8):.1f}"
-            bars.append((f"{(i + 0.06) * width:.1f}", f"{high:.1f}", f"{0.88 * width:.1f}", height, f"s{k}"))
-        base = base + numbers
-    return bars
-
-
-def _bin_labels(edges: Sequence[int]) -> list[tuple[str, str]]:
-    number = len(edges) - 1
-    every = max(1, round(number / _BIN_LABELS))
-    single = edges[-1] - edges[0] == number  # a bin for each number: its label is below its middle
-    labelled = range(0, number + (not single), every)
-    return [(grouped(edges[i]), f"{100 * (i + 0.5 * single) / number:.2f}") for i in labelled]

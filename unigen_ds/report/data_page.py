@@ -8,7 +8,6 @@ start's log and the tool's text use, sequences from the batches themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import numpy as np
 
 from unigen_ds.data.batches.loader import MicroBatch
 from unigen_ds.data.batches.statistics import (
-    Reason,
     describe,
     epoch_balance,
     first_rows,
@@ -27,9 +25,8 @@ from unigen_ds.data.batches.statistics import (
 )
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.report.charts import histogram
-from unigen_ds.report.document import write_document
+from unigen_ds.report.document import grouped, number_text, percent, write_document
 from unigen_ds.report.sequences import sequences_of
-from unigen_ds.report.value_formats import grouped, number_text, percent
 
 KINDS = ("text", "image", "other")
 _BALANCE = ("text_tokens", "image_tokens", "text_targets", "image_targets", "other_targets")
@@ -37,90 +34,81 @@ Report = Mapping[str, Any]
 Balance = Mapping[str, Mapping[str, float]]
 
 
-@dataclass(frozen=True)
-class DataPage:
-    """What the page is about."""
+def write_data_page(
+    out: Path,
+    *,
+    title: str,
+    stream: SequenceStream,
+    processor: Any,
+    batches: Sequence[MicroBatch],
+    skipped_sources: int = 0,
+) -> Path:
+    """Write the page of a config. Raises ``ConfigError`` where ``out`` cannot be written.
 
-    title: str
-    """The config's name."""
-    stream: SequenceStream
-    processor: Any
-    batches: Sequence[MicroBatch]
-    """Batches of one sequence each, as the run's loader makes them; a cursor is the position after its batch."""
-    skipped_sources: int = 0
-    """Data sets of the config that could not be opened (``on_error='skip'``)."""
-
-
-def write_data_page(page: DataPage, out: Path) -> Path:
-    """Raises ``ConfigError`` where ``out`` cannot be written."""
-    stream, report = page.stream, describe(page.stream)
-    balance, left, names = epoch_balance(stream), reasons(stream), titles(page.stream)
-    return write_document(
-        out,
-        "data.html.j2",
-        title=page.title,
-        source=f"the training data of {page.title}",
-        stream=stream,
-        report=report,
-        chips=_chips(stream),
-        totals=_totals(report, balance, left),
-        sources=_sources(report),
-        measured=[(name, one["streamed"]) for name, one in report["sources"].items() if _in_part(one)],
-        groups=_groups(report),
-        lengths=_lengths(stream, report),
-        balance=_balance(balance, names),
-        estimated=any(name != title for name, title in names.items()),
-        packing=_packing(stream),
-        left_out=_left_out(left),
-        skipped_sources=page.skipped_sources,
-        unknown=_unknown(report, page.processor, names),
-        **sequences_of(stream, page.batches, page.processor),
-    )
-
-
-def _chips(stream: SequenceStream) -> list[str]:
-    packer = stream.packer
+    Args:
+        out: the file.
+        title: the config's name.
+        stream: that of a run.
+        processor: the run's.
+        batches: of one sequence each, as the run's loader makes them; a cursor is the position after its batch.
+        skipped_sources: data sets of the config that could not be opened (``on_error='skip'``).
+    """
+    report, names, packer = describe(stream), titles(stream), stream.packer
+    balance, left = epoch_balance(stream), reasons(stream)
+    total = {key: sum(one[key] for one in balance.values()) for key in next(iter(balance.values()))}
+    kinds = KINDS if total["other_targets"] else KINDS[:2]
+    tokens = total["text_tokens"] + total["image_tokens"]
+    sources, groups = report["sources"], report.get("groups") or {}
+    streamed = {name: one["streamed"] for name, one in sources.items() if "streamed" in one}
     chips = [
         f"seq_length {stream.seq_length:,}",
         "not packed" if packer is None else f"{type(packer).__name__}, window {packer.window:,}",
         f"seed {stream.order.seed}",
+        *([f"max_sample_tokens {stream.sample_length:,}"] if stream.sample_length != stream.seq_length else []),
+        *(["weighted mixture"] if stream.order.weights is not None else []),
     ]
-    if stream.sample_length != stream.seq_length:
-        chips.append(f"max_sample_tokens {stream.sample_length:,}")
-    return chips + ["weighted mixture"] * (stream.order.weights is not None)
+    left_out: dict[bool, list[tuple[Any, ...]]] = {False: [], True: []}  # by whether the run uses the records
+    for one in left:
+        left_out[one.used].append((one.source, one.reason, one.number, one.number / max(one.total, 1), one.examples))
+    return write_document(
+        out,
+        "data.html.j2",
+        title=title,
+        source=f"the training data of {title}",
+        stream=stream,
+        report=report,
+        chips=chips,
+        totals={
+            "tokens": _short(tokens),
+            "images": total["image_tokens"] / max(tokens, 1),
+            "targets": {kind: _short(total[f"{kind}_targets"]) for kind in kinds},
+            "left_out": sum(one.number for one in left if not one.used and one.unit == "records"),
+            "drawn": sum(int(one["draws_per_epoch"]) for one in sources.values()),
+        },
+        sources=_sources(sources),
+        measured=[(name, one) for name, one in streamed.items() if not one["exact"]],
+        groups={
+            "rows": [
+                (name, one["mandatory"], one["draws_per_epoch"], one["share"], one["share_by_weight"])
+                for name, one in groups.items()
+            ],
+            "mandatory": [f"{group_line(name, one)}." for name, one in groups.items() if one["mandatory"]],
+        },
+        lengths=_lengths(stream, report),
+        balance={"kinds": kinds, **_balance({names[name]: one for name, one in balance.items()}, total)},
+        estimated=any(name != title for name, title in names.items()),
+        packing=_packing(stream),
+        left_out=left_out,
+        skipped_sources=skipped_sources,
+        unknown=_unknown(sources, processor, names),
+        **sequences_of(stream, batches, processor),
+    )
 
 
-def _totals(report: Report, balance: Balance, left: Sequence[Reason]) -> dict[str, Any]:
-    """The numbers that a reader looks for first."""
-    total = _sum(balance)
-    tokens = total["text_tokens"] + total["image_tokens"]
-    kinds = _kinds(total)
-    return {
-        "tokens": _short(tokens),
-        "images": total["image_tokens"] / max(tokens, 1),
-        "targets": {kind: _short(total[f"{kind}_targets"]) for kind in kinds},
-        "left_out": sum(one.number for one in left if not one.used and one.unit == "records"),
-        "drawn": sum(int(one["draws_per_epoch"]) for one in report["sources"].values()),
-    }
-
-
-def _kinds(total: Mapping[str, float]) -> Sequence[str]:
-    return KINDS if total["other_targets"] else KINDS[:2]
-
-
-def _sum(balance: Balance) -> dict[str, float]:
-    return {key: sum(one[key] for one in balance.values()) for key in next(iter(balance.values()))}
-
-
-def _in_part(source: Mapping[str, Any]) -> bool:
-    """Whether only some shards of a streamed source are measured."""
-    return "streamed" in source and not source["streamed"]["exact"]
-
-
-def _sources(report: Report) -> list[tuple[Any, ...]]:
-    total = sum(int(one["draws_per_epoch"]) for one in report["sources"].values())
+def _sources(sources: Report) -> list[tuple[Any, ...]]:
+    total = sum(int(one["draws_per_epoch"]) for one in sources.values())
     rows = []
-    for name, one in report["sources"].items():
+    for name, one in sources.items():
         records, draws, lengths = one["records"], int(one["draws_per_epoch"]), one["lengths"]
         weight = "–" if one["weight"] is None else f"{one['weight']:g}"
         rows.append((
@@ -128,17 +116,6 @@ def _sources(report: Report) -> list[tuple[Any, ...]]:
             lengths["p50"], lengths["p95"], lengths["max"],
         ))  # fmt: skip
     return rows
-
-
-def _groups(report: Report) -> dict[str, Any]:
-    groups = report.get("groups") or {}
-    return {
-        "rows": [
-            (name, one["mandatory"], one["draws_per_epoch"], one["share"], one["share_by_weight"])
-            for name, one in groups.items()
-        ],
-        "mandatory": [f"{group_line(name, one)}." for name, one in groups.items() if one["mandatory"]],
-    }
 
 
 def _lengths(stream: SequenceStream, report: Report) -> dict[str, Any]:
@@ -153,29 +130,20 @@ def _lengths(stream: SequenceStream, report: Report) -> dict[str, Any]:
     }
 
 
-def _balance(balance: Balance, names: Mapping[str, str]) -> dict[str, Any]:
+def _balance(sources: Balance, total: Mapping[str, float]) -> dict[str, Any]:
     """For each source, and all of them: bars of tokens and of targets by kind, and the numbers."""
-    sources = {names[name]: one for name, one in balance.items()}
-    if len(sources) > 1:
-        sources = {"all sources": _sum(balance), **sources}
-    bars = [
-        (name, one["samples"], [_stacked(name, what, one, key) for what, key in
-                                (("tokens", "tokens"), ("loss targets", "targets"))])
-        for name, one in sources.items()
-    ]  # fmt: skip
-    return {
-        "bars": bars,
-        "rows": [(name, *(one[key] for key in _BALANCE)) for name, one in sources.items()],
-        "kinds": _kinds(_sum(balance)),
-    }
-
-
-def _stacked(name: str, what: str, one: Mapping[str, float], key: str) -> dict[str, Any]:
-    parts = {kind: value for kind in KINDS if (value := one.get(f"{kind}_{key}", 0.0))}
-    total = sum(parts.values())
-    texts = ", ".join(f"{kind} {percent(value / total)}" for kind, value in parts.items()) or "none"
-    shares = [(f"k-{kind}", f"{kind}: {grouped(value)}", value / total) for kind, value in parts.items()]
-    return {"text": f"{what}: {texts}", "bar": shares, "spoken": f"{name}, {what}: {texts}"}
+    several = {"all sources": total, **sources} if len(sources) > 1 else sources
+    bars = []
+    for name, one in several.items():
+        stacked = []
+        for what, key in (("tokens", "tokens"), ("loss targets", "targets")):
+            parts = {kind: value for kind in KINDS if (value := one.get(f"{kind}_{key}", 0.0))}
+            whole = sum(parts.values())
+            texts = ", ".join(f"{kind} {percent(value / whole)}" for kind, value in parts.items()) or "none"
+            shares = [(f"k-{kind}", f"{kind}: {grouped(value)}", value / whole) for kind, value in parts.items()]
+            stacked.append({"text": f"{what}: {texts}", "bar": shares, "spoken": f"{name}, {what}: {texts}"})
+        bars.append((name, one["samples"], stacked))
+    return {"bars": bars, "rows": [(name, *(one[key] for key in _BALANCE)) for name, one in several.items()]}
 
 
 def _packing(stream: SequenceStream) -> dict[str, Any]:
@@ -192,20 +160,12 @@ def _packing(stream: SequenceStream) -> dict[str, Any]:
     }
 
 
-def _left_out(left: Sequence[Reason]) -> dict[bool, list[tuple[Any, ...]]]:
-    """Rows of the reasons whose records the run does not use, and of those whose records it uses."""
-    rows: dict[bool, list[tuple[Any, ...]]] = {False: [], True: []}
-    for one in left:
-        rows[one.used].append((one.source, one.reason, one.number, one.number / max(one.total, 1), one.examples))
-    return rows
-
-
-def _unknown(report: Report, processor: Any, names: Mapping[str, str]) -> list[tuple[Any, ...]] | None:
+def _unknown(sources: Report, processor: Any, names: Mapping[str, str]) -> list[tuple[Any, ...]] | None:
     """None: the tokenizer has no unknown token."""
     if getattr(getattr(processor, "tokenizer", None), "unk_id", None) is None:
         return None
     rows = []
-    for name, one in report["sources"].items():
+    for name, one in sources.items():
         share = one["unknown_token_share"]
         text = percent(share) if not share or share >= 0.001 else f"{100 * share:.2g} %"
         rows.append((names[name], one["unknown_tokens"], text))

@@ -1,7 +1,10 @@
-"""A page from its template: one HTML file with style and script inside of it; nothing is loaded from elsewhere."""
+"""A page from its template: one HTML file with style and script inside of it, nothing loaded from elsewhere; and the
+values of a page as text for people, which the templates use as filters.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 from datetime import datetime, timezone
 from functools import cache
@@ -12,8 +15,10 @@ import jinja2
 from markupsafe import Markup
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.report.value_formats import FILTERS, has_long_word, printable
 from unigen_ds.system.files import temporary_beside, write_text_atomic
+
+_LONG = 24
+"""Characters of a word that may be broken in a table."""
 
 
 class TableCell(NamedTuple):
@@ -36,8 +41,11 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else printable(value),
     )
-    environment.filters |= {**FILTERS, "script_json": _script_json}
-    environment.tests["long"] = has_long_word
+    environment.filters |= {
+        "count": grouped, "number": number_text, "percent": percent, "plural": plural, "seconds": seconds_text,
+        "time_of": time_of, "value": value_text, "script_json": _script_json,
+    }  # fmt: skip
+    environment.tests["long"] = lambda value: any(len(word) > _LONG for word in str(value).split())
     return environment
 
 
@@ -60,14 +68,83 @@ def write_document(out: Path, template: str, **values: Any) -> Path:
 
 def check_writable(out: Path) -> None:
     """Raise ``ConfigError`` where a file cannot be written there: before the work of making it."""
-    allowed, folder = "a file in a folder that exists", out.absolute().parent
     try:
         if out.is_dir():
-            raise ConfigError(f"{out} cannot be written: it is a folder", allowed=allowed)
-        if not folder.is_dir():
-            raise ConfigError(f"{out} cannot be written: there is no folder {folder}", allowed=allowed)
+            raise IsADirectoryError(0, "it is a folder")
         trial = temporary_beside(out, "tmp")
         trial.touch()
         trial.unlink()
     except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror}", allowed=allowed) from error
+        problem = f"{out} cannot be written: {error.strerror}"
+        raise ConfigError(problem, allowed="a file in a folder that exists") from error
+
+
+def data_uri(content: bytes, kind: str = "png") -> str:
+    """A picture inside of the page."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+# ---- values as text ----
+
+
+def printable(value: object) -> str:
+    """Text that a UTF-8 file can hold: lone surrogates and control characters are replaced."""
+    text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(c if c in "\n\t" or (c >= " " and c != "\x7f") else "\ufffd" for c in text)
+
+
+def value_text(value: object) -> str:
+    """A value of JSON: numbers short, text as it is."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "–"}[value]
+    if isinstance(value, float):
+        return number_text(value)
+    if isinstance(value, int):
+        return grouped(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def number_text(value: float | None) -> str:
+    """Four significant digits; whole numbers from 10,000 on with separators."""
+    if value is None:
+        return "–"
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e15 or abs(value) < 1e-4:
+        return f"{value:.3g}"
+    return grouped(value) if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def grouped(value: float | None) -> str:
+    """A whole number with separators."""
+    return "–" if value is None else f"{round(value):,}"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """``0.42 s``, ``12.3 s``, ``4 min 05 s``, ``3 h 12 min``, ``2 d 04 h``."""
+    if seconds is None:
+        return "–"
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"
+
+
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """``1 line``, ``1,204 lines``."""
+    return f"{grouped(count)} {one if count == 1 else many or one + 's'}"
+
+
+def time_of(value: object) -> datetime | None:
+    """An ISO time in UTC; None for anything else."""
+    try:
+        return datetime.fromisoformat(str(value)).astimezone(timezone.utc)
+    except (ValueError, OverflowError):
+        return None

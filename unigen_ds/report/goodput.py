@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from unigen_ds.evaluation.metric_lines import number
+from unigen_ds.report.document import time_of
 from unigen_ds.report.reading import RunStart
-from unigen_ds.report.value_formats import time_of
 
 PARTS = {
     "training": "training",
@@ -74,73 +76,45 @@ def spent_by_start(starts: Sequence[RunStart]) -> list[Spent]:
 def idle_before(starts: Sequence[RunStart], spent: Sequence[Spent]) -> list[float | None]:
     """Seconds between the end of the start before and each start; None where that is not known."""
     began = [time_of(start.record.get("time")) for start in starts]
-    seconds: list[float | None] = [None] * len(starts[:1])
-    for index in range(1, len(starts)):
-        now, before, previous = began[index], began[index - 1], spent[index - 1]
-        if now is None or before is None:
-            seconds.append(None)
-        else:
-            worked = previous.total - previous.start_up + spent[index].start_up
-            seconds.append(max(0.0, (now - before).total_seconds() - worked))
+    seconds: list[float | None] = [None] * len(starts)
+    for i, (before, now) in enumerate(zip(began, began[1:], strict=False)):
+        if before is not None and now is not None:
+            worked = spent[i].total - spent[i].start_up + spent[i + 1].start_up
+            seconds[i + 1] = max(0.0, (now - before).total_seconds() - worked)
     return seconds
-
-
-@dataclass(frozen=True)
-class _Point:
-    update: float
-    seconds: float
-    sections: Mapping[str, float]
 
 
 def _spent(start: RunStart, until: int) -> Spent:
     """Divide the time of the updates up to ``until``. Updates after the last line count with the average."""
-    points = [_Point(start.update, 0.0, {})]
+    seconds: dict[float, dict[str, float]] = {start.update: {}}
     for line in start.times:
         sections = line.get("sections")
         clean = {k: n for k, v in sections.items() if (n := number(v))} if isinstance(sections, Mapping) else {}
-        points.append(_Point(line.get("update", start.update), number(line.get("seconds")) or 0.0, clean))
-    last = points[-1]
-    missing = start.reached - last.update
-    per_update = last.seconds / (last.update - start.update) if last.update > start.update else _average(start)
-    total = last.seconds + missing * per_update
-    counted = _at(points, min(until, last.update)) if until < last.update else last
-    seconds = counted.seconds + max(0, min(until, start.reached) - last.update) * per_update
-    data, saves = (counted.sections.get(name, 0.0) for name in ("data", _SAVES))
-    hooks = sum(v for k, v in counted.sections.items() if k[:5] == "hook:" and k not in {*_OF_TRAINING, _SAVES})
+        seconds[line.get("update", start.update)] = {**clean, "": number(line.get("seconds")) or 0.0}
+    last, *_ = reversed(seconds)
+    updates = sorted(seconds)
+
+    def at(update: float, section: str) -> float:
+        """After an update: that of its line, or between those of the two lines around it."""
+        return float(np.interp(update, updates, [seconds[one].get(section, 0.0) for one in updates]))
+
+    own = [n for line in start.lines if (n := number(line.get("time/update"))) is not None]
+    average = at(last, "") / (last - start.update) if last > start.update else sum(own) / max(len(own), 1)
+    counted = min(until, last)
+    spent = at(counted, "") + max(0, min(until, start.reached) - last) * average
+    names = {name for sections in seconds.values() for name in sections if name.startswith("hook:")}
+    data, saves = at(counted, "data"), at(counted, _SAVES)
+    hooks = sum(at(counted, name) for name in sorted(names - _OF_TRAINING - {_SAVES}))
     start_up = number(start.record.get("start_up"))
     return Spent(
-        training=max(0.0, seconds - data - saves - hooks),
+        training=max(0.0, spent - data - saves - hooks),
         data=data,
         saves=saves,
         evaluation=hooks,
         start_up=start_up or 0.0,
-        repeated=max(0.0, total - seconds),
-        estimated=missing > 0 or start_up is None,
+        repeated=max(0.0, at(last, "") + (start.reached - last) * average - spent),
+        estimated=start.reached > last or start_up is None,
     )
-
-
-def _at(points: Sequence[_Point], update: float) -> _Point:
-    """After an update: the line of that update, or between the two lines around it."""
-    exact = [point for point in points if point.update == update]
-    if exact:
-        return exact[-1]
-    for first, second in zip(points, points[1:], strict=False):
-        if first.update < update < second.update:
-            share = (update - first.update) / (second.update - first.update)
-
-            def between(before: float, after: float, share: float = share) -> float:
-                return before + (after - before) * share
-
-            a, b = first.sections, second.sections
-            sections = {name: between(a.get(name, 0.0), b.get(name, 0.0)) for name in {*a, *b}}
-            return _Point(update, between(first.seconds, second.seconds), sections)
-    return points[0]
-
-
-def _average(start: RunStart) -> float:
-    """Seconds of an update, of a start without a line of times."""
-    times = [n for line in start.lines if (n := number(line.get("time/update"))) is not None]
-    return sum(times) / len(times) if times else 0.0
 
 
 def changes(starts: Sequence[RunStart]) -> list[dict[str, tuple[Any, Any]]]:
@@ -155,13 +129,7 @@ def changes(starts: Sequence[RunStart]) -> list[dict[str, tuple[Any, Any]]]:
 
 
 def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name in ("geometry", "topology", "versions", "git"):
-        part = record.get(name)
-        values |= {f"{name}.{key}": value for key, value in part.items()} if isinstance(part, Mapping) else {}
-    for name, value in values.items():
-        if name.startswith("git.") and isinstance(value, Mapping):
-            values[name] = value.get("commit")
-    machine = record.get("machine")
-    values["machine.device"] = machine.get("device") if isinstance(machine, Mapping) else None
-    return values
+    parts = {name: record[name] for name in ("geometry", "topology", "versions", "git")}
+    values = {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
+    commits = {key: one.get("commit") for key, one in values.items() if key[:4] == "git." and isinstance(one, Mapping)}
+    return {**values, **commits, "machine.device": record["machine"].get("device")}

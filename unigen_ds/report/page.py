@@ -5,21 +5,34 @@ Here are the values of the parts; ``templates/run.html.j2`` has the words around
 
 from __future__ import annotations
 
+import io
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from unigen_ds.checkpoint.listing import size_text
+from unigen_ds.checkpoint.store import Found
 from unigen_ds.evaluation.metric_lines import number
-from unigen_ds.report.document import TableCell, write_document
+from unigen_ds.report.document import (
+    TableCell,
+    data_uri,
+    grouped,
+    number_text,
+    percent,
+    plural,
+    seconds_text,
+    value_text,
+    write_document,
+)
 from unigen_ds.report.goodput import PARTS, Spent, changes, idle_before, spent_by_start
 from unigen_ds.report.panels import curves, overlay, validation_curves
-from unigen_ds.report.pictures import previews_of
-from unigen_ds.report.reading import RunStart, WorkDir, read_work_dir, run_names
+from unigen_ds.report.reading import WorkDir, read_work_dir, run_names
 from unigen_ds.report.results import flat
-from unigen_ds.report.value_formats import grouped, number_text, percent, plural, seconds_text, value_text
 
 MAX_PICTURES = 16 * 2**20
 """Bytes of all pictures of a page."""
@@ -27,8 +40,10 @@ _NOT_COMPARED = ("work_dir", "checkpoint_dir", "resume")
 _MOST_ROWS = 100
 _STATES = {"ok": "good", "warn": "warn", "block": "bad"}
 _CHANGED = {"True": " with changes that are not committed", "False": " no changes"}
-Chip = tuple[str, str]
-"""Text and CSS class."""
+_WIDEST = 900
+"""Pixels; wider pictures are reduced, and their caption states it."""
+_CURVES = "curves.png"
+"""The same curves, as ``tools/plot_run.py`` draws them."""
 
 
 def write_report(work_dirs: Sequence[Path], out: Path, *, max_pictures: int = MAX_PICTURES) -> Path:
@@ -47,7 +62,7 @@ def write_report(work_dirs: Sequence[Path], out: Path, *, max_pictures: int = MA
 
 
 def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
-    """Key numbers, overlaid curves, and the keys of the configs that differ."""
+    """Key numbers, overlaid curves, and the keys of the configs of the last starts that differ."""
     rows = []
     for name, run in runs.items():
         spent, last = sum(spent_by_start(run.starts), Spent()), run.last
@@ -55,24 +70,17 @@ def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
             name, last.get("update"), last.get("sequences"), number(last.get("loss")), (run.best_loss or [None])[0],
             number(last.get("tokens_per_second")), spent.goodput, spent.total, len(run.starts),
         ))  # fmt: skip
+    known = {name: flat(run.config, by_name=True) for name, run in runs.items() if run.config}
+    keys = sorted({key for config in known.values() for key in config if key not in _NOT_COMPARED})
+    texts = {key: [value_text(c[key]) if key in c else "not given" for c in known.values()] for key in keys}
+    differences = [(key, *values) for key, values in texts.items() if len(set(values)) > 1]
     return {
         "rows": rows,
         "curves": overlay(runs),
         "empty": [name for name, run in runs.items() if not run.updates],
-        **_config_differences(runs),
-    }
-
-
-def _config_differences(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
-    """Compare the configs of the last start; keys that are the same in all runs are counted and left out."""
-    known = {name: flat(run.config, by_name=True) for name, run in runs.items() if run.config}
-    keys = sorted({key for config in known.values() for key in config if key not in _NOT_COMPARED})
-    texts = {key: [value_text(c[key]) if key in c else "not given" for c in known.values()] for key in keys}
-    rows = [(key, *values) for key, values in texts.items() if len(set(values)) > 1]
-    return {
         "with_config": [*known],
-        "differences": rows,
-        "num_equal": len(keys) - len(rows),
+        "differences": differences,
+        "num_equal": len(keys) - len(differences),
         "not_compared": _NOT_COMPARED,
         "without_config": [name for name in runs if name not in known],
     }
@@ -80,23 +88,28 @@ def _config_differences(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
 
 def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
     """Everything that the template displays of a run. ``budget``: bytes of its pictures."""
-    last = run.last
     pictures, picture_notes = previews_of(run, budget=budget)
     main, more = curves(run) if run.updates else ([], [])
+    lines = [*run.updates[:: max(1, len(run.updates) // 20)]]
+    lines += [run.updates[-1]] if lines and lines[-1] is not run.updates[-1] else []
+    columns = ("update", "epoch", "sequences", "loss", "lr", "grad_norm", "tokens_per_second")
+    loaded = {key: len(value) for key, value in (run.load_report or {}).items() if isinstance(value, list) and value}
     return {
         "run": run,
         "chips": _chips(run),
-        "last": {key: number(last.get(key)) for key in ("update", "loss", "epoch", "tokens_per_second")},
+        "last": {key: number(run.last.get(key)) for key in ("update", "loss", "epoch", "tokens_per_second")},
         "best_loss": run.best_loss,
         "time": _time(run),
         "curves": main,
         "more_curves": more,
-        "numbers": _numbers(run),
+        "numbers": [[line.get(key) for key in columns] for line in lines],
         "validation": _validation(run),
         "pictures": pictures,
         "picture_notes": picture_notes,
-        "checkpoints": [_checkpoint(run, index) for index in range(len(run.checkpoints))],
-        "loaded": _loaded(run),
+        "checkpoints": [_checkpoint(run, entry) for entry in run.checkpoints],
+        "loaded": None
+        if run.load_report is None
+        else ", ".join(f"{name} {grouped(count)}" for name, count in loaded.items()) or "nothing",
         "resumes": _resumes(run),
         "skipped": Counter(str(line.get("why", "–")) for line in run.skipped).most_common(),
         "last_skipped": [
@@ -110,25 +123,66 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
     }
 
 
-def _chips(run: WorkDir) -> list[Chip]:
-    """How the run ended, on what it ran, its effective batch."""
+def previews_of(run: WorkDir, *, budget: int) -> tuple[list[tuple[str, str, str]], list[str]]:
+    """(title, note, data URI) of the previews over time and other pictures of the work dir, at most ``budget`` bytes;
+    and notes of what is missing. Where they do not fit, those that remain are spread evenly, with the first and the
+    last.
+    """
+    others = [(None, file) for file in sorted(run.path.glob("*.png")) if file.name != _CURVES]
+    pictures: list[tuple[int | None, Path]] = [*run.previews, *others]
+    sizes = [file.stat().st_size if file.is_file() else 0 for _, file in pictures]
+    candidates, last = pictures, len(pictures) - 1
+    if sum(sizes) > budget:
+        count = int(len(pictures) * budget / sum(sizes))
+        positions = [round(i * last / (count - 1)) for i in range(count)] if count > 1 else [last] * count
+        candidates = [pictures[i] for i in positions]
+    figures, notes, used = [], [], 0
+    for update, file in candidates:
+        try:
+            content, reduction = _png(file)
+        except Exception as error:  # a picture that PIL cannot read: many kinds of errors
+            notes.append(f"{file.name} cannot be shown: {type(error).__name__}: {error}"[:300])
+            continue
+        if used + len(content) <= budget:
+            used += len(content)
+            title = file.name if update is None else f"update {grouped(update)}"
+            figures.append((title, reduction, data_uri(content)))
+    if missing := len(pictures) - len(figures) - len(notes):
+        notes.append(
+            f"{plural(missing, 'picture')} of {grouped(len(pictures))} left out: together they are larger than"
+            f" {budget / 2**20:.3g} MiB (--max-pictures-mib)."
+        )
+    return figures, notes
+
+
+def _png(file: Path) -> tuple[bytes, str]:
+    """The content as PNG, and a note where it was reduced."""
+    with Image.open(file, formats=["PNG"]) as picture:
+        width, height = picture.size
+        picture.load()
+        if width <= _WIDEST:
+            return file.read_bytes(), ""
+        small = picture.resize((_WIDEST, max(1, round(height * _WIDEST / width))), Image.Resampling.LANCZOS)
+    target = io.BytesIO()
+    small.save(target, format="PNG", optimize=True)
+    return target.getvalue(), f" (reduced from {width} × {height} pixels)"
+
+
+def _chips(run: WorkDir) -> list[tuple[str, str]]:
+    """How the run ended, on what it ran, its effective batch: text and CSS class."""
     end = run.starts[-1].end if run.starts else None
-    states: dict[str | None, Chip] = {
+    states: dict[str | None, tuple[str, str]] = {
         "complete": ("complete", "good"),
         "stopped": ("stopped", ""),
         None: ("killed, or still running", "warn") if run.starts else ("no start recorded", "warn"),
     }
     chips = [states.get(end, ("ended with an error", "bad"))]
-    record = run.starts[-1].record if run.starts else {}
-    topology, geometry = record.get("topology"), record.get("geometry")
-    if isinstance(topology, Mapping):
+    topology, geometry = (run.starts[-1].record[name] if run.starts else {} for name in ("topology", "geometry"))
+    if topology:
         parts = (topology.get(key) for key in ("engine", "sharding", "precision"))
         chips.append((" ".join(str(part) for part in parts if part), ""))
-    if isinstance(geometry, Mapping) and all(isinstance(value, int) for value in geometry.values()):
-        batch = 1
-        for value in geometry.values():
-            batch *= value
-        chips.append((f"effective batch {batch}", ""))
+    if geometry and all(isinstance(value, int) for value in geometry.values()):
+        chips.append((f"effective batch {math.prod(geometry.values())}", ""))
     return chips
 
 
@@ -152,14 +206,6 @@ def _time(run: WorkDir) -> dict[str, Any]:
         "titles": PARTS,
         "rows": rows,
     }
-
-
-def _numbers(run: WorkDir) -> list[list[Any]]:
-    """The numbers of some updates, for a table: readable without a picture."""
-    lines = [*run.updates[:: max(1, len(run.updates) // 20)]]
-    lines += [run.updates[-1]] if lines and lines[-1] is not run.updates[-1] else []
-    keys = ("update", "epoch", "sequences", "loss", "lr", "grad_norm", "tokens_per_second")
-    return [[line.get(key) for key in keys] for line in lines]
 
 
 def _validation(run: WorkDir) -> dict[str, Any]:
@@ -194,21 +240,18 @@ def _validation(run: WorkDir) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _checkpoint(run: WorkDir, index: int) -> tuple[Any, ...]:
+def _checkpoint(run: WorkDir, entry: Found) -> tuple[Any, ...]:
     """The row of a checkpoint, with its states."""
-    entry = run.checkpoints[index]
     manifest, abandoned = entry.manifest, run.lineage.abandoned
-    complete = [
-        one.path
-        for one in run.checkpoints
-        if one.problem is None and one.manifest is not None and one.manifest.commit not in abandoned
+    usable = [
+        one.path for one in run.checkpoints if not one.problem and one.manifest and one.manifest.commit not in abandoned
     ]
     chips: list[tuple[str, ...]] = []
     if entry.problem is not None:
         chips.append(("damaged", "bad", entry.problem))
     elif manifest is not None and manifest.commit in abandoned:
         chips.append(("abandoned", "warn"))
-    elif complete[-1:] == [entry.path]:
+    elif usable[-1:] == [entry.path]:
         chips.append(("newest", ""))
     if entry.path.name == run.best:
         chips.append(("★ best", "good"))
@@ -229,47 +272,32 @@ def _checkpoint(run: WorkDir, index: int) -> tuple[Any, ...]:
     )
 
 
-def _loaded(run: WorkDir) -> str | None:
-    """The numbers of tensors in the report of a partial load."""
-    if run.load_report is None:
-        return None
-    numbers = {key: len(value) for key, value in run.load_report.items() if isinstance(value, list) and value}
-    return ", ".join(f"{name} {grouped(count)}" for name, count in numbers.items()) or "nothing"
-
-
 def _resumes(run: WorkDir) -> list[dict[str, Any]]:
     """What each resume met and changed."""
     resumes = []
-    changed = changes(run.starts)
-    for index, start in enumerate(run.starts[1:], start=1):
-        listed = start.record.get("findings")
-        findings = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
-        before, now = _config(run.starts[index - 1]), _config(start)
+    configs = [flat(start.record["config"]) for start in run.starts]
+    for index, (start, changed) in enumerate(zip(run.starts, changes(run.starts), strict=True)):
+        if not index:
+            continue
+        before, now = configs[index - 1], configs[index]
         keys = sorted({*before, *now} - {"resume", "load_from"}) if before and now else ()
         edited = {f"config.{k}": (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
-        rows = [_finding(one) for one in findings]
+        findings = []
+        for one in start.record["findings"]:
+            status = str(one.get("status"))
+            advice = " ".join(str(one[key]) for key in ("why", "remedy") if one.get(key))
+            values = value_text(one.get("was")), value_text(one.get("now"))
+            findings.append(([(status, _STATES.get(status, ""))], str(one.get("id", "")), *values, advice))
         resumes.append({
             "number": index + 1,
             "update": start.update,
             "source": str(start.record.get("checkpoint") or "the beginning"),
             "num_edited": len(edited),
-            "differences": [(key, *map(value_text, values)) for key, values in {**changed[index], **edited}.items()],
-            "noted": [row for row, one in zip(rows, findings, strict=True) if one.get("status") != "ok"],
-            "findings": rows,
+            "differences": [(key, *map(value_text, values)) for key, values in {**changed, **edited}.items()],
+            "noted": [row for row in findings if row[0][0][0] != "ok"],
+            "findings": findings,
         })  # fmt: skip
     return resumes
-
-
-def _config(start: RunStart) -> dict[str, Any]:
-    config = start.record.get("config")
-    return flat(config) if isinstance(config, Mapping) else {}
-
-
-def _finding(one: Mapping[str, Any]) -> tuple[Any, ...]:
-    status = str(one.get("status"))
-    advice = " ".join(str(one[key]) for key in ("why", "remedy") if one.get(key))
-    was, now = value_text(one.get("was")), value_text(one.get("now"))
-    return [(status, _STATES.get(status, ""))], str(one.get("id", "")), was, now, advice
 
 
 def _log(run: WorkDir) -> dict[str, Any]:
@@ -291,17 +319,15 @@ def _environment(run: WorkDir) -> list[tuple[str, Any]]:
         return [(str(key), str(value)) for key, value in manifests[-1].versions.items()] if manifests else []
     record = run.starts[-1].record
     entries: dict[str, Any] = {}
-    for part in map(record.get, ("machine", "topology", "geometry")):
-        entries |= {key: value_text(value) for key, value in part.items()} if isinstance(part, Mapping) else {}
-    git = record.get("git")
-    for name, part in git.items() if isinstance(git, Mapping) else ():
+    for name in ("machine", "topology", "geometry"):
+        entries |= {key: value_text(value) for key, value in record[name].items()}
+    for name, part in record["git"].items():
         if isinstance(part, Mapping):
             commit, changed = str(part.get("commit", "–"))[:40], _CHANGED.get(str(part.get("changed")), "")
             entries[f"git commit of the {name}"] = TableCell(commit, "code", changed)
-    if not git:
+    if not record["git"]:
         entries["git commit"] = "none: the code is in no git repository"
-    versions = record.get("versions")
-    entries |= {key: str(value) for key, value in versions.items()} if isinstance(versions, Mapping) else {}
+    entries |= {key: str(value) for key, value in record["versions"].items()}
     return [(key.replace("_", " "), value) for key, value in entries.items()]
 
 

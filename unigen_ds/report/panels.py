@@ -7,9 +7,9 @@ from typing import Any
 
 from unigen_ds.evaluation.metric_lines import Line, interpolated, known_sequences, number, validation_losses
 from unigen_ds.report.charts import Figure, Mark, Series, chart
+from unigen_ds.report.document import value_text
 from unigen_ds.report.goodput import changes
 from unigen_ds.report.reading import WorkDir
-from unigen_ds.report.value_formats import value_text
 
 _MAIN = {"loss", "grad_norm", "tokens_per_second", "memory", "memory_reserved"}
 _NOT_CURVES = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "applied"}
@@ -50,7 +50,9 @@ def marks_of(run: WorkDir) -> list[Mark]:
 
 
 def curves(run: WorkDir) -> tuple[list[Figure], list[Figure]]:
-    """The charts of the training: the main ones, and all others."""
+    """The charts of the training: the main ones, and all others; of a statistic over ranks its average, maximum and
+    minimum, and the time shares together.
+    """
     lines, marks = run.updates, marks_of(run)
     keys = keys_of(lines)
     terms = [key for key in keys if key.startswith("loss/") and key.count("/") == 1]
@@ -59,10 +61,10 @@ def curves(run: WorkDir) -> tuple[list[Figure], list[Figure]]:
     shares = [key for key in keys if key in ("time/update", "time/data")]
 
     def figure(title: str, names: Sequence[str], *, unit: str = "", log: bool | None = None) -> Figure | None:
-        all_series = [
+        several = [
             Series(label(name), points(lines, name), i, smooth=name not in rates) for i, name in enumerate(names)
         ]
-        return chart(title, all_series, x_label="update", marks=marks, unit=unit, log=log, compact=True)
+        return chart(title, several, x_label="update", marks=marks, unit=unit, log=log, compact=True)
 
     void = [
         Series(f"made void by a resume{f' ({i})' * (len(run.abandoned) > 1)}", points(part, "loss"), style="faint",
@@ -85,32 +87,24 @@ def curves(run: WorkDir) -> tuple[list[Figure], list[Figure]]:
         if key not in known and not key.startswith("val/"):
             rest.setdefault(key.partition("/")[0], []).append(key)
     more = [figure(name.replace("_", " "), group) for name, group in rest.items()]
-    return _present(main), _present([*more, *_statistics(run, marks)])
+    statistics: dict[str, list[str]] = {}
+    for key in keys_of(run.statistics):
+        kind, _, name = key.partition("/")[2].partition("_")
+        if kind in ("avg", "max", "min") and not name.startswith("share_"):
+            statistics.setdefault(name, []).append(key)
+        elif kind == "avg":
+            statistics.setdefault("shares of the time", []).append(key)
+    for name, group in statistics.items():
+        several = [
+            Series(label(key), points(run.statistics, key), i, smooth=False) for i, key in enumerate(group)
+        ]  # fmt: skip
+        title = f"Over ranks: {name.replace('_', ' ')}"
+        more.append(chart(title, several, x_label="update", marks=marks, compact=True))
+    return _present(main), _present(more)
 
 
 def _present(figures: Iterable[Figure | None]) -> list[Figure]:
     return [one for one in figures if one is not None]
-
-
-def _statistics(run: WorkDir, marks: Sequence[Mark]) -> list[Figure | None]:
-    """A chart for each statistic over ranks, with its average, maximum and minimum; the time shares together."""
-    groups: dict[str, list[str]] = {}
-    for key in keys_of(run.statistics):
-        kind, _, name = key.partition("/")[2].partition("_")
-        if kind not in ("avg", "max", "min"):
-            continue  # of single ranks
-        if not name.startswith("share_"):
-            groups.setdefault(name, []).append(key)
-        elif kind == "avg":
-            groups.setdefault("shares of the time", []).append(key)
-    return [
-        chart(
-            f"Over ranks: {name.replace('_', ' ')}",
-            [Series(label(key), points(run.statistics, key), i, smooth=False) for i, key in enumerate(keys)],
-            x_label="update", marks=marks, compact=True,
-        )
-        for name, keys in groups.items()
-    ]  # fmt: skip
 
 
 def label(key: str) -> str:

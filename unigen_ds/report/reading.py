@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,16 @@ from unigen_ds.checkpoint.partial import REPORT_FILE
 from unigen_ds.checkpoint.saver import CONFIG_FILE
 from unigen_ds.checkpoint.store import HOOKS_FILE, Lineage
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.evaluation.metric_lines import (
-    Line,
-    is_count,
-    lines_of_updates,
-    number,
-    validation_losses,
-    well_formed,
-)
-from unigen_ds.report import results
-from unigen_ds.report.results import RESULTS, SCORES, STATISTICS, Evaluated, Problems, attempt, json_object
+from unigen_ds.evaluation.metric_lines import Line, is_count, lines_of_updates, number, validation_losses, well_formed
+from unigen_ds.report.results import RESULTS, SCORES, STATISTICS, Evaluated, Problems, attempt, evaluations, json_object
 from unigen_ds.system.journals import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, TIMELINE_FILE, in_effect, parse_lines
 
 BEST_HINT, LOG_FILE, PREVIEWS = "best_checkpoint", "train.log", "previews"
 _OF_A_RUN = (METRICS_FILE, TIMELINE_FILE, LEDGER_FILE, LOG_FILE, CONFIG_FILE, SCORES, RESULTS)
+_PARTS = ("geometry", "topology", "machine", "git", "versions", "config")
 _MOST_NAMES = 10
 _SECRET = re.compile(r"(?i)(api_?key|password|passwd|secret|access_token)$")
-_LOGGED = re.compile(r"(\S+ \S+) (WARNING|ERROR|CRITICAL) (.*)")
+_LOGGED = re.compile(r"(?m)^(\S+ \S+) (WARNING|ERROR|CRITICAL) (.*)$")
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ class RunStart:
     update: int
     """Updates of the run when it began."""
     record: Line
-    """Its line in ``timeline.jsonl``."""
+    """Its line in ``timeline.jsonl``, with a mapping for each of ``_PARTS`` and a list of mappings as ``findings``."""
     times: Sequence[Line]
     """The lines of ``timeline.jsonl`` between this start and the next, in order."""
     lines: Sequence[Line]
@@ -94,7 +87,7 @@ class WorkDir:
     load_report: Mapping[str, Any] | None
     config: Mapping[str, Any]
     config_text: str | None
-    problems: Sequence[tuple[str, str]] = field(default_factory=list)
+    problems: Sequence[tuple[str, str]]
     """File and what is wrong with it."""
 
     @property
@@ -127,11 +120,9 @@ def read_work_dir(path: Path) -> WorkDir:
         raise CheckpointError(f"{path} is not a directory", remedy="name the work dir of a run")
     if not _is_run(path):
         within = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_run(child))
-        names = ", ".join(within[:_MOST_NAMES]) + (
-            f" and {more} more" if (more := len(within) - _MOST_NAMES) > 0 else ""
-        )
+        more = f" and {len(within) - _MOST_NAMES} more" if len(within) > _MOST_NAMES else ""
         raise CheckpointError(
-            f"{path} is no run" + (f"; its folders {names} are" if within else ""),
+            f"{path} is no run" + (f"; its folders {', '.join(within[:_MOST_NAMES])}{more} are" if within else ""),
             allowed="a folder with " + ", ".join(_OF_A_RUN) + " or a checkpoint",
             remedy="name the work dirs of runs, one after the other",
         )
@@ -142,27 +133,29 @@ def read_work_dir(path: Path) -> WorkDir:
     home = attempt(HOME_HINT, lambda: home_of(path), path, problems)
     checkpoints = attempt(path.name, lambda: store.list_checkpoints(home), list[store.Found](), problems)
     manifests = [entry.manifest for entry in checkpoints if entry.manifest is not None]
-    config = starts[-1].record.get("config") if starts else None
-    if not isinstance(config, Mapping):
-        config = manifests[-1].config if manifests else {}
+    config = starts[-1].record["config"] if starts else {}
+    if not config and manifests:
+        config = manifests[-1].config
     valid = in_effect(metrics)
-    files = results.of_files(path, problems, prefix=results.async_prefix(config, valid))
-    best, best_state = _best(home, checkpoints, problems)
+    counted = {id(line) for line in valid}
+    void = ([line for line in lines if id(line) not in counted] for _, lines in _by_start(metrics))
+    best = _text(home / BEST_HINT, problems) if (home / BEST_HINT).exists() else None
+    log = _LOGGED.findall(_text(path / LOG_FILE, problems) or "")
     return WorkDir(
         path=path,
         name=path.resolve().name,
         starts=starts,
         updates=lines_of_updates(valid),
-        abandoned=_abandoned(metrics, valid),
+        abandoned=[updates for lines in void if (updates := lines_of_updates(lines))],
         statistics=[line for line in valid if line.get("event") == STATISTICS and is_count(line.get("update"))],
-        evaluations=results.once(results.of_lines(valid), files),
+        evaluations=evaluations(path, valid, config, problems),
         checkpoints=checkpoints,
         lineage=attempt("lineage.json", lambda: Lineage.read(home), Lineage(), problems),
-        best=best,
-        best_state=best_state,
+        best=best and Path(best.strip()).name,
+        best_state=_best_state(checkpoints, problems),
         skipped=in_effect(_journal(path / SKIPPED_FILE, problems)) if (path / SKIPPED_FILE).exists() else [],
         previews=_previews(path),
-        log=_log(path / LOG_FILE, problems),
+        log=log,
         load_report=json_object(path / REPORT_FILE, problems) if (path / REPORT_FILE).exists() else None,
         config=masked(config),
         config_text=_text(path / CONFIG_FILE, problems),
@@ -230,39 +223,29 @@ def _starts(timeline: Iterable[Line], *journals: Iterable[Line]) -> list[RunStar
             pairs[-1][1].append(line)
     parts = [_by_start(lines) for lines in journals]
     starts = []
-    for record, times in reversed(pairs):
+    for line, times in reversed(pairs):
+        listed = line.get("findings")
+        findings = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+        parts_of = {name: part if isinstance(part := line.get(name), Mapping) else {} for name in _PARTS}
+        record = {**line, **parts_of, "findings": findings}
         update = record.get("update", 0)
         own = [part.pop()[1] for part in parts if part and part[-1][0] == update]
         starts.append(RunStart(update, record, times, [line for lines in own for line in lines]))
     return starts[::-1]
 
 
-def _abandoned(metrics: Iterable[Line], valid: Iterable[Line]) -> list[list[Line]]:
-    count = {id(line) for line in valid}
-    void = ([line for line in lines if id(line) not in count] for _, lines in _by_start(metrics))
-    return [updates for lines in void if (updates := lines_of_updates(lines))]
-
-
 def _text(file: Path, problems: Problems) -> str | None:
     return attempt(file.name, lambda: file.read_text(encoding="utf-8", errors="replace"), None, problems)
 
 
-def _log(path: Path, problems: Problems) -> list[tuple[str, str, str]]:
-    matches = (_LOGGED.match(line) for line in (_text(path, problems) or "").splitlines())
-    return [(match[1], match[2], match[3]) for match in matches if match]
-
-
-def _best(home: Path, checkpoints: Sequence[store.Found], problems: Problems) -> tuple[str | None, Mapping[str, Any]]:
-    """The name in ``best_checkpoint``, and the state of ``BestHook`` in the newest checkpoint."""
-    hint = home / BEST_HINT
-    text = _text(hint, problems) if hint.exists() else None
-    name = text and Path(text.strip()).name
-    for entry in reversed(checkpoints):
-        file = entry.path / HOOKS_FILE
-        if entry.manifest is not None and file.is_file():
-            state = (json_object(file, problems, name=f"{entry.path.name}/{HOOKS_FILE}") or {}).get("best")
-            return name, state if isinstance(state, Mapping) else {}
-    return name, {}
+def _best_state(checkpoints: Sequence[store.Found], problems: Problems) -> Mapping[str, Any]:
+    """The state of ``BestHook`` in the newest checkpoint."""
+    files = [one.path / HOOKS_FILE for one in checkpoints if one.manifest is not None]
+    file = next((file for file in reversed(files) if file.is_file()), None)
+    if file is None:
+        return {}
+    state: Any = (json_object(file, problems, name=f"{file.parent.name}/{HOOKS_FILE}") or {}).get("best")
+    return state if isinstance(state, Mapping) else {}
 
 
 def _previews(path: Path) -> list[tuple[int | None, Path]]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.json_values import member_names
 from unigen_ds.evaluation.jobs.evaluation_job import RESULT, numbers_of, read_result
-from unigen_ds.evaluation.metric_lines import Line, is_count, number
+from unigen_ds.evaluation.metric_lines import Line, number
 from unigen_ds.system.journals import METRICS_FILE
 
 RESULTS = "eval_results"
@@ -36,22 +37,62 @@ class Evaluated:
     origin: str
 
 
-def of_lines(lines: Iterable[Line]) -> list[Evaluated]:
-    """Read lines with an event, and those of updates that have ``val/...``."""
-    evaluations = []
+def evaluations(path: Path, lines: Iterable[Line], config: Mapping[str, Any], problems: Problems) -> list[Evaluated]:
+    """Those of the valid lines, and of ``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what
+    ``write_results`` wrote, ``{"values", "provenance"}``, or names and numbers. A value that a file has with its
+    provenance is left out of the lines. The result of another process is read by the rules of ``AsyncEvaluateHook``,
+    and has the names that it logs.
+    """
+    lines = [line for line in lines if "update" in line and line.get("event") != STATISTICS]
+    prefix = _async_prefix(config, lines)
+    scores = sorted((path / SCORES).glob("*.json"), key=lambda file: (len(file.name), file.name))
+    of_files: list[Evaluated] = []
+    for file in (*sorted((path / RESULTS).rglob("*.json")), *scores, *path.glob("results.json")):
+        name = str(file.relative_to(path))
+        content = json_object(file, problems, name=name)
+        if content is None:
+            continue
+        update = re.search(r"(\d{1,18})\.json$", file.name)
+        of_process = prefix is not None and file.is_relative_to(path / RESULTS) and RESULT.fullmatch(file.name)
+        listed = content.get("results")
+        parts = (
+            listed if isinstance(listed, list) else [content if "values" in content else {"values": listed or content}]
+        )
+        values = []
+        try:
+            if of_process:
+                read_result(file, update=int(of_process[1]))
+            for part in parts:
+                numbers, _ = numbers_of(part["values"])
+                values.append({key: n for key, n in numbers.items() if math.isfinite(n) and key not in _POSITION})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            by_rule = f"is not logged by AsyncEvaluateHook: {error}" if of_process else "has no results"
+            problems.append((name, by_rule))
+            continue
+        if not all(values):
+            problems.append((name, f"{values.count({})} of {len(values)} results have no number"))
+        origin = RESULTS if of_process else SCORES if file in scores else name
+        for part, own in zip(parts, values, strict=True):
+            if of_process:
+                own = {f"{prefix}/{key}": n for key, n in own.items()}
+            elif file in scores:
+                own = {key if key.startswith("val/") else f"val/{key}": n for key, n in own.items()}
+            if own:
+                of_files.append(Evaluated(int(update[1]) if update else None, own, _provenance(part), origin))
+    stored = {(one.update, key) for one in of_files for key in one.values}
+    of_lines = []
     for line in lines:
         event = line.get("event")
-        if event == STATISTICS or "update" not in line:
-            continue
-        values = _numbers({key: line[key] for key in line if event is not None or key.startswith("val/")})
-        if values:
+        candidates = {key: number(line[key]) for key in line if event is not None or key.startswith("val/")}
+        own = {
+            key: n
+            for key, n in candidates.items()
+            if n is not None and key not in _POSITION and (line["update"], key) not in stored
+        }
+        if own:
             origin = METRICS_FILE if event is None else f"{METRICS_FILE}, {event}"
-            evaluations.append(Evaluated(line["update"], values, _provenance(line), origin))
-    return evaluations
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    return {key: n for key, value in values.items() if key not in _POSITION and (n := number(value)) is not None}
+            of_lines.append(Evaluated(line["update"], own, _provenance(line), origin))
+    return [*of_lines, *of_files]
 
 
 def _provenance(content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -59,17 +100,7 @@ def _provenance(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return provenance if isinstance(provenance, Mapping) else {}
 
 
-def once(lines: Iterable[Evaluated], files: Sequence[Evaluated]) -> list[Evaluated]:
-    """Leave out the values of lines that a file has with their provenance."""
-    stored = {(one.update, key) for one in files for key in one.values}
-    rest = [
-        replace(line, values={key: n for key, n in line.values.items() if (line.update, key) not in stored})
-        for line in lines
-    ]
-    return [*(line for line in rest if line.values), *files]
-
-
-def async_prefix(config: Mapping[str, Any], lines: Iterable[Line]) -> str | None:
+def _async_prefix(config: Mapping[str, Any], lines: Iterable[Line]) -> str | None:
     """Return the prefix of the names that ``AsyncEvaluateHook`` logs; None: the run has no such hook."""
     hooks = config.get("custom_hooks")
     for hook in hooks if isinstance(hooks, list) else ():
@@ -77,62 +108,6 @@ def async_prefix(config: Mapping[str, Any], lines: Iterable[Line]) -> str | None
             return str(hook.get("prefix", "lmms_eval"))
     names = (key for line in lines if line.get("event") == "async_evaluation" for key in line)
     return next((key.partition("/")[0] for key in names if "/" in key), None)
-
-
-def _of_process(file: Path, content: Line, update: int, prefix: str) -> list[Evaluated]:
-    """A result by the rules and with the names of ``AsyncEvaluateHook``. Raises ``ValueError`` where it refuses it."""
-    read_result(file, update=update)
-    listed = content["results"]
-    evaluations = []
-    for part in listed if isinstance(listed, list) else [{"values": listed}]:
-        numbers = {key: number(value) for key, value in numbers_of(part["values"]).items()}
-        values = {f"{prefix}/{key}": value for key, value in numbers.items() if value is not None}
-        evaluations.append(Evaluated(update, values, _provenance(part), RESULTS))
-    return [one for one in evaluations if one.values]
-
-
-def of_files(path: Path, problems: Problems, *, prefix: str | None) -> list[Evaluated]:
-    """``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what ``write_results`` wrote,
-    ``{"values", "provenance"}``, or names and numbers.
-    """
-    scores = sorted((path / SCORES).glob("*.json"), key=lambda file: (len(file.name), file.name))
-    single = path / "results.json"
-    evaluations = []
-    for file in (*sorted((path / RESULTS).rglob("*.json")), *scores, *([single] if single.is_file() else [])):
-        name = str(file.relative_to(path))
-        content = json_object(file, problems, name=name)
-        if content is None:
-            continue
-        if prefix is not None and file.is_relative_to(path / RESULTS) and (match := RESULT.fullmatch(file.name)):
-            try:
-                evaluations += _of_process(file, content, int(match[1]), prefix)
-            except ValueError as error:
-                problems.append((name, f"is not logged by AsyncEvaluateHook: {error}"))
-            continue
-        step = re.search(r"(\d+)\.json$", file.name)
-        update = content.get("update", content.get("updates", int(step[1]) if step else None))
-        listed = content.get("results")
-        parts = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else [content]
-        entries = (_result_of(part, update if is_count(update) else None, name) for part in parts)
-        valid = [one for one in entries if one.values]
-        if len(valid) < len(parts) or not parts:
-            problems.append((name, f"{len(parts) - len(valid)} of {len(parts)} results have no number"))
-        evaluations += [_as_score(one) for one in valid] if file in scores else valid
-    return evaluations
-
-
-def _result_of(content: Line, update: int | None, origin: str) -> Evaluated:
-    nested = next(
-        (content[k] for k in ("values", "results", "metrics") if isinstance(content.get(k), Mapping)), content
-    )
-    values = {key: n for key, n in _numbers(flat(nested)).items() if not key.startswith("provenance.")}
-    return Evaluated(update, values, _provenance(content), origin)
-
-
-def _as_score(one: Evaluated) -> Evaluated:
-    """Give the values the names that ``EvaluateHook`` logs."""
-    values = {key if key.startswith("val/") else f"val/{key}": value for key, value in one.values.items()}
-    return replace(one, values=values, origin=SCORES)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "", *, by_name: bool = False) -> dict[str, Any]:

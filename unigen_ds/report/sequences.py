@@ -18,8 +18,7 @@ from unigen_ds.data.batches.loader import MicroBatch
 from unigen_ds.data.batches.shown import ShownImage, ShownSample, ShownToken, shown
 from unigen_ds.data.batches.statistics import tokens_of
 from unigen_ds.data.batches.stream import SequenceStream
-from unigen_ds.report.pictures import data_uri
-from unigen_ds.report.value_formats import grouped, percent, plural
+from unigen_ds.report.document import data_uri, grouped, percent, plural
 
 MAX_TOKENS = 65_536
 """Text tokens of a page."""
@@ -38,7 +37,7 @@ _VISIBLE = str.maketrans({"\n": "↵\n", "\t": "→\t", "\r": "␍"})
 
 @dataclass
 class _Left:
-    """What the page may still have."""
+    """What the page may still have, in tokens and bytes of pictures."""
 
     tokens: int = MAX_TOKENS
     pictures: int = MAX_PICTURES
@@ -46,30 +45,13 @@ class _Left:
     """Pictures that did not fit."""
 
 
-@dataclass(frozen=True)
-class _Token:
-    text: str
-    css: str
-
-
-@dataclass(frozen=True)
-class _Picture:
-    css: str
-    role: str
-    title: str
-    caption: str
-    uri: str | None
-    """None: it did not fit, or its pixels cannot be arranged."""
-    size: tuple[int, int]
-
-
 def sequences_of(stream: SequenceStream, batches: Sequence[MicroBatch], processor: Any) -> dict[str, Any]:
     left = _Left()
-    numbers = [one.cursor.sequences - 1 for one in batches]
     sequences = [_sequence(stream, one, processor, left) for one in batches]
+    numbers = [one["number"] for one in sequences] or [None]
     return {
-        "first": numbers[0] if numbers else None,
-        "last": numbers[-1] if numbers else None,
+        "first": numbers[0],
+        "last": numbers[-1],
         "sequences": sequences,
         "without": left.without,
         "most_mib": MAX_PICTURES >> 20,
@@ -84,11 +66,6 @@ def _sequence(stream: SequenceStream, one: MicroBatch, processor: Any, left: _Le
         term: sum(sample.targets.get(term, 0) for sample in samples) if term in samples[0].targets else round(weight)
         for term, weight in one.batch.target_counts().items()
     }
-    facts = [
-        f"{grouped(used)} of {grouped(stream.seq_length)} tokens ({percent(used / stream.seq_length)})",
-        plural(sum(bool(sample.id) for sample in samples), "sample"),
-        *(f"{grouped(count)} {term} targets" for term, count in targets.items() if count),
-    ]
     fill = [
         (f"p{k % 2}", f"{sample.id}: {plural(sample.num_tokens, 'token')}", sample.num_tokens / stream.seq_length)
         for k, sample in enumerate(samples) if sample.id
@@ -96,7 +73,11 @@ def _sequence(stream: SequenceStream, one: MicroBatch, processor: Any, left: _Le
     lengths = [*planned, *(sample.num_tokens for sample in samples[len(planned) :])]
     return {
         "number": one.cursor.sequences - 1,
-        "facts": facts,
+        "facts": [
+            f"{grouped(used)} of {grouped(stream.seq_length)} tokens ({percent(used / stream.seq_length)})",
+            plural(len(fill), "sample"),
+            *(f"{grouped(count)} {term} targets" for term, count in targets.items() if count),
+        ],
         "fill": fill,
         "spoken": f"{percent(used / stream.seq_length)} used",
         "samples": [_sample(sample, length, left) for sample, length in zip(samples, lengths, strict=False)],
@@ -114,48 +95,46 @@ def _sample(sample: ShownSample, planned: int, left: _Left) -> dict[str, Any]:
     return {"id": sample.id, "facts": facts, "skipped": skipped, "parts": [] if skipped else [*_parts(sample, left)]}
 
 
-def _parts(sample: ShownSample, left: _Left) -> Iterator[_Token | _Picture]:
+def _parts(sample: ShownSample, left: _Left) -> Iterator[dict[str, Any]]:
+    """Tokens (``text`` and ``css``) and pictures (with a ``role``)."""
     hidden = 0
     for padding, run in groupby(sample.parts, key=lambda part: isinstance(part, ShownToken) and part.kind == "padding"):
         parts = [*run]
         if padding:
-            yield _Token(f"{grouped(len(parts))} × padding", "s")
+            yield {"text": f"{grouped(len(parts))} × padding", "css": "s"}
             continue
         for part in parts:
             if isinstance(part, ShownImage):
                 yield _picture(part, left)
             elif left.tokens > 0:
                 left.tokens -= 1
-                yield from _tokens(part)
+                css = ["l"] * part.learned + {"special": ["s"], "unknown": ["u"]}.get(part.kind, [])
+                text = part.text if part.kind == "text" else part.text.strip()
+                yield {"text": text.translate(_VISIBLE) or "·", "css": " ".join(css)}
+                if part.predicts is not None:  # which is not the next one
+                    yield {"text": f"predicts {part.predicts.strip()!r}", "css": "l s"}
             else:
                 hidden += 1
     if hidden:
         text = f"… {plural(hidden, 'further token')} not shown: the page has at most {grouped(MAX_TOKENS)}"
-        yield _Token(text, "s")
+        yield {"text": text, "css": "s"}
 
 
-def _tokens(token: ShownToken) -> Iterator[_Token]:
-    """A token; and what is predicted from it, where that is not the next one."""
-    css = ["l"] * token.learned + {"special": ["s"], "unknown": ["u"]}.get(token.kind, [])
-    text = token.text if token.kind == "text" else token.text.strip()
-    yield _Token(text.translate(_VISIBLE) or "·", " ".join(css))
-    if token.predicts is not None:
-        yield _Token(f"predicts {token.predicts.strip()!r}", "l s")
-
-
-def _picture(image: ShownImage, left: _Left) -> _Picture:
+def _picture(image: ShownImage, left: _Left) -> dict[str, Any]:
+    """Its ``uri`` is None where it does not fit, or where its pixels cannot be arranged."""
     role, title = _ROLES[image.role]
-    size = "" if image.size is None else f"{image.size[0]} × {image.size[1]} px · "
+    pixels = "" if image.size is None else f"{image.size[0]} × {image.size[1]} px · "
+    caption = f"{pixels}{plural(image.num_tokens, 'token')}"
     uri = None
     if image.pixels is not None:
-        content, kind = _encoded(image)
+        content, kind = _encoded(image.pixels)
         if len(content) <= left.pictures:
             left.pictures -= len(content)
             uri = data_uri(content, kind)
         else:
             left.without += 1
-    caption = f"{size}{plural(image.num_tokens, 'token')}"
-    return _Picture(image.role, role, title, caption, uri, _thumbnail(image.size or (1, 1)))
+    size = _thumbnail(image.size or (1, 1))
+    return {"css": image.role, "role": role, "title": title, "caption": caption, "uri": uri, "size": size}
 
 
 def _thumbnail(size: tuple[int, int]) -> tuple[int, int]:
@@ -167,15 +146,14 @@ def _thumbnail(size: tuple[int, int]) -> tuple[int, int]:
     return size[0] * factor, size[1] * factor
 
 
-def _encoded(image: ShownImage) -> tuple[bytes, str]:
+def _encoded(pixels: Any) -> tuple[bytes, str]:
     """PNG where it is small, else JPEG."""
-    picture = Image.fromarray(image.pixels)  # type: ignore[arg-type]
+    picture = Image.fromarray(pixels)
     if max(picture.size) > LARGEST:
         picture = picture.resize(_thumbnail(picture.size), Image.Resampling.LANCZOS)
-    png = io.BytesIO()
+    png, jpeg = io.BytesIO(), io.BytesIO()
     picture.save(png, "PNG", optimize=True)
     if len(png.getvalue()) <= _SMALL_PNG:
         return png.getvalue(), "png"
-    jpeg = io.BytesIO()
     picture.save(jpeg, "JPEG", quality=88)
     return jpeg.getvalue(), "jpeg"

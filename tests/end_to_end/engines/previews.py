@@ -10,7 +10,7 @@ import numpy as np
 from tests.end_to_end.engines.cases import FAILS_AT
 from unigen_ds.config.registry import DATASETS, HOOKS, METRICS, build
 from unigen_ds.evaluation.generation import Answering, Records, answers
-from unigen_ds.evaluation.metrics.short_answers import ExactMatch
+from unigen_ds.evaluation.metrics.text_metrics import ExactMatch
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.evaluate.preview import PreviewHook
 from unigen_ds.system import dist

@@ -69,7 +69,7 @@ def train(folder: Path, metrics: list[Any], *, pairs: int = 4) -> Runner:
 
 def test_during_training_and_by_the_tool(tmp_path: Path, clip: str, capsys: pytest.CaptureFixture[str]) -> None:
     KeptPairs.pairs.clear()
-    consistency = {"type": "MultimodalConsistency", "path": clip, "device": "cpu"}
+    consistency = {"type": "MultimodalConsistency", "path": clip}
     train(tmp_path, [consistency, {"type": "KeptPairs"}]).train()
     [line] = [one for one in read_lines(tmp_path / "run" / "metrics.jsonl") if one.get("event") == "evaluation"]
     assert 0 <= line["val/multimodal_consistency"] <= 2.5 and 0 <= line["val/multimodal_consistency_r_precision"] <= 1
@@ -93,7 +93,7 @@ def test_during_training_and_by_the_tool(tmp_path: Path, clip: str, capsys: pyte
 
 
 def test_without_such_records_or_such_a_model_the_message_names_what_to_do(tmp_path: Path, clip: str) -> None:
-    consistency = {"type": "MultimodalConsistency", "path": clip, "device": "cpu"}
+    consistency = {"type": "MultimodalConsistency", "path": clip}
     with pytest.raises(ConfigError, match=r"no validation record has an answer of kind text and image.*docs/metrics"):
         train(tmp_path, [consistency], pairs=0).train()
     hook = {"type": "EvaluateHook", "interval": 1, "unit": "update", "metrics": [consistency]}

@@ -15,11 +15,9 @@ import torch
 import torch.distributed as td
 
 from tests.evaluation.tiny_models import WORDS, Convolution, noise
-from unigen_ds.evaluation.metrics import Metric, evaluated
-from unigen_ds.evaluation.metrics.clip_score import CLIPScore, MultimodalConsistency
-from unigen_ds.evaluation.metrics.fid import FID, KID
-from unigen_ds.evaluation.metrics.short_answers import ExactMatch, VQAAccuracy
-from unigen_ds.evaluation.metrics.text import BLEU, ROUGE, BERTScore, Perplexity
+from unigen_ds.evaluation.metrics import Metric, evaluated, local_model, text_metrics
+from unigen_ds.evaluation.metrics.picture_metrics import FID, KID, CLIPScore, MultimodalConsistency
+from unigen_ds.evaluation.metrics.text_metrics import BLEU, ROUGE, BERTScore, ExactMatch, Perplexity, VQAAccuracy
 from unigen_ds.system import dist
 
 NUMBER = 23
@@ -42,21 +40,20 @@ def samples() -> list[dict[str, Any]]:
     return found
 
 
-def metrics(folder: Path, batch_size: int) -> list[tuple[Metric, str, str]]:
+def metrics(folder: Path) -> list[tuple[Metric, str, str]]:
     """Each with what of a sample is its prediction and its reference."""
-    clip: dict[str, Any] = {"path": str(folder / "clip"), "batch_size": batch_size, "device": "cpu"}
-    features: dict[str, Any] = {"extractor": Convolution(), "batch_size": batch_size, "device": "cpu"}
+    clip, extractor = str(folder / "clip"), Convolution()
     return [
         (BLEU(), "text", "reference"),
         (ROUGE(), "text", "reference"),
-        (BERTScore(path=str(folder / "bert"), batch_size=batch_size, device="cpu"), "text", "reference"),
+        (BERTScore(path=str(folder / "bert")), "text", "reference"),
         (ExactMatch(), "text", "reference"),
         (VQAAccuracy(), "text", "reference"),
         (Perplexity(), "loss", "targets"),
-        (FID(**features), "made", "real"),
-        (KID(**features, subsets=3, subset_size=9, seed=1), "made", "real"),
-        (CLIPScore(**clip), "made", "text"),
-        (MultimodalConsistency(**clip), "both", "real"),
+        (FID(extractor=extractor), "made", "real"),
+        (KID(extractor=extractor, subsets=3, subset_size=9, seed=1), "made", "real"),
+        (CLIPScore(path=clip), "made", "text"),
+        (MultimodalConsistency(path=clip), "both", "real"),
     ]
 
 
@@ -64,7 +61,8 @@ def values(folder: Path, *, rank: int, world_size: int, batch_size: int) -> dict
     """Of this rank's share, three samples at a time; the same on every rank."""
     share = [one for n, one in enumerate(samples()) if n % 7 in SHARES[world_size][rank]]
     found: dict[str, Any] = {}
-    for metric, prediction, reference in metrics(folder, batch_size):
+    local_model.BATCH_SIZE = text_metrics.BATCH_SIZE = batch_size
+    for metric, prediction, reference in metrics(folder):
         for n in range(0, len(share), 3):
             part = share[n : n + 3]
             made = [(one["text"], one["made"]) if prediction == "both" else one[prediction] for one in part]

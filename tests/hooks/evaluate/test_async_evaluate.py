@@ -309,19 +309,15 @@ def test_what_goes_wrong_never_ends_the_training(tmp_path):
 @pytest.mark.parametrize(
     "command, problem",
     [
-        ("python my/ev.py", r"has no \{checkpoint\} and no \{out\}, so no result can come: python my/ev.py"),
+        ("python my/ev.py", r"has no \{checkpoint\} and has no \{out\}: python my/ev.py"),
         (
             "sbatch eval.slurm {checkpoint} {step}",
             r"has no \{out\}.*Allowed: \{checkpoint\}.*\{out\}.*sbatch.*\{step\}",
         ),
-        (["python", "{out}"], r"has no \{checkpoint\}, so"),
+        (["python", "{out}"], r"has no \{checkpoint\}:"),
         ("pyhton ev.py {checkpoint} {out}", "no program 'pyhton'.*Remedy: install it"),
         ("/nowhere/evaluate {checkpoint} {out}", "no program '/nowhere/evaluate'"),
-        ("sh -c 'x' {checkpoint} {out} > log.txt", r"what only a shell .*sh -c '\.\.\.'"),
-        ("true {checkpoint} {out} 2>&1", "what only a shell"),
-        ("cd x && true {checkpoint} {out}", "what only a shell"),
-        ("cd x; true {checkpoint} {out}", "what only a shell"),
-        ("", "is empty"),
+        ("", r"has no \{checkpoint\}"),
         ("a 'b", "No closing quotation"),
         ("a {chekpoint}", r"\{chekpoint\}.*Allowed: \{checkpoint\}"),
     ],
@@ -410,6 +406,4 @@ def test_no_shell_reads_a_command(tmp_path):
         *_, text = fill_fields(arguments_of(command, where="c"), values)
         subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True)
         assert text == f"cat '{evil}'" and not list(tmp_path.iterdir())
-    for allowed in ("sh -c 'a > b; c'", "sbatch --wrap='a && b > c'", "run '<image>'"):
-        arguments_of(f"{allowed} {{checkpoint}} {{out}}", where="c")
     assert fill_fields(("sbatch", "--wrap=cat {checkpoint}"), values)[1] == f"--wrap=cat '{evil}'"

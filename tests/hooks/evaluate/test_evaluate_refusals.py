@@ -16,7 +16,7 @@ from tools.evaluate import main
 from unigen_ds.config.registry import METRICS, MODELS
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.evaluation.metrics import evaluated
-from unigen_ds.evaluation.metrics.text import BLEU
+from unigen_ds.evaluation.metrics.text_metrics import BLEU
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import Settings
 
@@ -54,9 +54,9 @@ EARLY = {"type": "EarlyStoppingHook", "rule": "less"}
 REFUSED: list[tuple[list[dict[str, Any]], str]] = [
     ([evaluating(save_best="val/quality")], "cannot be inferred from its name.*add rule='less' or rule='greater'"),
     ([evaluating(save_best="val/vqa_acc", metrics=["BLUE"])], r"metrics\[0\].type is 'BLUE'.*BLEU"),
-    ([evaluating(metrics=[{"type": "FID", "extractor": "inception"}])],
-     r"'inception', and there is no.*a file with the weights.*a folder with.*dict\(type=\.\.\.\).*or a module"),
-    ([evaluating(save_best="loss")], r"save_best is 'loss', which.*Allowed: val/loss, val/loss/text"),
+    ([evaluating(metrics=[{"type": "FID", "extractor": "inception.pth"}])],
+     r"'inception.pth' is no folder with safetensors.*a folder with a published model"),
+    ([evaluating(save_best="loss")], r"save_best is 'loss', which.*val/loss, val/loss/text.*did you mean 'val/loss'"),
     ([evaluating(save_best="val/los", rule="less")], "did you mean 'val/loss'"),
     ([evaluating(save_best="val/loss/image")], "EvaluateHook.save_best is 'val/loss/image'"),
     ([evaluating(save_best="val/bleu")], "save_best is 'val/bleu', which no evaluation"),

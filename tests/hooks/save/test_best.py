@@ -20,7 +20,7 @@ from unigen_ds.checkpoint.best_record import HINT, WEIGHTS, best_of
 from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError, SaveError
-from unigen_ds.evaluation.metrics.short_answers import ExactMatch
+from unigen_ds.evaluation.metrics.text_metrics import ExactMatch
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.save.best import BestHook, rule_of
 from unigen_ds.runner import Runner

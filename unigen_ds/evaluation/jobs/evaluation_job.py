@@ -45,7 +45,7 @@ _LAUNCHER = re.compile(
 _WORKER = "import sys; folder, *sys.path = sys.argv[1:]; from {module} import work; work(folder)"
 _RUNNING, _ENDED_UNSEEN, _NOT_STARTED = "running", -1, 127
 _POLL_SECONDS = 0.1
-_SHOWN_LINES = 5
+_MOST_LINES = 5
 
 
 @dataclass(frozen=True)
@@ -61,52 +61,31 @@ class Job:
     """Seconds since 1970, as of ``time.time()``."""
 
     @property
-    def is_batch(self) -> bool:
-        """Whether the command only submits the evaluation."""
-        return os.path.basename(self.command[0]) == "sbatch"
-
-    @property
     def text(self) -> str:
         """The command, as one would type it."""
         return shlex.join(self.command)
 
 
 def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]:
-    """The command as a list of arguments. Raises ``ConfigError`` where it cannot be split, has an unknown field, lacks
-    one without which no result can come, or is written for a shell.
+    """The command as a list of arguments. Raises ``ConfigError`` where it cannot be split, has an unknown field, or
+    lacks one without which no result can come.
     """
     try:
         arguments = tuple(shlex.split(command) if isinstance(command, str) else command)
     except ValueError as error:
-        allowed = "a command as typed, or a list of texts"
-        raise ConfigError(f"{where} is {command!r}: {error}", allowed=allowed) from error
+        raise ConfigError(
+            f"{where} is {command!r}: {error}", allowed="a command as typed, or a list of texts"
+        ) from error
     fields = {name for argument in arguments for name in _FIELD.findall(argument)}
-    unknown = sorted(fields - {*FIELDS})
-    if not arguments or unknown:
-        problem = f"{where} has {', '.join(f'{{{name}}}' for name in unknown)}" if unknown else f"{where} is empty"
-        raise ConfigError(problem, allowed=", ".join(f"{{{name}}}" for name in FIELDS))
-    if isinstance(command, str) and _has_operator(command):
+    wrong = [f"has no {{{name}}}" for name in NEEDED if name not in fields]
+    wrong += [f"has {{{name}}}" for name in sorted(fields - {*FIELDS})]
+    if wrong:
         raise ConfigError(
-            f"{where} has what only a shell understands, and no shell reads it: {command}",
-            allowed="a program with its arguments; what it prints is in step_<n>.log beside its result",
-            remedy="sh -c '...' around the command as it is, or a list of arguments",
-        )
-    missing = [f"{{{name}}}" for name in NEEDED if name not in fields]
-    if missing:
-        raise ConfigError(
-            f"{where} has no {' and no '.join(missing)}, so no result can come: {shlex.join(arguments)}",
+            f"{where} {' and '.join(wrong)}: {shlex.join(arguments)}",
             allowed="{checkpoint} (its directory) and {out} (the file for the result), also for sbatch, whose script"
             " gets them as arguments; {step} (the update)",
         )
     return arguments
-
-
-def _has_operator(command: str) -> bool:
-    """Whether a shell would see a pipe, a redirection or several commands in it, outside of quotes."""
-    words = shlex.shlex(command, posix=True, punctuation_chars=True)
-    words.whitespace_split = True
-    words.commenters = ""
-    return any(word and not word.strip("<>|&;") for word in words)
 
 
 def check_program(command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -156,12 +135,12 @@ class JobFolder:
 
     def last_lines(self, update: int) -> str:
         """What the command printed last, in one line of text."""
-        lines = [line.strip() for line in self._printed(update)[-_SHOWN_LINES:] if line.strip()]
+        lines = [line.strip() for line in self._printed(update)[-_MOST_LINES:] if line.strip()]
         return " | ".join(lines) or "nothing was printed"
 
     def batch_job(self, job: Job) -> str | None:
         """The number that ``sbatch`` printed; None: it accepted nothing, or the command is another one."""
-        if not job.is_batch or self.status(job) not in (0, _ENDED_UNSEEN):
+        if os.path.basename(job.command[0]) != "sbatch" or self.status(job) not in (0, _ENDED_UNSEEN):
             return None
         matches = (_SUBMITTED.fullmatch(line.strip()) for line in self._printed(job.update))
         return next((match[1] for match in matches if match), None)
@@ -274,8 +253,7 @@ def read_result(path: Path, *, update: int) -> tuple[dict[str, float], int]:
     """Numbers of a result, with joined names (``mmstar/average``), and how many other values (texts) it has.
 
     ``{"global_step": n, "results": {...}}`` as nanoVLM writes it, or ``{"results": [{"values": {...}}, ...]}`` of
-    ``tools/evaluate.py``.
-    Raises ``ValueError`` with what is wrong.
+    ``tools/evaluate.py``. Raises ``ValueError`` with what is wrong.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -283,33 +261,30 @@ def read_result(path: Path, *, update: int) -> tuple[dict[str, float], int]:
         raise ValueError(f"it is no JSON ({error})") from error
     content = content if isinstance(content, dict) else {}
     values: Any = content.get("results")
-    if isinstance(values, list) and all(
-        isinstance(part, dict) and isinstance(part.get("values"), dict) for part in values
-    ):
+    if isinstance(values, list) and all(isinstance(p, dict) and isinstance(p.get("values"), dict) for p in values):
         values = {name: value for part in values for name, value in part["values"].items()}
     if not isinstance(values, dict):
         raise ValueError('it has no object under "results"')
     step = content.get("global_step", update)
     if step != update:
         raise ValueError(f'its "global_step" is {step!r}')
-    numbers = numbers_of(values)
+    numbers, others = numbers_of(values)
     if not numbers:
         raise ValueError("it has no number")
-    return numbers, len(dict(_leaves(values))) - len(numbers)
+    return numbers, others
 
 
-def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among nested values, by joined names."""
-    return {name: float(value) for name, value in _leaves(values) if _is_number(value)}
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and value.bit_length() < 1024)  # a larger one is no float
-
-
-def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def numbers_of(values: Mapping[str, Any], above: str = "") -> tuple[dict[str, float], int]:
+    """The numbers among nested values, by joined names, and how many values are none."""
+    numbers: dict[str, float] = {}
+    others = 0
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{above}{name}/")
+            inner, more = numbers_of(value, f"{above}{name}/")
+            numbers |= inner
+            others += more
+        elif type(value) is float or (type(value) is int and value.bit_length() < 1024):  # a larger one is no float
+            numbers[f"{above}{name}"] = float(value)
         else:
-            yield f"{above}{name}", value
+            others += 1
+    return numbers, others

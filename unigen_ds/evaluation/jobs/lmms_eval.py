@@ -1,17 +1,15 @@
 """lmms-eval's tasks with any model of this project that answers in text: a wrapper with lmms-eval's own interface.
 
 In: an inferencer (``Family.inferencer``) and names of tasks. Out: numbers by task. The package ``lmms_eval`` is
-imported here only, when it is used; its abstract class (``lmms_eval.api.model.lmms``) has the three methods below. A
-task's images are passed on losslessly, as PNG files; an answer ends at the first of the task's ``until`` texts.
+imported here only, when it is used; its abstract class (``lmms_eval.api.model.lmms``) has the three methods below. An
+answer ends at the first of the task's ``until`` texts.
 """
 
 from __future__ import annotations
 
-import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -72,17 +70,28 @@ def model_class(base: type) -> type:
         def _answer(
             self, context: str, options: Mapping[str, Any], visuals_of: Any, doc: Any, task: str, split: str
         ) -> str:
-            visuals = visuals_of(self.task_dict[task][split][doc]) or []
-            with tempfile.TemporaryDirectory() as folder:
-                answer = self.inferencer.unified_generate(
-                    context.replace(_PLACEHOLDER, "").strip(),
-                    images=[_as_file(visual, Path(folder), n) for n, visual in enumerate(_flat(visuals))],
-                    understand=True,
-                    max_length=int(options.get("max_new_tokens") or _MAX_NEW_TOKENS),
-                    temperature=float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0,
-                    seed=derive_seed(self.seed, task, split, doc),
-                )
-            return _until(answer.text or "", options.get("until") or ())
+            images: list[Image.Image] = []
+            parts = visuals_of(self.task_dict[task][split][doc]) or []
+            while parts:  # one list, whatever lists there are in it
+                first, *parts = parts
+                if isinstance(first, (list, tuple)):
+                    parts = [*first, *parts]
+                elif isinstance(first, Image.Image):
+                    images.append(first.convert("RGB"))
+                else:
+                    raise DataError(f"a task of lmms-eval shows {type(first).__name__}", allowed="images")
+            answer = self.inferencer.unified_generate(
+                context.replace(_PLACEHOLDER, "").strip(),
+                images=images,
+                understand=True,
+                max_length=int(options.get("max_new_tokens") or _MAX_NEW_TOKENS),
+                temperature=float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0,
+                seed=derive_seed(self.seed, task, split, doc),
+            )
+            text, ends = answer.text or "", options.get("until") or ()
+            for end in [ends] if isinstance(ends, str) else ends:
+                text = text.split(end)[0] if end else text
+            return text.strip()
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
             raise ConfigError(
@@ -95,25 +104,3 @@ def model_class(base: type) -> type:
             )
 
     return UnigenModel
-
-
-def _flat(visuals: Any) -> list[Any]:
-    return [one for part in visuals for one in (_flat(part) if isinstance(part, (list, tuple)) else [part])]
-
-
-def _as_file(visual: Any, folder: Path, number: int) -> str:
-    """The path of an image. Raises ``DataError`` for what is none, such as a video or a sound."""
-    if isinstance(visual, Image.Image):
-        path = folder / f"{number}.png"
-        visual.convert("RGB").save(path)
-        return str(path)
-    if isinstance(visual, (str, Path)):
-        return str(visual)
-    raise DataError(f"a task of lmms-eval shows {type(visual).__name__}", allowed="images")
-
-
-def _until(text: str, ends: str | Sequence[str]) -> str:
-    """``text`` up to the first of ``ends``."""
-    for end in [ends] if isinstance(ends, str) else ends:
-        text = text.split(end)[0] if end else text
-    return text.strip()

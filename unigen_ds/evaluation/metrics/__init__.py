@@ -8,7 +8,7 @@ from typing import Any
 
 from unigen_ds.config.registry import METRICS, build
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.metrics import clip_score, fid, short_answers, text, text_rendering  # noqa: F401 - register
+from unigen_ds.evaluation.metrics import picture_metrics, text_metrics  # noqa: F401 - register
 from unigen_ds.evaluation.metrics.base import Metric, evaluated
 
 __all__ = ["Metric", "build_metrics", "evaluated"]

@@ -33,7 +33,7 @@ NOT_USED = "none"
 
 class Metric:
     """Scores predictions against references. A metric of your own overrides ``rows`` and, where a value is not the mean
-    of one number for each sample, ``values``.
+    of one number for each sample, ``values``; one of texts may override ``row`` instead of ``rows``.
 
     The life cycle; every rank does the same, only numbers of samples may differ::
 
@@ -67,9 +67,7 @@ class Metric:
 
     def reset(self) -> None:
         """Forget all samples."""
-        self._keys: list[str] = []
-        self._rows: list[Any] = []
-        self._digests: list[str] = []
+        self._state: dict[str, list[Any]] = {"keys": [], "rows": [], "digests": []}
 
     def check(self) -> None:
         """Raise ``ConfigError`` for what is not installed. Called before a run."""
@@ -86,24 +84,30 @@ class Metric:
             raise DataError(f"{self.name} got {numbers}", allowed="one reference and one key for each prediction")
         if not keys:
             return
-        self._rows += self.rows(predictions, references, keys)
-        self._keys += [str(key) for key in keys]
-        self._digests += [_digest(reference) for reference in references]
-        assert len(self._rows) == len(self._keys), f"{type(self).__name__}.rows returns one row for each sample"
+        rows = self.rows(predictions, references, keys)
+        assert len(rows) == len(keys), f"{type(self).__name__}.rows returns one row for each sample"
+        self._state["rows"] += rows
+        self._state["keys"] += map(str, keys)
+        self._state["digests"] += map(_digest, references)
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
         """A row for each sample: numbers, an array, or whatever ``table`` reads. Called on every rank."""
+        return [self.row(one, several) for one, several in text_pairs(predictions, references, keys)]
+
+    def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
+        """The numbers of one sample, of a metric of texts."""
         raise NotImplementedError
 
     def state(self) -> State:
         """What ``merge`` joins: plain lists in the order of ``keys``."""
-        return {"keys": list(self._keys), "rows": list(self._rows), "digests": list(self._digests)}
+        return {name: list(entries) for name, entries in self._state.items()}
 
     def merge(self, states: Sequence[State]) -> State:
         """The state over all ranks, ordered by key. Raises ``DataError`` for a key that occurs twice: the sample would
         count twice.
         """
-        keys = [key for state in states for key in state["keys"]]
+        joined = {name: [entry for state in states for entry in state[name]] for name in self._state}
+        keys = joined["keys"]
         twice = [key for key, number in Counter(keys).items() if number > 1]
         if twice:
             raise DataError(
@@ -111,26 +115,22 @@ class Metric:
                 allowed="every key once, over all processes",
             )
         order = sorted(range(len(keys)), key=keys.__getitem__)
-        joined = {name: [entry for state in states for entry in state[name]] for name in self.state()}
         return {name: [entries[n] for n in order] for name, entries in joined.items()}
 
     def compute(self, merged: State) -> dict[str, float]:
         """The values over all samples. Rank 0. Raises ``DataError`` where there is no sample."""
-        return self.values(self._table(merged))
+        if not merged["rows"]:
+            raise DataError(f"{self.name} has no predictions", remedy="evaluate at least one sample")
+        return self.values(self.table(merged["rows"]))
 
     def resampled(self, merged: State, *, count: int, seed: int) -> dict[str, list[float]]:
         """The values of ``count`` bootstrap samples: as many rows, drawn with replacement.
 
         Draw r is a function of (seed, number of samples, r), so that two results of the same samples are paired.
         """
-        table = self._table(merged)
+        table = self.table(merged["rows"])
         samples = [self.values(table[chosen]) for chosen in draws(len(table), count=count, seed=seed)]
-        return {name: [values[name] for values in samples] for name in (samples[0] if samples else {})}
-
-    def _table(self, merged: State) -> np.ndarray:
-        if not merged["rows"]:
-            raise DataError(f"{self.name} has no predictions", remedy="evaluate at least one sample")
-        return self.table(merged["rows"])
+        return {name: [values[name] for values in samples] for name in samples[0]}
 
     def table(self, rows: Sequence[Any]) -> np.ndarray:
         """The rows as numbers: float64, shape (samples, columns). Rank 0."""
@@ -160,17 +160,6 @@ class Metric:
     def details(self) -> dict[str, str]:
         """What this metric adds to the provenance, or replaces in it."""
         return {}
-
-
-class TextMetric(Metric):
-    """The base of metrics of texts that have a row for each sample."""
-
-    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        return [self.row(one, several) for one, several in text_pairs(predictions, references, keys)]
-
-    def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
-        """The numbers of one sample."""
-        raise NotImplementedError
 
 
 def evaluated(
@@ -238,42 +227,31 @@ def text(value: Any, *, what: str, key: str) -> str:
     return value
 
 
-def texts(value: Any, *, what: str, key: str) -> list[str]:
-    """One text or several as a list. Raises ``DataError`` for anything else, and for none."""
-    several = value if isinstance(value, (list, tuple)) else [value]
-    if not several:
-        raise DataError(f"sample {key!r}: {what} is empty", allowed="a text, or a list of at least one")
-    return [text(one, what=what, key=key) for one in several]
-
-
 def text_pairs(
     predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]
 ) -> list[tuple[str, list[str]]]:
-    """The prediction and the references of each sample, checked. Raises ``DataError``."""
-    return [
-        (text(prediction, what="the prediction", key=key), texts(reference, what="the reference", key=key))
-        for prediction, reference, key in zip(predictions, references, keys, strict=True)
-    ]
-
-
-def picture(value: Any, *, what: str, key: str) -> Image.Image:
-    """A picture in RGB. Raises ``DataError`` for anything else: grey or transparent ones are not converted."""
-    if not isinstance(value, Image.Image):
-        raise DataError(f"sample {key!r}: {what} is {type(value).__name__}", allowed="a PIL image in RGB")
-    if value.mode != "RGB":
-        raise DataError(
-            f"sample {key!r}: {what} is an image of mode {value.mode}",
-            allowed="RGB",
-            remedy="convert it where it is made: image.convert('RGB')",
-        )
-    if min(value.size) < 1:
-        raise DataError(f"sample {key!r}: {what} is {value.width} x {value.height} pixels", allowed="at least 1 x 1")
-    return value
+    """The prediction and the references of each sample. Raises ``DataError`` where one is no text, or has none."""
+    pairs = []
+    for prediction, reference, key in zip(predictions, references, keys, strict=True):
+        several = reference if isinstance(reference, (list, tuple)) else [reference]
+        if not several:
+            raise DataError(f"sample {key!r}: the reference is empty", allowed="a text, or a list of at least one")
+        answers = [text(one, what="the reference", key=key) for one in several]
+        pairs.append((text(prediction, what="the prediction", key=key), answers))
+    return pairs
 
 
 def pictures(values: Sequence[Any], keys: Sequence[str], *, what: str) -> list[Image.Image]:
-    """``picture`` of each."""
-    return [picture(value, what=what, key=key) for value, key in zip(values, keys, strict=True)]
+    """The values as they are. Raises ``DataError`` for any that is no picture in RGB: others are not converted."""
+    for value, key in zip(values, keys, strict=True):
+        if not isinstance(value, Image.Image) or value.mode != "RGB":
+            kind = f"an image of mode {value.mode}" if isinstance(value, Image.Image) else type(value).__name__
+            raise DataError(
+                f"sample {key!r}: {what} is {kind}",
+                allowed="a PIL image in RGB",
+                remedy="convert it where it is made: image.convert('RGB')",
+            )
+    return list(values)
 
 
 def _digest(reference: Any) -> str:

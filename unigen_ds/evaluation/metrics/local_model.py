@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
@@ -16,6 +17,8 @@ from unigen_ds.config.hub import folder_of
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.system.files import file_digest
 
+BATCH_SIZE = 16
+"""Texts or pictures that a model reads at a time; it changes rounding only."""
 _READ = {".json", ".safetensors", ".txt", ".model"}
 """Suffixes of the files that transformers reads here; pickled weights are not read."""
 
@@ -23,29 +26,25 @@ _READ = {".json", ".safetensors", ".txt", ".model"}
 class LocalModel:
     """A model of transformers in float32 and what prepares its inputs, loaded at the first use.
 
-    ``path``: its folder. ``where``: names it in errors. ``device``: None is this process's CUDA device, or the CPU.
+    ``path``: its folder, or its name on the hub. ``where``: names it in errors.
     """
 
-    def __init__(self, path: str, *, where: str, device: str | None = None) -> None:
-        self._path, self._where, self._device = path, where, device
+    def __init__(self, path: str, *, where: str) -> None:
+        self._path, self.where = path, where
 
     @cached_property
     def folder(self) -> Path:
         """Where its files are. Raises ``ConfigError`` for a name of the hub that cannot be loaded."""
-        return folder_of(self._path, where=self._where)
+        return folder_of(self._path, where=self.where)
 
     def check(self) -> None:
         """Raise ``ConfigError`` where the folder is not there, or has no safetensors."""
-        if not self.folder.is_dir():
-            raise ConfigError(
-                f"{self._where} is {str(self.folder)!r}, and there is no such folder",
-                allowed="a folder with a published model, or a name on the hub: organisation/name",
-                remedy=f"a relative path begins at {Path.cwd()}",
-            )
         if not any(self.folder.glob("*.safetensors")):
             raise ConfigError(
-                f"{self._where}: {self.folder} has no safetensors",
-                remedy="save the model with save_pretrained; pickled weights are not read",
+                f"{self.where}: {str(self.folder)!r} is no folder with safetensors",
+                allowed="a folder with a published model, or a name on the hub: organisation/name",
+                remedy=f"a relative path begins at {Path.cwd()}; save_pretrained saves a model so: pickled weights are"
+                " not read",
             )
 
     @property
@@ -70,7 +69,7 @@ class LocalModel:
     @cached_property
     def model(self) -> Any:
         """The model in evaluation mode, on its device."""
-        return self._load("AutoModel", use_safetensors=True, dtype=torch.float32).eval().to(self.device)
+        return self._load("AutoModel", use_safetensors=True, dtype=torch.float32).eval().to(device())
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -86,10 +85,6 @@ class LocalModel:
         """The processor of images alone."""
         return getattr(self.processor, "image_processor", None) or self.processor
 
-    @property
-    def device(self) -> torch.device:
-        return default_device(self._device)
-
     def _load(self, kind: str, **arguments: Any) -> Any:
         """Load the folder by a class of transformers. Raises ``ConfigError``. Draws no global random number."""
         import transformers
@@ -99,7 +94,7 @@ class LocalModel:
             with torch.random.fork_rng(devices=[]):
                 return getattr(transformers, kind).from_pretrained(str(self.folder), local_files_only=True, **arguments)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ConfigError(f"{self._where}: {kind} cannot read {self.folder}: {error}") from error
+            raise ConfigError(f"{self.where}: {kind} cannot read {self.folder}: {error}") from error
 
 
 def hash_of_files(files: Iterable[Path]) -> str:
@@ -110,10 +105,8 @@ def hash_of_files(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def default_device(name: str | None) -> torch.device:
-    """The device of that name; None: this process's CUDA device, or the CPU."""
-    if name is not None:
-        return torch.device(name)
+def device() -> torch.device:
+    """This process's CUDA device, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -136,6 +129,13 @@ def exact() -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def vectors_of(values: Sequence[Any], compute: Callable[[list[Any]], torch.Tensor]) -> np.ndarray:
+    """``compute`` of ``BATCH_SIZE`` values at a time, ``exact``: shape (values, dimensions)."""
+    with exact():
+        parts = [compute(list(values[n : n + BATCH_SIZE])) for n in range(0, len(values), BATCH_SIZE)]
+        return torch.cat(parts).cpu().numpy()
 
 
 def pooled(output: Any) -> Any:

@@ -20,8 +20,16 @@ from tests.needs import JAVA
 from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.evaluation.metrics import Metric, build_metrics, evaluated
-from unigen_ds.evaluation.metrics.short_answers import ExactMatch, VQAAccuracy, normalized, vqa_accuracy
-from unigen_ds.evaluation.metrics.text import BLEU, METEOR, ROUGE, BERTScore, Perplexity
+from unigen_ds.evaluation.metrics.text_metrics import (
+    BLEU,
+    METEOR,
+    ROUGE,
+    BERTScore,
+    ExactMatch,
+    Perplexity,
+    VQAAccuracy,
+    normalized,
+)
 
 PREDICTIONS = ["the cat sat on the mat", "A dog is in the picture.", "", "Der Käfer läuft über die Straße\nund zurück"]
 REFERENCES = [
@@ -49,13 +57,6 @@ def test_bleu_is_sacrebleus(arguments: dict) -> None:
     library = sacrebleu.BLEU(**{names.get(key, key): value for key, value in arguments.items()})
     expected = library.corpus_score(PREDICTIONS, [list(column) for column in zip(*REFERENCES, strict=True)])
     assert found == {"bleu": pytest.approx(expected.score, rel=0, abs=1e-12)} and expected.score > 1
-
-
-def test_references_may_differ_in_number() -> None:
-    alone = scored(BLEU(), PREDICTIONS, [several[0] for several in REFERENCES])
-    lists = scored(BLEU(), PREDICTIONS, [several[:1] for several in REFERENCES])
-    mixed = scored(BLEU(), PREDICTIONS, [REFERENCES[0], *(several[0] for several in REFERENCES[1:])])
-    assert alone == lists != mixed
 
 
 @pytest.mark.parametrize("stemmer", [False, True])
@@ -101,13 +102,14 @@ def test_meteor_names_what_to_install_and_how_java_ended(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"metrics\[0\].*METEOR needs Java.*default-jre-headless"):
         build_metrics([{"type": "METEOR"}])
     java = tmp_path / "java"
-    java.write_text("#!/bin/sh\necho 'Could not reserve enough space' >&2\n")
-    java.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"program ended: Could not reserve enough space.*2 GiB.*starts it again"):
-        scored(METEOR(), PREDICTIONS, REFERENCES)
-    java.write_text("#!/bin/sh\nfor n in 1 2 3 4; do read line; echo 1; done; exit 143\n")  # it ends before the score
-    with pytest.raises(ConfigError, match=r"program ended: status 143"):
-        scored(METEOR(), PREDICTIONS, REFERENCES)
+    for script, problem in (
+        ("echo 'Could not reserve enough space' >&2", "Could not reserve enough space.*2 GiB.*starts it again"),
+        ("for n in 1 2 3 4; do read line; echo 1; done; exit 143", "status 143"),  # it ends before the score
+    ):
+        java.write_text(f"#!/bin/sh\n{script}\n")
+        java.chmod(0o755)
+        with pytest.raises(ConfigError, match=f"program ended: {problem}"):
+            scored(METEOR(), PREDICTIONS, REFERENCES)
 
 
 @pytest.mark.parametrize("layer", [None, 1])
@@ -116,7 +118,7 @@ def test_bertscore_is_torchmetrics_with_a_local_model(tmp_path: Path, layer: int
 
     folder = str(tiny_models.bert(tmp_path / "tiny"))
     predictions, references = PREDICTIONS[:2], REFERENCES[:2]
-    metric = BERTScore(path=folder, layer=layer, device="cpu")
+    metric = BERTScore(path=folder, layer=layer)
     found = scored(metric, predictions, references)
     expected = bert_score(predictions, references, model_name_or_path=folder, num_layers=layer, max_length=16)
     for kind, values in expected.items():
@@ -128,7 +130,7 @@ def test_bertscore_is_torchmetrics_with_a_local_model(tmp_path: Path, layer: int
 def test_bertscore_counts_empty_texts_as_zero_and_names_truncated_ones(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, made: Callable[[Path], Path]
 ) -> None:
-    metric = BERTScore(path=str(made(tmp_path)), device="cpu")
+    metric = BERTScore(path=str(made(tmp_path)))
     with caplog.at_level(logging.WARNING):
         found = scored(metric, ["a cat", " ", "the " * 40], ["a cat", "a dog", "the " * 40])
     assert found["bertscore_f1"] == pytest.approx(2 / 3, rel=1e-6)
@@ -140,11 +142,11 @@ def test_bertscore_refuses_what_is_no_local_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metrics\[0\].*'roberta-large/x' is no folder here.*hf download"):
         build_metrics([{"type": "BERTScore", "path": "roberta-large/x"}])
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ConfigError, match=r"no safetensors.*pickled weights are not read"):
+    with pytest.raises(ConfigError, match=r"no folder with safetensors.*pickled weights are not read"):
         build_metrics([{"type": "BERTScore", "path": str(tmp_path)}])
     folder = str(tiny_models.bert(tmp_path / "tiny"))
     with pytest.raises(ConfigError, match=r"layer is 9.*1 to 2"):
-        scored(BERTScore(path=folder, layer=9, device="cpu"), ["a"], ["a"])
+        scored(BERTScore(path=folder, layer=9), ["a"], ["a"])
 
 
 def test_exact_match_is_torchmetrics_squad() -> None:
@@ -173,8 +175,8 @@ def test_vqa_accuracy_leaves_one_person_out() -> None:
 
     for number in range(11):
         given = ["two"] * number + ["three"] * (10 - number)
-        assert vqa_accuracy("2.", given) == pytest.approx(by_hand("two", given), rel=0, abs=1e-12)
-    assert vqa_accuracy("A cat", ["the cat"]) == 1 and vqa_accuracy("dog", ["cat"]) == 0
+        assert VQAAccuracy().row("2.", given) == [pytest.approx(by_hand("two", given), rel=0, abs=1e-12)]
+    assert VQAAccuracy().row("A cat", ["the cat"]) == [1] and VQAAccuracy().row("dog", ["cat"]) == [0]
     found = scored(VQAAccuracy(), ["2", "red"], [["two"] * 2 + ["three"] * 8, ["red"] * 10])
     assert found == {"vqa_accuracy": pytest.approx((0.6 + 1) / 2, abs=1e-12)}
 
@@ -200,20 +202,17 @@ def test_wrong_input_is_named() -> None:
         evaluated(BLEU(), checkpoint="", resamples=0)
     with pytest.raises(DataError, match="bleu got 2 predictions, 1 references, 2 keys"):
         BLEU().update(["a", "b"], ["a"], ["0", "1"])
-    with pytest.raises(DataError, match=r"'7': the prediction is int.*a text"):
-        BLEU().update([3], ["a"], ["7"])
-    with pytest.raises(DataError, match="'7': the reference is empty"):
-        BLEU().update(["a"], [[]], ["7"])
-    with pytest.raises(DataError, match="'7': the reference is NoneType"):
-        ROUGE().update(["a"], [["b", None]], ["7"])
+    for prediction, reference, problem in (
+        (3, "a", r"'7': the prediction is int.*a text"), ("a", [], "'7': the reference is empty"),
+        ("a", ["b", None], "'7': the reference is NoneType"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=problem):
+            BLEU().update([prediction], [reference], ["7"])
     metric = BLEU()
     metric.update(["a", "b"], ["a", "b"], ["0", "1"])
     metric.update(["a"], ["a"], ["1"])
     with pytest.raises(DataError, match="bleu: 1 of 2 samples were added more than once, first '1'"):
         evaluated(metric, checkpoint="", resamples=0)
-    metric.reset()
-    metric.update(["a"], ["a"], ["1"])
-    assert evaluated(metric, checkpoint="", resamples=0).values["bleu"] >= 0
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,14 +227,9 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 def test_metrics_are_components() -> None:
     metrics = build_metrics([{"type": "BLEU", "lowercase": True}, ROUGE(), {"type": "VQAAccuracy"}])
     assert [metric.name for metric in metrics] == ["bleu", "rouge", "vqa_accuracy"]
-    with pytest.raises(ConfigError, match="did you mean 'BLEU'"):
-        build_metrics([{"type": "Bleu"}])
-    with pytest.raises(ConfigError, match=r"metrics\[0\].max_order is 0.*at least 1"):
-        build_metrics([{"type": "BLEU", "max_order": 0}])
-    with pytest.raises(ConfigError, match="metrics has bleu twice"):
-        build_metrics([{"type": "BLEU"}, {"type": "BLEU", "lowercase": True}])
-    with pytest.raises(ConfigError, match="has no state, merge, compute"):
-        build_metrics([{"type": dict}])
+    for spec, problem in (({"type": "Bleu"}, "did you mean 'BLEU'"), ({"type": dict}, "has no state, merge, compute")):
+        with pytest.raises(ConfigError, match=problem):
+            build_metrics([spec])
 
 
 def test_the_metric_of_the_documentation_works(monkeypatch: pytest.MonkeyPatch) -> None:

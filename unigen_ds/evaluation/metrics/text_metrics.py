@@ -1,10 +1,15 @@
-"""Metrics of texts, each by its library: BLEU, ROUGE, METEOR, BERTScore; and perplexity, of the losses of texts."""
+"""Metrics of texts: BLEU, ROUGE, METEOR and BERTScore by their libraries; exact match and VQA accuracy of short
+answers; and perplexity, of the losses of texts.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import shutil
-from collections.abc import Sequence
+import string
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -12,15 +17,13 @@ from annotated_types import Ge
 
 from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.evaluation.metrics.base import Metric, State, TextMetric, package, text_pairs
-from unigen_ds.evaluation.metrics.local_model import LocalModel, exact
+from unigen_ds.evaluation.metrics.base import Metric, State, package, text_pairs
+from unigen_ds.evaluation.metrics.local_model import BATCH_SIZE, LocalModel, device, exact
 from unigen_ds.system.log import logger
-
-Kind = Literal["rouge1", "rouge2", "rouge3", "rougeL", "rougeLsum"]
 
 
 @METRICS.register_module()
-class BLEU(TextMetric):
+class BLEU(Metric):
     """BLEU of the corpus, 0 to 100 (Papineni et al., ACL 2002), as sacrebleu computes it (Post, WMT 2018).
 
     A row is the lengths and the counts of n-grams of one sample; their sums are those of the corpus.
@@ -46,7 +49,6 @@ class BLEU(TextMetric):
         super().__init__(tokenize=tokenize, lowercase=lowercase, max_order=max_order, smoothing=smoothing)
         self._max_order, self._smoothing = max_order, smoothing
         self._library: Any = None
-        self._warned = False
 
     def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
         if self._library is None:
@@ -62,8 +64,7 @@ class BLEU(TextMetric):
 
     def compute(self, merged: State) -> dict[str, float]:
         short = sum(row[0] < self._max_order for row in merged["rows"])
-        if short and not self._warned:
-            self._warned = True
+        if short:
             logger().warning(
                 "BLEU: %d of %d answers have fewer than %d words, so none of their %d-grams can match; where all are so"
                 " short, BLEU is 0. Remedy: ExactMatch or ROUGE for short answers, or BLEU(max_order=...).",
@@ -85,7 +86,7 @@ class BLEU(TextMetric):
 
 
 @METRICS.register_module()
-class ROUGE(TextMetric):
+class ROUGE(Metric):
     """Mean F-measure of ROUGE, 0 to 1 (Lin, 2004), as Google's rouge-score computes it for a sample.
 
     rougeLsum splits a text at newlines: put one sentence on each line. Of several references the best counts.
@@ -99,8 +100,13 @@ class ROUGE(TextMetric):
     library = "rouge-score"
 
     def __init__(
-        self, *, kinds: Sequence[Kind] = ("rouge1", "rouge2", "rougeL", "rougeLsum"), use_stemmer: bool = False
-    ) -> None:
+        self,
+        *,
+        kinds: Sequence[Literal["rouge1", "rouge2", "rouge3", "rougeL", "rougeLsum"]] = (
+            "rouge1", "rouge2", "rougeL", "rougeLsum",
+        ),
+        use_stemmer: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(kinds=list(kinds), use_stemmer=use_stemmer)
         self._kinds = list(kinds)
         self._scorer: Any = None
@@ -134,50 +140,45 @@ class METEOR(Metric):
     def check(self) -> None:
         super().check()
         if shutil.which("java") is None:
-            raise ConfigError(
-                "METEOR needs Java, and there is no command java",
-                remedy="install a Java runtime (Debian: default-jre-headless)",
-            )
+            remedy = "install a Java runtime (Debian: default-jre-headless)"
+            raise ConfigError("METEOR needs Java, and there is no command java", remedy=remedy)
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
         return text_pairs(predictions, references, keys)
 
     def table(self, rows: Sequence[Any]) -> np.ndarray:
         """A text for each sample: its statistics, of which Java computes scores of any samples together."""
-        if self._java is None or self._java.meteor_p.poll() is not None:
-            self.check()
-            self._java = package("pycocoevalcap.meteor.meteor").Meteor()
-        try:
-            statistics = [self._java._stat(_line(one), [*map(_line, several)]) for one, several in rows]
-        except BrokenPipeError as error:
-            raise self._ended() from error
-        if not all(statistics):
-            raise self._ended()
+
+        def line(text: str) -> str:  # of the program's protocol, in which ||| separates texts
+            return " ".join(text.splitlines()).replace("|||", "").replace("  ", " ")
+
+        with self._program() as java:
+            statistics = [java._stat(line(one), [*map(line, several)]) for one, several in rows]
+            if not all(statistics):
+                raise BrokenPipeError
         return np.asarray(statistics)
 
     def values(self, table: np.ndarray) -> dict[str, float]:
         """Java answers with the score of each sample and then with that of all, as in ``Meteor.compute_score``."""
-        java = self._java.meteor_p
-        try:
-            java.stdin.write((" ||| ".join(["EVAL", *table]) + "\n").encode())
-            java.stdin.flush()
-            *_, score = [float(java.stdout.readline()) for _ in range(len(table) + 1)]
-        except (BrokenPipeError, ValueError) as error:
-            raise self._ended() from error
+        with self._program() as java:
+            java.meteor_p.stdin.write((" ||| ".join(["EVAL", *table]) + "\n").encode())
+            java.meteor_p.stdin.flush()
+            *_, score = [float(java.meteor_p.stdout.readline()) for _ in range(len(table) + 1)]
         return {self.name: score}
 
-    def _ended(self) -> ConfigError:
-        _, errors = self._java.meteor_p.communicate()
-        lines = errors.decode(errors="replace").strip().splitlines()
-        return ConfigError(
-            f"METEOR's Java program ended: {lines[0] if lines else f'status {self._java.meteor_p.returncode}'}",
-            remedy="it needs 2 GiB of memory; the next evaluation starts it again",
-        )
-
-
-def _line(text: str) -> str:
-    """A text on one line of the program's protocol, in which ||| separates texts."""
-    return " ".join(text.splitlines()).replace("|||", "").replace("  ", " ")
+    @contextmanager
+    def _program(self) -> Iterator[Any]:
+        """The program, started where it does not run. Raises ``ConfigError`` where it ends meanwhile."""
+        if self._java is None or self._java.meteor_p.poll() is not None:
+            self.check()
+            self._java = package("pycocoevalcap.meteor.meteor").Meteor()
+        try:
+            yield self._java
+        except (BrokenPipeError, ValueError) as error:
+            _, errors = self._java.meteor_p.communicate()
+            why = errors.decode(errors="replace").strip() or f"status {self._java.meteor_p.returncode}"
+            remedy = "it needs 2 GiB of memory; the next evaluation starts it again"
+            raise ConfigError(f"METEOR's Java program ended: {why}", remedy=remedy) from error
 
 
 @METRICS.register_module()
@@ -189,38 +190,28 @@ class BERTScore(Metric):
     Args:
         path: folder of the model, as transformers' ``AutoModel`` and ``AutoTokenizer`` read it.
         layer: whose output is compared; None: the last. Values of different layers cannot be compared.
-        batch_size: texts at a time; changes rounding only.
-        device: of the model; None: this process's CUDA device, or the CPU.
     """
 
     name = "bertscore"
     library = "torchmetrics"
     _kinds = ("precision", "recall", "f1")
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        layer: Annotated[int, Ge(1)] | None = None,
-        batch_size: Annotated[int, Ge(1)] = 16,
-        device: str | None = None,
-    ) -> None:
+    def __init__(self, *, path: str, layer: Annotated[int, Ge(1)] | None = None) -> None:
         super().__init__(layer=layer)
-        self._local = LocalModel(path, where="BERTScore.path", device=device)
-        self._layer, self._batch_size = layer, batch_size
+        self._local, self._layer = LocalModel(path, where="BERTScore.path"), layer
 
     def check(self) -> None:
         super().check()
         self._local.check()
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        pairs = text_pairs(predictions, references, keys)
-        flat = [(n, one, each) for n, (one, several) in enumerate(pairs) for each in several]
-        nonempty = [(n, one, each) for n, one, each in flat if one.strip() and each.strip()]
-        if len(nonempty) < len(flat):
-            empty = len(flat) - len(nonempty)
-            logger().warning("BERTScore: %d of %d pairs have an empty text and count 0", empty, len(flat))
-        rows = np.zeros((len(pairs), len(self._kinds)))
+        samples = text_pairs(predictions, references, keys)
+        pairs = [(n, one, each) for n, (one, several) in enumerate(samples) for each in several]
+        nonempty = [(n, one, each) for n, one, each in pairs if one.strip() and each.strip()]
+        if len(nonempty) < len(pairs):
+            empty = len(pairs) - len(nonempty)
+            logger().warning("BERTScore: %d of %d pairs have an empty text and count 0", empty, len(pairs))
+        rows = np.zeros((len(samples), len(self._kinds)))
         if nonempty:
             numbers, ours, theirs = zip(*nonempty, strict=True)
             scores = self._scores(list(ours), list(theirs))
@@ -231,10 +222,14 @@ class BERTScore(Metric):
     def _scores(self, predictions: list[str], references: list[str]) -> np.ndarray:
         """Shape (pairs, 3)."""
         model, tokenizer = self._local.model, self._local.tokenizer
-        limit = min(int(tokenizer.model_max_length), _positions(model))
         layers = int(getattr(model.config, "num_hidden_layers", 0))
         if self._layer is not None and layers and self._layer > layers:
             raise ConfigError(f"BERTScore.layer is {self._layer}", allowed=f"1 to {layers}, the layers of the model")
+        unused = getattr(
+            getattr(model, "embeddings", None), "padding_idx", None
+        )  # RoBERTa's first position is after it
+        positions = getattr(model.config, "max_position_embeddings", 512) - (0 if unused is None else unused + 1)
+        limit = min(int(tokenizer.model_max_length), int(positions))
         long = sum(len(tokenizer(text)["input_ids"]) > limit for text in {*predictions, *references})
         if long:
             logger().warning("BERTScore: %d texts are longer than the model's %d tokens and are truncated", long, limit)
@@ -244,14 +239,9 @@ class BERTScore(Metric):
 
         with exact():
             scores = package("torchmetrics.functional.text").bert_score(
-                predictions,
-                references,
-                model=model,
-                user_tokenizer=tokens,
-                num_layers=self._layer,
-                batch_size=self._batch_size,
-                device=self._local.device,
-            )
+                predictions, references, model=model, user_tokenizer=tokens, num_layers=self._layer,
+                batch_size=BATCH_SIZE, device=device(),
+            )  # fmt: skip
         return np.stack([np.asarray(scores[kind], dtype=np.float64).reshape(-1) for kind in self._kinds], axis=-1)
 
     def values(self, table: np.ndarray) -> dict[str, float]:
@@ -259,12 +249,6 @@ class BERTScore(Metric):
 
     def details(self) -> dict[str, str]:
         return self._local.details()
-
-
-def _positions(model: Any) -> int:
-    """The longest text of a model; RoBERTa's first position is the one after its padding token's id."""
-    unused = getattr(getattr(model, "embeddings", None), "padding_idx", None)
-    return int(getattr(model.config, "max_position_embeddings", 512)) - (0 if unused is None else int(unused) + 1)
 
 
 @METRICS.register_module()
@@ -293,3 +277,95 @@ class Perplexity(Metric):
         if targets == 0:
             raise DataError("perplexity: no sample has a target token")
         return {self.name: float(np.exp(loss / targets))}
+
+
+# ---- short answers ----
+
+
+@METRICS.register_module()
+class ExactMatch(Metric):
+    """The share of predictions that equal a reference, 0 to 1.
+
+    Args:
+        normalize: ``none`` compares the texts as they are; ``squad`` first removes case, punctuation, English articles
+            and repeated spaces, as the official script of SQuAD does (Rajpurkar et al., EMNLP 2016).
+    """
+
+    name = "exact_match"
+
+    def __init__(self, *, normalize: Literal["none", "squad"] = "none") -> None:
+        super().__init__(normalize=normalize)
+        self._normal = _squad if normalize == "squad" else str
+
+    def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
+        return [float(self._normal(prediction) in map(self._normal, references))]
+
+
+def _squad(text: str) -> str:
+    plain = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
+
+
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_NUMBER = {"none": "0", **{word: str(n) for n, word in enumerate(_NUMBERS)}}
+_PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
+_PERIOD = re.compile(r"(?!<=\d)\.(?!\d)")
+_THOUSANDS = re.compile(r"(?<=\d),+(?=\d)")
+_WITHOUT_APOSTROPHE = """
+ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't he'd he's how'd how'll how's
+isn't  it'd it'll ma'am mightn't might've mustn't must've needn't not've o'clock oughtn't shan't should've
+shouldn't that's  there'd there're there's they'd they'll they're they've wasn't we've weren't what'll what're
+what's what've when's  where'd where's where've who'd who'll who's who've why'll why're why's won't would've
+wouldn't y'all you'd you'll  you're you've somebody'll somebody's someone'd someone'll someone's something'd
+something'll
+"""
+_WITH_HAVE = """
+couldn't hadn't he'd it'd mightn't she'd shouldn't somebody'd someone'd something'd there'd they'd we'd who'd
+wouldn't you'd
+"""
+_CONTRACTIONS = {
+    **{word.replace("'", ""): word for word in _WITHOUT_APOSTROPHE.split()},
+    **{f"{word}ve": f"{word}'ve" for word in _WITH_HAVE.split()},
+    **{word.replace("'", "") + "'ve": f"{word}'ve" for word in _WITH_HAVE.split()},
+    **dict.fromkeys(("yall'll", "y'allll"), "y'all'll"),
+    **dict.fromkeys(("yall'd've", "y'alld've", "y'all'dve"), "y'all'd've"),
+    "twas": "'twas",
+    "somebody'd": "somebodyd",
+    "'ows'at": "'ow's'at",
+}
+"""Of the server's processor, its spelling of the last one included; forms that it cannot meet are left out."""
+
+
+@METRICS.register_module()
+class VQAAccuracy(Metric):
+    """Accuracy of answers to questions about images, 0 to 1 (Antol et al., "VQA", ICCV 2015).
+
+    An answer that n people have counts min(n / 3, 1), as the mean over all ways to leave one person out. Answers are
+    normalized first as the evaluation server does it: lower case, no punctuation and articles, numbers as digits,
+    apostrophes. A single reference (no list) counts 1 where it is equal.
+    """
+
+    name = "vqa_accuracy"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
+        """With n equal answers of k: leaving out an equal one (n of k ways) leaves n - 1, any other leaves n."""
+        own = normalized(prediction)
+        equal, of = sum(normalized(one) == own for one in references), len(references)
+        if of == 1:
+            return [float(equal)]
+        return [(equal * min((equal - 1) / 3, 1.0) + (of - equal) * min(equal / 3, 1.0)) / of]
+
+
+def normalized(answer: str) -> str:
+    """An answer as the evaluation server compares it (the processor of EvalAI, published with Pythia and lmms-eval)."""
+    text = answer.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
+    text = text.replace("\n", " ").replace("\t", " ").strip()
+    plain = text
+    for mark in _PUNCTUATION:
+        touches_space = f"{mark} " in text or f" {mark}" in text or _THOUSANDS.search(text) is not None
+        plain = plain.replace(mark, "" if touches_space else " ")
+    words = [_NUMBER.get(word, word) for word in _PERIOD.sub("", plain).lower().split()]
+    return " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in ("a", "an", "the"))

@@ -1,0 +1,399 @@
+"""Metrics of pictures: FID and KID (features against features), CLIP score and multimodal consistency (pictures against
+texts, by a local CLIP-like model), text rendering (the text that is read in a picture).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from annotated_types import Ge
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unigen_ds.config.registry import METRICS, MODELS, build
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.evaluation.metrics.base import NOT_USED, Metric, State, draws, package, pictures, text
+from unigen_ds.evaluation.metrics.local_model import LocalModel, device, hash_of_files, pooled, vectors_of
+from unigen_ds.system.log import logger
+
+WEIGHT = 2.5
+"""Of CLIP-S (Hessel et al., 2021), which brings its values from about 0 to 0.4 to about 0 to 1."""
+
+
+def as_tensor(images: Sequence[Image.Image], size: int | None) -> Tensor:
+    """Pictures as float32 of shape (n, 3, height, width), values 0 to 255.
+
+    ``size``: height and width after resizing, bicubic with antialiasing in float32 (Parmar et al., "On Aliased Resizing
+    and Surprising Subtleties in GAN Evaluation", CVPR 2022); None: as they are, which must be one size. Raises
+    ``DataError``.
+    """
+    sizes = {image.size for image in images}
+    if size is None and len(sizes) > 1:
+        listed = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:3])
+        raise DataError(f"the images have {len(sizes)} sizes: {listed}", remedy="give resize, or images of one size")
+    tensors = [torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1) for image in images]
+    if size is not None:
+        tensors = [F.interpolate(one[None], (size, size), mode="bicubic", antialias=True)[0] for one in tensors]
+    return torch.stack(tensors).clamp(0, 255)
+
+
+class FeatureMetric(Metric):
+    """The base of FID and KID: a row is the features of the prediction, then those of the reference.
+
+    The features are those of a model of transformers in a folder, with its own processor, or of a module or function.
+    """
+
+    predicts = compares = "image"
+
+    def __init__(self, *, extractor: Any, name: str | None = None, resize: Annotated[int, Ge(1)] | None = None) -> None:
+        super().__init__()
+        kind = type(self).__name__
+        where = f"{kind}.extractor"
+        self._local = LocalModel(extractor, where=where) if isinstance(extractor, str) else None
+        self._module = build(MODELS, extractor, where=where) if isinstance(extractor, Mapping) else extractor
+        self._resize = resize
+        if self._local is None and not callable(self._module):
+            allowed = "a folder with a vision model of transformers, dict(type=...) of a registered module, or a module"
+            raise ConfigError(f"{where} is {extractor!r}", allowed=allowed)
+        if self._local is not None and resize is not None:
+            raise ConfigError(f"{kind}.resize is {resize}", remedy="leave it out: the folder's processor resizes")
+        own = self._local.name if self._local else getattr(self._module, "__name__", type(self._module).__name__)
+        self._extractor = name or own.lower()
+        self.name = f"{kind.lower()}_{self._extractor}"
+
+    def check(self) -> None:
+        if self._local is not None:
+            self._local.check()
+
+    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
+        of_predictions = vectors_of(pictures(predictions, keys, what="the prediction"), self._features)
+        of_references = vectors_of(pictures(references, keys, what="the reference"), self._features)
+        return list(np.concatenate([of_predictions, of_references], axis=-1))
+
+    def _features(self, images: list[Image.Image]) -> Tensor:
+        """Return features in the extractor's own precision, shape (images, dimensions)."""
+        if self._local is not None:
+            inputs = self._local.image_processor(images=images, return_tensors="pt").to(device())
+            features = pooled(getattr(self._local.model, "get_image_features", self._local.model)(**inputs))
+        else:
+            if isinstance(self._module, nn.Module):
+                self._module.eval().to(device())
+            features = pooled(self._module(as_tensor(images, self._resize).to(device())))
+        if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != len(images):
+            shape = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+            raise ConfigError(
+                f"{self.name}: the extractor returned {shape} for {len(images)} images",
+                allowed=f"a tensor of shape ({len(images)}, dimensions)",
+            )
+        return features.float() if features.dtype in (torch.float16, torch.bfloat16) else features
+
+    def table(self, rows: Sequence[Any]) -> np.ndarray:
+        return np.stack(rows).astype(np.float64)
+
+    def compute(self, merged: State) -> dict[str, float]:
+        if len(merged["rows"]) == 1:
+            raise DataError(f"{self.name} has 1 sample", allowed="at least 2")
+        return super().compute(merged)
+
+    def details(self) -> dict[str, str]:
+        precision = "features as extracted, statistics float64"
+        if self._local is not None:
+            digest = self._local.details()["model"].split()[-1]
+            return {"model": f"{self._extractor} {digest}", "resize": self._local.resize(), "precision": precision}
+        size = f"bicubic, antialiased, {self._resize} x {self._resize} (torch {torch.__version__})"
+        model = f"{self._extractor} {_hash_of_weights(self._module)}"
+        return {"model": model, "resize": size if self._resize else NOT_USED, "precision": precision}
+
+
+def _hash_of_weights(module: Any) -> str:
+    if not isinstance(module, nn.Module):
+        return "without weights"
+    digest = blake2b(digest_size=16)
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@METRICS.register_module()
+class FID(FeatureMetric):
+    """Frechet distance between generated and reference pictures, ``fid_<extractor>`` (Heusel et al., NeurIPS 2017).
+
+    Smaller is better. Values of different extractors, sizes or numbers of samples cannot be compared. With fewer
+    samples than dimensions the covariance has not full rank and the value is too large: a warning.
+
+    Args:
+        extractor: folder of a vision model of transformers, ``dict(type=...)`` of a registered module, or a module that
+            maps float32 (n, 3, height, width) from 0 to 255 to (n, dimensions).
+        name: of the extractor, part of the metric's name; None: the folder's or the class's.
+        resize: height and width that a module gets, bicubic with antialiasing; None: as they are. A folder has its own.
+    """
+
+    resamples = 100
+
+    def compute(self, merged: State) -> dict[str, float]:
+        samples, dimensions = len(merged["rows"]), len(merged["rows"][0]) // 2 if merged["rows"] else 0
+        if 1 < samples < dimensions:
+            logger().warning(
+                "%s: %d samples are fewer than the %d dimensions of the features; the value is too large and cannot be"
+                " compared with one of another number of samples. Remedy: evaluate more samples, or use KID",
+                self.name, samples, dimensions,
+            )  # fmt: skip
+        return super().compute(merged)
+
+    def values(self, table: np.ndarray) -> dict[str, float]:
+        return {self.name: frechet_distance_of_samples(*torch.from_numpy(table).chunk(2, dim=1))}
+
+
+def frechet_distance_of_samples(a: Tensor, b: Tensor) -> float:
+    """Squared Frechet (2-Wasserstein) distance of the Gaussians of two sets of features, shapes (n, d) and (m, d)
+    (Dowson and Landau, 1982): |mean_a - mean_b|^2 + tr(cov_a) + tr(cov_b) - 2 tr((cov_a cov_b)^(1/2)).
+
+    With centred = Q R the last trace is the sum of the singular values of R_a R_b^T: no root of a matrix is needed.
+    """
+    centred = [(one - one.mean(0)) / (len(one) - 1) ** 0.5 for one in (a, b)]
+    factors = [torch.linalg.qr(one, mode="r").R for one in centred]
+    overlap = torch.linalg.svdvals(factors[0] @ factors[1].T).sum()
+    traces = sum(one.square().sum() for one in centred)
+    return float((a.mean(0) - b.mean(0)).square().sum() + traces - 2 * overlap)
+
+
+@METRICS.register_module()
+class KID(FeatureMetric):
+    """Kernel distance between generated and reference pictures, ``kid_<extractor>`` (Binkowski et al., ICLR 2018).
+
+    The unbiased estimate over all samples, so it can be negative and does not depend on their number on average. With
+    ``subsets`` the mean over random subsets instead, and ``kid_<extractor>_std``, as other packages report it.
+
+    Args:
+        extractor: as of ``FID``.
+        name: as of ``FID``.
+        resize: as of ``FID``.
+        subsets: number of random subsets; None: all samples at once.
+        subset_size: samples of a subset; needed with ``subsets``.
+        seed: of the subsets.
+    """
+
+    def __init__(
+        self,
+        *,
+        extractor: Any,
+        name: str | None = None,
+        resize: Annotated[int, Ge(1)] | None = None,
+        subsets: Annotated[int, Ge(1)] | None = None,
+        subset_size: Annotated[int, Ge(2)] | None = None,
+        seed: Annotated[int, Ge(0)] = 0,
+    ) -> None:
+        if (subsets is None) != (subset_size is None):
+            problem = f"KID has subsets={subsets} and subset_size={subset_size}"
+            raise ConfigError(problem, allowed="both, or neither: all samples")
+        super().__init__(extractor=extractor, name=name, resize=resize)
+        self.settings = {"subsets": subsets, "subset_size": subset_size}
+        self._subsets, self._subset_size, self._seed = subsets, subset_size, seed
+
+    def values(self, table: np.ndarray) -> dict[str, float]:
+        kernels, samples = _kernels(table), len(table)
+        if self._subsets is None or self._subset_size is None:
+            return {self.name: unbiased_mmd(*kernels, np.ones(samples), np.ones(samples))}
+        if samples < self._subset_size:
+            problem = f"{self.name}: subset_size is {self._subset_size}"
+            raise DataError(problem, allowed=f"at most {samples}, all samples")
+        estimates = []
+        for n in range(self._subsets):
+            generator = np.random.default_rng((self._seed, n))
+            members = [generator.choice(samples, self._subset_size, replace=False) for _ in range(2)]
+            estimates.append(unbiased_mmd(*kernels, *(np.bincount(one, minlength=samples) for one in members)))
+        return {self.name: float(np.mean(estimates)), f"{self.name}_std": float(np.std(estimates))}
+
+    def resampled(self, merged: State, *, count: int, seed: int) -> dict[str, list[float]]:
+        """Resample the estimate over all samples: a draw is a weight of each sample, and the kernels stay."""
+        table = self.table(merged["rows"])
+        weights = [np.bincount(one, minlength=len(table)) for one in draws(len(table), count=count, seed=seed)]
+        kernels = _kernels(table)
+        return {self.name: [unbiased_mmd(*kernels, one, one) for one in weights]}
+
+    def details(self) -> dict[str, str]:
+        return {**super().details(), **({} if self._subsets is None else {"seed": str(self._seed)})}
+
+
+def _kernels(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(x . y / d + 1)^3 of all pairs: of predictions, of references, of both."""
+    a, b = np.split(table, 2, axis=1)
+    kernels = [(x @ y.T / x.shape[1] + 1.0) ** 3 for x, y in ((a, a), (b, b), (a, b))]
+    return kernels[0], kernels[1], kernels[2]
+
+
+def unbiased_mmd(
+    predictions: np.ndarray, references: np.ndarray, both: np.ndarray, of_predictions: np.ndarray, of_references: Any
+) -> float:
+    """The unbiased estimate from the kernels of n samples each, shapes (n, n), and how often each sample counts.
+
+    A sample and itself are no pair (Gretton et al., JMLR 2012, lemma 6), also where it was drawn several times.
+    """
+    within = 0.0
+    for kernel, weights in ((predictions, of_predictions), (references, of_references)):
+        pairs = weights.sum() ** 2 - (weights**2).sum()
+        within += (weights @ kernel @ weights - weights**2 @ kernel.diagonal()) / pairs
+    return float(within - 2 * of_predictions @ both @ of_references / (of_predictions.sum() * of_references.sum()))
+
+
+class ClipMetric(Metric):
+    """The base of both: unit vectors of texts and pictures by ``get_text_features`` and ``get_image_features``."""
+
+    def __init__(self, *, path: str) -> None:
+        super().__init__()
+        self._local = LocalModel(path, where=f"{type(self).__name__}.path")
+
+    def check(self) -> None:
+        self._local.check()
+
+    def details(self) -> dict[str, str]:
+        return {**self._local.details(), "resize": self._local.resize()}
+
+    def of_texts(self, texts: Sequence[str]) -> np.ndarray:
+        """Float32, shape (texts, dimensions). Texts beyond the model's positions are truncated, with a warning."""
+        tokenizer = getattr(self._local.processor, "tokenizer", None) or self._local.tokenizer
+        config = self._local.model.config
+        limit = int(getattr(config.get_text_config(), "max_position_embeddings", tokenizer.model_max_length))
+        long = sum(len(tokenizer(one)["input_ids"]) > limit for one in texts)
+        if long:
+            logger().warning("%s: %d of %d texts are longer than %d tokens and are truncated",
+                             self._local.where, long, len(texts), limit)  # fmt: skip
+        options = {"truncation": True, "max_length": limit, "return_tensors": "pt"}
+        options["padding"] = "max_length" if "siglip" in config.model_type else True  # SigLIP was trained with it
+        return self._vectors("get_text_features", texts, lambda part: tokenizer(part, **options))
+
+    def of_images(self, images: Sequence[Image.Image]) -> np.ndarray:
+        """Float32, shape (images, dimensions); resized by the model's own processor."""
+        processor = self._local.image_processor
+        return self._vectors("get_image_features", images, lambda part: processor(images=part, return_tensors="pt"))
+
+    def _vectors(self, name: str, values: Sequence[Any], prepare: Callable[[list[Any]], Any]) -> np.ndarray:
+        model = self._local.model
+        if not hasattr(model, name):
+            raise ConfigError(
+                f"{self._local.where}: {type(model).__name__} has no {name}",
+                allowed="a CLIP-like model: CLIP, SigLIP, SigLIP 2, ALIGN, Chinese-CLIP, AltCLIP",
+            )
+        vectors = vectors_of(values, lambda part: pooled(getattr(model, name)(**prepare(part).to(device()))).float())
+        return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+@METRICS.register_module()
+class CLIPScore(ClipMetric):
+    """100 times the mean cosine between a picture and its prompt, not below 0 (Hessel et al., EMNLP 2021).
+
+    As torchmetrics computes it: the mean is limited, not every sample. Values of different models cannot be compared.
+
+    Args:
+        path: folder of a CLIP-like model, as transformers' ``AutoModel`` and ``AutoProcessor`` read it.
+    """
+
+    name = "clip_score"
+    predicts = "image"
+    compares = "prompt"
+
+    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
+        images = pictures(predictions, keys, what="the prediction")
+        prompts = [text(one, what="the prompt", key=key) for one, key in zip(references, keys, strict=True)]
+        products = self.of_images(images) * self.of_texts(prompts)
+        return products.astype(np.float64).sum(-1, keepdims=True).tolist()
+
+    def values(self, table: np.ndarray) -> dict[str, float]:
+        return {self.name: max(100.0 * float(table.mean()), 0.0)}
+
+
+@METRICS.register_module()
+class MultimodalConsistency(ClipMetric):
+    """Whether generated text and generated picture agree, two numbers from the same embeddings.
+
+    ``multimodal_consistency``: CLIP-S, the mean of 2.5 * max(cosine, 0) over the pairs (Hessel et al., "CLIPScore",
+    EMNLP 2021), with the model's own text instead of a caption. ``multimodal_consistency_r_precision``:
+    CLIP-R-Precision, the share of pictures to which no other sample's text is closer than their own (Park et al.,
+    "Benchmark for Compositional Text-to-Image Synthesis", NeurIPS 2021); it has no offset of the model, but depends on
+    the number of samples. A prediction is a pair (text, picture); references are not used and may be None.
+
+    Args:
+        path: folder of a CLIP-like model, as transformers' ``AutoModel`` and ``AutoProcessor`` read it.
+    """
+
+    name = "multimodal_consistency"
+    predicts = "text and image"
+    compares = "nothing"
+
+    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
+        for pair, key in zip(predictions, keys, strict=True):
+            if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+                raise DataError(f"sample {key!r}: the prediction is {type(pair).__name__}", allowed="(text, picture)")
+        texts = [text(one, what="the generated text", key=key) for (one, _), key in zip(predictions, keys, strict=True)]
+        images = pictures([one for _, one in predictions], keys, what="the generated picture")
+        return list(np.concatenate([self.of_texts(texts), self.of_images(images)], axis=-1))
+
+    def table(self, rows: Sequence[Any]) -> np.ndarray:
+        return np.stack(rows).astype(np.float64)
+
+    def values(self, table: np.ndarray) -> dict[str, float]:
+        of_texts, of_images = np.split(table, 2, axis=1)
+        cosines = of_images @ of_texts.T
+        own = np.einsum("nd,nd->n", of_images, of_texts)
+        closest = own >= cosines.max(1) - 1e-6  # equal texts are equally close, up to the rounding of float32
+        return {
+            self.name: float((WEIGHT * own.clip(min=0)).mean()),
+            f"{self.name}_r_precision": float(closest.mean()),
+        }
+
+
+@METRICS.register_module()
+class TextRendering(Metric):
+    """Text read from pictures by RapidOCR (PP-OCRv4) against the text that they should show, 0 to 1.
+
+    ``text_rendering_accuracy``: the share of pictures whose text is exactly right. ``text_rendering_similarity``: the
+    mean of 1 - edit distance / length of the longer text (both as in AnyText, Tuo et al., ICLR 2024). Lines are joined
+    in reading order by spaces, and repeated spaces count as one. A picture without readable text has an empty text.
+
+    Args:
+        ignore_case: compare without upper and lower case.
+    """
+
+    name = "text_rendering"
+    predicts = "image"
+    library = "rapidocr-onnxruntime"
+
+    def __init__(self, *, ignore_case: bool = False) -> None:
+        super().__init__(ignore_case=ignore_case)
+        self._reader: Any = None
+
+    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
+        distance = package("torchmetrics.functional.text").edit_distance
+        images, rows = pictures(predictions, keys, what="the prediction"), []
+        for image, reference, key in zip(images, references, keys, strict=True):
+            both = [
+                " ".join(one.split()) for one in (text(reference, what="the text to show", key=key), self.read(image))
+            ]
+            wanted, seen = (one.lower() for one in both) if self.settings["ignore_case"] else both
+            longer = max(len(seen), len(wanted))
+            edits = int(distance([seen], [wanted], reduction="sum")) if seen and wanted else longer
+            rows.append([float(seen == wanted), 1.0 - edits / longer if longer else 1.0])
+        return rows
+
+    def read(self, image: Any) -> str:
+        """The text of a picture, its lines joined by spaces."""
+        if self._reader is None:
+            self._reader = package("rapidocr_onnxruntime").RapidOCR()
+        lines, _ = self._reader(np.ascontiguousarray(np.asarray(image)[:, :, ::-1]))  # as OpenCV has it: BGR
+        return " ".join(line[1] for line in lines or ())
+
+    def values(self, table: np.ndarray) -> dict[str, float]:
+        exact, similar = table.mean(0)
+        return {f"{self.name}_accuracy": float(exact), f"{self.name}_similarity": float(similar)}
+
+    def details(self) -> dict[str, str]:
+        folder = Path(package("rapidocr_onnxruntime").__path__[0]) / "models"
+        model = f"PP-OCRv4 {hash_of_files(folder.glob('*.onnx'))}"
+        return {"model": model, "precision": "model float32, mean float64"}
