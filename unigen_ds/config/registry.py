@@ -9,9 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -71,24 +69,6 @@ _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
 """Methods that a class of each kind has, checked before anything of it is called, and what to write instead."""
 FOREIGN = ("mmengine", "xtuner")
 """Packages whose classes are replaced by ours of the same name: their configs import them."""
-
-
-@contextmanager
-def undone_on_failure() -> Iterator[None]:
-    """Where an import inside fails, the names that the failed modules have registered are forgotten again.
-
-    Python forgets a module whose import fails, so a second attempt executes it again; a module that it has imported
-    successfully remains, and so do that one's names.
-    """
-    before = [(registry.module_dict, dict(registry.module_dict)) for registry in REGISTRIES]
-    try:
-        yield
-    except BaseException:
-        for names, earlier in before:
-            remaining = {name: cls for name, cls in names.items() if cls.__module__ in sys.modules}
-            names.clear()
-            names.update(earlier | remaining)
-        raise
 
 
 def registered_name(kind: Any) -> str | None:

@@ -162,18 +162,13 @@ class Section(BaseModel):
         return section
 
     @classmethod
-    def checked(
-        cls, config: Any, *, where: str = "", whole: bool = True, missing: bool = True
-    ) -> tuple[Self | None, list[ConfigError]]:
-        """The section, or an error for each problem. Not ``whole``: keys and plain values alone.
-
-        ``missing``: whether a required key that is left out is a problem.
-        """
+    def checked(cls, config: Any, *, where: str = "", missing: bool = True) -> tuple[Self | None, list[ConfigError]]:
+        """The section, or an error for each problem. ``missing``: whether a required key that is left out is one."""
         try:
             section = cls.model_validate(config)
         except ValidationError as error:
             problems = [one for one in error.errors() if missing or one["type"] != "missing"]
-            return None, _explained(cls, config, problems, where, whole=whole)
+            return None, _explained(cls, config, problems, where)
         for component, path in _components(section, where):
             object.__setattr__(component, "where", path)  # just created, and not yet used elsewhere
         return section, []
@@ -298,9 +293,7 @@ class SettingErrors(ValueError):
         self.errors = errors
 
 
-def _explained(
-    cls: type[Section], config: Any, problems: Sequence[Any], where: str, *, whole: bool
-) -> list[ConfigError]:
+def _explained(cls: type[Section], config: Any, problems: Sequence[Any], where: str) -> list[ConfigError]:
     """Pydantic's errors as ours, in the order of the config; a value that fails in several ways only once."""
     by_path: dict[tuple[str, str], ConfigError] = {}
     missing: list[str] = []
@@ -308,8 +301,6 @@ def _explained(
     for one in problems:
         if one["type"] == "too_short" and one["loc"] in members:
             continue  # it has a member, whose own problem is reported
-        if not whole and one["type"] in ("missing", "component", "value_error", "too_short"):
-            continue
         for path, problem in _explain(cls, config, one, where=where):
             if one["type"] == "missing":
                 missing.append(problem)

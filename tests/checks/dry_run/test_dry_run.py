@@ -21,8 +21,8 @@ from unigen_ds.checkpoint.home import WorkDirLock
 from unigen_ds.checks.dry_run import first_batches, resources
 from unigen_ds.checks.dry_run.collectives import Call, compare
 from unigen_ds.checks.dry_run.first_batches import FirstBatches, Kind, MadeBatch
-from unigen_ds.checks.dry_run.machine import launcher_results, slurm_results
 from unigen_ds.checks.dry_run.resources import num_kept, num_saves, seconds_of_update
+from unigen_ds.checks.dry_run.this_machine import launcher_results, slurm_results
 from unigen_ds.config.python_text import config_text
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.progress import Geometry, Ruler

@@ -58,14 +58,6 @@ def test_settings_of_torch(tmp_path: Path, torch_settings: None) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_what_is_left_out_stays(tmp_path: Path, torch_settings: None) -> None:
-    torch.set_float32_matmul_precision("medium")
-    torch.use_deterministic_algorithms(True)
-    train(tmp_path, env={"num_threads": 1, "cuda_allocator": None})
-    assert torch.get_float32_matmul_precision() == "medium" and torch.are_deterministic_algorithms_enabled()
-    assert ALLOCATOR not in os.environ
-
-
 def test_the_environment_has_the_last_word(
     tmp_path: Path, torch_settings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

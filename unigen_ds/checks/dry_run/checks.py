@@ -18,7 +18,8 @@ from unigen_ds.checkpoint.home import same
 from unigen_ds.checks.dry_run.collectives import check_collectives
 from unigen_ds.checks.dry_run.first_batches import FirstBatches, MadeBatch, make_first_batches
 from unigen_ds.checks.dry_run.known import Checked, Known, Unknown, ok, problem, problems_of, unchecked, warning
-from unigen_ds.checks.dry_run.machine import (
+from unigen_ds.checks.dry_run.resources import check_disk, check_memory, check_time
+from unigen_ds.checks.dry_run.this_machine import (
     check_devices,
     check_folders,
     check_job,
@@ -26,7 +27,6 @@ from unigen_ds.checks.dry_run.machine import (
     check_paths,
     count_processes,
 )
-from unigen_ds.checks.dry_run.resources import check_disk, check_memory, check_time
 from unigen_ds.checks.dry_run.usable_settings import NOWHERE, usable_settings
 from unigen_ds.checks.resume import announced
 from unigen_ds.config.paths import expand_paths

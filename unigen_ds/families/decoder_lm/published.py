@@ -71,13 +71,11 @@ class DecoderSizes(Section):
     )
 
     @classmethod
-    def checked(
-        cls, given: Any, *, where: str = "", whole: bool = True, missing: bool = True
-    ) -> tuple[Self | None, list[ConfigError]]:
+    def checked(cls, given: Any, *, where: str = "", missing: bool = True) -> tuple[Self | None, list[ConfigError]]:
         """Also an error for each key that the kind's config does not have; transformers is imported only for those."""
-        section, errors = super().checked(given, where=where, whole=whole, missing=missing)
+        section, errors = super().checked(given, where=where, missing=missing)
         unusual = [key for key in given or () if key not in _OF_EVERY_KIND] if isinstance(given, Mapping | None) else []
-        if unusual and whole:
+        if unusual:
             kind = (given or {}).get("model_type")
             known = frozenset[str]().union(*map(_keys, [kind] if kind in MODEL_TYPES else MODEL_TYPES))
             errors += [UnknownKey(key, section=where, valid=known) for key in unusual if key not in known]

@@ -238,31 +238,27 @@ class Settings(ModelSettings):
             if not isinstance(config, LoadedConfig):
                 log_changes(translate(values))
             unknown = top_problems(values, known_keys(), file=getattr(config, "filename", None))
-            settings, errors = cls._with_errors(values, unknown, checked=getattr(config, "checked", None))
+            settings, errors = cls._with_errors(values, unknown)
         raise_any(errors)
         assert settings is not None
         return settings
 
     @classmethod
     def _with_errors(
-        cls, values: Mapping[str, Any], problems: Sequence[ConfigError] = (), *, checked: Settings | None = None
+        cls, values: Mapping[str, Any], problems: Sequence[ConfigError]
     ) -> tuple[Settings | None, list[ConfigError]]:
-        """The settings of a config, or an error for each problem. ``checked``: by ``load_config``."""
+        """The settings of a config, or an error for each problem, ``problems`` among them."""
         sections, errors = {key: value for key, value in values.items() if key in cls.model_fields}, [*problems]
         try:
             import_custom(sections)
-        except ConfigError as error:
-            return None, [*errors, *cls.checked(sections, whole=False)[1], error]
+        except ConfigError as error:  # what the module registers is not known
+            return None, [*errors, error]
         try:
             expand_paths(sections)
         except ConfigError as error:
             errors.append(error)
-        if checked is not None and checked.given == sections and not checked.custom_imports.imports:
-            settings: Settings | None = checked
-        else:
-            settings, more = cls.checked(sections)
-            errors += more
-        errors += family_problems(sections)
+        settings, more = cls.checked(sections)
+        errors += [*more, *family_problems(sections)]
         of_model = (
             settings or ModelSettings.checked({k: sections[k] for k in ModelSettings.model_fields if k in sections})[0]
         )
@@ -371,9 +367,6 @@ def known_keys() -> dict[str, Any]:
 class LoadedConfig(Config):
     """What ``load_config`` returns: mmengine's ``Config``, translated, without names of the file that are no keys."""
 
-    checked: Settings | None = None
-    """The settings of the values that the file has; the sections are checked anew where they were changed since."""
-
 
 def read_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> ConfigValues:
     """Read a config, apply overrides and translate it; ``Settings.from_config`` checks what is returned.
@@ -394,26 +387,16 @@ def load_settings(name: str | Path, overrides: Iterable[str] | Mapping[str, Any]
 
 
 def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
-    """Read a config, apply overrides (``K=V`` texts of ``--cfg-options`` or a mapping of dotted paths), check its keys
-    and values. Components and missing sections are checked where the config is used.
+    """Read a config and apply overrides: ``K=V`` texts of ``--cfg-options``, or a mapping of dotted paths. Its sections
+    are checked where it is used.
 
-    Raises one ``ConfigError`` for a broken file, unknown keys, wrong values, and overrides without an effect.
+    Raises one ``ConfigError`` for a broken file, unknown names at the top, and overrides without an effect.
     """
-    read = read_config(name, overrides)
-    errors = [*read.problems]
-    config = LoadedConfig(read.values, cfg_text=read.text, filename=str(read.path))
-    try:
-        expand_paths(config)
-    except ConfigError as error:
-        errors.append(error)
-    sections = {key: value for key, value in plain_values(config).items() if key in Settings.model_fields}
-    with _migration_advice(name):
-        settings, more = Settings.checked(sections, whole=False)
-        raise_any([*errors, *more])
-    if settings is not None:
-        settings._given = sections
-    object.__setattr__(config, "checked", settings)
-    return config
+    config = read_config(name, overrides)
+    raise_any(config.problems)
+    loaded = LoadedConfig(config.values, cfg_text=config.text, filename=str(config.path))
+    expand_paths(loaded)
+    return loaded
 
 
 def log_changes(changes: Iterable[Change]) -> None:
