@@ -414,7 +414,7 @@ def test_a_config_in_the_style_of_xtuners_llava(migrated, tmp_path: Path) -> Non
     assert {path: written.get(path) for path in expected} == expected
     for name in (
         "model.pretrained_pth", "tokenizer.trust_remote_code", "LengthGroupedSampler", "log_processor",
-        "pad_image_to_square", "DatasetInfoHook", "PreviewHook(prompts", "env_cfg.mp_cfg",
+        "pad_image_to_square", "DatasetInfoHook", "EvaluateChatHook", "env_cfg.mp_cfg",
     ):  # fmt: skip
         assert name in written.text.partition("\nmodel = ")[0], name
     assert f"{len(written.left)} could not be carried over" in written.printed

@@ -25,11 +25,6 @@ _OWN_PROCESSOR = "the model's own image processor is used, as its directory stat
 _DTYPE = "weights are fp32; optim_wrapper.precision is that of the arithmetic"
 _LORA = "write the section lora: docs/lora.md"
 _REASONS = {
-    "DatasetInfoHook": "the log has statistics of the data, and tools/inspect_data.py shows samples",
-    "ThroughputHook": "the log has tokens_per_second",
-    "VarlenAttnArgsToMessageHubHook": "packed documents never see each other",
-    "HFCheckpointHook": "SavePretrainedHook writes a directory of transformers, and tools/export.py",
-    "EvaluateChatHook": "PreviewHook(prompts=[dict(prompt=..., images=[FILE])]) asks such questions",
     "tokenizer": "the tokenizer of the config is used",
     "image_processor": _OWN_PROCESSOR,
     "pad_image_to_square": _OWN_PROCESSOR,
@@ -44,7 +39,6 @@ _REASONS = {
     "lora": _LORA, "llm_lora": _LORA, "visual_encoder_lora": _LORA, "quantization_config": _LORA,
 }  # fmt: skip
 """Arguments and classes of xtuner that have no counterpart -> what replaces them."""
-_SAME_HOOKS = ("CheckpointHook", "LoggerHook", "IterTimerHook", "EMAHook", "EarlyStoppingHook")
 _PAIRS = {
     ("vicuna-7b-v1.5", "clip-vit-large-patch14-336"): "llava-hf/llava-1.5-7b-hf",
     ("vicuna-13b-v1.5", "clip-vit-large-patch14-336"): "llava-hf/llava-1.5-13b-hf",
@@ -118,7 +112,6 @@ def _of_file(name: str, command: Command) -> Draft:
     draft.num_settings += sum(1 for _ in leaves(sections))
     _translate_model(draft)
     _translate_data(draft)
-    _translate_hooks(draft)
     _translate_engine(draft, names.get("strategy"))
     if draft.get("default_hooks.checkpoint.save_optimizer") is False:
         draft.drop("default_hooks.checkpoint.save_optimizer", "a checkpoint always has the optimizer's state")
@@ -237,22 +230,6 @@ def _translate_data(draft: Draft) -> None:
         why = "the order follows from randomness.seed; train_dataloader.packing fills rows"
         draft.drop("train_dataloader.sampler", why)
     draft.drop("train_dataloader.collate_fn", "the model's processor makes a batch")
-
-
-def _translate_hooks(draft: Draft) -> None:
-    """Keep hooks of this package and of mmengine, and leave out all others."""
-    hooks = draft.values.get("custom_hooks")
-    if hooks is None:
-        return
-    draft.values["custom_hooks"] = []
-    for index, hook in enumerate(hooks if isinstance(hooks, (list, tuple)) else [hooks]):
-        name = _last(_kind(hook))
-        if _is_foreign(_kind(hook)) and not str(_kind(hook)).startswith("mmengine.") and name not in _SAME_HOOKS:
-            why = _REASONS.get(name, "this project has no such hook: write it for mmengine's Runner")
-            draft.omit(assignment(f"custom_hooks[{index}]", hook), why)
-        else:
-            of_this_project = name in _SAME_HOOKS or not _is_foreign(_kind(hook))
-            draft.values["custom_hooks"].append({**hook, "type": name} if of_this_project else hook)
 
 
 def _translate_engine(draft: Draft, strategy: Any) -> None:

@@ -66,7 +66,7 @@ def check_config(known: Known) -> Iterator[Checked]:
             usable = usable_settings(known.given)
             if usable is None:
                 return
-            settings, known.changed, known.replaced = usable.settings, usable.changed, usable.replaced
+            settings, known.changed, known.replaced = usable
     known.settings = settings.with_resume(AUTO) if known.asked.resume_auto else settings
 
 

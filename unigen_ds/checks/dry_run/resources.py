@@ -17,8 +17,7 @@ from unigen_ds.checks.dry_run.first_batches import FirstBatches
 from unigen_ds.checks.dry_run.known import Checked, Known, ok, problem, unchecked, untraced, warning
 from unigen_ds.checks.dry_run.this_machine import number_in
 from unigen_ds.checks.memory.fits import GIB, Reserve, device_bytes
-from unigen_ds.checks.memory.largest import largest_batches
-from unigen_ds.checks.memory.planned import CHOSEN, preload, trace_engines
+from unigen_ds.checks.memory.planned import CHOSEN, largest_batches, preload, trace_engines
 from unigen_ds.core.progress import Ruler
 from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
 from unigen_ds.hooks.log.timer import device_peak_tflops
