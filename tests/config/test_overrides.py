@@ -9,7 +9,7 @@ import pytest
 from unigen_ds.config.file import shipped
 from unigen_ds.config.overrides import config_path
 from unigen_ds.core.choices import SHIPPED
-from unigen_ds.core.errors import ConfigError, UnknownKey, several
+from unigen_ds.core.errors import ConfigError, several
 from unigen_ds.runner.settings.tree import load_config, load_settings, problems_of
 
 TEXT = """
@@ -221,13 +221,3 @@ def test_a_base_may_be_given_validation_data(tmp_path: Path) -> None:
     for base, more in ((str(config_path("unified_digits")), ""), ("./base.py", "_delete_=True, ")):
         path.write_text(f"_base_ = {base!r}\nval_dataloader = dict({more}split=0.1)\n")
         assert load_config(path).val_dataloader == {"split": 0.1}
-
-
-def test_the_number_of_problems_is_that_of_the_lines() -> None:
-    unknown = [UnknownKey(name, section="a", valid=("wholly",)) for name in ("x", "y")]
-    assert str(several(unknown)) == "a has no key 'x', 'y'; valid: wholly."
-    more = [ConfigError(f"problem {i}") for i in range(130)]
-    assert str(several([*unknown, more[0]])).splitlines()[0] == "2 problems in the config:"
-    assert len(str(several([*unknown, more[0]])).splitlines()) == 3
-    shown = str(several(more)).splitlines()
-    assert shown[0] == "130 problems in the config:" and len(shown) == 102 and shown[-1] == "  and 30 more."

@@ -47,8 +47,6 @@ class Change:
     path: str = ""
     """Of the key of ours that it is read as."""
     meaning: str = ""
-    sources: Sequence[str] = ()
-    """Dotted paths of the keys that are read as it."""
 
     def __str__(self) -> str:
         return f"Config: {self.source} " + (f"is left out: {self.why}." if self.why else f"is read as {self.meaning}.")
@@ -268,7 +266,7 @@ def _replace(config: dict[str, Any], path: str, value: Any, *sources: str) -> It
         yield Change(source, f"the config has {path}={node[key]!r}")
     else:
         node[key] = value
-        yield Change(source, path=path, meaning=f"{path}={value!r}", sources=sources)
+        yield Change(source, path=path, meaning=f"{path}={value!r}")
 
 
 def _precision(config: dict[str, Any]) -> Iterator[Change]:

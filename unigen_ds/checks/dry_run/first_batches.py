@@ -81,8 +81,6 @@ class FirstBatches:
     """Of each kind that with the fewest, and that with the most images and tokens."""
     skipped: list[Mapping[str, str]] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
-    foreign_ids: list[str] = field(default_factory=list)
-    """Samples with a token that the model's vocabulary does not have."""
     seconds_each: float = 0.0
     """Of one loading process for a micro-batch."""
 
@@ -100,7 +98,7 @@ class FirstBatches:
 
     def add(self, rank: int, batch: Batch, model: torch.nn.Module | None) -> None:
         """Count a micro-batch, and keep it where its kind has none with fewer or with more images and tokens."""
-        flops, vocabulary = getattr(model, "flops", None), getattr(model, "vocab_size", None)
+        flops = getattr(model, "flops", None)
         counts = MadeBatch(
             Kind.of(batch), batch.num_samples, batch.num_tokens, batch.num_images, batch.target_counts(),
             flops=float(flops(batch)) if flops else 0.0,
@@ -112,15 +110,12 @@ class FirstBatches:
             ordered = sorted([*examples, copied(batch)], key=lambda one: (one.num_images, one.num_tokens))
             self.examples[counts.kind] = [ordered[0], *ordered[1:][-1:]]
         self.skipped += batch.skipped
-        ids = getattr(batch, "text_ids", None)
-        if isinstance(vocabulary, int) and isinstance(ids, Tensor) and ids.numel() and int(ids.max()) >= vocabulary:
-            self.foreign_ids.append(f"{int(ids.max())} in {', '.join(batch.sample_ids[:3])}")
 
 
 def make_first_batches(settings: Settings, start: Start, model: torch.nn.Module | None, geometry: Geometry,
                        number: int) -> FirstBatches:  # fmt: skip
-    """``number`` micro-batches of each rank, at least one update. ``model``: None: it cannot be built, and ids and
-    operations are not looked at. Raises what the stream raises.
+    """``number`` micro-batches of each rank, at least one update. ``model``: None: it cannot be built, and operations
+    are not counted. Raises what the stream raises.
     """
     stream, size = start.data.stream, geometry.sequences_per_iteration
     number = max(number, geometry.accumulative_counts)
