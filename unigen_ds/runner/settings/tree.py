@@ -40,7 +40,6 @@ from unigen_ds.evaluation import metrics as _metrics  # noqa: F401
 from unigen_ds.families import directories as _families  # noqa: F401
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
-from unigen_ds.hooks.evaluate.preview import PreviewHook
 from unigen_ds.hooks.mmengine import stops_early
 from unigen_ds.hooks.settings import CustomHook, DefaultHooks
 from unigen_ds.models.settings import Lora
@@ -421,9 +420,6 @@ def _migration_advice(name: str | Path) -> Iterator[None]:
 # ---- checks that involve several sections ---------------------------------------------------------------------------
 
 
-_ADD_VALIDATION = "val_dataloader=dict(split=0.02), or dict(dataset=dict(type=...)); or delete the hook"
-
-
 def _misfits(settings: Settings) -> Iterator[ConfigError]:
     """Methods that the engine needs and the model does not have, and hooks without the data that they need."""
     engine, model = settings.backend, settings.model
@@ -440,37 +436,17 @@ def _misfits(settings: Settings) -> Iterator[ConfigError]:
             " for its checkpoints under another name",
             allowed="{run_name} in checkpoint_dir where work_dir has it",
         )
-    if settings.evaluates and settings.val_dataloader is None:
-        yield ConfigError(
-            "custom_hooks has an EvaluateHook, and there is no val_dataloader",
-            remedy=_ADD_VALIDATION,
-        )
-    hooks = settings.custom_hooks
-    if settings.val_dataloader is None and not any(
-        getattr(hook.cls, "name", "") == EvaluateHook.name for hook in hooks
-    ):
-        problem = "custom_hooks has an EarlyStoppingHook, and there is no val_dataloader: nothing is evaluated"
-        yield from (ConfigError(problem, remedy=_ADD_VALIDATION) for hook in hooks if stops_early(hook))
-    yield from _drawing_problems(settings)
+    names = {getattr(hook.cls, "name", "") for hook in settings.custom_hooks}
+    for hook in settings.custom_hooks if settings.val_dataloader is None else ():
+        needs = "EvaluateHook" if issubclass(hook.cls, EvaluateHook) else "EarlyStoppingHook"
+        if issubclass(hook.cls, EvaluateHook) or (stops_early(hook) and EvaluateHook.name not in names):
+            yield ConfigError(
+                f"custom_hooks has an {needs}, and there is no val_dataloader: nothing is evaluated",
+                remedy="val_dataloader=dict(split=0.02), or dict(dataset=dict(type=...)); or delete the hook",
+            )
     for method, advice in getattr(engine.cls, "model_needs", {}).items():
         if not hasattr(model.cls, method):
             problem = (
                 f"model.type is {model.cls.__name__}, which has no {method}(), and backend {engine.name!r} needs it"
             )
             yield ConfigError(problem, remedy=advice)
-
-
-def _drawing_problems(settings: Settings) -> Iterator[ConfigError]:
-    """Settings of drawing that the model's family does not have."""
-    family = family_of_model(settings.model.cls)
-    for hook in settings.custom_hooks:
-        preview, of_metrics = issubclass(hook.cls, PreviewHook), issubclass(hook.cls, EvaluateHook)
-        flow = hook.get("flow") if preview else (hook.get("generation") or {}).get("flow") if of_metrics else None
-        where = "PreviewHook.flow" if preview else "EvaluateHook.generation.flow"
-        if flow and family.drawing is None:
-            notice(f"{where} has no effect: {family.model.__name__} has no settings of drawing.")
-        elif isinstance(flow, Mapping):
-            try:
-                family.drawing_settings(None, flow, where=where)
-            except ConfigError as error:
-                yield error
