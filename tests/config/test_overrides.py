@@ -118,8 +118,6 @@ def test_overrides_that_cannot_work_are_errors(config_file: Path, override: str,
     ("overrides", "section"),
     [
         (["train_cfg=dict(_delete_=True, max_updates=3)"], {"max_updates": 3}),
-        (["train_cfg._delete_=True", "train_cfg.max_updates=3"], {"max_updates": 3}),
-        (["train_cfg.max_updates=3", "train_cfg._delete_=true"], {"max_updates": 3}),
         (["train_cfg={'max_updates': 3, '_delete_': True}", "train_cfg.max_tokens=5"],
          {"max_updates": 3, "max_tokens": 5}),
     ],
@@ -127,28 +125,6 @@ def test_overrides_that_cannot_work_are_errors(config_file: Path, override: str,
 def test_delete_replaces_a_section(overrides: list[str], section: dict[str, int]) -> None:
     """As in a config file: nothing of what the config has is left."""
     assert load_config("unified_digits", overrides).train_cfg == section
-
-
-def test_delete_of_a_component_and_in_a_list() -> None:
-    given = ["backend._delete_=True", "backend.type=fsdp", "model.vit._delete_=True", "model.vit.hidden_size=8",
-             "custom_hooks=[dict(_delete_=True, type='EMAHook')]"]  # fmt: skip
-    config = load_config("unified_digits", given)
-    assert config.backend == {"type": "fsdp"} and config.model.vit == {"hidden_size": 8}
-    assert config.custom_hooks == [{"type": "EMAHook"}]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["_delete_=True"], r"_delete_=True.*Allowed: SECTION\._delete_=True"),
-        (["train_cfg._delete_=False"], r"train_cfg\._delete_=False.*Allowed: SECTION\._delete_=True"),
-        (["custom_hooks._delete_=True", "custom_hooks.0.type=EMAHook"], r"custom_hooks\[0\] is \{'0'.*dict\(type="),
-        (["model._delete_=True", "model.llm=2", "model.llm.width=2"], "model.llm is 2 and has no keys"),
-    ],
-)
-def test_delete_that_cannot_work_is_an_error(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_settings("unified_digits", overrides)
 
 
 def test_unknown_keys_name_the_nearest_valid_one() -> None:
