@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from unigen_ds.config.registry import argument_problems
 from unigen_ds.config.section import LISTED, Section, SettingErrors, argument_defaults, plain
-from unigen_ds.config.values import Allowed, Number, Rule, argument_hints, converted
+from unigen_ds.config.values import Allowed, Number, Rule
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.loss_scale import GROWTH_INTERVAL, INIT_SCALE
 from unigen_ds.optim.optimizer import adamw_settings, default_weight_decay, is_torchs, optimizer_class
@@ -171,13 +171,11 @@ class Optimizer(Section, extra="allow"):
     def arguments(self) -> dict[str, Any]:
         """Those of the class, without ``lr`` and ``weight_decay``, and without None where that is the default."""
         try:
-            hints = argument_hints(optimizer_class(self.type))
             defaults = argument_defaults(optimizer_class(self.type))
         except ConfigError:
-            hints, defaults = {}, {}
+            defaults = {}
         given = self.__pydantic_extra__ or {}
-        extra = {key: value for key, value in given.items() if value is not None or defaults.get(key, 0) is not None}
-        return {key: converted(value, hints.get(key, Any)) for key, value in extra.items()}
+        return {key: value for key, value in given.items() if value is not None or defaults.get(key, 0) is not None}
 
     @property
     def decay(self) -> float:

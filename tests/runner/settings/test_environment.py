@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from unigen_ds.data.index import index as index_module
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import environment
 from unigen_ds.system import dist
-from unigen_ds.system.clock import Clock
 from unigen_ds.system.journals import read_lines
 from unigen_ds.system.machine import TOKENIZERS
 from unigen_ds.system.seeding import rng_state, set_rng_state
@@ -177,42 +176,3 @@ def test_losses_on_the_device_are_those_of_the_cpu(tmp_path: Path, monkeypatch: 
         for name in ("cuda", "cpu")
     )
     assert device == pytest.approx(cpu, rel=1e-3) and len(cpu) == 2
-
-
-class Passed:
-    """An event that the device has passed, or not yet."""
-
-    made: ClassVar[list[Passed]] = []
-
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
-        self.passed = False
-        Passed.made.append(self)
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        return self.passed
-
-    def elapsed_time(self, end: Passed) -> float:
-        assert self.passed and end.passed, "torch raises, or waits"
-        return 2000.0
-
-
-def test_sections_on_cuda_are_the_devices_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Passed)
-    monkeypatch.setattr(Passed, "made", [])
-    clock = Clock(device=torch.device("cuda"))
-    with clock("data"):
-        pass
-    for _ in range(2):
-        with clock("forward_backward"):
-            pass
-    with clock("step"):
-        pass
-    for event in Passed.made[:4]:  # both micro-batches are done, the step is not
-        event.passed = True
-    _, sections = clock.read()
-    assert sections.pop("data") < 0.1 and sections == {"forward_backward": 4.0}
-    Passed.made[4].passed = Passed.made[5].passed = True
-    assert clock.read()[1] == {"step": 2.0} and clock.read()[1] == {}

@@ -18,7 +18,7 @@ import torch
 from pydantic import ConfigDict, Field
 from typing_extensions import Self
 
-from unigen_ds.config.section import Section
+from unigen_ds.config.section import Section, without_own
 from unigen_ds.config.values import Number
 from unigen_ds.core.errors import ConfigError, UnknownKey
 from unigen_ds.models.settings import check_heads
@@ -119,7 +119,7 @@ def transformers_config(llm: Mapping[str, Any], stored: Mapping[str, Any]) -> An
         raise ConfigError(f"model.llm.model_type is {kind!r}{of_file}", allowed=", ".join(MODEL_TYPES))
     config_class: Any = CONFIG_MAPPING[kind]
     try:
-        config = config_class.from_dict({**stored, **DecoderSizes.argument_converted(llm)})
+        config = config_class.from_dict({**stored, **without_own(llm)})
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise ConfigError(f"model.llm: {error}") from error
     check_heads("model.llm", config.hidden_size, config.num_attention_heads, config.num_key_value_heads)
