@@ -56,7 +56,6 @@ PER_FOLDER = {"families", "examples"}
 """Packages whose folders all have the same modules."""
 COMPONENTS = {
     "unigen_ds.data.sources.find", "unigen_ds.tracking.settings", "unigen_ds.evaluation.metrics",
-    "unigen_ds.migration.guides",
 }  # fmt: skip
 """Modules that import components to register them, a file each."""
 SOURCES = sorted([*(ROOT / "unigen_ds").rglob("*.py"), *(ROOT / "tools").glob("*.py")])

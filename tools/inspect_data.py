@@ -156,19 +156,15 @@ _OTHERS: dict[str, Any] = {
 
 
 def data_sections(name: str, options: Sequence[str]) -> dict[str, Any]:
-    """The sections of a config that decide its data. What is wrong with any other one (its hooks, say) is a note."""
+    """The sections of a config that decide its data. Others are not checked; an unknown name is a note."""
     from unigen_ds.runner.settings.custom_imports import import_custom
-    from unigen_ds.runner.settings.tree import load_config, read_config
+    from unigen_ds.runner.settings.tree import read_config
     from unigen_ds.system.log import notice
 
-    config: Mapping[str, Any]
-    try:
-        config = load_config(name, options)
-    except ConfigError as error:
-        config = read_config(name, options).values
-        if not config.get("train_dataloader") or not config.get("model"):
-            raise
-        notice(str(error))
+    read = read_config(name, options)
+    for problem in read.problems:
+        notice(str(problem))
+    config = read.values
     sections = {key: config[key] for key in _SECTIONS if key in config}
     try:
         import_custom(sections)

@@ -71,8 +71,6 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps(inspection.state_dict(), indent=1))
     else:
-        if inspection.why:
-            print(inspection.why)
         print("\n".join(finding.finding_lines(inspection.findings)))
         print("\n".join(finding.plans(inspection.geometries, inspection.memory)))
     if arguments.write_config:

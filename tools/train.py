@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 DRY = ("world_size", "per_node", "num_batches", "device_memory", "peak_tflops", "mfu", "skip")
-"""Options that belong to ``--dry-run``: fields of ``checks.dry_run.context.Asked``."""
+"""Options that belong to ``--dry-run``: fields of ``checks.dry_run.known.Asked``."""
 
 
 @ends_quietly
@@ -151,9 +151,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def print_dry_run(arguments: argparse.Namespace, *, rank: int) -> int:
     """Print the results of all checks, on rank 0. Returns the exit status."""
-    from unigen_ds.checks.dry_run.context import Asked
-    from unigen_ds.checks.dry_run.dry_run import dry_run
-    from unigen_ds.checks.dry_run.result import lines
+    from unigen_ds.checks.dry_run.dry_run import dry_run, lines
+    from unigen_ds.checks.dry_run.known import Asked
     from unigen_ds.system import log
 
     log.setup(rank=rank, level="WARNING")

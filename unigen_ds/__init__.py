@@ -52,8 +52,7 @@ PUBLIC = {
     "checkpoint.foreign": "ForeignState",
     "checkpoint.layouts.safetensors": "SafetensorsReader",
     "resume.finding": "Finding Proposal",
-    "checks.dry_run.context": "Known",
-    "checks.dry_run.result": "Checked ok problem warning",
+    "checks.dry_run.known": "Checked Known ok problem warning",
 }
 """Module -> its public names."""
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in PUBLIC.items() for name in names.split()}

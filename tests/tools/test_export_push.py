@@ -44,7 +44,10 @@ def test_as_a_process(checkpoint: Path, tmp_path: Path) -> None:
         assert hub.repositories[REPO].messages == ["Upload done"]
         line = bad.err.strip().splitlines()[-1]
         assert bad.status == 1 and "Traceback" not in bad.err and bad.out.splitlines() == [str(kept)], bad.ending
-        assert line.startswith(f"error: {kept} is complete, but was not uploaded to owner/other: there is no token")
+        assert (
+            line.startswith(f"error: {kept} is complete, but was not uploaded to owner/other: ")
+            and "hf auth login" in line
+        )
         assert line.endswith(f"hf upload owner/other {kept}.")
         assert list(hub.repositories) == [REPO]
         again = [sys.executable, "-m", "huggingface_hub.cli.hf", "upload", "owner/other", str(kept)]
@@ -67,10 +70,10 @@ def test_a_repository_that_exists_and_a_branch_that_does_not(
 @pytest.mark.parametrize(
     ("settings", "token", "flags", "cause"),
     [
-        ({}, "hf_wrong", ["--revision", "x"], "the token is not valid"),
-        ({}, READ_ONLY, [], "the token has no permission to write there"),
-        ({"status": 500}, TOKEN, [], "the server answered with an error"),
-        ({"url": "nowhere"}, TOKEN, [], "cannot be reached"),
+        ({}, "hf_wrong", ["--revision", "x"], "its token must be valid"),
+        ({}, READ_ONLY, [], "allowed to write there"),
+        ({"status": 500}, TOKEN, [], "500"),
+        ({"url": "nowhere"}, TOKEN, [], "http://127.0.0.1:"),
         ({"repositories": {REPO: Repository()}}, TOKEN, ["--private"], "exists already and is public"),
     ],
 )
@@ -100,13 +103,3 @@ def test_a_name_that_cannot_be_one_is_refused_first(
     err = capsys.readouterr().err
     assert f"{name!r} is no repository of the hub" in err and "Allowed: OWNER/NAME" in err and "gone" not in err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("flags", [["--private"], ["--revision", "main"]])
-def test_a_flag_of_the_upload_alone_is_refused(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(tmp_path / "gone"), str(tmp_path / "out"), *flags]) == 2
-    assert f"{flags[0]} without --push-to-hub" in capsys.readouterr().err
-    assert main([str(tmp_path / "gone"), str(tmp_path / "out"), "--push-to-hub", REPO, "--revision", "a b"]) == 2
-    assert "'a b' is no revision" in capsys.readouterr().err

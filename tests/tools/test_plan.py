@@ -11,7 +11,7 @@ from tests.end_to_end.engines.users import write_mixed
 from tests.tiny import tiny_config
 from tools.plan import main
 from unigen_ds.config.python_text import config_text
-from unigen_ds.core.quantities import share, size
+from unigen_ds.core.quantities import size
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,3 @@ def test_sizes_and_numbers_that_cannot_be(given, capsys):
     with pytest.raises(SystemExit):
         main(["unified_digits", *given])
     assert f"argument {given[0].partition('=')[0]}: " in capsys.readouterr().err
-
-
-def test_shares():
-    assert share("5%") == share("0.05") == pytest.approx(0.05)

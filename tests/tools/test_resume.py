@@ -104,11 +104,8 @@ def test_another_model_is_compared_without_being_built(run_dir, capsys):
     [
         ({"model__vit__num_attention_heads": 4}, "model.structure", "block", "num_attention_heads was 2 and is 4"),
         ({"model__llm__dropout": 0.2}, "config.edited", "warn", "model.llm.dropout was 0.0 and is 0.2"),
-        ({"loss_weights": {"text": 0.5}}, "config.edited", "warn", "loss_weights.text was 1.0 and is 0.5"),
-        ({"processor__text_dropout": 0.5}, "config.edited", "warn", "processor.text_dropout was 0.1 and is 0.5"),
         ({"optim_wrapper__clip_grad": None}, "config.edited", "warn", "max_norm was 1.0 and is not given"),
         ({"optim_wrapper__optimizer__lr": 1e-4}, "config.edited", "ok", "no other setting"),
-        ({"model__activation_checkpointing": True}, "config.edited", "ok", "no other setting"),
     ],
 )
 def test_an_edit_that_no_weight_shows(run_dir, capsys, edit, id, status, said):

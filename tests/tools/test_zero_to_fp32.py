@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -81,17 +79,3 @@ def test_what_cannot_be_done_is_said(zero2, tmp_path, monkeypatch, capsys, words
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error
     assert not (tmp_path / "out").exists()
-
-
-def test_wrong_usage():
-    for words in (["x"], ["x", "y", "--dtype", "int8"]):
-        with pytest.raises(SystemExit) as caught:
-            main(words)
-        assert caught.value.code == 2
-
-
-def test_the_help_shows_both_arguments():
-    script = ROOT / "tools" / "zero_to_fp32.py"
-    assert shutil.which(sys.executable)
-    ended = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True)
-    assert ended.returncode == 0 and "CKPT" in ended.stdout and "OUT" in ended.stdout

@@ -41,8 +41,6 @@ class Inspection:
     proposed: Geometry | None
     """The one of ``geometries`` that is nearest to the config's micro-batch."""
     memory: Sequence[MemoryPlan]
-    why: str | None = None
-    """How the folder was found, where its name is not that of the config (``runner/settings/naming.py``)."""
 
     @property
     def blocked(self) -> bool:
@@ -52,7 +50,6 @@ class Inspection:
         """Plain JSON values."""
         return {
             "checkpoint": str(self.plan.checkpoint),
-            "why": self.why,
             "blocked": self.blocked,
             "geometry": asdict(self.geometry),
             "findings": [finding.state_dict() for finding in self.findings],
@@ -92,7 +89,7 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
         equal = equal_geometries(start.manifest.geometry.global_batch_size, geometry.dp_size)
         proposed = _nearest_geometry(equal, geometry.batch_size)
         memory = plans_of(settings, proposed or geometry, backend)
-    return Inspection(plan, geometry, findings, equal, proposed, memory, why)
+    return Inspection(plan, geometry, findings, equal, proposed, memory)
 
 
 @contextmanager

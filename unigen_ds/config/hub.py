@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from unigen_ds.config.paths import download_remedy, is_hub_name
 from unigen_ds.core.errors import ConfigError, UploadError
@@ -19,12 +18,6 @@ from unigen_ds.system.files import check_digests
 from unigen_ds.system.log import logger
 
 LOGIN = "`hf auth login`, or HF_TOKEN in the environment"
-_MISSING = {
-    401: f"the token is not valid ({LOGIN})",
-    403: "the token has no permission to write there (a token of type write, of a member of OWNER)",
-}
-
-
 _SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
 """Configs and tokenizers."""
 _FILE_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".json", ".jsonl")
@@ -168,18 +161,8 @@ def has_token() -> bool:
 
 
 def _cause(error: Exception, endpoint: str) -> str:
-    """What is missing, in one line."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    response: Any = getattr(error, "response", None)
-    status = getattr(response, "status_code", None)
+    """What the server or the network has answered, in one line, and what to do where the token is not accepted."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set: unset it"
-    if status is None:
-        return f"{endpoint} cannot be reached, or the upload broke off ({type(error).__name__}: {first})"
-    if status == 401 and not has_token():
-        return f"there is no token ({LOGIN}); the server answered: {first}"
-    if status in _MISSING:
-        return f"{_MISSING[status]}; the server answered: {first}"
-    return f"the server answered with an error: {first}"
+    token = f"; its token must be valid and allowed to write there ({LOGIN})" if status in (401, 403) else ""
+    return f"{endpoint}: {type(error).__name__}: {first}{token}"

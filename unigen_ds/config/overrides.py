@@ -150,38 +150,29 @@ def _literal(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-DELETE = "_delete_"
-"""mmengine's key of a section that replaces, where others are merged into what is there."""
 _NODES: Any = (Mapping, Config)  # mmengine's Config behaves like a mapping but is none
 
 
 def apply_overrides(config: Config, overrides: Mapping[str, Any]) -> list[ConfigError]:
     """Set each value at its path, in place. Sections that are missing are added: whether they have such a key is
-    checked with the sections. Where an override is ``SECTION._delete_=True`` the others replace the section.
+    checked with the sections.
     """
     errors: list[ConfigError] = []
-    paths = {dotted: override_path(dotted) for dotted in overrides}
-    replaced = [dotted for dotted, path in paths.items() if path[-1] == DELETE]
-    for dotted in sorted(overrides, key=lambda dotted: dotted not in replaced):
-        path, value = paths[dotted], without_delete(overrides[dotted])
+    for dotted, value in overrides.items():
         try:
-            if dotted in replaced:
-                if len(path) == 1 or value is not True:
-                    raise ConfigError(f"override {dotted}={value!r}", allowed="SECTION._delete_=True")
-                path, value = path[:-1], ConfigDict()
-            _set(config, path, value, dotted)
+            _set(config, override_path(dotted), without_delete(value), dotted)
         except ConfigError as error:
             errors.append(error)
     return errors
 
 
 def without_delete(value: Any) -> Any:
-    """An override's value without ``_delete_=True``: it replaces what the config has anyway."""
+    """An override's value without mmengine's ``_delete_=True``: it replaces what the config has anyway."""
     if type(value) in (list, tuple):
         return type(value)(map(without_delete, value))
     if not isinstance(value, dict):
         return value
-    return {key: without_delete(one) for key, one in value.items() if (key, one) != (DELETE, True)}
+    return {key: without_delete(one) for key, one in value.items() if (key, one) != ("_delete_", True)}
 
 
 def _set(config: Config, path: Sequence[str], value: Any, dotted: str) -> None:

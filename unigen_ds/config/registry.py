@@ -9,9 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -73,24 +71,6 @@ FOREIGN = ("mmengine", "xtuner")
 """Packages whose classes are replaced by ours of the same name: their configs import them."""
 
 
-@contextmanager
-def undone_on_failure() -> Iterator[None]:
-    """Where an import inside fails, the names that the failed modules have registered are forgotten again.
-
-    Python forgets a module whose import fails, so a second attempt executes it again; a module that it has imported
-    successfully remains, and so do that one's names.
-    """
-    before = [(registry.module_dict, dict(registry.module_dict)) for registry in REGISTRIES]
-    try:
-        yield
-    except BaseException:
-        for names, earlier in before:
-            remaining = {name: cls for name, cls in names.items() if cls.__module__ in sys.modules}
-            names.clear()
-            names.update(earlier | remaining)
-        raise
-
-
 def registered_name(kind: Any) -> str | None:
     """The registered name of a class or of ``'package.Class'``: its own or its counterpart's. None: it has none."""
     own = [name for registry in REGISTRIES for name, cls in registry.module_dict.items() if cls is kind]
@@ -127,7 +107,7 @@ def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
         if cls is None:
             meant = backend_hint(kind) if registry is BACKENDS else None
             remedy = f"did you mean --backend {meant}?" if meant else nearest(kind, _names(registry))
-            raise ConfigError(f"{where}.type is {kind!r}", remedy=_of_mmengine(registry, kind) or remedy)
+            raise ConfigError(f"{where}.type is {kind!r}", remedy=remedy)
     methods, instead = _INTERFACES.get(registry, ((), "a registered name or a class"))
     cls = cls or kind
     if not isinstance(cls, type):
@@ -135,8 +115,7 @@ def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
         raise ConfigError(f"{where}.type is {what}", allowed="a registered name or a class", remedy=f"write {instead}")
     missing = [name for name in methods if not hasattr(cls, name)]
     if missing:
-        remedy = _of_mmengine(registry, cls) or f"write {instead}"
-        raise ConfigError(f"{where}.type is {_path(cls)}, which has no {', '.join(missing)}", remedy=remedy)
+        raise ConfigError(f"{where}.type is {_path(cls)}, which has no {', '.join(missing)}", remedy=f"write {instead}")
     return cls
 
 
@@ -151,19 +130,6 @@ def _names(registry: Registry) -> list[str]:
 
 def _path(kind: Any) -> str:
     return f"{getattr(kind, '__module__', '?')}.{getattr(kind, '__qualname__', kind)}"
-
-
-def _of_mmengine(registry: Registry, kind: Any) -> str | None:
-    """What to do about a hook that is written for mmengine's Runner, or a name of one of its own."""
-    if registry is not HOOKS:
-        return None
-    bases = [_path(base) for base in kind.__mro__] if isinstance(kind, type) else [kind]
-    if any(base.split(".")[0] in FOREIGN and base.endswith("Hook") for base in bases):
-        return (
-            "it is written for mmengine's Runner; derive it from unigen_ds.hooks.base.Hook instead"
-            " (its docstring shows the life cycle), or delete it: docs/configs.md lists the hooks that there are"
-        )
-    return None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from unigen_ds.config.registry import argument_defaults as argument_defaults
 from unigen_ds.config.registry import component_problems, find
 from unigen_ds.config.registry import plain as plain
 from unigen_ds.config.translation import hint
-from unigen_ds.config.values import argument_hints, as_tuple, converted, described, nested
+from unigen_ds.config.values import argument_hints, as_tuple, described, nested
 from unigen_ds.core.errors import ConfigError, UnknownKey, raise_any
 
 
@@ -56,7 +56,8 @@ class Of:
             raise PydanticCustomError("component", "not a component", {"of": self})
         spec = self._typed(config)
         cls, kind = find(self.registry, spec, where=""), spec["type"] if "type" in config else None
-        return Component(cls, _arguments(cls, spec), kind, registry=self.registry, provided=self.provided)
+        arguments = {key: value for key, value in spec.items() if key != "type"}
+        return Component(cls, arguments, kind, registry=self.registry, provided=self.provided)
 
     def _typed(self, config: Any) -> Any:
         if not isinstance(config, Mapping):
@@ -108,23 +109,6 @@ class Of:
             return [self.completed(one) for one in one_or_many(config)]
         return config if config is None or elsewhere else self.completed(config)
 
-    def argument_converted(self, config: Any) -> Any:
-        """An argument with ``'1e-5'`` as a number where one is allowed."""
-        if "type" not in (spec := self._typed(config)):
-            return config
-        typed = _arguments(find(self.registry, spec, where=""), config)
-        return {**typed, **{key: config[key] for key in config if key == "type"}}
-
-
-def _arguments(cls: type, spec: Mapping[str, Any]) -> dict[str, Any]:
-    hints = argument_hints(cls)
-    return {key: _converted(value, hints.get(key, Any)) for key, value in spec.items() if key != "type"}
-
-
-def _converted(value: Any, hint: Any) -> Any:
-    part = nested(hint) if isinstance(value, Mapping) else None
-    return converted(value, hint) if part is None else part.argument_converted(value)
-
 
 def one_or_many(value: Any) -> Any:
     """What may be left out, one mapping, or a list of them, as a tuple."""
@@ -151,7 +135,7 @@ class Section(BaseModel):
         """None is a section whose keys are all left out. A name that begins with an underscore is the user's own."""
         if config is None:
             return {}
-        return _without_own(config) if isinstance(config, Mapping) else config
+        return without_own(config) if isinstance(config, Mapping) else config
 
     @classmethod
     def parse(cls, config: Any, *, where: str = "") -> Self:
@@ -162,18 +146,13 @@ class Section(BaseModel):
         return section
 
     @classmethod
-    def checked(
-        cls, config: Any, *, where: str = "", whole: bool = True, missing: bool = True
-    ) -> tuple[Self | None, list[ConfigError]]:
-        """The section, or an error for each problem. Not ``whole``: keys and plain values alone.
-
-        ``missing``: whether a required key that is left out is a problem.
-        """
+    def checked(cls, config: Any, *, where: str = "", missing: bool = True) -> tuple[Self | None, list[ConfigError]]:
+        """The section, or an error for each problem. ``missing``: whether a required key that is left out is one."""
         try:
             section = cls.model_validate(config)
         except ValidationError as error:
             problems = [one for one in error.errors() if missing or one["type"] != "missing"]
-            return None, _explained(cls, config, problems, where, whole=whole)
+            return None, _explained(cls, config, problems, where)
         for component, path in _components(section, where):
             object.__setattr__(component, "where", path)  # just created, and not yet used elsewhere
         return section, []
@@ -182,7 +161,7 @@ class Section(BaseModel):
     def filled(cls, config: Mapping[str, Any] | None, *, where: str) -> dict[str, Any]:
         """Every key with its value, or the default. Raises one ``ConfigError`` for all that is wrong."""
         cls.parse(config, where=where)
-        values: dict[str, Any] = cls.completed(cls.argument_converted(config or {}))
+        values: dict[str, Any] = cls.completed(without_own(config or {}))
         return values
 
     @classmethod
@@ -196,12 +175,6 @@ class Section(BaseModel):
     def argument_completed(cls, config: Any, *, elsewhere: bool) -> Any:
         """See ``Of``."""
         return config if elsewhere or (config is None and cls.rest_from is None) else cls.completed(config)
-
-    @classmethod
-    def argument_converted(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """See ``Of``; without a user's own names."""
-        hints = {name: info.annotation for name, info in cls.model_fields.items()}
-        return {key: converted(value, hints.get(key, Any)) for key, value in _without_own(config).items()}
 
     @classmethod
     def is_several(cls, config: Any) -> bool:
@@ -241,9 +214,9 @@ class Section(BaseModel):
         return values
 
 
-def _without_own(config: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    own = any(isinstance(key, str) and key.startswith("_") for key in config)
-    return {k: v for k, v in config.items() if not (isinstance(k, str) and k.startswith("_"))} if own else config
+def without_own(config: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """A config's mapping without a user's own names, which begin with an underscore."""
+    return {key: value for key, value in config.items() if not str(key).startswith("_")}
 
 
 def _components(value: Any, path: str) -> Iterator[tuple[Component, str]]:
@@ -298,9 +271,7 @@ class SettingErrors(ValueError):
         self.errors = errors
 
 
-def _explained(
-    cls: type[Section], config: Any, problems: Sequence[Any], where: str, *, whole: bool
-) -> list[ConfigError]:
+def _explained(cls: type[Section], config: Any, problems: Sequence[Any], where: str) -> list[ConfigError]:
     """Pydantic's errors as ours, in the order of the config; a value that fails in several ways only once."""
     by_path: dict[tuple[str, str], ConfigError] = {}
     missing: list[str] = []
@@ -308,8 +279,6 @@ def _explained(
     for one in problems:
         if one["type"] == "too_short" and one["loc"] in members:
             continue  # it has a member, whose own problem is reported
-        if not whole and one["type"] in ("missing", "component", "value_error", "too_short"):
-            continue
         for path, problem in _explain(cls, config, one, where=where):
             if one["type"] == "missing":
                 missing.append(problem)

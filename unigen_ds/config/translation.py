@@ -8,7 +8,7 @@ change the training stays where it is, and is an unknown key with the table's ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,6 @@ class Change:
     path: str = ""
     """Of the key of ours that it is read as."""
     meaning: str = ""
-    sources: Sequence[str] = ()
-    """Dotted paths of the keys that are read as it."""
 
     def __str__(self) -> str:
         return f"Config: {self.source} " + (f"is left out: {self.why}." if self.why else f"is read as {self.meaning}.")
@@ -88,7 +86,6 @@ RENAMED = {
     "max_images_per_knapsack": "train_dataloader.packing.max_tiles",
     "eval_interval": "EvaluateHook.interval, of custom_hooks",
     "eval_steps": "EvaluateHook.interval, of custom_hooks",
-    "save_best": "EvaluateHook.save_best, of custom_hooks",
     "metric_for_best_model": "EvaluateHook.save_best, of custom_hooks",
     "lmms_eval_tasks": "AsyncEvaluateHook.command, of custom_hooks",
     "val_size": "val_dataloader.split, a share of the records",
@@ -149,7 +146,7 @@ KEYS: dict[str, Key] = {
     "val_dataloader.packing": Key("an evaluation has one sample in a sequence, so a sample is always the same", _NEVER),
     "randomness.deterministic": Key("it is off: env.deterministic", (False,), "write env.deterministic"),
     "randomness.diff_rank_seed": Key("every sample has a seed of its own", (False,)),
-    "val_cfg": Key("there is none", _EMPTY, _EVALUATION),
+    "val_cfg": Key("EvaluateHook evaluates, in the precision of the training"),
     "val_evaluator": Key(
         "there is none", _EMPTY, "delete it, the metrics of EvaluateHook in custom_hooks replace it: docs/evaluation.md"
     ),
@@ -161,6 +158,7 @@ KEYS: dict[str, Key] = {
     "world_size": Key(
         "", _NEVER, "write world_size at the top of the config: it is compared with the number that the launcher starts"
     ),
+    "save_best": Key("", _NEVER, "write EvaluateHook(save_best='val/loss') in custom_hooks"),
     "max_steps": Key(
         "", _NEVER, "train_cfg.max_updates counts optimizer steps, train_cfg.max_iters forward and backward passes"
     ),
@@ -206,197 +204,125 @@ def _paths(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 # ---- the translation ------------------------------------------------------------------------------------------------
 
-
-def translate(config: dict[str, Any]) -> list[Change]:
-    """Change the plain values of a config in place. Returns what became of each key of mmengine's."""
-    work = _Translation(config)
-    work.read("log_level", "env.log_level", lambda v: v.upper() if str(v).upper() in _LEVELS else None)
-    work.read("env_cfg.dist_cfg.timeout", "env.dist_timeout_s", lambda v: v if isinstance(v, (int, float)) else None)
-    work.precision()
-    work.samplers()
-    work.local_writer()
-    work.no_validation()
-    if isinstance(loop := work.get("val_cfg"), Mapping) and {*loop} <= {"type", "fp16"}:
-        work.drop("val_cfg", "EvaluateHook evaluates, in the precision of the training")
-    work.interval()
-    work.best()
-    for path in sorted(KEYS, key=lambda path: -path.count(".")):  # a section after what is in it
-        node, last = work.above(path)
-        if last in node and KEYS[path].ignores(node[last]):
-            work.drop(path, KEYS[path].why)
-    return work.changes
-
-
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _OF_WRAPPERS = {"AmpOptimWrapper": "fp16", "OptimWrapper": "fp32"}  # fp16: as torch's autocast chooses on CUDA
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-
-
-class _Translation:
-    """One config, and what was done about it."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
-        self.changes: list[Change] = []
-
-    def above(self, dotted: str) -> tuple[dict[str, Any], str]:
-        """The mapping that holds a key, or an empty one, and the key's last name."""
-        *above, last = dotted.split(".")
-        node: Any = self.config
-        for key in above:
-            node = node.get(key) if isinstance(node, Mapping) else None
-        return (node if isinstance(node, dict) else {}), last
-
-    def get(self, dotted: str) -> Any:
-        node, last = self.above(dotted)
-        return node.get(last)
-
-    def drop(self, dotted: str, why: str) -> None:
-        """Remove a key, with a line unless it is None or empty."""
-        node, last = self.above(dotted)
-        if last in node:
-            value = node.pop(last)
-            if value not in _EMPTY:
-                self.changes.append(Change(f"{dotted}={_short(value)}", why))
-
-    def replace(self, path: str, value: Any, *sources: str) -> None:
-        """Remove keys of mmengine's that are there, and set one of ours. A value that is there already counts."""
-        section, key = path.split(".")
-        node = self.config.get(section) or {}
-        if not isinstance(node, dict):
-            return
-        self.config[section] = node
-        source = ", ".join(f"{one}={_short(self.get(one))}" for one in sources if self.get(one) is not None)
-        for one in sources:
-            above, last = self.above(one)
-            above.pop(last, None)
-        if node.get(key) is not None:
-            self.changes.append(Change(source, f"the config has {path}={node[key]!r}"))
-        else:
-            node[key] = value
-            self.changes.append(Change(source, path=path, meaning=f"{path}={value!r}", sources=sources))
-
-    def read(self, source: str, path: str, meaning: Callable[[Any], Any]) -> None:
-        """Replace a key by one of ours; where ``meaning`` is None the value has none, and stays."""
-        value = self.get(source)
-        if value is not None and (ours := meaning(value)) is not None:
-            self.replace(path, ours, source)
-
-    def precision(self) -> None:
-        """``optim_wrapper.type`` and ``dtype`` -> ``precision``."""
-        sources = ("optim_wrapper.type", "optim_wrapper.dtype")
-        kind, dtype = map(self.get, sources)
-        name = _name(kind)
-        if (kind is None and dtype is None) or not (kind is None or name.endswith("OptimWrapper")):
-            return
-        precision = _OF_WRAPPERS.get(name) if dtype is None else _PRECISIONS.get(str(dtype).removeprefix("torch."))
-        if precision is not None:
-            self.replace("optim_wrapper.precision", precision, *sources)
-        elif dtype is None:
-            self.drop("optim_wrapper.type", "optim_wrapper.precision sets the precision")
-
-    def samplers(self) -> None:
-        """mmengine's shuffled order is what there is, and its ways to make a batch are not needed."""
-        for section in ("train_dataloader", "val_dataloader"):
-            sampler, collate = self.get(f"{section}.sampler"), self.get(f"{section}.collate_fn")
-            if isinstance(sampler, Mapping) and {*sampler} <= {"type", "shuffle", "seed", "round_up"}:
-                known = _name(sampler.get("type", "DefaultSampler")) in ("DefaultSampler", "InfiniteSampler")
-                shuffles = sampler.get("shuffle", True) is True and sampler.get("seed") is None
-                if known and (shuffles or section == "val_dataloader"):
-                    self.drop(f"{section}.sampler", KEYS[f"{section}.sampler"].why)
-            if _name(collate.get("type") if isinstance(collate, Mapping) else collate) in _COLLATES:
-                self.drop(f"{section}.collate_fn", KEYS[f"{section}.collate_fn"].why)
-
-    def local_writer(self) -> None:
-        """mmengine's writer into the work dir."""
-        node, last = self.above("visualizer.vis_backends")
-        writers = node.get(last)
-        for writer in [*writers] if isinstance(writers, (list, tuple)) else []:
-            if isinstance(writer, Mapping) and _name(writer.get("type")) == "LocalVisBackend":
-                node[last] = [other for other in node[last] if other is not writer]
-                self.changes.append(
-                    Change(f"visualizer.vis_backends: {_short(writer)}", "metrics.jsonl has every value")
-                )
-
-    def no_validation(self) -> None:
-        """An empty text in place of validation data, as scripts pass it, means none."""
-        loader = self.get("val_dataloader")
-        if loader != "" and not (isinstance(loader, Mapping) and _names_no_data(loader)):
-            return
-        self.config["val_dataloader"] = None
-        self.changes.append(Change("val_dataloader", "it names no data, so there is no validation"))
-        hooks = self._hooks()
-        kept = [hook for hook in hooks if not _evaluates(hook)]
-        if len(kept) < len(hooks):
-            self.config["custom_hooks"] = kept
-            self.changes.append(Change("EvaluateHook", "there is no validation"))
-
-    def interval(self) -> None:
-        """``train_cfg.val_interval`` -> ``EvaluateHook``."""
-        interval = self.get("train_cfg.val_interval")
-        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
-            return
-        hooks = self._hooks()
-        if self.config.get("val_dataloader") is None:
-            self.drop("train_cfg.val_interval", "there is no val_dataloader")
-        elif any(map(_evaluates, hooks)):
-            self.drop("train_cfg.val_interval", "custom_hooks has an EvaluateHook")
-        else:
-            del self.config["train_cfg"]["val_interval"]
-            by_epoch = self.get("train_cfg.max_epochs") is not None
-            hook = {"type": "EvaluateHook", "interval": interval, "by_epoch": by_epoch}
-            self._set_hooks(f"train_cfg.val_interval={interval}", [*hooks, hook], f"{hook!r} in custom_hooks")
-
-    def best(self) -> None:
-        """``save_best`` and ``rule`` of mmengine's ``CheckpointHook`` -> those of ``EvaluateHook``."""
-        node, _ = self.above("default_hooks.checkpoint.save_best")
-        best, rule = node.get("save_best"), node.get("rule")
-        if not isinstance(best, str) or not isinstance(rule, str | None):
-            return
-        hooks = self._hooks()
-        number = next((k for k, hook in enumerate(hooks) if _evaluates(hook)), len(hooks))
-        hook = dict(hooks[number]) if number < len(hooks) else {"type": "EvaluateHook"}
-        without = "there is no val_dataloader" if self.config.get("val_dataloader") is None else ""
-        if not without and hook.get("save_best") is not None:
-            without = f"EvaluateHook.save_best is {hook['save_best']!r}"
-        if without:
-            for key in ("save_best", "rule"):
-                self.drop(f"default_hooks.checkpoint.{key}", without)
-            return
-        for key in ("save_best", "rule"):
-            node.pop(key, None)
-        name = "loss" if best == "auto" else best.removeprefix("val/")
-        more = {"save_best": f"val/{name}", **({"rule": rule} if rule else {})}
-        arguments = ", ".join(f"{key}={value!r}" for key, value in more.items())
-        hooks = [*hooks[:number], {**more, **hook}, *hooks[number + 1 :]]
-        source = f"default_hooks.checkpoint.save_best={best!r}"
-        self._set_hooks(source, hooks, f"EvaluateHook({arguments}) in custom_hooks")
-
-    def _set_hooks(self, source: str, hooks: list[Any], meaning: str) -> None:
-        self.config["custom_hooks"] = hooks
-        keys = (source.partition("=")[0],)
-        self.changes.append(Change(source, path="custom_hooks", meaning=meaning, sources=keys))
-
-    def _hooks(self) -> list[Any]:
-        """``custom_hooks``, which may be one hook alone."""
-        hooks = self.config.get("custom_hooks") or []
-        return [*hooks] if isinstance(hooks, (list, tuple)) else [hooks]
-
-
 _COLLATES = ("default_collate", "pseudo_collate")
 
 
-def _names_no_data(loader: Mapping[str, Any]) -> bool:
-    """Whether a data set, or the file of the only one, is an empty text."""
-    if "dataset" not in loader or loader.get("split") is not None:
-        return False
-    data = loader["dataset"]
-    only = data[0] if isinstance(data, (list, tuple)) and len(data) == 1 else data
-    return only in ("", None) or (isinstance(only, Mapping) and only.get("data_path", "given") in ("", None))
+def translate(config: dict[str, Any]) -> list[Change]:
+    """Change the plain values of a config in place. Returns what became of each key of mmengine's."""
+    changes: list[Change] = []
+    level, timeout = str(config.get("log_level")).upper(), _get(config, "env_cfg.dist_cfg.timeout")
+    if level in _LEVELS:
+        changes += _replace(config, "env.log_level", level, "log_level")
+    if isinstance(timeout, (int, float)):
+        changes += _replace(config, "env.dist_timeout_s", timeout, "env_cfg.dist_cfg.timeout")
+    changes += _precision(config)
+    for section in ("train_dataloader", "val_dataloader"):
+        changes += _order(config, section)
+    changes += _writers(config)
+    changes += _no_validation(config)
+    for path in sorted(KEYS, key=lambda path: -path.count(".")):  # a section after what is in it
+        node, last = _above(config, path)
+        if last in node and KEYS[path].ignores(node[last]):
+            changes += _drop(config, path, KEYS[path].why)
+    return changes
 
 
-def _evaluates(hook: Any) -> bool:
-    return isinstance(hook, Mapping) and _name(hook.get("type")) == "EvaluateHook"
+def _above(config: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
+    """The mapping that holds a key, or an empty one, and the key's last name."""
+    *above, last = dotted.split(".")
+    node: Any = config
+    for key in above:
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return (node if isinstance(node, dict) else {}), last
+
+
+def _get(config: dict[str, Any], dotted: str) -> Any:
+    node, last = _above(config, dotted)
+    return node.get(last)
+
+
+def _drop(config: dict[str, Any], dotted: str, why: str) -> Iterator[Change]:
+    """Remove a key, with a line unless it is None or empty."""
+    node, last = _above(config, dotted)
+    if last in node and (value := node.pop(last)) not in _EMPTY:
+        yield Change(f"{dotted}={_short(value)}", why)
+
+
+def _replace(config: dict[str, Any], path: str, value: Any, *sources: str) -> Iterator[Change]:
+    """Remove keys of mmengine's that are there, and set one of ours. A value that is there already counts."""
+    section, key = path.split(".")
+    node = config.get(section) or {}
+    if not isinstance(node, dict):
+        return
+    config[section] = node
+    source = ", ".join(f"{one}={_short(_get(config, one))}" for one in sources if _get(config, one) is not None)
+    for one in sources:
+        above, last = _above(config, one)
+        above.pop(last, None)
+    if node.get(key) is not None:
+        yield Change(source, f"the config has {path}={node[key]!r}")
+    else:
+        node[key] = value
+        yield Change(source, path=path, meaning=f"{path}={value!r}")
+
+
+def _precision(config: dict[str, Any]) -> Iterator[Change]:
+    """``optim_wrapper.type`` and ``dtype`` -> ``precision``."""
+    sources = ("optim_wrapper.type", "optim_wrapper.dtype")
+    kind, dtype = (_get(config, source) for source in sources)
+    name = _name(kind)
+    if (kind is None and dtype is None) or not (kind is None or name.endswith("OptimWrapper")):
+        return
+    precision = _OF_WRAPPERS.get(name) if dtype is None else _PRECISIONS.get(str(dtype).removeprefix("torch."))
+    if precision is not None:
+        yield from _replace(config, "optim_wrapper.precision", precision, *sources)
+    elif dtype is None:
+        yield from _drop(config, "optim_wrapper.type", "optim_wrapper.precision sets the precision")
+
+
+def _order(config: dict[str, Any], section: str) -> Iterator[Change]:
+    """mmengine's shuffled order is what there is, and its ways to make a batch are not needed."""
+    sampler, collate = _get(config, f"{section}.sampler"), _get(config, f"{section}.collate_fn")
+    if isinstance(sampler, Mapping) and {*sampler} <= {"type", "shuffle", "seed", "round_up"}:
+        is_known = _name(sampler.get("type", "DefaultSampler")) in ("DefaultSampler", "InfiniteSampler")
+        shuffles = sampler.get("shuffle", True) is True and sampler.get("seed") is None
+        if is_known and (shuffles or section == "val_dataloader"):
+            yield from _drop(config, f"{section}.sampler", KEYS[f"{section}.sampler"].why)
+    if _name(collate.get("type") if isinstance(collate, Mapping) else collate) in _COLLATES:
+        yield from _drop(config, f"{section}.collate_fn", KEYS[f"{section}.collate_fn"].why)
+
+
+def _writers(config: dict[str, Any]) -> Iterator[Change]:
+    """mmengine's writer into the work dir."""
+    node, last = _above(config, "visualizer.vis_backends")
+    writers = node.get(last)
+    for writer in [*writers] if isinstance(writers, (list, tuple)) else []:
+        if isinstance(writer, Mapping) and _name(writer.get("type")) == "LocalVisBackend":
+            node[last] = [other for other in node[last] if other is not writer]
+            yield Change(f"visualizer.vis_backends: {_short(writer)}", "metrics.jsonl has every value")
+
+
+def _no_validation(config: dict[str, Any]) -> Iterator[Change]:
+    """An empty text in place of validation data, or of the only file, as scripts pass it, means none."""
+    loader = config.get("val_dataloader")
+    if isinstance(loader, Mapping) and "dataset" in loader and loader.get("split") is None:
+        data = loader["dataset"]
+        only = data[0] if isinstance(data, (list, tuple)) and len(data) == 1 else data
+        path = only.get("data_path", "its own") if isinstance(only, Mapping) else only
+        loader = "" if path is None else path
+    if loader != "":
+        return
+    config["val_dataloader"] = None
+    yield Change("val_dataloader", "it names no data, so there is no validation")
+    hooks = config.get("custom_hooks")
+    hooks = [*hooks] if isinstance(hooks, (list, tuple)) else [hooks]
+    remaining = [one for one in hooks if not (isinstance(one, Mapping) and _name(one.get("type")) == "EvaluateHook")]
+    if len(remaining) < len(hooks):
+        config["custom_hooks"] = remaining
+        yield Change("EvaluateHook", "there is no validation")
 
 
 def _name(kind: Any) -> str:

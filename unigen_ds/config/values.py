@@ -1,8 +1,8 @@
 """Values against type hints, by pydantic's strict rules: those of a section's fields and of a component's arguments.
 
 Strict: ``True`` is no number, ``'2'`` is no whole number, NaN is no number. Accepted beyond that: a list where a hint
-has a tuple (JSON and YAML have no tuples), a whole number where it has float, and ``'1e-5'`` there (PyYAML
-reads it as text). A hint of a class that is not a plain value accepts everything.
+has a tuple (JSON and YAML have no tuples), and a whole number where it has float. A hint of a class that is not a plain
+value accepts everything.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -41,18 +40,12 @@ _WORDS = {
     dict: ("dict(...)", "dict(...)"),
     type(None): ("None", "None"),
 }
-_EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
 _subscript: Any = operator.getitem
 _STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 class Allowed(str):
     """Metadata of a field: what is allowed, in words, where its hint does not state it."""
-
-
-def number_of(value: Any) -> Any:
-    """``1e-5`` as PyYAML reads it (a text) as a number; everything else as it is."""
-    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
 def _not_nan(value: float) -> float:
@@ -66,7 +59,7 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-Number = Annotated[float, AfterValidator(_not_nan), BeforeValidator(number_of)]
+Number = Annotated[float, AfterValidator(_not_nan)]
 """A number of a section; a whole one is one, too."""
 
 
@@ -118,12 +111,6 @@ def fits(value: Any, hint: Any) -> bool:
     except ValidationError:
         return False
     return True
-
-
-def converted(value: Any, hint: Any) -> Any:
-    """``'1e-5'`` as a number where the hint allows numbers and no text; everything else as it is."""
-    number = number_of(value)
-    return number if number is not value and fits(value, hint) and not fits("a text", hint) else value
 
 
 def shown(value: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,30 +17,20 @@ from typing import Any
 from unigen_ds.config.file import read_file
 from unigen_ds.core.errors import ConfigError
 
-_STARTER = re.compile(r"torchrun|python[\d.]*|deepspeed|accelerate|bash|sh|sbatch|srun|xtuner")
+_STARTER = re.compile(r"torchrun|python[\d.]*|deepspeed|bash|sh|srun|xtuner")
 """Commands that start a training."""
-_WRAPPERS = (
-    "nohup", "exec", "env", "time", "nice", "timeout", "numactl", "taskset", "conda", "uv", "poetry", "singularity",
-    "docker",
-)  # fmt: skip
-"""Words before a command that starts a training."""
+_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+"""What ``python -m`` starts torchrun by."""
 _LAUNCHERS = ("torchrun", "deepspeed")
-_MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun", "accelerate": "accelerate",
-            "accelerate.commands.launch": "accelerate"}  # fmt: skip
-"""Launchers that ``python -m`` starts, and their names."""
-_OF_ACCELERATE = {"num_machines": "nnodes", "machine_rank": "node_rank", "main_process_ip": "master_addr",
-                  "main_process_port": "master_port"}  # fmt: skip
-_OF_PYTHON = re.compile(r"-[BEIOsSuvx]+")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _OPERATOR = re.compile(r"[|&;()]+|\d?[<>].*")
-LAUNCH = ("num_nodes", "nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port")
+_LAUNCH = ("num_nodes", "nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port")
 """Arguments of a launcher, under torchrun's names and BAGEL's."""
 _ENVIRONMENT = re.compile(
     r"(CUDA|TORCH|NCCL|GLOO|WANDB|HF|PYTORCH|OMP|MKL|TOKENIZERS|PYTHON|DEEPSPEED|SLURM)[A-Z0-9_]*"
 )
 """Variables that libraries read, here as there."""
-_SHELL = (".sh", ".slurm")
-_SCRIPTS = (".py", *_SHELL)
+_SCRIPTS = (".py", ".sh")
 MAPPINGS = (".yaml", ".yml", ".json")
 
 
@@ -51,7 +41,7 @@ class Setting:
     name: str
     """As the guide has it, without dashes in front."""
     value: Any
-    """A text of a command line, a value of a file, or True of a flag without a value."""
+    """A text of a command line, a list of them, a value of a file, or True of a flag without a value."""
     source: str
     """As the user wrote it."""
 
@@ -62,7 +52,7 @@ class Command:
 
     settings: list[Setting] = field(default_factory=list)
     launch: dict[str, str] = field(default_factory=dict)
-    """Of the launcher: see ``LAUNCH``."""
+    """Of the launcher."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that libraries read."""
     files: list[str] = field(default_factory=list)
@@ -74,12 +64,18 @@ class Command:
 
     def add(self, name: str, value: Any, source: str) -> None:
         """Add a setting of the launcher, of a library, or of the trainer."""
-        if name.lower() in LAUNCH and isinstance(value, str):
+        if name.lower() in _LAUNCH and isinstance(value, str):
             self.launch[name.lower()] = value
         elif _ENVIRONMENT.fullmatch(name) and isinstance(value, str):
             self.environment[name] = value
         else:
             self.settings.append(Setting(name, value, source))
+
+    def read_files(self) -> None:
+        """Put the keys of the YAML and JSON files that are among ``files`` before what the command states itself."""
+        for name in [name for name in self.files if name.endswith(MAPPINGS)]:
+            self.files.remove(name)
+            self.settings[:0] = _leaves(read_file(Path(name)).to_dict())
 
 
 def read_command(words: Sequence[str]) -> Command:
@@ -91,26 +87,34 @@ def read_command(words: Sequence[str]) -> Command:
     command, first = Command(), words[0]
     if len(words) == 1 and first.endswith((".py", *MAPPINGS)) and (Path(first).is_file() or " " not in first):
         return Command(files=[first])
-    if len(words) == 1 and first.endswith(_SHELL) and " " not in first:
-        words = _words_of_text(_script(Path(first)), where=first)
+    if len(words) == 1 and first.endswith((".sh", ".slurm")) and " " not in first:
+        try:
+            words = _words_of_text(Path(first).read_text(encoding="utf-8"), where=first)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"{first} cannot be read: {error}", allowed="a shell script") from error
     elif len(words) == 1 and " " in first:
         words = _words_of_text(first, where="it")
-    operators = [word for word in words if _OPERATOR.fullmatch(word)]
-    if operators:
+    if operators := [word for word in words if _OPERATOR.fullmatch(word)]:
         raise _several(shlex.join(words), f"it has {operators[0]!r}, which is of the shell")
-    rest = [*words[1:]] if words[0] == "export" else [*words]
-    while rest and _ASSIGNMENT.fullmatch(rest[0]):
-        _assign(rest.pop(0), command)
-    if rest:
-        _read_start(rest, command)
+    arguments = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    starts = (i for i, word in enumerate(words) if _STARTER.fullmatch(Path(word).name) or word.endswith(_SCRIPTS))
+    begin = min(next(starts, len(words)), arguments)
+    for word in words[:begin]:  # variables, and nohup, time, conda run
+        if _ASSIGNMENT.fullmatch(word):
+            name, _, value = word.partition("=")
+            command.add(name, value, f"{name}={shlex.quote(value)}")
+        elif word.endswith(MAPPINGS):
+            command.files.append(word)
+        elif word not in ("export", "env"):
+            command.others.append((word, "put it before the command that you start"))
+    others = {word for word, _ in command.others}
+    if others and (begin == len(words) or words[begin].startswith("-")):
+        raise ConfigError(
+            f"{shlex.join(words)} starts no training, and states no settings",
+            remedy="docs/migrating.md has what replaces each command of the guides",
+        )
+    _read_start([*words[begin:]], command)
     return command
-
-
-def _script(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", allowed="a shell script") from error
 
 
 def _several(name: str, why: str) -> ConfigError:
@@ -143,97 +147,44 @@ def _words_of_text(text: str, *, where: str) -> list[str]:
     return [*exports, *command]
 
 
-def _assign(word: str, command: Command) -> None:
-    name, _, value = word.partition("=")
-    command.add(name, value, f"{name}={shlex.quote(value)}")
-
-
 def _read_start(words: list[str], command: Command) -> None:
-    """Read a command without the variables before it, or arguments alone."""
-    line = shlex.join(words)
-    start = next((i for i, word in enumerate(words) if _STARTER.fullmatch(Path(word).name)), 0)
-    if start and words[0] in _WRAPPERS:  # nohup, env NAME=VALUE, conda run -n NAME
-        before = words[:start]
-        for word in filter(_ASSIGNMENT.fullmatch, before):
-            _assign(word, command)
-        if wrapper := [word for word in before if not _ASSIGNMENT.fullmatch(word)]:
-            command.others.append((shlex.join(wrapper), "put it before the command that you start"))
-        words = words[start:]
-    first = words[0]
-    if not first.startswith("-"):
-        starts = _STARTER.fullmatch(Path(first).name) or first.endswith((*_SCRIPTS, *MAPPINGS))
-        if not starts or (len(words) > 1 and Path(words[1]).name.startswith("eval")):  # sbatch eval.slurm
-            raise ConfigError(
-                f"{line} starts no training, and states no settings",
-                remedy="docs/migrating.md has what replaces each command of the guides",
-            )
-        words = _read_launcher(words, command)
-    _read_arguments(words, command)
-
-
-def _read_launcher(words: list[str], command: Command) -> list[str]:
-    """Read what is before the arguments of the trainer, and return these: ``torchrun --nproc_per_node=8 train.py``."""
+    """Read a launcher with its options, the script, and its arguments; or arguments alone."""
+    is_started = bool(words) and words[0].startswith("-")
     while words:
-        word, words = words[0], words[1:]
-        name, equals, value = word.lstrip("-").partition("=")
-        key = name.replace("-", "_")
-        if not word.startswith("-"):
-            if command.starts and word not in ("train", "launch") and not word.endswith(_SCRIPTS):
-                return [word, *words]
-            command.starts.append(word)
-            if word.endswith(_SCRIPTS) or word == "train":
-                return words
-        elif word == "-m" and words:
-            command.starts.append(_MODULES.get(words[0], words[0]))
-            if words[0] not in _MODULES:
-                return words[1:]
-            words = words[1:]
-        elif _OF_PYTHON.fullmatch(word):
-            command.others.append((word, "it is an option of the interpreter"))
-        else:
-            if not equals and words and _is_value(words[0]) and not words[0].endswith(_SCRIPTS):
-                value, words = words[0], words[1:]
-            if key == "num_processes":
-                command.launch[key] = value
-            else:
-                source = word if equals else f"{word} {shlex.quote(value)}" if value else word
-                command.add(_OF_ACCELERATE.get(key, key), value or True, source)
-    return words
-
-
-def _read_arguments(words: list[str], command: Command) -> None:
-    """Read the trainer's own arguments: ``config.yaml --name value --names one two --flag``."""
-    while words:
-        word, words = words[0], words[1:]
+        word = words.pop(0)
         name, equals, value = word.lstrip("-").partition("=")
         if word == "...":
             command.others.append((word, "what else the command has is not stated"))
-        elif not word.startswith("-"):
+        elif not word.startswith("-") and (is_started or word.endswith(MAPPINGS)):
             command.files.append(word)
+        elif not word.startswith("-"):
+            command.starts.append(word)
+            is_started = word.endswith(_SCRIPTS) or word == "train"
+        elif word == "-m" and words and not is_started:
+            is_started = words[0] not in _MODULES
+            command.starts.append(words.pop(0) if is_started else "torchrun")
+            words = words if is_started else words[1:]
         else:
             values = [value] if equals else []
-            while not equals and words and _is_value(words[0]):
-                values, words = [*values, words[0]], words[1:]
+            most = len(words) if is_started else 1  # an option of a launcher has one value, and the script comes after
+            while not equals and len(values) < most and words and _is_value(words[0], of_launcher=not is_started):
+                values.append(words.pop(0))
             source = word if equals else shlex.join([word, *values])
-            read = True if not values else values[0] if len(values) == 1 else values
-            command.add(name.replace("-", "_"), read, source)
+            command.add(name.replace("-", "_"), values if len(values) > 1 else values[0] if values else True, source)
 
 
-def _is_value(word: str) -> bool:
+def _is_value(word: str, *, of_launcher: bool) -> bool:
     if word.startswith("-"):
         try:
             float(word)
         except ValueError:
             return False
-    return word != "..."
+    return word != "..." and not (of_launcher and word.endswith(_SCRIPTS))
 
 
 def start_command(command: Command, config: str) -> str:
     """Return how the written config is started, as the old one was: with the same processes and variables."""
     launch = {{"num_nodes": "nnodes"}.get(name, name): value for name, value in command.launch.items()}
-    total, nodes = launch.pop("num_processes", ""), launch.get("nnodes", "1")
-    if total.isdecimal() and nodes.isdecimal() and int(nodes):  # accelerate counts those of all nodes
-        launch["nproc_per_node"] = str(int(total) // int(nodes))
     words = [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
     launchers = [word for word in command.starts if word in _LAUNCHERS]
     words += [*launchers[:1]] or ["torchrun" if launch else "python"]
@@ -241,29 +192,11 @@ def start_command(command: Command, config: str) -> str:
     return " ".join([*words, "tools/train.py", config])
 
 
-def read_mapping(path: Path) -> list[Setting]:
-    """Read the keys of a YAML or JSON file, those of sections too: ``train: {lr: 1}`` is ``lr``."""
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist", remedy="run it in the folder of the old trainer, or give the path")
-    return [*_leaves(read_file(path).to_dict())]
-
-
-def read_files(command: Command) -> None:
-    """Put the keys of the YAML and JSON files that a command names before what it states itself."""
-    for name in [name for name in command.files if name.endswith(MAPPINGS)]:
-        command.files.remove(name)
-        command.settings[:0] = read_mapping(Path(name))
-
-
 def _leaves(values: Mapping[str, Any], section: str = "") -> Iterator[Setting]:
+    """The keys of a file, those of sections too: ``train: {lr: 1}`` is ``lr``."""
     for key, value in values.items():
         whole = f"{section}.{key}" if section else str(key)
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, whole)
         else:
             yield Setting(str(key), value, f"{whole}: {value!r}")
-
-
-def sources(settings: Iterable[Setting | None]) -> str:
-    """Return what the user wrote, for a comment."""
-    return ", ".join(one.source for one in settings if one is not None)

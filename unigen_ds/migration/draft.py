@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from unigen_ds.config.overrides import plain_values, read
-from unigen_ds.config.python_text import is_name, python_text
+from unigen_ds.config.python_text import python_text
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.migration.commands import Command, Setting
+from unigen_ds.migration.commands import Command
 
 _WIDTH = 110
 SECTIONS = (
@@ -23,7 +24,7 @@ SECTIONS = (
 )  # fmt: skip
 """Keys at the top of a config, in the order in which they are written."""
 Kind = Callable[[Any], Any]
-"""Text -> value. Raises ``Unusable``."""
+"""What the other trainer has -> a value of the config. Raises ``ValueError`` with the reason."""
 Table = Mapping[str, tuple[Kind, tuple[str, ...]]]
 """Path of a config -> kind, and the other trainer's names of it."""
 
@@ -33,34 +34,26 @@ def recipe(name: str) -> dict[str, Any]:
     return {key: plain_values(value) for key, value in read(name).items() if key in SECTIONS}
 
 
-class Unusable(ValueError):
-    """A value without a counterpart; the text is the reason."""
-
-
 def text(value: Any) -> str:
     """A text, as it is."""
     if value is True or isinstance(value, (list, Mapping)):
-        raise Unusable("it has no single value")
+        raise ValueError("it has no single value")
     return str(value)
 
 
 def number(value: Any) -> float | int:
     """A number; a whole one without a point."""
     try:
-        result = float("nan" if isinstance(value, bool) else value)
-    except (TypeError, ValueError):
-        result = float("nan")
-    if result != result:
-        raise Unusable(f"{value!r} is no number")
-    digits = str(value).lower()
-    return int(result) if result.is_integer() and "." not in digits and "e" not in digits else result
+        return int(value) if re.fullmatch(r"[-+]?\d+", str(value)) else float(text(value))
+    except ValueError:
+        raise ValueError(f"{value!r} is no number") from None
 
 
 def whole(value: Any) -> int:
     """A whole number."""
     result = number(value)
     if not float(result).is_integer():
-        raise Unusable(f"{value!r} is no whole number")
+        raise ValueError(f"{value!r} is no whole number")
     return int(result)
 
 
@@ -68,7 +61,7 @@ def boolean(value: Any) -> bool:
     """``"True"``, ``yes``, ``1``, and a flag without a value."""
     word = str(value).strip().lower()
     if word not in ("true", "1", "yes", "on", "false", "0", "no", "off", "none", ""):
-        raise Unusable(f"{value!r} is neither True nor False")
+        raise ValueError(f"{value!r} is neither True nor False")
     return word in ("true", "1", "yes", "on")
 
 
@@ -76,23 +69,21 @@ class Draft:
     """The config that is made of a command's settings, which ``take`` and ``carry`` remove one by one."""
 
     def __init__(self, values: Mapping[str, Any], command: Command, *, what: str) -> None:
+        command.read_files()
         self.values: dict[str, Any] = dict(values)
-        self.what = what
-        self.command = command
-        self.settings: dict[str, Setting] = {}
-        self.comments: dict[str, str] = {}
+        self.what, self.command = what, command
+        self.settings = {setting.name: setting for setting in command.settings}
+        self.sources = {setting.name: setting.source for setting in command.settings}
+        self.origins: dict[str, str] = {}
         """Dotted path -> what it was made of."""
         self.omissions: list[tuple[str, str]] = [*command.others]
         """What the other trainer had and the config does not have, and why."""
         self.notes: list[str] = []
         """What the reader should know or fill in."""
-        self.num_settings = len(command.settings) + len(command.others) + len(command.launch) + len(command.files)
         for setting in command.settings:
-            if setting.name in self.settings:
-                self.omit(self.settings[setting.name].source, "it is given again later")
-            self.settings[setting.name] = setting
-
-    # ---- values of the config ---------------------------------------------------------------------------------------
+            if setting is not self.settings[setting.name]:
+                self.omit(setting.source, "it is given again later")
+        self.num_settings = len(command.settings) + len(command.others) + len(command.launch) + len(command.files)
 
     def get(self, path: str) -> Any:
         """Return the value at a dotted path; None where there is none."""
@@ -104,12 +95,8 @@ class Draft:
                 node = node.get(step) if isinstance(node, Mapping) else None
         return node
 
-    def set(self, path: str, value: Any, *, of: Setting | str | None = None) -> None:
-        """Set a value; ``of``: what it is made of. A different value that something else was made of is kept."""
-        source = of.source if isinstance(of, Setting) else of
-        if source and path in self.comments and self.get(path) != value:
-            self.omit(source, f"{path} is already that of {self.comments[path]}")
-            return
+    def set(self, path: str, value: Any, *names: str) -> None:
+        """Set a value; ``names``: the settings that it is made of."""
         *above, last = path.split(".")
         node: Any = self.values
         for step in above:
@@ -120,8 +107,8 @@ class Draft:
                 node[step] = {}
             node = node[step]
         node[int(last) if isinstance(node, list) else last] = value
-        if source:
-            self.comments[path] = source
+        if source := ", ".join(self.sources[name] for name in names if name in self.sources):
+            self.origins[path] = source
 
     def remove(self, path: str) -> Any:
         """Remove a value. Returns it."""
@@ -130,8 +117,6 @@ class Draft:
         if isinstance(node, list):
             return node.pop(int(last))
         return node.pop(last, None) if isinstance(node, dict) else None
-
-    # ---- settings of the other trainer ------------------------------------------------------------------------------
 
     def omit(self, source: str, why: str) -> None:
         """Do not carry it over; a comment states the reason."""
@@ -143,26 +128,29 @@ class Draft:
         if value is not None:
             self.omit(assignment(path, value), why)
 
-    def take(self, *names: str, kind: Kind = text) -> tuple[Any, Setting | None]:
-        """Remove the first of these settings that there is. Returns (value, setting), or (None, None) without one.
-        A value that ``kind`` cannot read is omitted, with the reason.
+    def take(self, name: str, kind: Kind = text) -> Any:
+        """Remove a setting. Returns its value, or None without one. A value that ``kind`` cannot read is omitted, with
+        the reason.
         """
-        for name in names:
-            setting = self.settings.pop(name, None)
-            if setting is None:
-                continue
-            try:
-                return kind(setting.value), setting
-            except Unusable as error:
-                self.omit(setting.source, str(error))
-        return None, None
+        setting = self.settings.pop(name, None)
+        if setting is None or setting.value is None:
+            return None
+        try:
+            return kind(setting.value)
+        except ValueError as error:
+            self.omit(setting.source, str(error))
+            return None
 
     def carry(self, path: str, *names: str, kind: Kind = text) -> Any:
-        """Set ``path`` to the value of each of these settings. Returns the value there."""
+        """Set ``path`` to the value of the first of these settings that there is. Returns the value there."""
         for name in names:
-            value, setting = self.take(name, kind=kind)
-            if setting is not None:
-                self.set(path, value, of=setting)
+            value = self.take(name, kind)
+            if value is None:
+                continue
+            if path in self.origins and self.get(path) != value:
+                self.omit(self.sources[name], f"{path} is already that of {self.origins[path]}")
+            else:
+                self.set(path, value, name)
         return self.get(path)
 
     def carry_all(self, table: Table) -> None:
@@ -170,32 +158,35 @@ class Draft:
         for path, (kind, names) in table.items():
             self.carry(path, *names, kind=kind)
 
-    def continue_from(self, path: str, *, of: Setting) -> None:
+    def continue_from(self, path: str, name: str) -> None:
         """Set ``resume`` for a checkpoint of this project's or DeepSpeed's that is here, else ``load_from``."""
         folder = Path(path).expanduser()
-        known = any((folder / name).is_file() for name in ("manifest.json", "latest"))
-        known = known or any(folder.glob("*_states.pt"))
-        self.set("resume" if known else "load_from", path, of=of)
-        if not known:
+        is_known = any((folder / file).is_file() for file in ("manifest.json", "latest"))
+        is_known = is_known or any(folder.glob("*_states.pt"))
+        self.set("resume" if is_known else "load_from", path, name)
+        if not is_known:
             self.notes.append(
                 "Only the weights of that checkpoint are read, and the training starts at 0. One of DeepSpeed's or"
                 f" this project's continues in full: resume={path!r} instead."
             )
 
-    def finish(self, why: Mapping[str, str]) -> None:
+    def finish(self, why: Mapping[str, str]) -> Draft:
         """Omit whatever was not taken; ``why``: name -> reason."""
         for setting in self.settings.values():
             reason = why.get(setting.name, "this project has no setting of that name: docs/migrating.md")
             self.omit(setting.source, reason)
         for name in self.command.files:
             self.omit(name, "it is an argument without a name, whose meaning is not known")
-
-    # ---- text -------------------------------------------------------------------------------------------------------
+        return self
 
     def text(self, *, start: str) -> str:
         """Return the whole file. ``start``: the command that trains with it."""
-        notes = [f"{_quoted(self.what)}, translated by tools/migrate.py. Train with it:", "", f"    {_quoted(start)}"]
-        notes += ["", *_wrapped("Values without a comment are those of the guide or of this project.")]
+        notes = [
+            f"{_quoted(self.what)}, translated by tools/migrate.py. Train with it:",
+            "",
+            f"    {_quoted(start)}",
+            "",
+        ]
         notes += [line for note in self.notes for line in _wrapped(f"* {_quoted(note)}", following="  ")]
         lines = ['"""' + notes[0], *notes[1:], '"""', ""]
         if self.omissions:
@@ -204,33 +195,20 @@ class Draft:
                 lines += _wrapped(f"# {_plain(source)}", following="#   ")
                 lines += _wrapped(f"#     {_plain(why)}", following="#     ")
             lines += [""]
+        if self.origins:
+            lines += ["# CARRIED OVER; every other value is that of the guide or of this project:"]
+            for path, source in self.origins.items():
+                lines += _wrapped(f"#     {_plain(source)}: {path}", following="#         ")
+            lines += [""]
         for path, value in leaves(self.values):
             if not isinstance(value, (str, float, int, list, tuple, dict, NoneType)):
                 raise ConfigError(f"{path} of the config is {value!r}", allowed="texts, numbers, lists and dicts")
         for key in sorted(self.values, key=lambda key: SECTIONS.index(key) if key in SECTIONS else len(SECTIONS)):
-            lines += self._lines(f"{key} = ", self.values[key], key, 0, end="")
+            lines.append(f"{key} = {python_text(self.values[key])}")
         return "\n".join(lines) + "\n"
 
-    def _lines(self, name: str, value: Any, path: str, depth: int, *, end: str) -> list[str]:
-        indent, comment = "    " * depth, self.comments.get(path)
-        after = f"  # {_plain(comment)}" if comment else ""
-        line = f"{indent}{name}{_one_line(value)}{end}"
-        inner = any(other.startswith(f"{path}.") for other in self.comments)
-        if not inner and (len(line) <= _WIDTH or not isinstance(value, (dict, list)) or not value):
-            return [line + after]
-        if isinstance(value, dict):
-            opening, closing = ("dict(", ")") if all(map(is_name, value)) else ("{", "}")
-            parts = [(f"{key}=" if opening != "{" else f"{key!r}: ", inside, key) for key, inside in value.items()]
-        else:
-            opening, closing = "[]" if isinstance(value, list) else "()"
-            parts = [("", inside, index) for index, inside in enumerate(value)]
-        lines = [f"{indent}{name}{opening}{after}"]
-        for label, inside, key in parts:
-            lines += self._lines(label, inside, f"{path}.{key}", depth + 1, end=",")
-        return [*lines, f"{indent}{closing}{end}"]
 
-
-def leaves(value: Any, path: str = "") -> Any:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted path, value) of everything that is no section."""
     if isinstance(value, Mapping) and value:
         for key, inside in value.items():
@@ -244,12 +222,8 @@ def leaves(value: Any, path: str = "") -> Any:
 
 def assignment(path: str, value: Any) -> str:
     """Return ``model.llm = dict(type=..., ...)``, shortened."""
-    line = f"{path} = {_one_line(value)}"
+    line = f"{path} = {python_text(value, width=sys.maxsize)}"
     return line if len(line) <= 200 else f"{line[:197]}..."
-
-
-def _one_line(value: Any) -> str:
-    return python_text(value, width=sys.maxsize)
 
 
 def _plain(line: str) -> str:

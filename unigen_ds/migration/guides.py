@@ -1,29 +1,24 @@
-"""A guide's name and what its user has -> the text of a config, checked: ``migrate``."""
+"""A guide's name and what its user has -> the text of a config, checked: ``migrate``.
+
+Each trainer has a table of names (path of a config -> kind and the names there) and a function for what no row can
+state. What a guide does not state is that of a shipped config.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from unigen_ds.config.paths import is_hub_name
 from unigen_ds.core.choices import GUIDES
 from unigen_ds.core.errors import ConfigError, UnknownKey, nearest, raise_any
-from unigen_ds.migration import bagel_flags, decoder_flags, nanovlm_flags, xtuner_config
-from unigen_ds.migration.commands import Command, read_command
-from unigen_ds.migration.draft import Draft, assignment
+from unigen_ds.migration.commands import MAPPINGS, Command, read_command
+from unigen_ds.migration.draft import Draft, Table, assignment, boolean, number, recipe, text, whole
+from unigen_ds.migration.xtuner import xtuner_config
 
-_READERS: dict[str, Callable[[Command], Draft]] = {
-    "unified_fsdp": bagel_flags.exported_variables,
-    "unified_generation": bagel_flags.flags,
-    "decoder_fsdp": decoder_flags.yaml_file,
-    "xtuner": xtuner_config.config_file,
-    "nanovlm": nanovlm_flags.train_flags,
-}
-assert {*_READERS} == {*GUIDES}
 Problems = Callable[[dict[str, Any]], list[ConfigError]]
-_MOST_ROUNDS = 200
-_CLASS = re.compile(r"([\w.\[\]]+)\.type is ")
-"""An error about the class of a component."""
 
 
 def migrate(guide: str, words: Sequence[str], *, problems: Problems) -> Draft:
@@ -32,41 +27,416 @@ def migrate(guide: str, words: Sequence[str], *, problems: Problems) -> Draft:
     Args:
         guide: one of ``GUIDES``.
         words: as ``commands.read_command`` accepts them.
-        problems: what is wrong with a config: unknown keys are removed, with a comment; the rest is raised.
+        problems: what is wrong with a config: unknown keys and components of an unknown class are removed, with a
+            comment; the rest is raised.
 
     Raises ``ConfigError`` for an unknown guide, an unreadable file, and values that no config may have.
     """
     if guide not in _READERS:
         raise ConfigError(f"no guide is called {guide!r}", remedy=nearest(guide, GUIDES))
     draft = _READERS[guide](read_command(words))
-    _remove_unknown(draft, problems)
-    draft.num_settings = max(draft.num_settings, len(draft.omissions))
-    return draft
-
-
-def _remove_unknown(draft: Draft, problems: Problems) -> None:
-    """Remove every key that no section and no component has, and each component of an unknown class, with a comment."""
-    for _ in range(_MOST_ROUNDS):
-        errors = problems(_checked_values(draft.values))
-        unknown = [error for error in errors if isinstance(error, UnknownKey)]
-        classes = [(match[1], error) for error in errors if (match := _CLASS.match(error.problem))]
-        classes = [one for one in classes if one[0] not in ("model", "tokenizer") and draft.get(_steps(one[0]))]
-        removals = [(error.path, error.hint or "there is no such key here") for error in unknown]
-        for path, why in removals or [(path, str(error)) for path, error in classes[:1]]:
-            draft.omit(assignment(path, draft.get(_steps(path))), why)
-            draft.remove(_steps(path))
-        if not unknown and not classes:
+    while True:
+        values = dict(draft.values)
+        if isinstance(values.get("backend"), dict):  # a start compares the number of shards with that of its processes
+            values["backend"] = {key: value for key, value in values["backend"].items() if key != "num_shard"}
+        errors = problems(values)
+        removals = [(_steps(error.path), error.hint or "there is no such key here") for error in errors
+                    if isinstance(error, UnknownKey)]  # fmt: skip
+        if not removals:
+            classes = ((_steps(match[1]), str(error)) for error in errors if (match := _CLASS.match(error.problem)))
+            removals = [one for one in classes if one[0] not in ("model", "tokenizer") and draft.get(one[0])][:1]
+        if not removals:
             raise_any(errors)
-            return
+            draft.num_settings = max(draft.num_settings, len(draft.omissions))
+            return draft
+        for path, why in removals:
+            draft.omit(assignment(re.sub(r"\.(\d+)", r"[\1]", path), draft.get(path)), why)
+            draft.remove(path)
 
 
 def _steps(path: str) -> str:
     return re.sub(r"\[(\d+)\]", r".\1", path)
 
 
-def _checked_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values without the number of shards, which a start compares with its own number of processes."""
-    backend = values.get("backend")
-    if not isinstance(backend, dict) or "num_shard" not in backend:
-        return dict(values)
-    return {**values, "backend": {**backend, "num_shard": None}}
+_CLASS = re.compile(r"([\w.\[\]]+)\.type is ")
+"""An error about the class of a component."""
+
+
+# ---- BAGEL: exported variables of train_unified_fsdp.sh, flags of train_unified_generation.py -----------------------
+
+_BAGEL: Table = {
+    "train_dataloader.dataset.data_path": (text, ("train_data_path",)),
+    "train_dataloader.batch_size": (whole, ("batch_size",)),
+    "train_dataloader.num_workers": (whole, ("num_workers",)),
+    "train_dataloader.seq_length": (whole, ("max_sequence_length",)),
+    "optim_wrapper.accumulative_counts": (whole, ("gradient_accumulation_steps",)),
+    "optim_wrapper.optimizer.lr": (number, ("learning_rate", "lr")),
+    "optim_wrapper.optimizer.weight_decay": (number, ("weight_decay",)),
+    "optim_wrapper.clip_grad.max_norm": (number, ("max_grad_norm",)),
+    "loss_weights.text": (number, ("text_loss_weight",)),
+    "loss_weights.image": (number, ("image_loss_weight",)),
+    "work_dir": (text, ("output_dir", "results_dir")),
+    "checkpoint_dir": (text, ("checkpoint_dir",)),
+    "randomness.seed": (whole, ("seed",)),
+    "default_hooks.checkpoint.interval": (whole, ("save_every", "save_steps")),
+    "default_hooks.checkpoint.max_keep_ckpts": (whole, ("save_total_limit",)),
+    "default_hooks.logger.interval": (whole, ("log_every", "logging_steps")),
+    "model.compile": (boolean, ("compile",)),
+    "model.activation_checkpointing": (boolean, ("gradient_checkpointing",)),
+    "backend.sharding_strategy": (text, ("sharding_strategy",)),
+    "backend.cpu_offload": (boolean, ("cpu_offload",)),
+}
+
+
+def _bagel_draft(command: Command, values: dict[str, Any], *, what: str, warmup: int) -> Draft:
+    """The guides' example values, and of what they do not state those of ``bagel_7b_fsdp``."""
+    shipped = recipe("bagel_7b_fsdp")
+    loader, wrapper = shipped["train_dataloader"], shipped["optim_wrapper"]
+    draft = Draft({
+        "model": {"type": "UnifiedModel", "pretrained": shipped["model"]["pretrained"], "freeze": ["vae"]},
+        "tokenizer": shipped["tokenizer"],
+        "processor": shipped["processor"],
+        "train_dataloader": {
+            "batch_size": 1, "num_workers": 1, "seq_length": loader["seq_length"],
+            "dataset": {"type": "UnifiedGenerationDataset", "data_path": "data/train.jsonl"},
+        },
+        "optim_wrapper": {**wrapper, "optimizer": {**wrapper["optimizer"], "lr": 1e-5}, "accumulative_counts": 8},
+        "loss_weights": {"text": 1.0, "image": 1.0},
+        "default_hooks": {
+            "logger": {"type": "LoggerHook", "interval": 10, "unit": "update"},
+            "checkpoint": {"type": "CheckpointHook", "unit": "update", "interval": 1000, "filename_tmpl": "step_{}"},
+        },
+        "randomness": {"seed": 42},
+        **values,
+    }, command, what=what)  # fmt: skip
+    _bagel_model(draft)
+    draft.carry_all(_BAGEL)
+    if "train_dataloader.seq_length" in draft.origins:
+        draft.set("train_dataloader.overflow", "truncate")
+        draft.notes.append("overflow='truncate' cuts texts, never an image: a longer image is skipped and counted.")
+    for name, key in (("total_steps", "max_updates"), ("num_epochs", "max_epochs")):
+        if (amount := draft.take(name, number)) is not None:
+            if not any(path.startswith("train_cfg") for path in draft.origins):
+                draft.values["train_cfg"] = {}
+            draft.set(f"train_cfg.{key}", amount, name)
+    path = draft.take("val_data_path")
+    if path is not None:
+        data = {"dataset": {"type": "UnifiedGenerationDataset", "data_path": path}} if path else None
+        draft.set("val_dataloader", data, "val_data_path")
+    if path:
+        draft.notes.append("EvaluateHook(interval=..., save_best='val/loss') in custom_hooks states when to evaluate.")
+    for name in ("wandb_project", "wandb_run_name", "wandb_entity"):
+        if (value := draft.take(name)) is not None:
+            if not draft.get("visualizer.vis_backends"):
+                draft.set("visualizer.vis_backends", [{"type": "WandbVisBackend"}])
+            draft.set(f"visualizer.vis_backends.0.{name.rpartition('_')[2]}", value, name)
+    for name in ("bf16", "fp16"):
+        if (enabled := draft.take(name, boolean)) is not None:
+            draft.set("optim_wrapper.precision", name if enabled else "fp32", name)
+    shards, strategy = draft.take("num_shard", whole), draft.get("backend.sharding_strategy")
+    if shards is not None and strategy != "HYBRID_SHARD":
+        draft.omit(draft.sources["num_shard"], f"{strategy} shards over all processes, HYBRID_SHARD alone over a part")
+    elif shards is not None:  # None: the processes of a node
+        is_node = draft.command.launch.get("nproc_per_node") == str(shards)
+        draft.set("backend.num_shard", None if is_node else shards, "num_shard")
+    _warmup(draft, default=warmup)
+    _bagel_resume(draft)
+    return draft.finish({f"{part}_path": "the published directory of model_path has it" for part in _PARTS})
+
+
+_PARTS = ("llm", "vit", "vae")
+
+
+def exported_variables(command: Command) -> Draft:
+    """Of ``scripts/train_unified_fsdp.sh``: BAGEL with FSDP. It averages the weights by itself, with a decay of
+    0.9999.
+    """
+    values = {
+        "backend": {"type": "fsdp", "sharding_strategy": "HYBRID_SHARD"},
+        "custom_hooks": [{"type": "EMAHook", "momentum": 0.0001}],
+        "visualizer": {"vis_backends": [{"type": "WandbVisBackend"}]},
+        "train_cfg": {"max_updates": 50000},
+        "work_dir": "results",
+    }
+    draft = _bagel_draft(command, values, what="BAGEL's FSDP trainer (exported variables)", warmup=1000)
+    draft.values["model"].setdefault("activation_checkpointing", True)
+    return draft
+
+
+def flags(command: Command) -> Draft:
+    """Of ``train_unified_generation.py``: BAGEL on one or several GPUs, each with a whole copy."""
+    several = "torchrun" in command.starts
+    backend = {"type": "fsdp", "sharding_strategy": "NO_SHARD"} if several else {"type": "single"}
+    values = {"train_cfg": {"max_epochs": 3}, "work_dir": "outputs/unified_training", "backend": backend}
+    is_half = {"bf16", "fp16"} & {setting.name for setting in command.settings}
+    draft = _bagel_draft(command, values, what="The unified generation trainer (flags)", warmup=0)
+    if not is_half:
+        draft.set("optim_wrapper.precision", "fp32")
+    return draft
+
+
+def _bagel_model(draft: Draft) -> None:
+    """A published directory, or its three parts; what is frozen."""
+    folder = draft.take("model_path")
+    if folder is not None:
+        draft.set("model.pretrained", folder, "model_path")
+        draft.set("tokenizer.path", folder, "model_path")
+    for part in _PARTS if folder is None else ():
+        path = draft.take(f"{part}_path")
+        if path is not None:
+            draft.set(f"model.pretrained.{part}", path, f"{part}_path")
+        if path is not None and part == "llm":
+            draft.set("tokenizer.path", path, "llm_path")
+            draft.set("model.copy_init_moe", True)
+    freeze = {part: draft.take(f"freeze_{part}", boolean) for part in _PARTS}
+    frozen = [part for part in ("vit", "llm") if freeze[part]]
+    draft.set("model.freeze", [*frozen, "vae"], *(f"freeze_{part}" for part in _PARTS if freeze[part] is not None))
+    if freeze["vae"] is False:
+        draft.omit(draft.sources["freeze_vae"], "the autoencoder is always frozen: it has no trainable form here")
+
+
+def _warmup(draft: Draft, *, default: int) -> None:
+    """A linear warm-up by updates, and the curve after it: cosine, linear or constant."""
+    steps = draft.take("warmup_steps", whole)
+    begin = default if steps is None else steps
+    curves: list[dict[str, Any]] = []
+    if begin:
+        curves.append({"type": "LinearLR", "unit": "update", "begin": 0, "end": begin, "start_factor": 1 / begin})
+    names = ("lr_scheduler", "lr_scheduler_type", "scheduler")
+    schedule = next((value for name in names if (value := draft.take(name, _schedule)) is not None), None)
+    if schedule == "cosine":
+        curves.append({"type": "CosineAnnealingLR", "unit": "update", "begin": begin})
+    elif schedule == "linear":
+        curves.append({"type": "LinearLR", "unit": "update", "begin": begin, "start_factor": 1.0, "end_factor": 0.0})
+    elif schedule is None:
+        draft.notes.append(
+            "No schedule is given: the learning rate stays constant after its warm-up. The guide advises a cosine:"
+            " dict(type='CosineAnnealingLR', unit='update', begin=...) in param_scheduler."
+        )
+    draft.set("param_scheduler", curves, "warmup_steps", *names)
+
+
+def _schedule(value: Any) -> str:
+    name = text(value).lower()
+    if name not in ("linear", "cosine", "constant"):
+        raise ValueError(f"{value!r} is none of linear, cosine, constant")
+    return name
+
+
+def _bagel_resume(draft: Draft) -> None:
+    """From a named checkpoint, or from the newest one."""
+    newest = draft.take("auto_resume", boolean)
+    for name in ("resume_from", "resume_from_checkpoint"):
+        path = draft.take(name)
+        if path and not newest:
+            draft.continue_from(path, name)
+        elif path:
+            draft.set("load_from", path, name)
+            draft.notes.append(
+                f"Both auto_resume and {name} are given: the newest checkpoint of the work dir is resumed; where there"
+                f" is none, the weights of {name} are loaded and the training starts at 0."
+            )
+    if newest is not None and (newest or draft.get("resume") is None):
+        draft.set("resume", "auto" if newest else False, "auto_resume")
+
+
+# ---- decoder language models: train_fsdp.py CONFIG.yaml -------------------------------------------------------------
+
+_DECODER: Table = {
+    "backend.sharding_strategy": (text, ("sharding_strategy",)),
+    "world_size": (whole, ("world_size",)),
+    "model.compile": (boolean, ("compile",)),
+    "model.dropout": (number, ("dropout",)),
+    "optim_wrapper.optimizer.lr": (number, ("lr", "learning_rate")),
+    "optim_wrapper.optimizer.weight_decay": (number, ("weight_decay",)),
+    "train_dataloader.seq_length": (whole, ("block_size", "seq_length", "max_sequence_length")),
+    "train_dataloader.dataset.data_path": (text, ("train_data_path", "data_path")),
+    "train_dataloader.num_workers": (whole, ("num_workers",)),
+}
+
+
+def yaml_file(command: Command) -> Draft:
+    """Of ``train_fsdp.py``. Without the file (``config/train300M_fsdp.yaml``) its size alone is known, by its name."""
+    files = [Path(name) for name in command.files if name.endswith(MAPPINGS)]
+    if len(files) != 1:
+        raise ConfigError(f"{len(files)} YAML files are given", allowed="train_fsdp.py CONFIG.yaml, or that file alone")
+    file = files[0]
+    name = "decoder_lm_300m" if "300m" in file.name.lower() else "decoder_lm_90m"
+    values = recipe(name)
+    values["optim_wrapper"]["precision"] = "auto"
+    values["visualizer"] = {"vis_backends": [{"type": "TensorboardVisBackend", "save_dir": "./tensorboard"}]}
+    values["work_dir"] = "checkpoints"
+    values["default_hooks"]["logger"] = {"type": "LoggerHook", "interval": 1, "unit": "update"}
+    if not file.is_file():
+        command.files.remove(str(file))
+        command.others.append((str(file), "there is no such file here, so its keys are not known: run it where it is"))
+    draft = Draft(values, command, what=f"The FSDP trainer of decoder LMs ({file.name})")
+    draft.notes.append(f"The model is that of the shipped config {name}, by the name of the file.")
+    draft.carry_all(_DECODER)
+    if "train_dataloader.seq_length" in draft.origins:
+        draft.set("model.llm.max_position_embeddings", draft.get("train_dataloader.seq_length"))
+    shards = draft.take("fsdp", boolean)
+    if shards is False:
+        draft.set("backend.sharding_strategy", "NO_SHARD", "fsdp")
+    total, each = draft.take("train_batch", whole), draft.take("batch_size", whole)
+    if total is not None:  # that of an update; batch_size is that of a process
+        draft.remove("train_dataloader.batch_size")
+        draft.set("train_dataloader.global_batch_size", total, "train_batch")
+        draft.set("optim_wrapper.accumulative_counts", 1)
+        draft.notes.append(
+            "global_batch_size is split among the processes, in one iteration; with train_dataloader.batch_size, the"
+            " sequences that fit into memory, and optim_wrapper.accumulative_counts it is split further."
+        )
+    if total is None and each is not None:
+        draft.set("train_dataloader.batch_size", each, "batch_size")
+    elif each is not None and total % (each * (draft.get("world_size") or total + 1)):
+        draft.omit(draft.sources["batch_size"], f"with train_batch {total} the number of processes decides it")
+    elif each is not None:
+        draft.set("optim_wrapper.accumulative_counts", total // (each * draft.get("world_size")), "batch_size")
+    if (path := draft.take("resume_from")) is not None:
+        draft.continue_from(path, "resume_from")
+    return draft.finish({"vocab_size": "model.llm.vocab_size follows from the tokenizer"})
+
+
+# ---- nanoVLM: flags of train.py, keys of TrainConfig and VLMConfig --------------------------------------------------
+
+_RATES = "optim_wrapper.paramwise_cfg.groups"
+_FILTERS = "train_dataloader.dataset.filters"
+_TASKS = "mmstar,mmmu_val,ocrbench,textvqa_val,docvqa_val,scienceqa,mme,infovqa_val,chartqa"
+
+
+def _rate(value: Any) -> float | int:
+    """A learning rate of 0 or less freezes its part, here as there: ``lr=0``."""
+    return max(number(value), 0)
+
+
+_NANOVLM: Table = {
+    f"{_RATES}.0.lr": (_rate, ("lr_mp",)),
+    f"{_RATES}.1.lr": (_rate, ("lr_vision_backbone", "lr_vision")),
+    f"{_RATES}.2.lr": (_rate, ("lr_language_backbone", "lr_language")),
+    "tokenizer.path": (text, ("lm_tokenizer",)),
+    "train_dataloader.batch_size": (whole, ("batch_size",)),
+    "train_dataloader.num_workers": (whole, ("num_workers",)),
+    "train_dataloader.seq_length": (whole, ("seq_length", "max_length", "lm_max_length")),
+    "train_dataloader.max_sample_tokens": (whole, ("max_sample_length",)),
+    "train_dataloader.packing.window": (whole, ("num_of_sequences",)),
+    "train_dataloader.packing.max_tiles": (whole, ("max_images_per_knapsack",)),
+    "train_dataloader.dataset.streaming": (boolean, ("stream_dataset",)),
+    **{f"{_FILTERS}.0.{name}_min_rating": (whole, (f"{name}_min_rating",))
+       for name in ("relevance", "image_correspondence", "visual_dependency", "formatting")},
+    f"{_FILTERS}.1.max_tiles": (whole, ("max_images_per_example",)),
+    "processor.max_image_size": (whole, ("max_img_size",)),
+    "optim_wrapper.accumulative_counts": (whole, ("gradient_accumulation_steps",)),
+    "optim_wrapper.clip_grad.max_norm": (number, ("max_grad_norm",)),
+    "train_cfg.max_updates": (whole, ("max_training_steps", "max_steps")),
+    "default_hooks.logger.statistics_interval": (whole, ("stats_log_interval",)),
+    "world_size": (whole, ("world_size",)),
+    "model.compile": (boolean, ("compile",)),
+    "model.pixel_shuffle_factor": (whole, ("mp_pixel_shuffle_factor",)),
+    "model.pretrained.vit": (text, ("vit_model_type",)),
+    "model.pretrained.llm": (text, ("lm_model_type",)),
+}  # fmt: skip
+
+
+def train_flags(command: Command) -> Draft:
+    """Of ``train.py``, or a YAML file of the two configs' keys."""
+    values = recipe("nanovlm_460m")
+    backbones = {"vit": "google/siglip2-base-patch16-512", "llm": "HuggingFaceTB/SmolLM2-360M-Instruct"}
+    values["model"] = {"type": "VLM", "pretrained": backbones, "pixel_shuffle_factor": 4}
+    values["default_hooks"]["checkpoint"]["filename_tmpl"] = "step_{}"
+    values["visualizer"] = {"run_name": "nanovlm", "vis_backends": [{"type": "WandbVisBackend", "project": "nanoVLM"}]}
+    values["work_dir"] = "checkpoints/{run_name}"
+    draft = Draft(values, command, what="nanoVLM's train.py")
+    draft.carry_all(_NANOVLM)
+    loads, folder = draft.take("resume_from_vlm_checkpoint", boolean), draft.take("vlm_checkpoint_path")
+    if folder is not None and loads:  # one name has two meanings there
+        draft.set("model", {"type": "VLM"})
+        draft.set("model.pretrained", folder, "resume_from_vlm_checkpoint", "vlm_checkpoint_path")
+        draft.notes.append(
+            "As in nanoVLM only the weights of that folder are read, and the training starts at 0. A checkpoint of this"
+            f" project continues in full: resume={folder!r} instead."
+        )
+    elif folder is not None:
+        draft.set("work_dir", f"{folder.rstrip('/')}/{{run_name}}", "vlm_checkpoint_path")
+    elif loads:
+        draft.omit(draft.sources["resume_from_vlm_checkpoint"], "there is no vlm_checkpoint_path")
+    longest, length = "train_dataloader.max_sample_tokens", draft.get("train_dataloader.seq_length")
+    if (draft.get(longest) or 0) > length:
+        draft.drop(longest, "a sample has at most the tokens of a sequence: seq_length is smaller")
+    size, tiles = draft.get("processor.max_image_size"), draft.get(f"{_FILTERS}.1.max_tiles")
+    if size and (size // 512) ** 2 + 1 > tiles:
+        draft.notes.append(
+            f"An image of {size} pixels has up to {(size // 512) ** 2 + 1} tiles, and both caps count tiles: with"
+            f" ImageCountFilter(max_tiles={tiles}) such records are left out and counted; raise both."
+        )
+    _nanovlm_data(draft)
+    _nanovlm_hooks(draft)
+    return draft.finish({
+        "val_size": "validation is a share of the records, not a number: val_dataloader.split",
+        "num_gpus": "the launcher sets the number of processes",
+    })  # fmt: skip
+
+
+def _nanovlm_data(draft: Draft) -> None:
+    """A data set, or one for each configuration; one that cannot be opened is skipped, as there."""
+    path, names = draft.take("train_dataset_path"), draft.take("train_dataset_name", _names)
+    dataset, where = draft.get("train_dataloader.dataset"), "train_dataloader.dataset"
+    if path is None:
+        draft.notes.append("train_dataset_path is not given: edit train_dataloader.dataset.data_path.")
+    else:
+        draft.set(f"{where}.data_path", path, "train_dataset_path")
+        if is_hub_name(path):
+            dataset["format"] = {"type": "huggingface"}
+    if dataset.get("streaming"):
+        dataset.pop("index_workers", None)
+    if names:
+        form: dict[str, Any] = {"type": "huggingface"}
+        draft.set(where, [{**dataset, "format": {**form, "config": name}, "on_error": "skip", "name": name}
+                          for name in names], "train_dataset_name")  # fmt: skip
+
+
+def _names(value: Any) -> list[str]:
+    return [*value] if isinstance(value, (list, tuple)) else text(value).replace(",", " ").split()
+
+
+def _nanovlm_hooks(draft: Draft) -> None:
+    """Evaluation, benchmarks, trackers and the upload."""
+    hooks = draft.values["custom_hooks"]
+    if (interval := draft.take("eval_interval", whole)) is not None:
+        draft.set("custom_hooks.0.interval", interval, "eval_interval")
+        draft.set("default_hooks.checkpoint.interval", interval, "eval_interval")
+    evaluates = draft.take("eval_in_epochs", boolean)
+    benchmarks, tasks = draft.take("use_lmms_eval", boolean), draft.take("lmms_eval_tasks")
+    repo = draft.take("hf_repo_name")
+    if benchmarks:
+        command = (
+            f"python tools/evaluate.py {{checkpoint}} --lmms-tasks {tasks or _TASKS} --step {{step}} --out {{out}}"
+        )
+        hooks.append(
+            {"type": "AsyncEvaluateHook", "command": command, "interval": 2 * hooks[0]["interval"], "unit": "update"}
+        )
+    if repo and repo != "None":
+        hooks.append({"type": "PushToHubHook", "repo": repo})
+        if "/" not in repo:
+            draft.notes.append("hf_repo_name has no owner: PushToHubHook needs 'OWNER/NAME'.")
+    if evaluates is False:
+        hooks.pop(0)
+        draft.values["val_dataloader"] = None
+    draft.set("custom_hooks", hooks, "eval_in_epochs", "use_lmms_eval", "lmms_eval_tasks", "hf_repo_name")
+    off, on = draft.take("no_log_wandb", boolean), draft.take("log_wandb", boolean)
+    writers = [] if off or on is False else draft.get("visualizer.vis_backends")
+    draft.set("visualizer.vis_backends", writers, "no_log_wandb", "log_wandb")
+    entity = draft.take("wandb_entity")
+    if entity is not None and writers:
+        draft.set("visualizer.vis_backends.0.entity", entity, "wandb_entity")
+    elif entity is not None:
+        draft.omit(draft.sources["wandb_entity"], "W&B is off")
+
+
+_READERS: dict[str, Callable[[Command], Draft]] = {
+    "unified_fsdp": exported_variables,
+    "unified_generation": flags,
+    "decoder_fsdp": yaml_file,
+    "xtuner": xtuner_config,
+    "nanovlm": train_flags,
+}

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from unigen_ds.config.registry import argument_problems
 from unigen_ds.config.section import LISTED, Section, SettingErrors, argument_defaults, plain
-from unigen_ds.config.values import Allowed, Number, Rule, argument_hints, converted
+from unigen_ds.config.values import Allowed, Number, Rule
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.optim.optimizer import (
     GROWTH_INTERVAL,
@@ -182,13 +182,12 @@ class Optimizer(Section, extra="allow"):
     @property
     def arguments(self) -> dict[str, Any]:
         """Those of the class, without ``lr`` and ``weight_decay``, and without None where that is the default."""
-        cls = optimizer_class(self.type)
-        hints, defaults = argument_hints(cls), argument_defaults(cls)
-        return {
-            key: converted(value, hints.get(key, Any))
-            for key, value in (self.__pydantic_extra__ or {}).items()
-            if value is not None or defaults.get(key, 0) is not None
-        }
+        try:
+            defaults = argument_defaults(optimizer_class(self.type))
+        except ConfigError:
+            defaults = {}
+        given = self.__pydantic_extra__ or {}
+        return {key: value for key, value in given.items() if value is not None or defaults.get(key, 0) is not None}
 
     @property
     def decay(self) -> float:

@@ -15,8 +15,7 @@ from tests.families.tiny_transformers import write_language
 from tests.tiny import tiny_config
 from unigen_ds.checks.memory import traced
 from unigen_ds.checks.memory.counted import CountedBytes
-from unigen_ds.checks.memory.largest import largest_batches
-from unigen_ds.checks.memory.planned import trace_engines
+from unigen_ds.checks.memory.planned import largest_batches, trace_engines
 from unigen_ds.checks.memory.traced import trace
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.runner.settings.tree import Settings, load_config

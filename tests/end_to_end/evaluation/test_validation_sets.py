@@ -121,7 +121,7 @@ def test_overrides_and_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (name, section), = Settings.from_config(loaded).val_dataloader.sets.items()  # type: ignore[union-attr]  # fmt: skip
     assert (name, section.seq_length, section.batch_size) == ("far", 16, 2)
     with pytest.raises(ConfigError, match="did you mean 'seq_length'"):
-        load_config(path, ["val_dataloader.far.seq_lenght=16"])
+        Settings.from_config(load_config(path, ["val_dataloader.far.seq_lenght=16"]))
     dry_run = [str(path), "--dry-run", "--work-dir", str(tmp_path / "new")]
     assert train(dry_run) == 0
     missing = [f"val_dataloader.far.dataset.data_path={tmp_path / 'gone.jsonl'}"]

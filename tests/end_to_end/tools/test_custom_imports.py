@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,9 +14,7 @@ from tools.export import main as export
 from tools.generate import main as generate
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.config.registry import HOOKS
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings.tree import Settings
 
 MODULE = "hook_of_a_stranger"
 SOURCE = """
@@ -105,57 +102,3 @@ def test_a_config_of_the_users_own_is_trusted(checkpoint: Path, ran: Path, tmp_p
     arguments = ["--prompt", "draw a one", "--size", "8", "8", "--num-timesteps", "2", "--out", str(tmp_path / "out")]
     assert generate([str(checkpoint), "--config", str(checkpoint / "config.py"), *arguments]) == 0
     assert ran.exists()
-
-
-FAILS_ONCE = """
-import os
-from unigen_ds.config.registry import HOOKS
-from unigen_ds.hooks.base import Hook
-from . import whole
-
-@HOOKS.register_module()
-class HalfHook(Hook):
-    pass
-
-@HOOKS.register_module(name="EMAHook", force=True)
-class OtherAverage(Hook):
-    pass
-
-if not os.path.exists({marker!r}):
-    raise {error}
-"""
-WHOLE = """
-from unigen_ds.config.registry import HOOKS
-from unigen_ds.hooks.base import Hook
-
-@HOOKS.register_module()
-class WholeHook(Hook):
-    pass
-"""
-
-
-@pytest.mark.parametrize("error", ["ImportError('no such library')", "RuntimeError('no such device')"])
-def test_an_import_that_failed_can_be_tried_again_in_the_same_process(
-    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its names are forgotten, and one that it replaced is back; a module that it has imported keeps its own."""
-    name, marker = f"half_{error[:3].lower()}", tmp_path / "now_it_works"
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "__init__.py").write_text(FAILS_ONCE.format(marker=str(marker), error=error))
-    (tmp_path / name / "whole.py").write_text(WHOLE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    average, hooks = HOOKS.module_dict["EMAHook"], [{"type": "HalfHook"}, {"type": "WholeHook"}]
-    given: dict[str, Any] = {"custom_imports": {"imports": [name]}, "custom_hooks": hooks}
-    config = tiny_config(tmp_path / "run", tmp_path / "data", **given)
-    try:
-        for _ in range(2):
-            with pytest.raises((ConfigError, RuntimeError), match="no such"):
-                Settings.from_config(config)
-            assert "HalfHook" not in HOOKS.module_dict and "WholeHook" in HOOKS.module_dict
-            assert HOOKS.module_dict["EMAHook"] is average
-        marker.touch()
-        assert [hook.name for hook in Settings.from_config(config).custom_hooks] == ["HalfHook", "WholeHook"]
-    finally:
-        for added in ("HalfHook", "WholeHook"):
-            HOOKS.module_dict.pop(added, None)
-        HOOKS.module_dict["EMAHook"] = average

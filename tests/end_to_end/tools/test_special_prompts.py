@@ -89,7 +89,10 @@ def test_a_decoder_gets_ordinary_text(tmp_path: Path, seen: list[list[int]]) -> 
     assert seen[0] == [tokenizer.bos_id, *ordinary(tokenizer)]
 
 
-def test_a_vlm_gets_ordinary_text(data: Path, tmp_path: Path, seen: list[list[int]]) -> None:  # noqa: F811
+@pytest.mark.parametrize("words", [[], ["--understand"]], ids=["plain", "understand"])
+def test_a_vlm_gets_ordinary_text(
+    words: list[str], data: Path, tmp_path: Path, seen: list[list[int]]  # noqa: F811
+) -> None:  # fmt: skip
     """Its template puts one begin and one end around the message, and a begin before the answer; no image."""
     runner = Runner.from_cfg(vlm_config(data, tmp_path / "run"), max_updates=1)
     runner.train()

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from tests.data.support import picture
 from tests.data.text.chat_support import NANOVLM, character_tokenizer
@@ -96,20 +94,6 @@ def test_answers_are_drawn_by_temperature_top_p_and_seed(published: Path, tmp_pa
     assert first == again and len({*first, *greedy}) > 2
     assert later[:3] == first[1:], "answer i has the seed --seed + i"
     assert narrow == greedy * 4
-
-
-def test_what_is_exported_loads_and_says_the_same(run: Runner, data: Path, tmp_path: Path) -> None:  # noqa: F811
-    assert export([str(run.work_dir), str(tmp_path / "out"), "--raw"]) == 0
-    model, processor = open_model(tmp_path / "out")
-    trained = run.backend.model.state_dict()
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())
-    assert processor.fingerprint == run.processor.fingerprint
-    shown = ["--prompt", "?", "--image", str(data / "blue.png")]
-    assert said(tmp_path / "out", tmp_path, *shown) == "blue"
-    assert export([str(run.work_dir), str(tmp_path / "low"), "--dtype", "bf16"]) == 0
-    assert {t.dtype for n, t in load_file(tmp_path / "low" / "model.safetensors").items() if "freq" not in n} == {
-        torch.bfloat16
-    }
 
 
 def test_a_published_directory_answers_and_goes_out_as_it_came_in(published: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,9 @@ from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.images.image_files import image_header, raise_png_text_limit
 from unigen_ds.data.index import index as index_module
-from unigen_ds.models.vision import VisionLayer
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import environment
 from unigen_ds.system import dist
-from unigen_ds.system.clock import Clock
 from unigen_ds.system.journals import read_lines
 from unigen_ds.system.machine import TOKENIZERS
 from unigen_ds.system.seeding import rng_state, set_rng_state
@@ -56,14 +54,6 @@ def test_settings_of_torch(tmp_path: Path, torch_settings: None) -> None:
     train(tmp_path / "again", env={"matmul_precision": "highest", "deterministic": False})
     assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_what_is_left_out_stays(tmp_path: Path, torch_settings: None) -> None:
-    torch.set_float32_matmul_precision("medium")
-    torch.use_deterministic_algorithms(True)
-    train(tmp_path, env={"num_threads": 1, "cuda_allocator": None})
-    assert torch.get_float32_matmul_precision() == "medium" and torch.are_deterministic_algorithms_enabled()
-    assert ALLOCATOR not in os.environ
 
 
 def test_the_environment_has_the_last_word(
@@ -132,24 +122,6 @@ def test_bf16_on_a_device_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert refused == (precision == "bf16")  # fp16 fails later, as there is no device here
 
 
-@pytest.mark.parametrize(("on", "freeze", "calls"), [(False, [], 1), (True, [], 2), (True, ["vit"], 1)])
-def test_layers_of_the_vision_tower_are_recomputed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: bool, freeze: list[str], calls: int
-) -> None:
-    """Twice a micro-batch; not where the tower is frozen and keeps nothing."""
-    seen = []
-    forward = VisionLayer.forward
-    monkeypatch.setattr(VisionLayer, "forward", lambda self, *given: (seen.append(self), forward(self, *given))[1])
-    train(
-        tmp_path,
-        model__activation_checkpointing=on,
-        model__freeze=["vae", *freeze],
-        optim_wrapper__accumulative_counts=2,
-        default_hooks__continuity=None,
-    )
-    assert len(seen) == calls * 2
-
-
 def test_a_generator_of_another_device(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = {**rng_state(), "cuda": torch.zeros(16, dtype=torch.uint8)}
     drawn = torch.rand(3)
@@ -204,42 +176,3 @@ def test_losses_on_the_device_are_those_of_the_cpu(tmp_path: Path, monkeypatch: 
         for name in ("cuda", "cpu")
     )
     assert device == pytest.approx(cpu, rel=1e-3) and len(cpu) == 2
-
-
-class Passed:
-    """An event that the device has passed, or not yet."""
-
-    made: ClassVar[list[Passed]] = []
-
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
-        self.passed = False
-        Passed.made.append(self)
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        return self.passed
-
-    def elapsed_time(self, end: Passed) -> float:
-        assert self.passed and end.passed, "torch raises, or waits"
-        return 2000.0
-
-
-def test_sections_on_cuda_are_the_devices_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Passed)
-    monkeypatch.setattr(Passed, "made", [])
-    clock = Clock(device=torch.device("cuda"))
-    with clock("data"):
-        pass
-    for _ in range(2):
-        with clock("forward_backward"):
-            pass
-    with clock("step"):
-        pass
-    for event in Passed.made[:4]:  # both micro-batches are done, the step is not
-        event.passed = True
-    _, sections = clock.read()
-    assert sections.pop("data") < 0.1 and sections == {"forward_backward": 4.0}
-    Passed.made[4].passed = Passed.made[5].passed = True
-    assert clock.read()[1] == {"step": 2.0} and clock.read()[1] == {}

@@ -23,8 +23,6 @@ from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry, Ruler
 from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.families.bagel.family import Bagel
-from unigen_ds.hooks.evaluate.ema import EMAHook
-from unigen_ds.hooks.guard.nan_guard import NanGuardHook
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.models.flux_vae import FluxAutoencoder
 from unigen_ds.runner import Runner
@@ -69,17 +67,12 @@ def test_settings_are_frozen_and_typed(plain: dict[str, Any]) -> None:
     assert "resume" in plain and Settings.from_config(settings) is settings
 
 
-def test_strict_except_for_yamls_numbers(plain: dict[str, Any]) -> None:
+def test_values_are_checked_strictly(plain: dict[str, Any]) -> None:
+    """YAML's ``1e-5`` is a number before that: ``tests/end_to_end/tools/test_messages.py``."""
     plain["optim_wrapper"] |= {"accumulative_counts": True}
-    plain["optim_wrapper"]["optimizer"] |= {"lr": "1e-5", "eps": "1e-9", "betas": [0.9, 0.95]}
-    plain["custom_hooks"] = [{"type": "EMAHook", "momentum": "1e-2"}]
     with pytest.raises(ConfigError) as raised:
         Settings.from_config(plain)
     assert str(raised.value) == "optim_wrapper.accumulative_counts is True. Allowed: a whole number of at least 1."
-    plain["optim_wrapper"]["accumulative_counts"] = 1
-    settings = Settings.from_config(plain)
-    assert settings.optim_wrapper.optimizer.lr == 1e-5 and settings.optim_wrapper.optimizer.arguments["eps"] == 1e-9
-    assert settings.custom_hooks[0].arguments == {"momentum": 0.01}
 
 
 def test_every_problem_is_in_one_message_with_the_value_and_what_is_allowed(plain: dict[str, Any]) -> None:
@@ -112,23 +105,6 @@ def test_every_problem_is_in_one_message_with_the_value_and_what_is_allowed(plai
     ):
         assert sum(line in one for one in lines) == 1, line
     assert len(lines) == 14, lines
-
-
-def test_problems_of_components_and_of_other_trainers_keys_are_in_the_same_message(plain: dict[str, Any]) -> None:
-    plain["train_dataloader"]["dataset"] = {**plain["train_dataloader"]["dataset"], "paht": 3}
-    plain["model"]["freeze"] = ["vit", "llmm"]
-    plain["randomness"] = {"deterministic": True}
-    plain["env_cfg"] = {"cudnn_benchmark": True}
-    with pytest.raises(ConfigError) as raised:
-        Settings.from_config(plain)
-    lines = str(raised.value).splitlines()
-    for line in (
-        "env_cfg: delete it; env.dist_timeout_s",
-        "dataset[0] has no key 'paht'", "model.freeze is ['vit', 'llmm']. Allowed: a list of 'vae', 'vit'",
-        "randomness.deterministic: write env.deterministic",
-    ):  # fmt: skip
-        assert sum(line in one for one in lines) == 1, line
-    assert len(lines) == 5, lines
 
 
 @pytest.mark.parametrize(
@@ -166,7 +142,7 @@ def test_an_override_as_print_config_shows_the_key(plain: dict[str, Any], tmp_pa
     found = load_settings(as_file(tmp_path, plain), [given.replace("[1, 2.5][0]", "0.5")])
     assert found.default_hooks.continuity.arguments == {"on_mismatch": "halt", "tolerance": 0.5}
     with pytest.raises(ConfigError, match="did you mean 'continuity'"):
-        load_config(as_file(tmp_path, plain), ["default_hooks.continuty.on_mismatch=halt"])
+        load_settings(as_file(tmp_path, plain), ["default_hooks.continuty.on_mismatch=halt"])
 
 
 def test_runtime_keys_of_xtuner_are_translated(plain: dict[str, Any], tmp_path: Path) -> None:
@@ -205,23 +181,6 @@ def test_the_precision_of_an_optim_wrapper(plain: dict[str, Any], wrapper: dict[
     plain["optim_wrapper"].pop("precision")
     plain["optim_wrapper"] |= wrapper
     assert Settings.from_config(plain).optim_wrapper.precision == precision
-
-
-@pytest.mark.parametrize(
-    ("section", "values", "words"),
-    [
-        ("optim_wrapper", {"dtype": "int8"}, "optim_wrapper.precision='bf16' or 'fp16'"),
-        ("train_dataloader", {"sampler": {"type": "DefaultSampler", "shuffle": False}}, "the order follows from"),
-        ("train_dataloader", {"collate_fn": {"type": "own"}}, "the model's processor makes a batch"),
-        ("train_cfg", {"val_begin": 1}, "EvaluateHook in custom_hooks sets when"),
-    ],
-)
-def test_what_would_change_the_training_is_refused(
-    plain: dict[str, Any], section: str, values: dict[str, Any], words: str
-) -> None:
-    plain[section] |= values
-    with pytest.raises(ConfigError, match=words):
-        Settings.from_config(plain)
 
 
 def test_a_seed_of_none_is_drawn_recorded_and_used_by_a_resume(
@@ -291,7 +250,7 @@ def test_every_key_with_its_value_and_where_it_comes_from(
     shown = {key: [part.strip() for part in text.rsplit("  # ", 1)] for key, text in lines.items()}
     assert shown["train_dataloader.seq_length"] == ["81", "child.py"]
     assert shown["train_dataloader.batch_size"] == ["12", "base first.py"]
-    assert shown["env.log_level"] == ["'ERROR'", "child.py"]
+    assert shown["env.log_level"] == ["'ERROR'", "translated"]
     assert shown["randomness.seed"] == ["9", "command line"]
     assert shown["optim_wrapper.optimizer.lr"] == ["0.5", "command line"]
     assert shown["param_scheduler[0].start_factor"] == ["0.5", "command line"]
@@ -366,34 +325,6 @@ def test_sizes_of_every_family(plain: dict[str, Any], model: dict[str, Any], mes
     assert len(text.splitlines()) == (1 if len(messages) == 1 else len(messages) + 1), text
 
 
-def test_sizes_with_yamls_numbers_are_numbers(plain: dict[str, Any], tmp_path: Path) -> None:
-    plain["model"]["llm"] |= {"rms_norm_eps": "1e-5", "rope_theta": 10000, "_note": "mine"}
-    settings = Settings.from_config(plain)
-    assert settings.model.arguments["llm"]["rms_norm_eps"] == 1e-5
-    run = Runner.from_cfg(plain, max_updates=1)
-    sizes = run.backend.model.sizes["llm"]
-    assert sizes["rms_norm_eps"] == 1e-5 and isinstance(sizes["rope_theta"], int) and "_note" not in sizes
-
-
-def test_a_size_that_is_a_default_made_explicit_is_no_edit(plain: dict[str, Any], tmp_path: Path) -> None:
-    for key in ("dropout", "rope_theta"):
-        plain["model"]["llm"].pop(key, None)
-    plain.pop("loss_weights", None)
-    assert completed(plain)["model"]["llm"]["dropout"] == 0.0, "also in a config without the sizes of the built model"
-    Runner.from_cfg(plain, max_updates=1).train()
-    log = tmp_path / "run" / "train.log"
-    length = len(log.read_text())
-    plain["model"]["llm"] |= {"dropout": 0, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
-    plain["model"]["vit"] |= {"layer_norm_eps": 1e-6}
-    plain["model"]["quantize"] = {"llm": None}
-    plain["loss_weights"] = {"text": 1, "image": 1.0}
-    Runner.from_cfg({**plain, "resume": True}, max_updates=1)
-    assert "Checklist, " not in log.read_text()[length:]
-    plain["model"]["llm"]["dropout"] = 0.1
-    Runner.from_cfg({**plain, "resume": True}, max_updates=1)
-    assert "model.llm.dropout was 0.0 and is 0.1" in log.read_text()[length:]
-
-
 @MODELS.register_module(force=True)
 class AnnotatedAlone(torch.nn.Module):
     """A user's own model, without a section."""
@@ -442,14 +373,8 @@ def test_a_users_own_model_is_checked_by_its_annotations(plain: dict[str, Any]) 
     ("call", "message"),
     [
         (lambda: CheckpointHook(0), "CheckpointHook.interval is 0. Allowed: a number above 0, or -1"),
-        (lambda: CheckpointHook(max_keep_ckpts=0), "CheckpointHook.max_keep_ckpts is 0. Allowed: a whole number"),
-        (lambda: EMAHook(begin_iter=-1), "EMAHook.begin_iter is -1. Allowed: a number of at least 0"),
-        (lambda: EMAHook(begin_epoch="1"), "EMAHook.begin_epoch is '1'"),  # type: ignore[arg-type]
-        (lambda: NanGuardHook(max_consecutive=0), "NanGuardHook.max_consecutive is 0"),
         (lambda: ImageTransform(8, 8, 0), "ImageTransform.stride is 0. Allowed: a whole number of at least 1"),
         (lambda: ImageTransform(8, 16, 4), "min_size and stride of at most max_size"),
-        (lambda: FluxAutoencoder(num_blocks=0), "model.vae.num_blocks is 0"),
-        (lambda: FluxAutoencoder(channel_multipliers=()), "model.vae.channel_multipliers is ()"),
         (lambda: FluxAutoencoder(base_channels=48), "multiples of 32"),
         (lambda: LinearLR(start_factor=2), "LinearLR.start_factor is 2. Allowed: a number from 0 to 1"),
     ],
@@ -472,14 +397,6 @@ def test_the_ends_of_a_curves_ranges_are_accepted() -> None:
             assert curve.place(ruler=ruler, total_sequences=400.0).end == 400.0
     with pytest.raises(ConfigError, match=r"T_max is 1e-12 epoch\(s\), less than a sequence"):
         CosineAnnealingLR(T_max=1e-12).place(ruler=ruler, total_sequences=400.0)
-
-
-def test_a_wrong_key_of_the_processor_is_not_answered_with_what_no_config_sets(plain: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as raised:
-        Settings.from_config({**plain, "processor": {"unlike_any": 1}})
-    assert "text_dropout" in str(raised.value) and not {"rules", "seed", "tokenizer"} & set(
-        str(raised.value).replace(",", " ").replace(".", " ").split()
-    )
 
 
 @PACKERS.register_module(force=True)

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from unigen_ds.checkpoint.home import same
-from unigen_ds.checks.dry_run.context import Known, Unknown
+from unigen_ds.checks.dry_run.collectives import check_collectives
 from unigen_ds.checks.dry_run.first_batches import FirstBatches, MadeBatch, make_first_batches
-from unigen_ds.checks.dry_run.machine_checks import (
+from unigen_ds.checks.dry_run.known import Checked, Known, Unknown, ok, problem, problems_of, unchecked, warning
+from unigen_ds.checks.dry_run.resources import check_disk, check_memory, check_time
+from unigen_ds.checks.dry_run.this_machine import (
     check_devices,
     check_folders,
     check_job,
@@ -25,9 +27,6 @@ from unigen_ds.checks.dry_run.machine_checks import (
     check_paths,
     count_processes,
 )
-from unigen_ds.checks.dry_run.rank_calls import check_collectives
-from unigen_ds.checks.dry_run.resources import check_disk, check_memory, check_time, check_workers
-from unigen_ds.checks.dry_run.result import Checked, ok, problem, problems_of, unchecked, warning
 from unigen_ds.checks.dry_run.usable_settings import NOWHERE, usable_settings
 from unigen_ds.checks.resume import announced
 from unigen_ds.config.paths import expand_paths
@@ -67,7 +66,7 @@ def check_config(known: Known) -> Iterator[Checked]:
             usable = usable_settings(known.given)
             if usable is None:
                 return
-            settings, known.changed, known.replaced = usable.settings, usable.changed, usable.replaced
+            settings, known.changed, known.replaced = usable
     known.settings = settings.with_resume(AUTO) if known.asked.resume_auto else settings
 
 
@@ -75,25 +74,22 @@ def check_engine(known: Known) -> Iterator[Checked]:
     """Adds ``backend`` and ``geometry``: versions, precision and the split of the batch."""
     known.section("backend").backend.build()  # refuses what the engine cannot do with any optimizer
     settings = known.section("backend", "optim_wrapper")
-    hardware = known.hardware
-    precision = settings.optim_wrapper.precision
-    if hardware is not None and hardware.count:
-        if precision == "bf16" and not hardware.bf16:
-            yield problem(
-                f"precision is 'bf16', which {hardware.name} cannot compute",
-                allowed="bf16 on a device of compute capability 8.0 or more",
-                remedy="optim_wrapper.precision='fp16', 'fp32', or 'auto'",
-            )
-        if precision == AUTO_PRECISION and not hardware.bf16:
-            settings = known.settings = settings.with_precision("fp16")
-    known.backend, known.geometry = build_engine(settings)
-    topology = known.backend.topology()
-    yield ok(f"{topology['engine']}, {settings.optim_wrapper.precision}; {known.geometry} sequences per update")
-    devices = known.hardware.count if known.hardware else 0
-    if devices and "WORLD_SIZE" in os.environ and known.per_node > devices:
+    hardware, precision = known.hardware, settings.optim_wrapper.precision
+    if hardware.count and precision == "bf16" and not hardware.bf16:
         yield problem(
-            f"{known.per_node} processes are on a machine with {devices} CUDA devices",
-            remedy=f"start at most {devices} processes on a machine, one for each device",
+            f"precision is 'bf16', which {hardware.name} cannot compute",
+            allowed="bf16 on a device of compute capability 8.0 or more",
+            remedy="optim_wrapper.precision='fp16', 'fp32', or 'auto'",
+        )
+    if hardware.count and precision == AUTO_PRECISION and not hardware.bf16:
+        settings = known.settings = settings.with_precision("fp16")
+    known.backend, known.geometry = build_engine(settings)
+    engine = known.backend.topology()["engine"]
+    yield ok(f"{engine}, {settings.optim_wrapper.precision}; {known.geometry} sequences per update")
+    if hardware.count and "WORLD_SIZE" in os.environ and known.per_node > hardware.count:
+        yield problem(
+            f"{known.per_node} processes are on a machine with {hardware.count} CUDA devices",
+            remedy=f"start at most {hardware.count} processes on a machine, one for each device",
         )
 
 
@@ -223,7 +219,7 @@ def _problems_of_sources(settings: Settings) -> Iterator[Checked]:
 
 
 def check_model(known: Known) -> Iterator[Checked]:
-    """Adds ``model``, without memory, with the files of published weights read; its vocabulary has all tokens."""
+    """Adds ``model``, without memory, with the files of published weights read; too small a vocabulary is refused."""
     settings = known.section("model", "lora", "tokenizer")
     if known.start is not None:
         processor, model = known.start.data.processor, known.start.meta_model
@@ -233,14 +229,6 @@ def check_model(known: Known) -> Iterator[Checked]:
         with torch.device("meta"):
             model = build_model(settings, processor, seed=seed)
     known.model = model
-    tokenizer = getattr(processor, "tokenizer", None)
-    ids, size = 0 if tokenizer is None else len(tokenizer), getattr(model, "vocab_size", None)
-    if isinstance(size, int) and ids > size:
-        yield problem(
-            f"the tokenizer has {ids:,} ids, and the model's vocabulary {size:,}",
-            allowed="a vocabulary with all ids",
-            remedy=f"the tokenizer of the model, or vocab_size={ids} for a model from scratch",
-        )
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     yield ok(f"{type(model).__name__}: {sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained")
 
@@ -251,87 +239,61 @@ _SHOWN = 8
 
 
 def check_batches(known: Known) -> Iterator[Checked]:
-    """Adds ``batches``: samples that cannot be read, ids that the model does not have, and how ranks differ."""
+    """Adds ``batches``: samples that cannot be read, and how ranks differ."""
     settings, start, geometry = known.need("settings"), known.need("start"), known.need("loaded")
     batches = make_first_batches(settings, start, known.model, geometry, known.asked.num_batches)
     for text, number in batches.errors.most_common(_SHOWN):
-        yield problem(f"{number} micro-batch{'es' * (number != 1)}: {text}")
+        yield problem(f"{number} micro-batch(es): {text}")
     if len(batches.errors) > _SHOWN:
         yield problem(f"and {len(batches.errors) - _SHOWN} other errors")
-    yield from _skipped_results(batches, start.data.stream.datasets, settings.train_dataloader.max_skipped_fraction)
-    if batches.foreign_ids:
-        yield problem(
-            f"{len(batches.foreign_ids)} micro-batches have token ids that the model's vocabulary does not have:"
-            f" {'; '.join(batches.foreign_ids[:3])}",
-            remedy="use the tokenizer of the model",
-        )
+    if batches.skipped:
+        yield _skipped(batches, start.data.stream.datasets, settings.train_dataloader.max_skipped_fraction)
     if not batches.made:
         return
     known.batches = batches
     for one in batches.made:
         check_counts(one.targets, of="Batch", declared=settings.term_weights)
     seq_length = settings.train_dataloader.seq_length * geometry.batch_size
-    yield ok("\n".join(_rank_lines(batches, seq_length)))
-    yield from _kind_results(batches)
+    by_rank = [[one for one in rank if one is not None] for rank in batches.of_rank]
+    lines = [f"{len(batches.made):,} micro-batches of {len(by_rank)} rank(s), {_numbers(batches.made, seq_length)}"]
+    order = sorted(range(len(by_rank)), key=lambda rank: sum(one.tokens for one in by_rank[rank]))
+    for rank in sorted(order) if len(order) <= _SHOWN else (order[0], order[-1]):  # with the fewest and most tokens
+        lines += [f"rank {rank}: {_numbers(by_rank[rank], seq_length)}"] * (len(order) > 1)
+    yield ok("\n".join(lines))
+    updates = [*batches.updates()]
+    if len(by_rank) > 1 and updates:
+        yield _imbalance(updates)
 
 
-def _skipped_results(batches: FirstBatches, datasets: Sequence[PlannedDataset], limit: float) -> Iterator[Checked]:
+def _skipped(batches: FirstBatches, datasets: Sequence[PlannedDataset], limit: float) -> Checked:
     """Samples that padding replaces. Too many: of those that were made, or of all records, as headers show it."""
-    if not batches.skipped:
-        return
     samples = sum(one.samples for one in batches.made)
     examples = "; ".join(f"{one['sample']}: {one['why']}" for one in batches.skipped[:_SHOWN])
-    more = f"; and {len(batches.skipped) - _SHOWN} more" if len(batches.skipped) > _SHOWN else ""
-    text = f"{len(batches.skipped)} of {samples} samples cannot be read: {examples}{more}"
+    text = f"{len(batches.skipped)} of {samples} samples cannot be read: {examples}"
     records, unreadable = sum(map(len, datasets)), sum(int((one.counts().unreadable > 0).sum()) for one in datasets)
     if unreadable > limit * records or exceeds(len(batches.skipped), samples, limit):
-        yield problem(text, allowed=f"a share of {limit:g} (train_dataloader.max_skipped_fraction)")
-    else:
-        yield warning(text)
-
-
-def _rank_lines(batches: FirstBatches, seq_length: int) -> Iterator[str]:
-    """All ranks together, then each, or the two with the fewest and the most tokens."""
-    each, ranks = batches.made, len(batches.of_rank)
-    how = f"by {batches.processes} processes" if batches.processes else "in this process"
-    yield f"{len(each):,} micro-batches of {ranks} rank{'s' * (ranks != 1)}, {_numbers(each, seq_length)}"
-    yield f"made {how}: {batches.seconds_each:.3g} s of one process for each"
-    by_rank = [[one for one in rank if one is not None] for rank in batches.of_rank]
-    ranks_in_order = sorted(range(ranks), key=lambda rank: sum(one.tokens for one in by_rank[rank]))
-    ranks_in_order = sorted(ranks_in_order) if ranks <= _SHOWN else [ranks_in_order[0], ranks_in_order[-1]]
-    yield from (f"rank {rank}: {_numbers(by_rank[rank], seq_length)}" for rank in ranks_in_order if ranks > 1)
+        return problem(text, allowed=f"a share of {limit:g} (train_dataloader.max_skipped_fraction)")
+    return warning(text)
 
 
 def _numbers(batches: Sequence[MadeBatch], seq_length: int) -> str:
     samples, tokens, images = (sum(getattr(one, name) for one in batches) for name in ("samples", "tokens", "images"))
-    terms = sorted({term for one in batches for term, number in one.targets.items() if number})
-    without = {"images": sum(not one.images for one in batches)} if images else {}
-    without |= {f"targets of {term}": sum(not one.targets.get(term) for one in batches) for term in terms}
-    lacks = "; ".join(f"{number} without {what}" for what, number in without.items() if number)
+    without = f", {sum(not one.images for one in batches)} without images" if images else ""
     share = tokens / max(seq_length * len(batches), 1)
-    return f"{samples:,} samples, {tokens:,} tokens ({share:.1%} of the length), {images:,} images" + (
-        f"; {lacks}" if lacks else ""
-    )
+    return f"{samples:,} samples, {tokens:,} tokens ({share:.1%} of the length), {images:,} images{without}"
 
 
-def _kind_results(batches: FirstBatches) -> Iterator[Checked]:
+def _imbalance(updates: Sequence[Sequence[Sequence[MadeBatch]]]) -> Checked:
     """How unevenly the ranks of an update are loaded."""
-    updates = [*batches.updates()]
-    if len(batches.of_rank) == 1 or not updates:
-        return
     mixed = sum(len({rank[k].kind for rank in update}) > 1 for update in updates for k in range(len(update[0])))
     costs = [[sum(one.flops or one.tokens for one in rank) for rank in update] for update in updates]
     waits = sum(1 - sum(ranks) / (len(ranks) * max(ranks)) for ranks in costs if max(ranks)) / len(costs)
-    iterations = sum(len(update[0]) for update in updates)
     text = (
-        f"in {mixed} of {iterations} iterations the ranks have different kinds of micro-batches; ranks that have less"
-        f" to compute wait for {waits:.1%} of the time"
+        f"in {mixed} of {sum(len(update[0]) for update in updates)} iterations the ranks have different kinds of"
+        f" micro-batches; ranks that have less to compute wait for {waits:.1%} of the time"
     )
-    yield (
-        warning(f"{text}: packing=dict(...), or larger micro-batches, make them more equal")
-        if waits > 0.25
-        else ok(text)
-    )
+    more = f"{text}: packing=dict(...), or larger micro-batches, make them more equal"
+    return warning(more) if waits > 0.25 else ok(text)
 
 
 CHECKS: dict[str, Check] = {
@@ -348,7 +310,6 @@ CHECKS: dict[str, Check] = {
     "start": check_start,
     "model": check_model,
     "batches": check_batches,
-    "workers": check_workers,
     "collectives": check_collectives,
     "memory": check_memory,
     "disk": check_disk,

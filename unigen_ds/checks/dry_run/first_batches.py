@@ -2,7 +2,7 @@
 
 In: the start of the run. Out: numbers of each micro-batch by rank, and one or two micro-batches of each kind. Batches
 differ in kind where a tensor or a list of one is empty and that of the other is not, or a loss term has no targets:
-images, drawn images, texts. What a model computes may depend on that, so it is what ``rank_calls.py`` compares.
+images, drawn images, texts. What a model computes may depend on that, so it is what ``collectives.py`` compares.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Kind:
     @classmethod
     def of(cls, batch: Batch) -> Kind:
         values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name not in _OF_EVERY_BATCH}
+        targets = batch.target_counts()
         sizes = {name: value.numel() if isinstance(value, Tensor) else len(value) for name, value in values.items()
                  if isinstance(value, (Tensor, tuple))}  # fmt: skip
-        targets = batch.target_counts()
         empty = [name for name, size in sizes.items() if not size]
         empty += ["images"] * (not batch.num_images)  # a family may have them in a mapping
         empty += [f"targets of {term}" for term, number in targets.items() if not number]
@@ -54,12 +54,8 @@ class Kind:
 def titles(kinds: Collection[Kind]) -> dict[Kind, str]:
     """Each as a person reads it: by the first of what is empty, but not in all of them."""
     common = set.intersection(*(set(kind.empty) for kind in kinds))
-    names = {}
-    for kind in kinds:
-        empty = [name for name in kind.empty if name not in common]
-        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
-        names[kind] = f"without {empty[0]}{more}" if empty else "with all parts"
-    return names
+    firsts = {kind: [name for name in kind.empty if name not in common][:1] for kind in kinds}
+    return {kind: f"without {first[0]}" if first else "with all parts" for kind, first in firsts.items()}
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,6 @@ class MadeBatch:
     tokens: int
     images: int
     targets: Mapping[str, float]
-    nbytes: int
     flops: float
 
 
@@ -86,22 +81,12 @@ class FirstBatches:
     """Of each kind that with the fewest, and that with the most images and tokens."""
     skipped: list[Mapping[str, str]] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
-    foreign_ids: list[str] = field(default_factory=list)
-    """Samples with a token that the model's vocabulary does not have."""
-    seconds: float = 0.0
-    timed: int = 0
-    """Micro-batches that ``seconds`` is of: all but the first, which waits for the loading processes to start."""
-    processes: int = 0
-    """Loading processes that made them; 0: this one."""
+    seconds_each: float = 0.0
+    """Of one loading process for a micro-batch."""
 
     @property
     def made(self) -> list[MadeBatch]:
         return [one for rank in self.of_rank for one in rank if one is not None]
-
-    @property
-    def seconds_each(self) -> float:
-        """Of one loading process for a micro-batch."""
-        return self.seconds * max(self.processes, 1) / max(self.timed, 1)
 
     def updates(self) -> Iterator[list[list[MadeBatch]]]:
         """The whole updates: [rank][iteration of the update]."""
@@ -111,11 +96,26 @@ class FirstBatches:
             if all(len(rank) == step for rank in update):
                 yield update
 
+    def add(self, rank: int, batch: Batch, model: torch.nn.Module | None) -> None:
+        """Count a micro-batch, and keep it where its kind has none with fewer or with more images and tokens."""
+        flops = getattr(model, "flops", None)
+        counts = MadeBatch(
+            Kind.of(batch), batch.num_samples, batch.num_tokens, batch.num_images, batch.target_counts(),
+            flops=float(flops(batch)) if flops else 0.0,
+        )  # fmt: skip
+        self.of_rank[rank].append(counts)
+        examples = self.examples.get(counts.kind, [])
+        sizes = [(one.num_images, one.num_tokens) for one in examples]
+        if not sizes or not min(sizes) <= (batch.num_images, batch.num_tokens) <= max(sizes):
+            ordered = sorted([*examples, copied(batch)], key=lambda one: (one.num_images, one.num_tokens))
+            self.examples[counts.kind] = [ordered[0], *ordered[1:][-1:]]
+        self.skipped += batch.skipped
+
 
 def make_first_batches(settings: Settings, start: Start, model: torch.nn.Module | None, geometry: Geometry,
                        number: int) -> FirstBatches:  # fmt: skip
-    """``number`` micro-batches of each rank, at least one update. ``model``: None: it cannot be built, and ids and
-    operations are not looked at. Raises what the stream raises.
+    """``number`` micro-batches of each rank, at least one update. ``model``: None: it cannot be built, and operations
+    are not counted. Raises what the stream raises.
     """
     stream, size = start.data.stream, geometry.sequences_per_iteration
     number = max(number, geometry.accumulative_counts)
@@ -124,65 +124,23 @@ def make_first_batches(settings: Settings, start: Start, model: torch.nn.Module 
                 for rank in range(geometry.dp_size)]  # fmt: skip
     loading = settings.train_dataloader
     processes = min(loading.num_workers, num_cores())
-    batches = FirstBatches(geometry, [[] for _ in range(geometry.dp_size)], processes=processes)
-    loader = BatchLoader(
-        RowSource(stream.sources, stream.names, stream.sample_length),
-        start.data.processor,
-        of_ranks,
-        num_workers=processes,
-        prefetch_factor=loading.prefetch_factor,
-        timeout=loading.timeout,
-    )
+    batches = FirstBatches(geometry, [[] for _ in range(geometry.dp_size)])
+    source = RowSource(stream.sources, stream.names, stream.sample_length)
+    loader = BatchLoader(source, start.data.processor, of_ranks, num_workers=processes,
+                         prefetch_factor=loading.prefetch_factor, timeout=loading.timeout)  # fmt: skip
     begin = last_line = time.perf_counter()
     try:
         for i in range(len(of_ranks)):
             if time.perf_counter() - last_line > SHOWN_EVERY_S:
                 last_line = time.perf_counter()
-                logger().warning(
-                    "%s of %s micro-batches are made (--batches makes fewer)", f"{i:,}", f"{len(of_ranks):,}"
-                )
-            rank = batches.of_rank[i % geometry.dp_size]
-            begin = begin if i != 1 else time.perf_counter()
+                logger().warning("%d of %d micro-batches are made (--batches makes fewer)", i, len(of_ranks))
+            begin = begin if i != 1 else time.perf_counter()  # the first waits for the loading processes to start
             try:
-                batch = loader.next()
+                batches.add(i % geometry.dp_size, loader.next(), model)
             except UnigenError as error:
                 batches.errors[str(error)] += 1
-                rank.append(None)
-                continue
-            rank.append(_counted(batch, model))
-            _keep(batches, batch, rank[-1], vocabulary=getattr(model, "vocab_size", None))
+                batches.of_rank[i % geometry.dp_size].append(None)
     finally:
         loader.close()
-    batches.seconds, batches.timed = time.perf_counter() - begin, max(len(of_ranks) - 1, 1)
+    batches.seconds_each = (time.perf_counter() - begin) * max(processes, 1) / max(len(of_ranks) - 1, 1)
     return batches
-
-
-def _counted(batch: Batch, model: torch.nn.Module | None) -> MadeBatch:
-    count = getattr(model, "flops", None)
-    tensors, _ = batch.parts()
-    return MadeBatch(
-        Kind.of(batch), batch.num_samples, batch.num_tokens, batch.num_images, batch.target_counts(),
-        nbytes=sum(tensor.nbytes for tensor in tensors.values()), flops=float(count(batch)) if count else 0.0,
-    )  # fmt: skip
-
-
-def _keep(batches: FirstBatches, batch: Batch, counts: MadeBatch | None, *, vocabulary: object) -> None:
-    """The example of its kind, and what is wrong with it."""
-    assert counts is not None
-    examples = batches.examples.setdefault(counts.kind, [])
-    if not examples:
-        examples.append(copied(batch))
-    else:
-        fewest, most = min(examples, key=_size), max(examples, key=_size)
-        if _size(batch) < _size(fewest):
-            batches.examples[counts.kind] = [copied(batch), most]
-        elif _size(batch) > _size(most):
-            batches.examples[counts.kind] = [fewest, copied(batch)]
-    batches.skipped += batch.skipped
-    ids = getattr(batch, "text_ids", None)
-    if isinstance(vocabulary, int) and isinstance(ids, Tensor) and ids.numel() and int(ids.max()) >= vocabulary:
-        batches.foreign_ids.append(f"{int(ids.max())} in {', '.join(batch.sample_ids[:3])}")
-
-
-def _size(batch: Batch) -> tuple[int, int]:
-    return batch.num_images, batch.num_tokens

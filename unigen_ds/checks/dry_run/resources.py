@@ -1,4 +1,4 @@
-"""What the run needs, against what there is: memory of a device, of shared blocks and of the disk, and time.
+"""What the run needs, against what there is: memory of a device, the disk, and time.
 
 The memory and the size of a checkpoint are those of one traced update (``checks/memory/``); the time is an estimate
 from the operations that the model counts, for a share of the device's peak (MFU) that is assumed.
@@ -7,61 +7,22 @@ from the operations that the model counts, for a share of the device's peak (MFU
 from __future__ import annotations
 
 import os
-import resource
-import shutil
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.listing import size_text
-from unigen_ds.checks.dry_run.context import Known
 from unigen_ds.checks.dry_run.first_batches import FirstBatches
-from unigen_ds.checks.dry_run.machine_checks import time_limit_s
-from unigen_ds.checks.dry_run.result import Checked, ok, problem, unchecked, untraced, warning
+from unigen_ds.checks.dry_run.known import Checked, Known, ok, problem, unchecked, untraced, warning
+from unigen_ds.checks.dry_run.this_machine import number_in
 from unigen_ds.checks.memory.fits import GIB, Reserve, device_bytes
-from unigen_ds.checks.memory.largest import largest_batches
-from unigen_ds.checks.memory.planned import CHOSEN, preload, trace_engines
+from unigen_ds.checks.memory.planned import CHOSEN, largest_batches, preload, trace_engines
 from unigen_ds.core.progress import Ruler
 from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
 from unigen_ds.hooks.log.timer import device_peak_tflops
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.runner.start.stages import free_bytes
-from unigen_ds.system.machine import num_cores
-
-_SHARED = Path("/dev/shm")
-_ENOUGH = 20
-"""Micro-batches whose time counts: that of fewer is mostly chance."""
-_OPEN_FILES = 1024
-"""Open files that a process with loading processes needs at least."""
-
-
-def check_workers(known: Known) -> Iterator[Checked]:
-    """Shared memory and open files for the batches of loading processes, on one node."""
-    settings, batches = known.need("settings"), known.need("batches")
-    loader = settings.train_dataloader
-    if not loader.num_workers:
-        yield ok("batches are loaded in the training process")
-        return
-    largest = max(one.nbytes for one in batches.made)
-    blocks = loader.num_workers * ((loader.prefetch_factor or 2) + 1)
-    needed, cores = round(1.25 * largest * blocks * known.per_node), num_cores()
-    free = shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None
-    if free is not None and needed > free:
-        yield problem(
-            f"{known.per_node} processes with {loader.num_workers} loading processes each need {size_text(needed)} of"
-            f" shared memory, and {_SHARED} has {size_text(free)} free",
-            remedy="a smaller train_dataloader.num_workers or prefetch_factor, or a larger /dev/shm (docker run"
-            " --shm-size)",
-        )
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit != resource.RLIM_INFINITY and limit < _OPEN_FILES:
-        yield warning(f"a process may open {limit} files (ulimit -n), fewer than {_OPEN_FILES}")
-    processes = known.per_node * (loader.num_workers + 1)
-    if processes > cores and known.hardware is not None and known.hardware.count:
-        yield warning(f"{processes} processes on a node, and {cores} cores here")
-    yield ok(f"shared memory: {size_text(needed)} on a node at most" + (f", {size_text(free)} free" if free else ""))
 
 
 def check_memory(known: Known) -> Iterator[Checked]:
@@ -78,7 +39,7 @@ def check_memory(known: Known) -> Iterator[Checked]:
     reserve = Reserve(2 * GIB, 0.05, 4 * GIB)
     phases = device_bytes(traced, reserve)
     phase = max(phases, key=lambda name: phases[name])
-    memory = known.asked.device_memory or (known.hardware.memory if known.hardware else 0)
+    memory = known.asked.device_memory or known.hardware.memory
     text = (
         f"{size_text(phases[phase])} on a device ({phase}; {size_text(reserve.device)} and 5 % of it reserved),"
         f" {largest.text}"
@@ -164,44 +125,30 @@ def check_time(known: Known) -> Iterator[Checked]:
     settings, start, batches = known.section("train_cfg"), known.need("start"), known.need("batches")
     geometry = known.need("geometry")
     known.need("model")
-    hardware = known.hardware
-    peak = known.asked.peak_tflops or settings.env.peak_tflops
-    peak = peak or (device_peak_tflops(hardware.name) if hardware and hardware.count else None)
-    loader = settings.train_dataloader
-    load_s = batches.seconds_each / max(loader.num_workers, 1) * geometry.accumulative_counts
-    loading = f"the loader of a process needs {load_s:.3g} s for an update ({loader.num_workers} processes)"
+    of_device = device_peak_tflops(known.hardware.name) if known.hardware.count else None
+    peak = known.asked.peak_tflops or settings.env.peak_tflops or of_device
+    num_workers = settings.train_dataloader.num_workers
+    load_s = batches.seconds_each / max(num_workers, 1) * geometry.accumulative_counts
+    yield ok(f"the loader of a process needs {load_s:.3g} s for an update ({num_workers} processes)")
     if peak is None:
-        yield ok(loading)
         yield unchecked("the time of the run: --peak-tflops, of the device that it will use")
         return
     update_s = seconds_of_update(batches, peak_tflops=peak, mfu=known.asked.mfu)
     if update_s is None:
-        yield ok(loading)
         yield unchecked("the time of the run: the model has no flops()")
         return
-    slowest = max(update_s, load_s if batches.timed >= _ENOUGH else 0.0)
     done = start.manifest.progress.sequences if start.manifest else 0
     updates = max(0.0, start.total_sequences - done) / geometry.global_batch_size
-    total = updates * slowest
+    total = updates * max(update_s, load_s)
     yield ok(
-        f"estimated: {_duration(total)} for {updates:,.0f} updates of {slowest:.3g} s, at {known.asked.mfu:.0%} of"
-        f" {peak:g} TFLOPS; evaluations and saves are not in it"
+        f"estimated: {_duration(total)} for {updates:,.0f} updates of {update_s:.3g} s, at {known.asked.mfu:.0%} of"
+        f" {peak:g} TFLOPS, or of the loader's time where that is more; evaluations and saves are not in it"
     )
-    if load_s > update_s and batches.timed >= _ENOUGH:
+    end = number_in(os.environ, "SLURM_JOB_END_TIME")
+    if end is not None and end - time.time() < total and not (settings.resume or "SLURM_RESTART_COUNT" in os.environ):
         yield warning(
-            f"{loading}, and computing it {update_s:.3g} s: the device waits for data. Remedy: a larger"
-            " train_dataloader.num_workers."
-        )
-    else:
-        yield ok(loading)
-    limit = time_limit_s(os.environ, now=time.time())
-    if limit is not None and limit < total:
-        resumes = settings.resume or os.environ.get("SLURM_RESTART_COUNT")
-        text = f"SLURM ends the job in {_duration(limit)}, before the run would end"
-        yield (
-            ok(f"{text}; it resumes")
-            if resumes
-            else warning(f"{text}. Remedy: scripts/train_slurm.sh requeues a job that continues with --resume.")
+            f"SLURM ends the job in {_duration(end - time.time())}, before the run would end. Remedy:"
+            " scripts/train_slurm.sh requeues a job that continues with --resume."
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from unigen_ds.config.overrides import plain_values
@@ -33,25 +32,15 @@ _REPLACEMENTS: tuple[dict[str, Any], ...] = (
 _MISSING = "the config has no "
 
 
-@dataclass(frozen=True)
-class UsableSettings:
-    """Settings of the rest of a config with mistakes."""
-
-    settings: Settings
-    changed: frozenset[str]
-    """Sections that are not as the config has them."""
-    replaced: frozenset[str]
-    """Keys of parts that are replaced, and of lists of which a member is left out."""
+Edit = tuple[dict[str, Any], frozenset[str]]
+"""The values after it, and the keys of parts that it replaces, or of lists of which it leaves out a member."""
 
 
-@dataclass(frozen=True)
-class _Edit:
-    values: dict[str, Any]
-    replaced: frozenset[str]
+def usable_settings(config: Mapping[str, Any]) -> tuple[Settings, frozenset[str], frozenset[str]] | None:
+    """The settings, the sections that are not as the config has them, and the keys of parts that are replaced.
 
-
-def usable_settings(config: Mapping[str, Any]) -> UsableSettings | None:
-    """None: no edits make the config usable."""
+    None: no edits make the config usable.
+    """
     values, replaced, replacements = plain_values(config), frozenset[str](), [*_REPLACEMENTS]
     try:
         import_custom(values)
@@ -62,10 +51,10 @@ def usable_settings(config: Mapping[str, Any]) -> UsableSettings | None:
         edit = _best_edit(values, problems, named or {*values}, replacements)
         if edit is None:
             return None
-        values, replaced = edit.values, replaced | edit.replaced
+        values, replaced = edit[0], replaced | edit[1]
         replacements = [each for each in replacements if not replaced.issuperset(each)]  # each of them once
     changed = frozenset(key for key in {*config, *values} if config.get(key) != values.get(key))
-    return UsableSettings(Settings.from_config(values), changed, replaced)
+    return Settings.from_config(values), changed, replaced
 
 
 def _problems(values: Mapping[str, Any]) -> set[str]:
@@ -81,13 +70,13 @@ def _problems(values: Mapping[str, Any]) -> set[str]:
 
 def _best_edit(
     values: dict[str, Any], problems: set[str], sections: set[str], replacements: list[dict[str, Any]]
-) -> _Edit | None:
+) -> Edit | None:
     """The first edit that solves a problem and reveals none, or else the one that reveals the fewest, missing keys
     last.
     """
     best, least = None, (0, 0)
     for edit in _edits(values, sections, replacements):
-        remaining = _problems(edit.values)
+        remaining = _problems(edit[0])
         if remaining < problems:
             return edit
         revealed = remaining - problems
@@ -97,7 +86,7 @@ def _best_edit(
     return best
 
 
-def _edits(values: dict[str, Any], sections: set[str], replacements: list[dict[str, Any]]) -> Iterator[_Edit]:
+def _edits(values: dict[str, Any], sections: set[str], replacements: list[dict[str, Any]]) -> Iterator[Edit]:
     """The removal of each key and each member of a list in ``sections``, innermost first; then the replacements."""
     paths = [path for path in _paths(values) if path[0] in sections]
     for *outer, last in sorted(paths, key=len, reverse=True):
@@ -105,19 +94,19 @@ def _edits(values: dict[str, Any], sections: set[str], replacements: list[dict[s
         for step in outer:
             inner = inner[step]
         del inner[last]
-        yield _Edit(edited, frozenset([".".join(map(str, outer))] if isinstance(last, int) else ()))
+        yield edited, frozenset([".".join(map(str, outer))] if isinstance(last, int) else ())
     model = values.get("model")
     for part, sizes in _PARTS.items():
         own = model.get(part) if isinstance(model, dict) else None
         if isinstance(model, dict) and isinstance(own, dict) and not sizes.items() <= own.items():
-            yield _Edit({**values, "model": {**model, part: {**own, **sizes}}}, frozenset())
+            yield {**values, "model": {**model, part: {**own, **sizes}}}, frozenset()
     for replacement in replacements:
         edited = dict(values)
         for dotted, value in replacement.items():
             section, _, key = dotted.partition(".")
             own = edited.get(section)
             edited[section] = {**(own if isinstance(own, dict) else {}), key: value} if key else value
-        yield _Edit(edited, frozenset(replacement))
+        yield edited, frozenset(replacement)
 
 
 def _paths(values: Any) -> Iterator[tuple[Any, ...]]:

@@ -28,9 +28,7 @@ class Reserve:
 
 def device_bytes(traced: Traced, reserve: Reserve) -> dict[str, int]:
     """Of one device in each phase, with the reserve."""
-    return {
-        phase: round(traced.device[phase] * (1 + reserve.fragmentation)) + reserve.device for phase in PHASES
-    }  # fmt: skip
+    return {phase: round(traced.device[phase] * (1 + reserve.fragmentation)) + reserve.device for phase in PHASES}
 
 
 def host_bytes(traced: Traced, reserve: Reserve) -> dict[str, int]:
@@ -53,6 +51,14 @@ def fits(plan: EnginePlan, report: MemoryReport, reserve: Reserve) -> bool | Non
 
 def report_values(report: MemoryReport, reserve: Reserve) -> dict[str, Any]:
     """Plain JSON values, in bytes."""
+    engines = []
+    for plan in report.plans:
+        values: dict[str, Any] = {"engine": plan.engine, "topology": plan.topology, "problem": plan.problem}
+        values["fits"] = fits(plan, report, reserve)
+        if plan.traced is not None:
+            values |= {"device": device_bytes(plan.traced, reserve), "host": host_bytes(plan.traced, reserve)}
+            values |= {"traced": vars(plan.traced), "step_of_rank": {**plan.ranks}}
+        engines.append(values)
     return {
         "world_size": report.world_size,
         "per_node": report.per_node,
@@ -61,18 +67,8 @@ def report_values(report: MemoryReport, reserve: Reserve) -> dict[str, Any]:
         "largest_tokens": report.largest.tokens,
         "sequences_looked_at": report.largest.sequences,
         "reserve": vars(reserve),
-        "engines": [_values(plan, report, reserve) for plan in report.plans],
+        "engines": engines,
     }
-
-
-def _values(plan: EnginePlan, report: MemoryReport, reserve: Reserve) -> dict[str, Any]:
-    values: dict[str, Any] = {"engine": plan.engine, "topology": plan.topology, "problem": plan.problem}
-    values["fits"] = fits(plan, report, reserve)
-    if plan.traced is not None:
-        values |= {"device": device_bytes(plan.traced, reserve), "host": host_bytes(plan.traced, reserve)}
-        values["traced"] = {**vars(plan.traced)}
-        values["step_of_rank"] = {**plan.ranks}
-    return values
 
 
 def report_lines(report: MemoryReport, reserve: Reserve) -> list[str]:

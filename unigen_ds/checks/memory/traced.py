@@ -67,16 +67,9 @@ class Traced:
 def highest(ranks: Sequence[Traced]) -> Traced:
     """The most that any of the ranks needs, in every phase."""
     numbers = {name: max(getattr(one, name) for one in ranks) for name in _NUMBERS}
-    peak, device = _most(one.peak for one in ranks), _most(one.device for one in ranks)
+    peak, device = ({phase: max(getattr(one, of)[phase] for one in ranks) for phase in PHASES}
+                    for of in ("peak", "device"))  # fmt: skip
     return Traced(**numbers, peak=peak, device=device, unlike=ranks[0].unlike)
-
-
-def _most(each: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """By phase the highest of several sums."""
-    highest_sums: dict[str, int] = {}
-    for phases in each:
-        highest_sums |= {phase: max(nbytes, highest_sums.get(phase, 0)) for phase, nbytes in phases.items()}
-    return highest_sums
 
 
 def trace(
@@ -94,28 +87,64 @@ def trace(
     """
     counted = CountedBytes(fake=fake)
     optimizer_cfg = build_optimizer_config(settings, fused=True)
+    kinds = _moment_kinds(optimizer_cfg)
+    offloads = bool(backend.topology().get("offload") or backend.topology().get("cpu_offload"))
     averages = sum(issubclass(hook.cls, EMAHook) for hook in settings.custom_hooks)
+    peak, device = dict.fromkeys(PHASES, 0), dict.fromkeys(PHASES, 0)
+
+    def end(phase: str, *, moments: Sequence[str] = kinds, extra: Iterable[Tensor] = ()) -> None:
+        """Note the peak; then the state that exists now is known to be on the host, where the engine offloads it."""
+        peak[phase] = max(counted.peak, peak[phase])
+        if offloads:
+            on_host = [shard.data for shard in backend.master_shards()]
+            on_host += [shard.data for kind in moments for shard in backend.moments(kind)]
+            before = counted.host
+            counted.on_host([*on_host, *extra])
+            counted.device_peak -= counted.host - before  # it was there all the time
+        device[phase] = max(counted.device_peak, device[phase])
+
     with counted, without_compile():
         built, sizes = prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
-        run = _Phases(counted, backend, _moment_kinds(optimizer_cfg), settings.term_weights)
-        run.load(averages)
-        held = max([run.update(each) for each in _updates(batches, geometry.accumulative_counts)][1:])
-        run.evaluate_and_resume(batches)
+        backend.load_tensors(_Zeros(backend, ()), weights_only=True)
+        end("load", moments=())  # the first update makes them
+        copies = [[t.detach().clone() for t in backend.master_data()] for _ in range(averages)]
+        end("load", moments=())
+        held = []
+        for micro_batches in _updates(batches, geometry.accumulative_counts):
+            counted.begin()
+            one_update(backend, micro_batches, settings.term_weights)
+            for average in copies:
+                torch._foreach_lerp_(average, list(backend.master_data()), 0.5)
+            end("step", extra=(t for average in copies for t in average))
+            held.append(counted.now)
+        counted.begin()
+        _evaluate(backend, batches, swap=bool(copies))
+        end("evaluate")
+        backend.model.train()
+        counted.begin()
+        files = backend.state_files()
+        end("save")
+        del files
+        counted.begin()
+        backend.load_tensors(_Zeros(backend, kinds))
+        end("resume")
+        for phases in (peak, device):  # a resume begins with what a load needs
+            phases["resume"] = max(phases["resume"], phases["load"])
         shards = [*backend.master_shards(), *backend.frozen_shards()]
         result = Traced(
             built=built,
-            held=held,
-            peak=run.peak,
-            device=run.device,
+            held=max(held[1:]),
+            peak=peak,
+            device=device,
             host=counted.host,
             masters=sum(shard.data.nbytes for shard in backend.master_shards()),
             largest=max((shard.data.nbytes for shard in shards), default=0),
             parameters=sum(numel for numel, _ in sizes),
             trainable=sum(numel for numel, trained in sizes if trained),
-            saved=_saved(backend, len(run.kinds) + averages),
+            saved=_saved(backend, len(kinds) + averages),
             unlike=backend.unlike_ranks(),
         )
-        del run, shards
+        del shards
     return result
 
 
@@ -143,69 +172,6 @@ def prepare(
     del named
     prepare_engine(backend, model, groups, optimizer_cfg, geometry=geometry)
     return built, [*sizes.values()]
-
-
-class _Phases:
-    """The phases after ``prepare``, their peaks, and which tensors the engine holds in host memory."""
-
-    def __init__(
-        self,
-        counted: CountedBytes,
-        backend: Backend,
-        kinds: Sequence[str],
-        loss_weights: Mapping[str, float],
-    ) -> None:
-        self._counted, self._backend, self.kinds, self._weights = counted, backend, kinds, loss_weights
-        self._offloads = _offloads(backend)
-        self._averages: list[list[Tensor]] = []
-        self.peak: dict[str, int] = {}
-        self.device: dict[str, int] = {}
-
-    def load(self, averages: int) -> None:
-        """Published or initial weights, and the averages of ``EMAHook``. A part of the peak that ``prepare`` began."""
-        self._backend.load_tensors(_Zeros(self._backend, ()), weights_only=True)
-        self._ended("load")
-        self._averages = [[t.detach().clone() for t in self._backend.master_data()] for _ in range(averages)]
-        self._ended("load")
-
-    def update(self, micro_batches: Sequence[Batch]) -> int:
-        """One update, with the averages. Returns the bytes that are held afterwards."""
-        self._counted.begin()
-        one_update(self._backend, micro_batches, self._weights)
-        for average in self._averages:
-            torch._foreach_lerp_(average, list(self._backend.master_data()), 0.5)
-        self._ended("step", extra=(t for average in self._averages for t in average))
-        return self._counted.now
-
-    def evaluate_and_resume(self, batches: Sequence[Batch]) -> None:
-        """The phases ``evaluate``, ``save`` and ``resume``; a resume begins with what ``load`` needs."""
-        self._counted.begin()
-        _evaluate(self._backend, batches, swap=bool(self._averages))
-        self._ended("evaluate")
-        self._backend.model.train()
-        self._counted.begin()
-        files = self._backend.state_files()
-        self._ended("save")
-        del files
-        self._counted.begin()
-        self._backend.load_tensors(_Zeros(self._backend, self.kinds))
-        self._ended("resume")
-        for phases in (self.peak, self.device):
-            phases["resume"] = max(phases["resume"], phases["load"])
-
-    def _ended(self, phase: str, *, extra: Iterable[Tensor] = ()) -> None:
-        """Note the peak; then the state that exists now is known to be on the host, where the engine offloads it."""
-        counted = self._counted
-        self.peak[phase] = max(counted.peak, self.peak.get(phase, 0))
-        if self._offloads:
-            held = [shard.data for shard in self._backend.master_shards()]
-            if phase != "load":  # the first update makes them
-                held += [shard.data for kind in self.kinds for shard in self._backend.moments(kind)]
-            held += extra
-            before = counted.host
-            counted.on_host(held)
-            counted.device_peak -= counted.host - before  # it was there all the time
-        self.device[phase] = max(counted.device_peak, self.device.get(phase, 0))
 
 
 class _Zeros:
@@ -275,11 +241,6 @@ def _moment_kinds(cfg: OptimizerConfig) -> tuple[str, ...]:
     optimizer.step()
     state = optimizer.state[matrix].items()
     return tuple(sorted(kind for kind, value in state if isinstance(value, Tensor) and value.shape == matrix.shape))
-
-
-def _offloads(backend: Backend) -> bool:
-    topology = backend.topology()
-    return bool(topology.get("offload") or topology.get("cpu_offload"))
 
 
 def _saved(backend: Backend, copies: int) -> int:

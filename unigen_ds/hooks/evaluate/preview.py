@@ -138,8 +138,7 @@ class PreviewHook(Hook):
         self._every = run.ruler.duration(self._interval, self._unit)
         inferencer = inferencer_of(run.backend, run.processor)[1]
         family = trained_family(run.backend)[0]
-        flow = self._flow if family.drawing is not None else {}  # else a line states that it has no effect
-        self._drawing = family.drawing_settings(inferencer.model, flow, where="PreviewHook.flow")
+        self._drawing = family.drawing_settings(inferencer.model, self._flow, where="PreviewHook.flow")
         self._check_images(inferencer)
         if self._num_held_out:
             check_answers(inferencer, "text")

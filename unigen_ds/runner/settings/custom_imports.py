@@ -14,7 +14,6 @@ from pydantic import BeforeValidator, Field
 
 from unigen_ds.config.file import with_bases
 from unigen_ds.config.overrides import ConfigValues
-from unigen_ds.config.registry import undone_on_failure
 from unigen_ds.config.section import LISTED, Section
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.system.log import logger
@@ -65,8 +64,7 @@ def import_custom(config: Mapping[str, Any]) -> None:
     section = CustomImports.parse(config.get("custom_imports"), where="custom_imports")
     for name in section.imports:
         try:
-            with undone_on_failure():
-                importlib.import_module(name)
+            importlib.import_module(name)
         except ImportError as error:
             absent = isinstance(error, ModuleNotFoundError) and _is_missing(name)
             searched = ["the installed packages", f"PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'})", *_beside]

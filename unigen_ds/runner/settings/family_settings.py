@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, get_args
 
 from unigen_ds.config.registry import MODELS, argument_problems, find
 from unigen_ds.config.section import Component, Of, one_or_many
-from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.images.augment import CHANGES, misplaced
 from unigen_ds.data.settings import Transform
 from unigen_ds.families.base import Family, families, family_of
-from unigen_ds.families.directories import published_format
 from unigen_ds.system.log import notice
 
 PROCESSOR_KEYS = (
@@ -27,10 +24,6 @@ _CHANNELS = {"RGB": 3, "L": 1}
 _WITH_MODE = ("ImageTransform", "CenterCrop")
 
 
-_LANGUAGE = ("CausalLM", "DecoderLM")
-"""Models that may be a part of another one."""
-
-
 def family_of_model(kind: type) -> Family:
     """The family of a model's class. Raises ``ConfigError`` where none is registered."""
     family = family_of(kind)
@@ -42,40 +35,6 @@ def family_of_model(kind: type) -> Family:
             " one",
         )
     return family
-
-
-@contextmanager
-def of_its_kind(kind: type, spec: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, an error about ``model.pretrained`` states it where another kind of model is read from that folder.
-
-    Raises ``ConfigError``.
-    """
-    try:
-        yield
-    except (CheckpointError, ConfigError) as error:
-        path, family = spec.get("pretrained"), family_of(kind)
-        folder = Path(path) if isinstance(path, str) else None
-        if (
-            folder is None
-            or not folder.is_dir()
-            or family is None
-            or any(f.recognises(folder) for f in family.published)
-        ):
-            raise
-        published = published_format(folder)
-        if published is None:
-            raise
-        try:
-            other = published.config(folder)["model"]["type"]
-        except (CheckpointError, ConfigError):
-            other = None
-        own = error.remedy is not None and other in _LANGUAGE
-        parts = f"; or {error.remedy}" if own else ""
-        raise ConfigError(
-            f"model.pretrained is {path!r}: {published.name}, and not for model.type {kind.__name__!r}",
-            allowed=", ".join(each.name for each in family.published) or None,
-            remedy=(f"model.type={other!r}" if other else "another folder") + parts,
-        ) from error
 
 
 def family_problems(config: Mapping[str, Any]) -> Iterator[ConfigError]:

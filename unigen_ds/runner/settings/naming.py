@@ -3,12 +3,11 @@
 ``visualizer.run_name='nanovlm'`` is nanoVLM's own template. ``work_dir='checkpoints/{run_name}'`` makes a folder for
 each run. Which folder a resume continues in is decided by the names of the folders that hold checkpoints:
 
-=================================================  =================================================================
-all fields but the date are as in the config       the newest of them
-only ``gpus``, ``batch_size``, ``updates`` differ  it, where it is the only one of the template and model; else refused
-``lr`` or rates of groups differ                   refused: a changed rate, or a run to compare with, are both likely
-others differ (model, seed, ...)                   another run: a new folder, with a warning
-=================================================  =================================================================
+===========================================================  ==============================================
+all fields but the date are as in the config                 the newest of them
+only ``gpus``, ``batch_size``, ``updates`` or rates differ   refused, with the command for each: which is meant?
+others differ (model, seed, ...)                             another run: a new folder, with a warning
+===========================================================  ==============================================
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import glob
 import re
 import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,9 +24,8 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.home import home_of, same
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
-from unigen_ds.core.json_values import json_values
 from unigen_ds.core.progress import Geometry
-from unigen_ds.resume.finding import other_sizes, shown
+from unigen_ds.resume.finding import shown
 from unigen_ds.runner.settings.tree import Settings
 
 NANOVLM = "nanoVLM_{vit}_{max_image_size}_mp{mp}_{llm}_{gpus}xGPU_bs{batch_size}_{updates}_lr_{nanovlm_lrs}_{date}"
@@ -38,9 +36,8 @@ FIELDS = (
     "model", "vit", "llm", "max_image_size", "mp", "gpus", "batch_size", "updates", "lr", "group_lrs", "nanovlm_lrs",
     "seed", "date",
 )  # fmt: skip
-_RESIZED = frozenset(("date", "gpus", "batch_size", "updates"))
-"""Fields that a resume may change without being another experiment; the checklist reports the change."""
-_RATES = frozenset(("lr", "group_lrs", "nanovlm_lrs"))
+_DOUBTFUL = frozenset(("date", "gpus", "batch_size", "updates", "lr", "group_lrs", "nanovlm_lrs"))
+"""Fields in which the names of one experiment, and of two that are compared, may differ."""
 PLACE = "{run_name}"
 
 
@@ -59,7 +56,7 @@ class Named(NamedTuple):
     folder: str | None = None
     """Where ``work_dir`` contains ``{run_name}``."""
     why: str | None = None
-    """A warning about the folder: why it is the one, where a resume did not find it by its name."""
+    """A warning: a resume did not find a run of this name, and a new one begins."""
 
 
 def name_and_folder(settings: Settings, geometry: Geometry) -> Named:
@@ -150,16 +147,15 @@ def _existing(folder: str, template: str, settings: Settings, geometry: Geometry
     begun = [path for path in every if _checkpoints(path)]
     if candidates := [path for path in own if path in begun] or ([] if begun else own):
         return max(candidates, key=_age), None
-    resized = [path for path in folders(_RESIZED) if path in begun]
-    likely = [path for path in resized if _same_run(Path(path), settings)]
     name = name_from_template(template, settings, geometry, date="<date>")
-    if len(likely) == 1:
-        return likely[0], (
-            f"Resume: continued in {likely[0]}. No run is named {name}; this is the only one of the same template and"
-            " model whose name differs in nothing but the number of processes, the batch size or the number of updates."
+    if doubtful := [path for path in folders(_DOUBTFUL) if path in begun]:
+        newest = {path: _checkpoints(path)[-1].path for path in doubtful}
+        commands = [f"--resume {checkpoint} or --resume --work-dir {path}" for path, checkpoint in newest.items()]
+        raise ResumeBlocked(
+            f"no run is named {name}, and {len(doubtful)} of this template may be meant, whose name has other settings:"
+            f" {shown(doubtful)}",
+            remedy=f"name the one to continue: {shown(commands)}. Without --resume a new run begins",
         )
-    if doubtful := resized or [path for path in folders(_RESIZED | _RATES) if path in begun]:
-        raise _which(doubtful, name)
     why = None
     if begun:
         why = (
@@ -183,25 +179,3 @@ def _checkpoints(folder: str) -> list[store.Found]:
 
 def _age(path: str) -> float:
     return Path(path).stat().st_mtime
-
-
-def _same_run(folder: Path, settings: Settings) -> bool:
-    """Whether the newest checkpoint has the same template and the same model; it may have where none can be read."""
-    manifests = [one.manifest for one in _checkpoints(str(folder)) if one.manifest is not None]
-    if not manifests:
-        return True
-    stored, now = manifests[-1].config, json_values(settings.given)
-    names = [(side.get("visualizer") or {}).get("run_name") for side in (stored, now)]
-    kinds = [(side.get("model") or {}).get("type") for side in (stored, now)]
-    return names[0] == names[1] and kinds[0] == kinds[1] and not other_sizes(stored, now)
-
-
-def _which(folders: Sequence[str], name: str) -> ResumeBlocked:
-    """The refusal to choose among ``folders``, with the commands that do."""
-    newest = {folder: _checkpoints(folder)[-1].path for folder in folders}
-    commands = [f"--resume {path} or --resume --work-dir {folder}" for folder, path in newest.items()]
-    return ResumeBlocked(
-        f"no run is named {name}, and {len(folders)} of this template may be meant, whose name has other settings:"
-        f" {shown(folders)}",
-        remedy=f"name the one to continue: {shown(commands)}. Without --resume a new run begins",
-    )

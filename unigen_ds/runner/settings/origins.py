@@ -42,20 +42,15 @@ class Layer:
 
 def config_lines(settings: Settings, config: ConfigValues) -> list[str]:
     """A line for each key: ``key = value  # origin``."""
-    layer = Layer.read(config.path)
+    layer, translations = Layer.read(config.path), {change.path for change in config.changes}
     rows = []
     for leaf, value in _leaves(settings.plain()):
-        origin = "default"
-        if (stated := _at(settings.given, leaf)) is not _MISSING:
-            sources = [(leaf, stated)]
-            for change in config.changes:
-                if change.path and [*map(str, leaf)][: change.path.count(".") + 1] == change.path.split("."):
-                    keys = [(*key.split("."),) for key in change.sources]
-                    sources += [(key, own) for key in keys if (own := _at(layer.values, key)) is not _MISSING]
-                    sources += [(key, None) for key in keys if _overridden(key, config.overrides)]
-            origins = ("command line" if _overridden(key, config.overrides) else layer.origin(key, own)
-                       for key, own in sources)  # fmt: skip
-            origin = next(filter(None, origins), "default")
+        stated = _at(settings.given, leaf)
+        if stated is not _MISSING and _overridden(leaf, config.overrides):
+            origin = "command line"
+        else:
+            default = "translated" if dotted(leaf) in translations else "default"
+            origin = (stated is not _MISSING and layer.origin(leaf, stated)) or default
         rows.append((f"{dotted(leaf)} = {value!r}", origin))
     width = min(max(len(text) for text, _ in rows), 72)
     return [*(f"# {change}" for change in config.changes), *(f"{text:<{width}}  # {origin}" for text, origin in rows)]

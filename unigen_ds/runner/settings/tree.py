@@ -40,7 +40,6 @@ from unigen_ds.evaluation import metrics as _metrics  # noqa: F401
 from unigen_ds.families import directories as _families  # noqa: F401
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
-from unigen_ds.hooks.evaluate.preview import PreviewHook
 from unigen_ds.hooks.mmengine import stops_early
 from unigen_ds.hooks.settings import CustomHook, DefaultHooks
 from unigen_ds.models.settings import Lora
@@ -238,31 +237,27 @@ class Settings(ModelSettings):
             if not isinstance(config, LoadedConfig):
                 log_changes(translate(values))
             unknown = top_problems(values, known_keys(), file=getattr(config, "filename", None))
-            settings, errors = cls._with_errors(values, unknown, checked=getattr(config, "checked", None))
+            settings, errors = cls._with_errors(values, unknown)
         raise_any(errors)
         assert settings is not None
         return settings
 
     @classmethod
     def _with_errors(
-        cls, values: Mapping[str, Any], problems: Sequence[ConfigError] = (), *, checked: Settings | None = None
+        cls, values: Mapping[str, Any], problems: Sequence[ConfigError]
     ) -> tuple[Settings | None, list[ConfigError]]:
-        """The settings of a config, or an error for each problem. ``checked``: by ``load_config``."""
+        """The settings of a config, or an error for each problem, ``problems`` among them."""
         sections, errors = {key: value for key, value in values.items() if key in cls.model_fields}, [*problems]
         try:
             import_custom(sections)
-        except ConfigError as error:
-            return None, [*errors, *cls.checked(sections, whole=False)[1], error]
+        except ConfigError as error:  # what the module registers is not known
+            return None, [*errors, error]
         try:
             expand_paths(sections)
         except ConfigError as error:
             errors.append(error)
-        if checked is not None and checked.given == sections and not checked.custom_imports.imports:
-            settings: Settings | None = checked
-        else:
-            settings, more = cls.checked(sections)
-            errors += more
-        errors += family_problems(sections)
+        settings, more = cls.checked(sections)
+        errors += [*more, *family_problems(sections)]
         of_model = (
             settings or ModelSettings.checked({k: sections[k] for k in ModelSettings.model_fields if k in sections})[0]
         )
@@ -371,9 +366,6 @@ def known_keys() -> dict[str, Any]:
 class LoadedConfig(Config):
     """What ``load_config`` returns: mmengine's ``Config``, translated, without names of the file that are no keys."""
 
-    checked: Settings | None = None
-    """The settings of the values that the file has; the sections are checked anew where they were changed since."""
-
 
 def read_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> ConfigValues:
     """Read a config, apply overrides and translate it; ``Settings.from_config`` checks what is returned.
@@ -394,26 +386,16 @@ def load_settings(name: str | Path, overrides: Iterable[str] | Mapping[str, Any]
 
 
 def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
-    """Read a config, apply overrides (``K=V`` texts of ``--cfg-options`` or a mapping of dotted paths), check its keys
-    and values. Components and missing sections are checked where the config is used.
+    """Read a config and apply overrides: ``K=V`` texts of ``--cfg-options``, or a mapping of dotted paths. Its sections
+    are checked where it is used.
 
-    Raises one ``ConfigError`` for a broken file, unknown keys, wrong values, and overrides without an effect.
+    Raises one ``ConfigError`` for a broken file, unknown names at the top, and overrides without an effect.
     """
-    read = read_config(name, overrides)
-    errors = [*read.problems]
-    config = LoadedConfig(read.values, cfg_text=read.text, filename=str(read.path))
-    try:
-        expand_paths(config)
-    except ConfigError as error:
-        errors.append(error)
-    sections = {key: value for key, value in plain_values(config).items() if key in Settings.model_fields}
-    with _migration_advice(name):
-        settings, more = Settings.checked(sections, whole=False)
-        raise_any([*errors, *more])
-    if settings is not None:
-        settings._given = sections
-    object.__setattr__(config, "checked", settings)
-    return config
+    config = read_config(name, overrides)
+    raise_any(config.problems)
+    loaded = LoadedConfig(config.values, cfg_text=config.text, filename=str(config.path))
+    expand_paths(loaded)
+    return loaded
 
 
 def log_changes(changes: Iterable[Change]) -> None:
@@ -438,9 +420,6 @@ def _migration_advice(name: str | Path) -> Iterator[None]:
 # ---- checks that involve several sections ---------------------------------------------------------------------------
 
 
-_ADD_VALIDATION = "val_dataloader=dict(split=0.02), or dict(dataset=dict(type=...)); or delete the hook"
-
-
 def _misfits(settings: Settings) -> Iterator[ConfigError]:
     """Methods that the engine needs and the model does not have, and hooks without the data that they need."""
     engine, model = settings.backend, settings.model
@@ -457,37 +436,17 @@ def _misfits(settings: Settings) -> Iterator[ConfigError]:
             " for its checkpoints under another name",
             allowed="{run_name} in checkpoint_dir where work_dir has it",
         )
-    if settings.evaluates and settings.val_dataloader is None:
-        yield ConfigError(
-            "custom_hooks has an EvaluateHook, and there is no val_dataloader",
-            remedy=_ADD_VALIDATION,
-        )
-    hooks = settings.custom_hooks
-    if settings.val_dataloader is None and not any(
-        getattr(hook.cls, "name", "") == EvaluateHook.name for hook in hooks
-    ):
-        problem = "custom_hooks has an EarlyStoppingHook, and there is no val_dataloader: nothing is evaluated"
-        yield from (ConfigError(problem, remedy=_ADD_VALIDATION) for hook in hooks if stops_early(hook))
-    yield from _drawing_problems(settings)
+    names = {getattr(hook.cls, "name", "") for hook in settings.custom_hooks}
+    for hook in settings.custom_hooks if settings.val_dataloader is None else ():
+        needs = "EvaluateHook" if issubclass(hook.cls, EvaluateHook) else "EarlyStoppingHook"
+        if issubclass(hook.cls, EvaluateHook) or (stops_early(hook) and EvaluateHook.name not in names):
+            yield ConfigError(
+                f"custom_hooks has an {needs}, and there is no val_dataloader: nothing is evaluated",
+                remedy="val_dataloader=dict(split=0.02), or dict(dataset=dict(type=...)); or delete the hook",
+            )
     for method, advice in getattr(engine.cls, "model_needs", {}).items():
         if not hasattr(model.cls, method):
             problem = (
                 f"model.type is {model.cls.__name__}, which has no {method}(), and backend {engine.name!r} needs it"
             )
             yield ConfigError(problem, remedy=advice)
-
-
-def _drawing_problems(settings: Settings) -> Iterator[ConfigError]:
-    """Settings of drawing that the model's family does not have."""
-    family = family_of_model(settings.model.cls)
-    for hook in settings.custom_hooks:
-        preview, of_metrics = issubclass(hook.cls, PreviewHook), issubclass(hook.cls, EvaluateHook)
-        flow = hook.get("flow") if preview else (hook.get("generation") or {}).get("flow") if of_metrics else None
-        where = "PreviewHook.flow" if preview else "EvaluateHook.generation.flow"
-        if flow and family.drawing is None:
-            notice(f"{where} has no effect: {family.model.__name__} has no settings of drawing.")
-        elif isinstance(flow, Mapping):
-            try:
-                family.drawing_settings(None, flow, where=where)
-            except ConfigError as error:
-                yield error

@@ -41,7 +41,7 @@ from unigen_ds.hooks.save.best import BestHook
 from unigen_ds.models.lora import adapted, add_adapters, base_tensors, hold_base_in
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, default_fused, settled_precision
 from unigen_ds.optim.param_groups import build_param_groups
-from unigen_ds.runner.settings.family_settings import family_of_model, of_its_kind
+from unigen_ds.runner.settings.family_settings import family_of_model
 from unigen_ds.runner.settings.tree import ModelSettings, Settings, TrainCfg
 from unigen_ds.system.log import logger, notice
 
@@ -201,8 +201,7 @@ def build_processor(settings: ModelSettings, *, seed: int) -> Any:
     """The tokenizer and the family's processor; every size that the model determines is read from the model."""
     tokenizer = None if settings.tokenizer is None else settings.tokenizer.build()
     kind, spec, arguments = settings.model.cls, located(settings.model.spec), dict(settings.processor)
-    with of_its_kind(kind, spec):
-        return family_of_model(kind).processor(spec, arguments, tokenizer=tokenizer, seed=seed)
+    return family_of_model(kind).processor(spec, arguments, tokenizer=tokenizer, seed=seed)
 
 
 def located(spec: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -244,7 +243,7 @@ def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: b
     torch.manual_seed(seed)
     packed = spec.get("quantize") or (settings.lora is not None and settings.lora.quantize)
     stream = stream and bool(spec.get("pretrained")) and not packed and hasattr(kind, "initial_weights")
-    with of_its_kind(kind, spec), torch.device("meta") if stream else nullcontext():
+    with torch.device("meta") if stream else nullcontext():
         model = family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
     if getattr(processor, "vocab_size", 0) is None:
         processor.vocab_size = getattr(model, "vocab_size", None)

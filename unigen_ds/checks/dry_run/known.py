@@ -1,14 +1,17 @@
-"""What the checks of a dry run know: the command line, and what earlier checks have built from the config."""
+"""What the checks of a dry run know (the command line, and what earlier checks have built), and what they return."""
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from unigen_ds.backends.base import Backend
+from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.stages import Start
@@ -17,6 +20,56 @@ from unigen_ds.system.machine import WrongNumber
 if TYPE_CHECKING:
     from unigen_ds.checks.dry_run.first_batches import FirstBatches
     from unigen_ds.checks.memory.traced import Traced
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One line of a dry run."""
+
+    status: Literal["ok", "warning", "problem", "not checked"]
+    text: str
+    """A problem: what was given, what is allowed, the remedy."""
+    check: str = ""
+    """Which check it is of: set by the dry run."""
+
+
+def ok(text: str) -> Checked:
+    return Checked("ok", text)
+
+
+def warning(text: str) -> Checked:
+    """The run would start and is probably not what is wanted."""
+    return Checked("warning", text)
+
+
+def problem(text: str, *, allowed: str | None = None, remedy: str | None = None) -> Checked:
+    """The run would fail, or would not do what the config asks for."""
+    return Checked("problem", str(UnigenError(text, allowed=allowed, remedy=remedy)))
+
+
+def unchecked(text: str) -> Checked:
+    return Checked("not checked", text)
+
+
+def untraced(why: str | None) -> Checked:
+    """Why an update could not be traced: the model or the engine fails, or computes what cannot be without memory."""
+    if re.search("DynamicOutputShape|DataDependentOutput|UnsupportedOperator|UnsupportedFakeTensor", str(why)):
+        return unchecked(f"an update cannot be traced without memory: {why}")
+    return problem(f"an update fails: {why}")
+
+
+_SEVERAL = re.compile(r"\d+ problems in the config:\n  ")
+
+
+def problems_of(error: Exception) -> list[Checked]:
+    """One for each problem that an error names; of any other error than ours its kind and where it was raised."""
+    if not isinstance(error, UnigenError):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = (str(error).splitlines() or [""])[0]
+        return [problem(f"{type(error).__name__}: {text} ({last.filename}:{last.lineno})")]
+    text = str(error)
+    lines = _SEVERAL.sub("", text, count=1).split("\n  ") if _SEVERAL.match(text) else [text]
+    return [Checked("problem", line.rstrip()) for line in lines]
 
 
 class Unknown(Exception):
@@ -62,7 +115,7 @@ class Known:
     """Variables of the launcher that are no numbers: as if they were not set."""
     given: dict[str, Any] = field(default_factory=dict)
     """The config as plain values, with its mistakes: for what can be checked nevertheless."""
-    hardware: Hardware | None = None
+    hardware: Hardware = Hardware(0)
     world_size: int = 1
     per_node: int = 1
     settings: Settings | None = None
@@ -80,8 +133,7 @@ class Known:
     """On the meta device."""
     batches: FirstBatches | None = None
     traced: Traced | None = None
-    paths: Sequence[str] = ()
-    """Those that are reported to be missing."""
+    missing_paths: list[str] = field(default_factory=list)
     problems: set[str] = field(default_factory=set)
     """Texts of those that are listed."""
 
@@ -109,6 +161,5 @@ _NAMES = {
     "model": "a model that can be built",
     "batches": "the first micro-batches",
     "traced": "a traced update",
-    "hardware": "the devices of this machine",
 }
 """What a user calls each value."""

@@ -9,10 +9,11 @@ What an engine does later because of earlier updates is seen only as far as it d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,10 +21,8 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unigen_ds.backends.base import Backend
-from unigen_ds.checks.dry_run.context import Known
 from unigen_ds.checks.dry_run.first_batches import FirstBatches, Kind, titles
-from unigen_ds.checks.dry_run.result import Checked, ok, problem, untraced, warning
+from unigen_ds.checks.dry_run.known import Checked, Known, ok, problem, untraced, warning
 from unigen_ds.checks.memory.counted import PLAIN, CountedBytes, in_processes
 from unigen_ds.checks.memory.planned import preload
 from unigen_ds.checks.memory.traced import copied, fake_group, one_update, prepare, without_compile
@@ -102,94 +101,73 @@ def record_calls(settings: Settings, processor: Any, batches: Sequence[Batch], g
     backend, _ = build_engine(settings)
     counted = CountedBytes(fake=True)
     calls: list[list[Call]] = []
+
+    def update(batch: Batch) -> list[Call]:
+        recorded = _Recorded(backend.model)
+        with recorded.recording():
+            one_update(backend, [copied(batch)], settings.term_weights)
+        return recorded.calls
+
     with fake_group(geometry.dp_size), counted, without_compile():
         optimizer_cfg = build_optimizer_config(settings, fused=True)
         prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
         for batch in batches:
-            if not calls or _what(calls[-1]) != _what(calls[0]):  # an engine has learnt another order
-                _warm_up(lambda: _calls_of(backend, batches[0], settings))
-            calls.append(_calls_of(backend, batch, settings))
+            if not calls or first_difference(calls[-1], calls[0]):  # an engine has learnt another order
+                last = [update(batches[0]) for _ in range(_WARM_UP)]
+                while len(last) < _MOST_WARM_UP and first_difference(*last[-2:]):
+                    last.append(update(batches[0]))
+            calls.append(update(batch))
     return calls
-
-
-def _warm_up(update: Callable[[], list[Call]]) -> None:
-    """Updates until two have the same calls."""
-    for _ in range(_WARM_UP - 1):
-        update()
-    last = update()
-    for _ in range(_MOST_WARM_UP - _WARM_UP):
-        before, last = last, update()
-        if _what(last) == _what(before):
-            return
-
-
-def _calls_of(backend: Backend, batch: Batch, settings: Settings) -> list[Call]:
-    """Of one update."""
-    recorded = _Recorded(backend.model)
-    with recorded.recording():
-        one_update(backend, [copied(batch)], settings.term_weights)
-    return recorded.calls
-
-
-def _what(calls: Sequence[Call]) -> list[str]:
-    return [call.what for call in calls]
 
 
 def first_difference(one: Sequence[Call], other: Sequence[Call]) -> str | None:
     """The first call in which two sequences differ, as text; None: in none."""
-    for number in range(max(len(one), len(other))):
-        a, b = (calls[number] if number < len(calls) else None for calls in (one, other))
-        if a is None or b is None or a.what != b.what:
-            left, right = (call.text if call else "none" for call in (a, b))
-            return f"call {number + 1} of an update is {left} on the one, and {right} on the other"
+    for number, (a, b) in enumerate(zip_longest(one, other, fillvalue=Call("none", "")), 1):
+        if a.what != b.what:
+            return f"call {number} of an update is {a.text} on the one, and {b.text} on the other"
     return None
 
 
-def compare(batches: FirstBatches, calls: Mapping[Kind, Sequence[Sequence[Call]]]) -> Iterator[Checked]:
+def compare(batches: FirstBatches, calls: Mapping[Kind, Sequence[Sequence[Call]]]) -> Checked:
     """The first micro-batch in which two ranks differ is a problem; so is a kind whose batches differ.
 
     ``calls``: of each kind those of its examples.
     """
     step, title = batches.geometry.accumulative_counts, titles(calls)
     for i in range(len(batches.of_rank[0])):
-        kinds = {rank: made[i].kind for rank, made in enumerate(batches.of_rank) if made[i] is not None}  # type: ignore[union-attr]
-        first = next(iter(kinds), None)
-        for rank, kind in kinds.items():
-            assert first is not None
-            if kind.terms != kinds[first].terms:
-                yield problem(
-                    f"update {i // step + 1}, micro-batch {i % step + 1}: target_counts() has the terms"
-                    f" {', '.join(kinds[first].terms)} on rank {first} and {', '.join(kind.terms)} on rank {rank}",
+        kinds = [(rank, one.kind) for rank, made in enumerate(batches.of_rank) if (one := made[i])]
+        where = f"update {i // step + 1}, micro-batch {i % step + 1}"
+        for rank, kind in kinds[1:]:
+            first_rank, first = kinds[0]
+            if kind.terms != first.terms:
+                return problem(
+                    f"{where}: target_counts() has the terms {', '.join(first.terms)} on rank {first_rank} and"
+                    f" {', '.join(kind.terms)} on rank {rank}",
                     allowed="the same terms in every batch",
                     remedy="a term without targets has the count 0",
                 )
-                return
-            if difference := first_difference(calls[kinds[first]][0], calls[kind][0]):
-                yield problem(
-                    f"update {i // step + 1}, micro-batch {i % step + 1}: rank {first} ({title[kinds[first]]}) and rank"
-                    f" {rank} ({title[kind]}) call different collectives, so both would wait for ever: {difference}",
+            if difference := first_difference(calls[first][0], calls[kind][0]):
+                return problem(
+                    f"{where}: rank {first_rank} ({title[first]}) and rank {rank} ({title[kind]}) call different"
+                    f" collectives, so both would wait for ever: {difference}",
                     remedy=REMEDY,
                 )
-                return
     for kind, of_examples in calls.items():
         if difference := first_difference(of_examples[0], of_examples[-1]):
-            yield problem(
+            return problem(
                 f"micro-batches of one kind ({title[kind]}) call different collectives where one has more images or"
                 f" tokens: {difference}",
                 remedy="call collectives, and modules whose weights are sharded, as often in every micro-batch",
             )
-            return
-    one, *others = calls
+    base, *others = calls
     for kind in others:
-        if difference := first_difference(calls[one][0], calls[kind][0]):
-            yield warning(
-                f"micro-batches {title[one]} and {title[kind]} call different collectives; no two ranks have both in"
+        if difference := first_difference(calls[base][0], calls[kind][0]):
+            return warning(
+                f"micro-batches {title[base]} and {title[kind]} call different collectives; no two ranks have both in"
                 f" the same iteration yet: {difference}. Remedy: {REMEDY}."
             )
-            return
-    number = len(calls[one][0])
-    names = "; ".join(title.values())
-    yield ok(f"the same {number} calls in every update of all ranks, for micro-batches {names}")
+    number, names = len(calls[base][0]), "; ".join(title.values())
+    return ok(f"the same {number} calls in every update of all ranks, for micro-batches {names}")
 
 
 def check_collectives(known: Known) -> Iterator[Checked]:
@@ -208,4 +186,4 @@ def check_collectives(known: Known) -> Iterator[Checked]:
         yield untraced(why)
         return
     in_order = iter(calls)
-    yield from compare(batches, {kind: [next(in_order) for _ in each] for kind, each in batches.examples.items()})
+    yield compare(batches, {kind: [next(in_order) for _ in each] for kind, each in batches.examples.items()})

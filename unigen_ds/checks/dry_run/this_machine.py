@@ -1,0 +1,204 @@
+"""The checks that every process of a launched job makes on its own machine: packages, devices, the variables of the
+launcher, and the paths of the config, also of one with mistakes.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unigen_ds.checkpoint.home import other_owner
+from unigen_ds.checks.dry_run.known import Checked, Hardware, Known, ok, problem, problems_of, unchecked, warning
+from unigen_ds.checks.memory.counted import in_processes
+from unigen_ds.config.overrides import stated_world_size
+from unigen_ds.config.paths import PATH_KEYS, is_hub_name
+from unigen_ds.core.choices import AUTO
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.runner.settings.naming import PLACE
+from unigen_ds.system import dist
+from unigen_ds.system.machine import ALLOWED, installed, version_problems
+
+_STARTED = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_RANK"}
+"""Launcher -> a variable that each of its processes has."""
+
+
+def check_packages(known: Known) -> Iterator[Checked]:
+    """torch and transformers; DeepSpeed's version is checked with the engine that needs it."""
+    errors = [*version_problems()]
+    yield from (result for error in errors for result in problems_of(error))
+    if not errors:
+        names = [*ALLOWED, "deepspeed"]
+        yield ok(", ".join(f"{name} {version}" for name in names if (version := installed(name))))
+
+
+def check_devices(known: Known) -> Iterator[Checked]:
+    """Adds ``hardware``, which a process of its own asks for: CUDA in this one would prevent it from being forked.
+    Afterwards this process and its children use no device.
+    """
+    hardware, _ = in_processes({"devices": _ask_devices}, jobs=1)["devices"]
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    if not hardware:
+        yield unchecked("this machine has no CUDA device: what a device must have is not checked, all else is")
+        return
+    known.hardware = hardware
+    memory, free = hardware.memory / 2**30, hardware.free / 2**30
+    yield ok(f"{hardware.count} x {hardware.name}, {memory:.1f} GiB each, {free:.1f} of the first free")
+
+
+def _ask_devices() -> Hardware | None:
+    if not torch.cuda.is_available():
+        return None
+    free, memory = torch.cuda.mem_get_info(0)
+    bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return Hardware(torch.cuda.device_count(), torch.cuda.get_device_name(0), memory, free, bf16)
+
+
+# ---- the job: what torchrun, MPI or SLURM has set in the environment -------------------------------------------------
+
+
+def count_processes(known: Known) -> None:
+    """Adds ``world_size`` and ``per_node``: as asked for, as started, or as the config has it.
+
+    Raises ``ConfigError`` for variables of the launcher that are missing or wrong.
+    """
+    launcher, missing = str(known.given.get("launcher") or "none"), None
+    if launcher in _STARTED and _STARTED[launcher] in os.environ:
+        try:
+            dist.launcher_environment(launcher)
+        except ConfigError as error:
+            missing = error
+    started = number_in(os.environ, "WORLD_SIZE")
+    known.world_size = known.asked.world_size or started or stated_world_size(known.given)
+    on_node = dist.env_processes_per_node() if started == known.world_size and started > 1 else None
+    known.per_node = min(known.asked.per_node or on_node or 8, known.world_size)
+    if missing is not None:
+        raise missing
+
+
+def check_job(known: Known) -> Iterator[Checked]:
+    """What the launcher has set, against the number of processes."""
+    launcher = str(known.given.get("launcher") or "none")
+    yield from (result for error in known.wrong_numbers for result in problems_of(error))
+    try:
+        count_processes(known)
+    except ConfigError as error:
+        yield from problems_of(error)
+    yield from launcher_results(os.environ, launcher=launcher, world_size=known.world_size)
+    yield from slurm_results(os.environ, launcher=launcher, world_size=known.world_size)
+    dist.check_port()
+
+
+def number_in(env: Mapping[str, str], name: str) -> int | None:
+    """The whole number that a variable has; None: it has none."""
+    return int(env[name]) if env.get(name, "").isdecimal() else None
+
+
+def launcher_results(env: Mapping[str, str], *, launcher: str, world_size: int) -> Iterator[Checked]:
+    """Variables of the launcher against each other and against ``world_size``, the processes that are planned."""
+    started, rank = number_in(env, "WORLD_SIZE"), number_in(env, "RANK") or 0
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK") if name not in env]
+    if started is None:
+        yield unchecked(f"no launcher has started this process; {world_size} process(es) are planned")
+        return
+    if rank >= started:
+        yield problem(f"RANK is {rank} and WORLD_SIZE {started}", allowed=f"RANK from 0 to {started - 1}")
+    elif started > 1 and missing and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        yield problem(
+            f"{started} processes were started without {', '.join(missing)} in the environment",
+            remedy="--launcher slurm or mpi sets them; or start with torchrun",
+        )
+    if started != world_size:
+        yield warning(f"{started} processes were started, and --world-size {world_size} is what is checked")
+    else:
+        yield ok(f"{started} process(es), launcher {launcher!r}")
+
+
+def slurm_results(env: Mapping[str, str], *, launcher: str, world_size: int) -> Iterator[Checked]:
+    """The variables of a SLURM job; outside of one nothing is known."""
+    if "SLURM_JOB_ID" not in env:
+        if launcher == "slurm":
+            yield unchecked("launcher is 'slurm' and this is no SLURM job: its variables are not there")
+        return
+    tasks = number_in(env, "SLURM_NTASKS") or 1
+    devices, on_node = number_in(env, "SLURM_GPUS_ON_NODE"), number_in(env, "SLURM_NTASKS_PER_NODE")
+    if launcher == "slurm" and tasks != world_size:
+        yield problem(
+            f"SLURM has {tasks} tasks (SLURM_NTASKS), and {world_size} processes are planned",
+            remedy=f"sbatch --ntasks={world_size}, or --world-size {tasks}",
+        )
+    elif launcher == "none" and "SLURM_PROCID" in env and tasks > 1 and "WORLD_SIZE" not in env:
+        yield problem(
+            f"SLURM has started {tasks} tasks, and launcher is 'none': each would train alone, in the same work dir",
+            remedy="--launcher slurm; or one task for each node, which starts torchrun",
+        )
+    else:
+        yield ok(f"SLURM job {env['SLURM_JOB_ID']}, {tasks} tasks")
+    if devices and on_node and launcher == "slurm" and on_node > devices:
+        yield problem(
+            f"SLURM has {on_node} tasks and {devices} GPUs on a node",
+            allowed="a GPU for each task",
+            remedy=f"sbatch --gpus-per-node={on_node}, or --ntasks-per-node={devices}",
+        )
+
+
+# ---- paths of the config ---------------------------------------------------------------------------------------------
+
+_READ = PATH_KEYS - {"work_dir", "checkpoint_dir", "cache_dir", "save_dir", "root", "config", "resume"}
+"""Keys whose files must be there. ``root`` is made by the demo's data set, ``config`` may be the name of a preset."""
+
+
+def check_paths(known: Known) -> Iterator[Checked]:
+    """Adds ``missing_paths``: files and folders that are read."""
+    paths = [*_paths(known.given)]
+    if isinstance(resume := known.given.get("resume"), str) and resume != AUTO:
+        paths.append(("resume", resume))
+    for where, text in paths:
+        path = os.path.expanduser(os.path.expandvars(text))
+        is_remote = "://" in path or (is_hub_name(path.partition("@")[0]) and not Path(path).suffix)
+        if is_remote and not Path(path).exists():
+            yield unchecked(f"{where} {path}: whether the server has it is not asked")
+        elif not (os.access(path, os.R_OK) or glob.glob(path)):
+            known.missing_paths.append(text)
+            remedy = f"check the path and its permissions; a relative one begins at {Path.cwd()}"
+            yield problem(f"{where} is {path!r}, and it is not there or cannot be read", remedy=remedy)
+    yield ok(f"{len(paths)} paths of the config were looked for")
+
+
+def _paths(config: Any, *, where: str = "", is_path: bool = False) -> Iterator[tuple[str, str]]:
+    """(dotted key, path) of every path that is read, at any depth."""
+    for key, value in config.items() if isinstance(config, Mapping) else enumerate(config):
+        name = f"{where}.{key}" if where else str(key)
+        if isinstance(value, (Mapping, list, tuple)):
+            yield from _paths(value, where=name, is_path=is_path or key in _READ)
+        elif (is_path or key in _READ) and isinstance(value, str) and value:
+            yield name, value
+
+
+def check_folders(known: Known) -> Iterator[Checked]:
+    """Folders that are written: permissions, and whether another run uses them."""
+    for key in ("work_dir", "checkpoint_dir"):
+        if not isinstance(text := known.given.get(key), str):
+            continue
+        folder = Path(os.path.expanduser(os.path.expandvars(text.partition(PLACE)[0] or ".")))
+        option = f"choose another --{key.replace('_', '-')}"
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        try:
+            if not existing.is_dir():
+                raise NotADirectoryError(f"{existing} is not a folder")
+            with tempfile.TemporaryFile(dir=existing) as stream:  # without a name: gone when it is closed
+                stream.write(b"1")
+                stream.flush()
+        except OSError as error:
+            remedy = f"{option}, free disk space, or change the permissions of {existing}"
+            yield problem(f"{key} {folder} cannot be written: {error}", remedy=remedy)
+        else:
+            yield ok(f"{key} {folder} can be written")
+        if owner := other_owner(folder):
+            remedy = f"wait until it has ended, stop it, or {option}"
+            yield problem(f"another process trains in {key} {folder} ({owner})", remedy=remedy)
