@@ -162,7 +162,7 @@ class StreamedFitted(Fitted):
         self._recent: Recent[Fitted] = Recent(2 * self.shards.mixed + 1)
         first = kept_records(dataset.shard(0))
         if filtering_of(first) is not None and not len(first):
-            raise all_removed(first, title=self.titled(dataset.name))
+            raise all_removed(first, self.titled(dataset.name))
         super().__init__(first, overflow)
 
     @property

@@ -15,10 +15,10 @@ from unigen_ds.config.registry import SOURCES, resolve
 from unigen_ds.core.errors import ConfigError, DataError, suggestion
 from unigen_ds.data.cache.array_cache import cache_folder
 from unigen_ds.data.records.data_file import instead_of
-from unigen_ds.data.sources import csv_rows, tables, texts  # noqa: F401 - registers them
+from unigen_ds.data.sources import text_files  # noqa: F401 - registers its formats
 from unigen_ds.data.sources.base import Joined, RecordSource
-from unigen_ds.data.sources.huggingface import is_saved
 from unigen_ds.data.sources.image_folder import METADATA, is_image_folder, metadata_below, visible
+from unigen_ds.data.sources.tables import ParquetSource, is_saved
 from unigen_ds.data.sources.unpacked import COMPRESSED, unpacked_file
 from unigen_ds.data.sources.webdataset import IMAGES
 from unigen_ds.system.log import notice
@@ -97,7 +97,7 @@ def open_file(
 ) -> RecordSource:
     """One file of a known format. ``label``: how messages call it; None: by its path."""
     packed = path.suffix.lower() in (*COMPRESSED, ".tgz")
-    folder = cache_folder(path, cache_dir) if packed or path.suffix.lower() in tables.ParquetSource.suffixes else None
+    folder = cache_folder(path, cache_dir) if packed or issubclass(cls, ParquetSource) else None
     source: RecordSource = cls(
         unpacked_file(path, folder) if packed else path, label=label or str(path), folder=folder, **options
     )

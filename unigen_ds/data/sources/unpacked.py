@@ -34,16 +34,19 @@ def unpacked_file(path: Path, folder: Path | None) -> Path:
 
     def write(target: Path) -> None:
         try:
-            with _decompressing(path) as stream, target.open("wb") as copy:
+            if path.suffix == ".zst":
+                arrow = needed("pyarrow", f"a file compressed by zstd ({path.name})")
+                stream: Any = arrow.CompressedInputStream(arrow.OSFile(str(path)), "zstd")
+            else:
+                stream = gzip.open(path, "rb")
+            with stream, target.open("wb") as copy:
                 shutil.copyfileobj(stream, copy, _BLOCK)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise DataError(f"data file {path} is damaged: {error}", remedy=AGAIN) from error
-        except OSError as error:
-            if error.errno is not None:
+        except (EOFError, OSError, zlib.error) as error:
+            if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise DataError(f"data file {path} is damaged: {error}", remedy=AGAIN) from error  # of pyarrow's zstd
+            raise DataError(f"data file {path} is damaged: {error}", remedy=AGAIN) from error
 
-    return copy_of(path, folder, suffix=Path(path.stem).suffix, size=_whole_size(path), write=write)
+    return copy_of(path, folder, suffix=Path(path.stem).suffix, size=path.stat().st_size, write=write)
 
 
 def copy_of(path: Path, folder: Path | None, *, suffix: str, size: int, write: Callable[[Path], None]) -> Path:
@@ -99,32 +102,10 @@ def format_size(size: int) -> str:
     return f"{size / 1024:,.1f} KiB"
 
 
-def _decompressing(path: Path) -> Any:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    arrow = needed("pyarrow", f"a file compressed by zstd ({path.name})")
-    return arrow.CompressedInputStream(arrow.OSFile(str(path)), "zstd")
-
-
-def _whole_size(path: Path) -> int:
-    """At least so many bytes, as far as the file has it: gzip keeps the size modulo 4 GiB, at its end."""
-    size = path.stat().st_size
-    if path.suffix != ".gz" or size < 18:
-        return size
-    with path.open("rb") as stream:
-        stream.seek(-4, 2)
-        return max(size, int.from_bytes(stream.read(4), "little"))
-
-
-# Packages that some formats need, imported when a file of such a format is opened.
-
-EXTRA = "pip install 'unigen_ds[data]'"
-
-
 def needed(module: str, what: str) -> Any:
     """The module. Raises ``DataError`` that names what needs it, and how it is installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise DataError(f"{what} needs the package {package}: {error}", remedy=EXTRA) from error
+        raise DataError(f"{what} needs the package {package}: {error}", remedy="pip install 'unigen_ds[data]'") from error
