@@ -318,17 +318,6 @@ def test_a_compressed_file_is_unpacked_once_and_is_the_plain_one(
         dataset(packed)
 
 
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_a_damaged_compressed_file(suffix: str, tmp_path: Path) -> None:
-    content = (make.FOLDER / f"texts.jsonl.{suffix}").read_bytes()
-    path = tmp_path / f"a.jsonl.{suffix}"
-    for damaged in (content[: len(content) // 2], content[:20] + bytes(20) + content[40:], b"nothing of the kind"):
-        path.write_bytes(damaged)
-        with pytest.raises(DataError, match=rf"data file .*a\.jsonl\.{suffix} is damaged"):
-            dataset(path)
-        assert not list((tmp_path / ".unigen_index" / "unpacked").glob("a.jsonl*"))
-
-
 def test_a_copy_needs_space_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b"x" * 1000))

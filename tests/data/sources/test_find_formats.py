@@ -13,7 +13,7 @@ from tests.data.support import image, talk, text
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.records.records import parse_record
 from unigen_ds.data.records.turn import Turn
-from unigen_ds.data.sources.text_files import JsonSource, Position, line_spans
+from unigen_ds.data.sources.text_files import JsonSource, line_spans
 
 RECORDS: list[Any] = [
     talk(text("user", 'brackets ]}[{ "quoted", commas, \\ and \n lines'), text("assistant", "größer 大 🙂")),
@@ -40,20 +40,6 @@ def test_json_and_jsonl_hold_the_same_records(tmp_path: Path, ascii_only: bool, 
     array = tmp_path / "x.json"
     array.write_text(json.dumps(RECORDS, ensure_ascii=ascii_only, indent=indent), encoding="utf-8")
     assert read_all(lines) == read_all(array) == RECORDS
-
-
-def test_blank_lines_carriage_returns_byte_order_mark_and_no_last_newline(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf\r\n\n {"a": 1} \r\n   \n{"a": 2}')
-    assert read_all(path) == [{"a": 1}, {"a": 2}]
-    assert [str(Position(path, offset)) for offset in offsets(path)] == [f"{path}:3", f"{path}:5"]
-
-
-def test_nested_values_in_an_array(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(' [ {"a": [1, {"b": [2, 3]}]} ,\n {"a": []}\n]\n')
-    assert read_all(path) == [{"a": [1, {"b": [2, 3]}]}, {"a": []}]
-    assert str(Position(path, offsets(path)[1])) == f"{path}:2"
 
 
 @pytest.mark.parametrize(

@@ -264,15 +264,16 @@ def streamed_lines(name: str, source: Fitted) -> Iterator[tuple[bool, str]]:
 
 
 def streamed_report(source: StreamedFitted) -> dict[str, Any]:
-    """Plain numbers of the whole source, and which part of it all others are of that are shown."""
+    """Plain numbers of the whole source, and which part of it all other numbers are of."""
+    shards = source.shards
     return {
-        "shards": len(source.shards),
-        "bytes": source.shards.size,
+        "shards": len(shards),
+        "bytes": shards.size,
         "samples_per_pass_estimated": len(source),
-        "exact": len(source.shards) == 1,
-        "measured": {"shards": [source.shards.listed.shards[0].name], "records": len(source.dataset)},
-        "mixed_shards": source.shards.mixed,
-        "folder": str(source.shards.spool.folder),
+        "exact": len(shards) == 1,
+        "measured": {"shards": [shards.listed.shards[0].name], "records": len(source.dataset)},
+        "mixed_shards": shards.mixed,
+        "folder": str(shards.spool.folder),
     }
 
 

@@ -172,6 +172,8 @@ class RecordSource:
         """What the config names: of an unpacked copy the compressed file."""
         self.options: Mapping[str, Any] = {}
         """Settings of the format, as the config has them."""
+        self.unread: Sequence[str] = ()
+        """What of the files is not read as records, with numbers, for the log; known after ``use``."""
         self.columns: Mapping[str, str] = {}
         """Names of the records' keys -> those of a layout, as the data set has them: ``records.Layout`` reads them."""
 
@@ -189,11 +191,6 @@ class RecordSource:
     def root(self) -> Path:
         """The folder that relative image paths start from."""
         return self.origin.parent
-
-    @property
-    def own_root(self) -> Path | None:
-        """``root``, where its images belong to it alone; None: it may be read together with others."""
-        return None
 
     @property
     def several_folders(self) -> bool:
@@ -244,8 +241,8 @@ class RecordSource:
         return self.label, index
 
     def notes(self) -> Sequence[str]:
-        """What of the files is not read as records, with numbers, for the log. Asked after ``use``."""
-        return ()
+        """``unread``, of all files."""
+        return [*self.unread]
 
 
 class Joined(RecordSource):
@@ -279,12 +276,6 @@ class Joined(RecordSource):
 
     @property
     def root(self) -> Path:
-        folders = dict.fromkeys(source.own_root for source in self.sources)
-        if len(folders) > 1:
-            raise DataError(
-                f"{self.label}: each of these folders has its own images, with names of its own",
-                remedy="a data set for each of them: train_dataloader.dataset is a list then; or the folder above",
-            )
         return self.sources[0].root
 
     @property

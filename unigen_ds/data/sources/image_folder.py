@@ -2,8 +2,7 @@
 
 The records are those of a JSONL file of paths: ``{image: path, caption: text}``. A row of the metadata has
 ``file_name``, and ``caption``, ``text``, ``prompt`` or ``text_prompt``, or any layout of ``records``; ``columns`` may
-give them other names. Metadata in folders below, each with names from its own folder, are read where there is none at
-the top.
+give them other names.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.stored_image import lost
 from unigen_ds.data.records.data_file import MalformedRecord, no_utf8
 from unigen_ds.data.records.turn import format_value
-from unigen_ds.data.sources.base import Arrays, FoundRecord, Joined, Names, RecordSource, Row
+from unigen_ds.data.sources.base import Arrays, FoundRecord, Names, RecordSource, Row
 from unigen_ds.data.sources.text_files import CsvSource, JsonSource
 from unigen_ds.data.sources.webdataset import IMAGES
 
@@ -42,16 +40,6 @@ def is_image_folder(folder: Path) -> bool:
     return any((folder / name).is_file() for name in METADATA) or next(_images(folder), None) is not None
 
 
-def metadata_below(folder: Path) -> list[Path]:
-    """Metadata of images in the folders below, by their names and their first line, in order."""
-    paths = []
-    for path in visible(folder):
-        if path.name in METADATA and path.parent != folder:
-            with path.open("rb") as stream:
-                paths += [path] if _FILE_NAME.encode() in stream.readline(1 << 16) else []
-    return sorted(paths)
-
-
 def _images(folder: Path) -> Iterator[Path]:
     for path in visible(folder):
         if path.suffix[1:].lower() in IMAGES and path.is_file():
@@ -66,17 +54,15 @@ class ImageFolderSource(RecordSource):
 
     def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
         super().__init__(path, label=label, folder=folder)
-        metadata = [path for name in METADATA if (path := self.path / name).is_file()] or metadata_below(self.path)
-        for double, number in Counter(path.parent for path in metadata).items():
-            if number > 1:
-                raise DataError(f"folder {double} has {' and '.join(METADATA)}", allowed="one of them")
-        rows: list[RecordSource] = [
-            (CsvSource if path.suffix == ".csv" else JsonSource)(path, label=f"{self.label}/{self._relative(path)}")
-            for path in metadata
-        ]
-        self._rows: RecordSource | None = Joined(rows, self.label) if rows else None
-        self._suffix, self._captions = _TEXTS[0], tuple[Path, ...]()
-        for self._suffix in () if rows else _TEXTS:
+        metadata = [path for name in METADATA if (path := self.path / name).is_file()]
+        if len(metadata) > 1:
+            raise DataError(f"folder {self.path} has {' and '.join(METADATA)}", allowed="one of them")
+        self._rows: RecordSource | None = None
+        for path in metadata:
+            kind = CsvSource if path.suffix == ".csv" else JsonSource
+            self._rows = kind(path, label=f"{self.label}/{path.name}")
+        self._suffix, self._captions = ".txt", tuple[Path, ...]()
+        for self._suffix in () if metadata else _TEXTS:
             texts = (image.with_suffix(self._suffix) for image in _images(self.path))
             self._captions = tuple(sorted(text for text in texts if text.is_file()))
             if self._captions:
@@ -87,10 +73,6 @@ class ImageFolderSource(RecordSource):
 
     @property
     def root(self) -> Path:
-        return self.path
-
-    @property
-    def own_root(self) -> Path:
         return self.path
 
     @property
@@ -128,14 +110,11 @@ class ImageFolderSource(RecordSource):
         return {**arrays, **Names.of(notes).arrays("note")}
 
     def use(self, arrays: Arrays) -> None:
-        self._notes = Names.in_arrays(arrays, "note")
+        self.unread = Names.in_arrays(arrays, "note")
         if self._rows is not None:
             self._rows.use(arrays)
         else:
             self._names = Names.in_arrays(arrays, "image")
-
-    def notes(self) -> Sequence[str]:
-        return [*self._notes]
 
     def __len__(self) -> int:
         return len(self._names) if self._rows is None else len(self._rows)
@@ -172,7 +151,7 @@ class ImageFolderSource(RecordSource):
         return Row(record, entry.where)
 
     def _file_name(self, entry: FoundRecord) -> str:
-        """Return the path of an image from the top folder: in its metadata it begins at theirs."""
+        """Return the path of an image, from the folder."""
         key = next((key for key, name in self.columns.items() if name == _FILE_NAME), _FILE_NAME)
         name = entry.record.get(key)
         if not isinstance(name, str) or not name:
@@ -181,7 +160,4 @@ class ImageFolderSource(RecordSource):
                 allowed="the path of an image in the folder",
                 remedy=f"columns={{'name in the file': '{_FILE_NAME}'}}" if name is None else None,
             )
-        position: Any = entry.where
-        folder = position.path.parent
-        top = folder == self.path or Path(name).is_absolute()
-        return name if top else self._relative(folder / name)
+        return name

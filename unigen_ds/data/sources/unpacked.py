@@ -34,12 +34,7 @@ def unpacked_file(path: Path, folder: Path | None) -> Path:
 
     def write(target: Path) -> None:
         try:
-            if path.suffix == ".zst":
-                arrow = needed("pyarrow", f"a file compressed by zstd ({path.name})")
-                stream: Any = arrow.CompressedInputStream(arrow.OSFile(str(path)), "zstd")
-            else:
-                stream = gzip.open(path, "rb")
-            with stream, target.open("wb") as copy:
+            with _decompressing(path) as stream, target.open("wb") as copy:
                 shutil.copyfileobj(stream, copy, _BLOCK)
         except (EOFError, OSError, zlib.error) as error:
             if isinstance(error, OSError) and error.errno is not None:
@@ -47,6 +42,13 @@ def unpacked_file(path: Path, folder: Path | None) -> Path:
             raise DataError(f"data file {path} is damaged: {error}", remedy=AGAIN) from error
 
     return copy_of(path, folder, suffix=Path(path.stem).suffix, size=path.stat().st_size, write=write)
+
+
+def _decompressing(path: Path) -> Any:
+    if path.suffix != ".zst":
+        return gzip.open(path, "rb")
+    arrow = needed("pyarrow", f"a file compressed by zstd ({path.name})")
+    return arrow.CompressedInputStream(arrow.OSFile(str(path)), "zstd")
 
 
 def copy_of(path: Path, folder: Path | None, *, suffix: str, size: int, write: Callable[[Path], None]) -> Path:
@@ -108,4 +110,6 @@ def needed(module: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise DataError(f"{what} needs the package {package}: {error}", remedy="pip install 'unigen_ds[data]'") from error
+        raise DataError(
+            f"{what} needs the package {package}: {error}", remedy="pip install 'unigen_ds[data]'"
+        ) from error

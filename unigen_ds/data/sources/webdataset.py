@@ -138,11 +138,8 @@ class WebDatasetSource(RecordSource):
 
     def use(self, arrays: Arrays) -> None:
         self._spans = arrays["member_spans"].reshape(-1, 2)
-        self._names, self._notes = Names.in_arrays(arrays, "member"), Names.in_arrays(arrays, "note")
+        self._names, self.unread = Names.in_arrays(arrays, "member"), Names.in_arrays(arrays, "note")
         self._firsts = np.concatenate([[0], np.cumsum(arrays["members_of_record"])])
-
-    def notes(self) -> Sequence[str]:
-        return [*self._notes]
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
