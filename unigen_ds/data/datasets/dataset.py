@@ -204,7 +204,9 @@ class UnifiedGenerationDataset:
 
     def _find(self, index: int) -> tuple[Index, int]:
         """The index that has a record, and its position there."""
-        return (self.index, index) if self.shards is None else self.shards.find(index)
+        if self.shards is None:
+            return self.index, index
+        return self.shards.index(index // SPAN), index % SPAN
 
     @property
     def fingerprint(self) -> str:

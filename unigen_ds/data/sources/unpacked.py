@@ -77,23 +77,22 @@ def write_where_space(target: Path, size: int, write: Callable[[Path], None], pr
 
     Raises ``DataError``, which begins with ``problem``, where the disk has no space for it.
     """
-
-    def error(why: str) -> DataError:
-        return DataError(
-            f"{problem}: {why}",
+    free, reason = shutil.disk_usage(target.parent).free, ""
+    if free < size + _SPARE:
+        reason = f"about {format_size(size)} are needed and {format_size(free)} are free"
+    else:
+        try:
+            write_atomic(target, write)
+        except OSError as full:
+            if full.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            reason = str(full.strerror)
+    if reason:
+        raise DataError(
+            f"{problem}: {reason}",
             remedy="make space there, or name a folder of another disk: cache_dir=FOLDER of the data set (of local data"
             " it is used where their own folder is not writable)",
         )
-
-    free = shutil.disk_usage(target.parent).free
-    if free < size + _SPARE:
-        raise error(f"about {format_size(size)} are needed and {format_size(free)} are free")
-    try:
-        write_atomic(target, write)
-    except OSError as full:
-        if full.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise error(str(full.strerror)) from full
 
 
 def format_size(size: int) -> str:
