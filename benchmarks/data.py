@@ -75,7 +75,7 @@ from unigen_ds.data.index.index import Index
 from unigen_ds.data.order.order import Cursor, GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
 from unigen_ds.data.samples.sample import COLUMNS, Array, Counts
-from unigen_ds.data.sources.json_lines import JsonSource
+from unigen_ds.data.sources.text_files import JsonSource
 
 SECTIONS = ("headers", "texts", "documents", "packing", "loader", "tokens", "memory", "resume", "streaming")
 LIMITS = {

@@ -28,7 +28,7 @@ from unigen_ds.data.cache.array_cache import load_or_fill
 from unigen_ds.data.images.image_files import ImageTransform, patchify
 from unigen_ds.data.index.index import Plan, plan_all
 from unigen_ds.data.records.records import Layout
-from unigen_ds.data.sources.json_lines import JsonSource
+from unigen_ds.data.sources.text_files import JsonSource
 from unigen_ds.data.text.tokenizers import PretrainedTokenizer
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.system.machine import num_cores

@@ -17,7 +17,7 @@ from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.data.index.index import Index
 from unigen_ds.data.order.order import GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
-from unigen_ds.data.sources.json_lines import JsonSource
+from unigen_ds.data.sources.text_files import JsonSource
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 
 _SPECIAL = BAGEL_META["special_ids"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import random
 import threading
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.data.support import make_processor, mixed_dataset, picture
 from unigen_ds.config.registry import DATASETS, PACKERS, TRANSFORMS, build
@@ -21,10 +19,8 @@ from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.datasets.adapter import DatasetAdapter
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset, source_names
 from unigen_ds.data.datasets.groups import dataset_weights
-from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.data.order.order import Draw
-from unigen_ds.examples.digits.dataset import DigitsDataset, write_digits
-from unigen_ds.families.bagel.processor import UnifiedProcessor
+from unigen_ds.examples.digits.dataset import write_digits
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "sample_data_format.json"
 
@@ -156,56 +152,6 @@ def test_a_users_random_numbers_are_keyed_and_leave_ours_alone() -> None:
     assert random.getstate() == state[1] and np.random.get_state()[1].tolist() == state[2]
 
 
-def test_adapter_fingerprint_follows_content() -> None:
-    prints = [DatasetAdapter(Own(n), make_processor()).fingerprint for n in (4, 4, 5)]
-    assert prints[0] == prints[1] != prints[2]
-
-
-def digits_processor() -> UnifiedProcessor:
-    return make_processor(
-        vit_transform=ImageTransform(8, 8, 2, mode="L"), vit_patch_size=2,
-        vae_transform=ImageTransform(8, 8, 2, mode="L"), vae_downsample=2, latent_patch_size=1,
-        vae_spatial_downsample=2, vit_max_patches_per_side=4,
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("sklearn")
-    return write_digits(tmp_path_factory.mktemp("data") / "digits")
-
-
-def test_digits_are_the_real_ones(digits: Path) -> None:
-    from sklearn.datasets import load_digits
-
-    real = load_digits()
-    train = DigitsDataset(digits, processor=digits_processor())
-    val = DigitsDataset(digits, "val", processor=digits_processor())
-    assert (len(train), len(val)) == (3000, 594)
-    assert len(DigitsDataset(digits, processor=digits_processor(), task="draw")) == 1500
-    assert train.counts().unreadable.sum() == 0
-    names = {split: {p.name for p in (digits / split).glob("*.png")} for split in ("train", "val")}
-    assert len(names["train"]) == 1500 and len(names["val"]) == 297 and not names["train"] & names["val"]
-    lines = [json.loads(line) for line in (digits / "train_caption.jsonl").read_text().splitlines()]
-    words = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-    for line in lines[:50]:
-        shown, answer = line["conversations"]
-        number = int(Path(shown["image_path"]).stem)
-        assert answer["content"] == f"this is a {words[real.target[number]]}"
-        with Image.open(digits / shown["image_path"]) as png:
-            assert png.mode == "L" and png.size == (8, 8)
-            assert np.abs(np.asarray(png) - real.images[number] * 255 / 16).max() <= 0.5
-
-
-def test_digits_in_both_directions(digits: Path) -> None:
-    data = DigitsDataset(digits, processor=digits_processor())
-    batch = collate([(Draw(0, 0, 0), Draw(0, 1, 0))], [data], data.processor, seq_length=100)
-    prompt = bytes(i for i in batch.text_ids.tolist() if i < 256).decode()
-    assert prompt.startswith("draw a handwritten ") and "this is a " in prompt
-    assert batch.vae_images.shape == (1, 1, 8, 8) and batch.vit_patches.shape == (16, 4)
-    assert batch.latent_shapes == ((4, 4),)
-
-
 def test_digits_are_written_once_by_processes_that_start_together(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     root = tmp_path / "deep" / "digits"
@@ -227,20 +173,3 @@ def test_digits_are_written_once_by_processes_that_start_together(tmp_path: Path
     written = (root / "complete").stat().st_mtime_ns
     write_digits(root)
     assert (root / "complete").stat().st_mtime_ns == written
-
-
-def test_digits_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot be written.*a folder that does not exist"):
-        write_digits(tmp_path / "full")
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any, **more: Any) -> Any:
-        if name.startswith("sklearn"):
-            raise ImportError(name)
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"unigen_ds\[demo\]"):
-        write_digits(tmp_path / "d")

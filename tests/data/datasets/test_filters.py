@@ -18,7 +18,7 @@ from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
 from unigen_ds.config.overrides import plain_values
 from unigen_ds.config.registry import FILTERS
-from unigen_ds.core.errors import ConfigError, DataError, ResumeBlocked
+from unigen_ds.core.errors import DataError, ResumeBlocked
 from unigen_ds.data.datasets import filtering
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.filtering import apply_filters, filtering_of
@@ -208,20 +208,6 @@ def test_appended_records_and_a_share_for_validation(data: Path, tmp_path: Path)
     grown["on_data_change"] = "append"
     Runner.from_cfg(grown, max_updates=3).train()
     assert "filters remove 7 of 16 records" in (tmp_path / "run" / "train.log").read_text()
-
-
-@pytest.mark.parametrize(
-    ("filters", "message"),
-    [
-        ([{"type": "NoSuchFilter"}], r"filters\[0\]\.type is 'NoSuchFilter'"),
-        ([{"type": "TextLengthFilter", "max_characters": "5"}], r"filters\[0\]\.max_characters is '5'"),
-        ([LIMITS[1], {"type": "RatingFilter", "relevance": 3}], r"filters\[1\] has no key 'relevance'"),
-        ([{"type": "FunctionFilter", "function": "no.such.thing"}], "'no.such.thing' cannot be imported"),
-    ],
-)
-def test_wrong_filters_are_named(filters: Any, message: str, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Runner.from_cfg(config(tmp_path, data, filters=filters), max_updates=1)
 
 
 def broken(record: CheckedRecord) -> Any:

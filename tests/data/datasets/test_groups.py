@@ -6,7 +6,6 @@ import json
 import pickle
 import random
 from collections import Counter
-from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -144,20 +143,6 @@ def once_each_pass_after_pass(drawn: list[Draw], made: SequenceStream) -> None:
         assert [d.pass_number for d in last] == sorted(d.pass_number for d in last) or slack
 
 
-def test_no_more_is_drawn_than_is_needed() -> None:
-    """A window without a lack of the group is as without the rule; one with it has as many as it has sequences."""
-    made = stream()
-    for window in range(made.num_windows(0)):
-        rows = made.window_rows(0, window)
-        start, stop = made._window_range(0, window)
-        extra = made._after[0, window][0] - made._extra_before(0, window)[0]
-        assert sum(map(len, rows)) == stop - start + extra
-        assert not extra or sum(d.source < 2 for row in rows for d in row) == len(rows)
-        assert made.window_count(0, window) == len(rows)
-    enough = stream(groups={**GROUPS, "images": DataGroup.model_validate({"weight": 30, "mandatory": True})})
-    assert all(made_after == (0,) for made_after in (enough._extra_after(0, w) for w in range(enough.num_windows(0))))
-
-
 def test_a_resume_anywhere_continues_with_the_same_rows(tmp_path: Path) -> None:
     whole = list(islice(stream(sources(tmp_path)).rows(), 400))
     planned: list[Any] = []
@@ -284,18 +269,6 @@ def test_an_unpacked_epoch_leaves_no_draw_out() -> None:
         mine = [d for d in rows if d.source == source]
         assert [d.pass_number for d in mine] == [i // size for i in range(len(mine))]
     assert abs(sum(d.source == 0 for d in rows) - 200 / 3) <= 1
-
-
-def test_the_share_holds_after_packing_at_the_end_of_each_window() -> None:
-    groups = {name: DataGroup.model_validate({"weight": group.weight}) for name, group in GROUPS.items()}
-    made, drawn, position = stream(groups=groups), Counter[int](), 0
-    shares = [Fraction(weight) for weight in made.order.weights or ()]  # type: ignore[arg-type]
-    for epoch in range(3):
-        for window in range(made.num_windows(epoch)):
-            rows = made.window_rows(epoch, window)
-            drawn.update(d.source for row in rows for d in row)
-            position += sum(map(len, rows))
-            assert all(abs(drawn[k] - share * position) <= 1 for k, share in enumerate(shares))
 
 
 def test_rows_are_those_of_ever() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import itertools
 import json
 import os
 import re
 import shutil
-import tarfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -333,26 +330,6 @@ def test_what_cannot_be_fetched_ends_the_run_and_is_named(
         trained(config(tmp_path, streamed(urls(served, number), streaming={**MIXED, "attempts": 2})))
 
 
-def test_a_truncated_shard_is_an_error_that_names_it(tmp_path: Path, shards: Path) -> None:
-    with tarfile.open(tmp_path / "whole.tar", "w") as tar:
-        for i in range(40):
-            content = words(3, i).encode()
-            member = tarfile.TarInfo(f"{i:03}.txt")
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    (tmp_path / "tars").mkdir()
-    whole = (tmp_path / "whole.tar").read_bytes()
-    (tmp_path / "tars" / "a.tar").write_bytes(whole)
-    (tmp_path / "tars" / "b.tar").write_bytes(whole[: 512 * 41 + 7])
-    write_parquet(tmp_path / "rows" / "a.parquet", [{"text": words(3, i)} for i in range(20)])
-    content = (tmp_path / "rows" / "a.parquet").read_bytes()
-    (tmp_path / "rows" / "b.parquet").write_bytes(content[: len(content) // 2])
-    for name in ("tars/b.tar", "rows/b.parquet"):
-        folder = tmp_path / name.partition("/")[0]
-        with pytest.raises(DataError, match=f"shard {Path(name).name}: .*{Path(name).name}"):
-            trained(config(tmp_path / f"run-{folder.name}", streamed(folder)))
-
-
 def test_a_shard_that_changes_during_the_run_is_noticed(tmp_path: Path, served: Served) -> None:
     """Of the same size, at a server without versions: by its copy, which is fetched again."""
     served.etags = False
@@ -409,54 +386,24 @@ def test_a_cursor_of_other_blocks_is_refused(shards: Path) -> None:
 # --- other kinds of shards ------------------------------------------------------------------------------------------
 
 
-def contents(folder: Path, data: Any, **more: Any) -> list[tuple[Any, ...]]:
-    """Targets of the samples of a pass and a half, with the order of their texts left out."""
+def contents(folder: Path, data: Any) -> list[tuple[Any, ...]]:
+    """Targets of the samples, with the order of their texts left out."""
     kept: KeepBatches
-    _, kept = trained(config(folder, data, **more))
+    _, kept = trained(config(folder, data))
     return sorted(tuple(sorted(batch.text_target_ids.tolist())) for batch in kept.batches)
 
 
-def write_formats(folder: Path, kind: str) -> Any:
-    records = [{"text": words(1 + i % 9, i)} for i in range(24)]
-    for shard in range(3):
-        some = records[shard * 8 : shard * 8 + 8]
-        if kind == "parquet":
-            write_parquet(folder / f"{shard}.parquet", some)
-        elif kind == "jsonl.gz":
-            folder.mkdir(exist_ok=True)
-            text = "".join(json.dumps(record) + "\n" for record in some)
-            (folder / f"{shard}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
-        elif kind == "tar":
-            folder.mkdir(exist_ok=True)
-            with tarfile.open(folder / f"{shard}.tar", "w") as tar:
-                for i, record in enumerate(some):
-                    member = tarfile.TarInfo(f"{i:03}.json")
-                    content = json.dumps(record).encode()
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
-        else:
-            write_jsonl(folder / f"{shard}.jsonl", some)
-    return folder
-
-
-@pytest.mark.parametrize("kind", ["parquet", "tar", "jsonl.gz", "jsonl"])
-def test_hugging_face_names_and_every_format_have_the_same_samples(tmp_path: Path, kind: str) -> None:
-    folder = write_formats(tmp_path / "data", kind)
+def test_names_of_hugging_face_have_the_samples_of_the_files(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "data", (8, 8, 8))
     with serving(folder) as server:
-        found = {}
-        builder = {"parquet": "parquet", "tar": "webdataset"}.get(kind, "json")
         ways = {
-            "http": streamed(f"{server.url}/{{0..2}}.{kind}"),
-            "hub": streamed(builder, format={"type": "huggingface", "data_files": str(folder / f"*.{kind}")}),
+            "http": streamed(f"{server.url}/part-{{0..2}}.jsonl"),
+            "hub": streamed("json", format={"type": "huggingface", "data_files": str(folder / "*.jsonl")}),
             "folder": streamed(folder),
-            "file": streamed(f"file://{folder}/*.{kind}"),
+            "file": streamed(f"file://{folder}/*.jsonl"),
         }
-        for name, data in ways.items():
-            _, kept = trained(config(tmp_path / name, data, train_cfg=dict(max_updates=8)))
-            found[name] = [(batch.sample_ids, batch.text_target_ids.tolist()) for batch in kept.batches]
-        assert found["http"] == found["hub"] == found["folder"] == found["file"]
-        ids = [one for batch in found["hub"] for one in batch[0]]
-        assert exact(ids, (8, 8, 8)) >= 1
+        found = {way: contents(tmp_path / way, data) for way, data in ways.items()}
+    assert found["http"] == found["hub"] == found["folder"] == found["file"]
 
 
 def hub_files(server: Served, revision: str, token: str | None) -> dict[str, Any]:
@@ -528,17 +475,6 @@ def test_an_iteration_of_unknown_shards_is_one_shard(tmp_path: Path, unknown: An
     for record, message in (("text", "it is a str"), ({"text": {1, 2}}, "record 0 cannot be written: it has a set")):
         with pytest.raises(DataError, match=message):
             write_records([record], tmp_path / "records", name="all", limit=100)  # type: ignore[list-item]
-
-
-def test_images_of_a_streamed_tar_train_bit_equally_with_those_of_its_copy(tmp_path: Path) -> None:
-    """And what a user's iteration has as bytes is what the table has."""
-    shutil.copytree(SAMPLES, tmp_path / "samples", ignore=shutil.ignore_patterns(".unigen_index"))
-    found = []
-    with serving(tmp_path / "samples") as server:
-        for name, path in (("local", tmp_path / "samples" / "captions.tar"), ("http", f"{server.url}/captions.tar")):
-            data = source(path, streaming=True, cache_dir=str(tmp_path / name / "cache"))
-            found.append(train_images(tmp_path / name, data, train_dataloader__seq_length=160))
-    assert found[0] == found[1] and any(line.get("loss/image") for line in found[0][0])
 
 
 # --- filters, long records, refusals --------------------------------------------------------------------------------

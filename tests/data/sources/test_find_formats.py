@@ -12,15 +12,17 @@ import pytest
 from tests.data.support import image, talk, text
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.records.records import Turn, parse_record
-from unigen_ds.data.sources import json_lines
-from unigen_ds.data.sources.base import Position
-from unigen_ds.data.sources.json_lines import JsonSource, scan
+from unigen_ds.data.sources.text_files import JsonSource, line_spans
 
 RECORDS: list[Any] = [
     talk(text("user", 'brackets ]}[{ "quoted", commas, \\ and \n lines'), text("assistant", "größer 大 🙂")),
     {"text_prompt": "", "image_path": "a.png"},
     talk(image("human", "b.png"), text("gpt", "\\\\"), text("system", '\\"')),
 ]
+
+
+def offsets(path: Path) -> list[int]:
+    return list(JsonSource(path).scan()["offsets"].tolist())
 
 
 def read_all(path: Path) -> list[Any]:
@@ -39,20 +41,6 @@ def test_json_and_jsonl_hold_the_same_records(tmp_path: Path, ascii_only: bool, 
     assert read_all(lines) == read_all(array) == RECORDS
 
 
-def test_blank_lines_carriage_returns_byte_order_mark_and_no_last_newline(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf\r\n\n {"a": 1} \r\n   \n{"a": 2}')
-    assert read_all(path) == [{"a": 1}, {"a": 2}]
-    assert [str(Position(path, int(o))) for o in scan(path)["offsets"]] == [f"{path}:3", f"{path}:5"]
-
-
-def test_nested_values_in_an_array(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(' [ {"a": [1, {"b": [2, 3]}]} ,\n {"a": []}\n]\n')
-    assert read_all(path) == [{"a": [1, {"b": [2, 3]}]}, {"a": []}]
-    assert str(Position(path, int(scan(path)["offsets"][1]))) == f"{path}:2"
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -67,7 +55,7 @@ def test_broken_files(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(content)
     with pytest.raises(DataError, match=message):
-        scan(path)
+        JsonSource(path).scan()
 
 
 def test_a_line_that_is_no_json_names_its_line(tmp_path: Path) -> None:
@@ -91,11 +79,11 @@ def test_lines_are_found_as_one_after_the_other_would(tmp_path: Path) -> None:
         lines = [draw.choice(pieces) + draw.choice([b"\n", b"\n\n", b"\r\n"]) for _ in range(draw.randrange(12))]
         content = draw.choice([b"", b"\xef\xbb\xbf"]) + b"".join(lines) + draw.choice([b"", b'{"z":9}', b'{"z":9} '])
         path.write_bytes(content)
-        offsets, lengths = json_lines.line_ranges(path).values()
-        found = [content[o : o + n] for o, n in zip(offsets.tolist(), lengths.tolist(), strict=True)]
+        spans = [*line_spans(path)]
+        found = [content[o : o + n] for o, n in spans]
         whole = content.removeprefix(b"\xef\xbb\xbf")
         assert found == [line.strip() for line in whole.split(b"\n") if line.strip()]
-        assert offsets.tolist() == sorted({*offsets.tolist()})
+        assert spans == sorted({*spans})
 
 
 @pytest.mark.parametrize(

@@ -355,11 +355,11 @@ def test_what_is_evaluated_is_never_trained_on(tmp_path: Path) -> None:
 
 def test_membership_is_a_function_of_seed_and_content() -> None:
     digests = np.arange(20000, dtype=np.int64) * 7919 - 3
-    small, large = Division(0.02, 1).held_out(digests), Division(0.1, 1).held_out(digests)
-    assert 300 < small.sum() < 500 and not (small & ~large).any()
-    assert (Division(0.02, 2).held_out(digests) != small).any()
+    drawn = Division(0.02, 1).drawn(digests)
+    assert 300 < (drawn < 0.02).sum() < 500
+    assert (Division(0.02, 2).drawn(digests) != drawn).any()
     order = np.random.default_rng(0).permutation(len(digests))
-    assert (Division(0.02, 1).held_out(digests[order]) == small[order]).all()
+    assert (Division(0.02, 1).drawn(digests[order]) == drawn[order]).all()
 
 
 def test_appended_records_move_no_old_one_and_a_changed_share_is_a_change(tmp_path: Path) -> None:

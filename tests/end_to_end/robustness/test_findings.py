@@ -17,8 +17,7 @@ from tests.data.support import make_processor
 from tests.end_to_end.robustness.cases import write_tar
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.sources.base import Position
-from unigen_ds.data.sources.json_lines import JsonText
+from unigen_ds.data.sources.text_files import JsonText, Position
 
 
 def opened(path: Path, **more: Any) -> UnifiedGenerationDataset:

@@ -162,31 +162,18 @@ def load_or_fill(cache: Path | None, key: str, fill: Callable[[ArrayFile], None]
     """
     arrays = None if cache is None else load_or_write(cache, key, fill)
     if arrays is None:
-        with _memory_file() as stream:
-            new = ArrayFile(stream)
+        memory = os.fdopen(os.memfd_create("unigen-arrays"), "w+b") if hasattr(os, "memfd_create") else None
+        with memory or tempfile.TemporaryFile() as stream:
+            new = ArrayFile(stream)  # type: ignore[arg-type]
             fill(new)
             arrays = new.finish(key)
     return arrays
 
 
-def _memory_file() -> BinaryIO:
-    """A file without a name, in memory where the system has such files."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("unigen-arrays"), "w+b")
-    return tempfile.TemporaryFile()  # type: ignore[return-value]
-
-
 def load_or_write(cache: Path, key: str, fill: Callable[[ArrayFile], None]) -> Arrays | None:
     """As ``load_or_fill``. None, with a warning: the file cannot be written."""
-    arrays = load_arrays(cache, key)
-    if arrays is not None:
-        return arrays
-    with held(cache.with_name(f".{cache.name}.lock")):  # or without, where the folder has no locks
-        arrays = load_arrays(cache, key)  # another process may have been first
-        return _write(cache, key, fill) if arrays is None else arrays
-
-
-def _write(cache: Path, key: str, fill: Callable[[ArrayFile], None]) -> Arrays | None:
+    if (known := load_arrays(cache, key)) is not None:
+        return known
     arrays: Arrays = {}
 
     def write(temporary: Path) -> None:
@@ -195,12 +182,14 @@ def _write(cache: Path, key: str, fill: Callable[[ArrayFile], None]) -> Arrays |
             fill(new)
             arrays.update(new.finish(key))
 
-    try:
-        write_atomic(cache, write)
-    except OSError as error:  # a full disk costs time at the next start, not this run
-        logger().warning("index cache %s cannot be written: %s", cache, error)
-        return arrays or None
-    return arrays
+    with held(cache.with_name(f".{cache.name}.lock")):  # or without, where the folder has no locks
+        if (known := load_arrays(cache, key)) is not None:
+            return known  # another process was first
+        try:
+            write_atomic(cache, write)
+        except OSError as error:  # a full disk costs time at the next start, not this run
+            logger().warning("index cache %s cannot be written: %s", cache, error)
+    return arrays or None
 
 
 def load_arrays(cache: Path, key: str) -> Arrays | None:

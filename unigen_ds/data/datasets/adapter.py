@@ -32,7 +32,6 @@ from unigen_ds.data.records.unusable import NUM_LISTED, BadRecord, OnRecordError
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.samples.sample import COLUMNS, Array, Counts, Sample, Split, Tally, count, record_digest
 from unigen_ds.data.samples.splits import ImageKind, TokenSplit
-from unigen_ds.system.log import logger
 from unigen_ds.system.seeding import derive_seed
 
 
@@ -97,8 +96,6 @@ class DatasetAdapter(ScannedDataset):
         if not len(self.dataset):
             raise DataError(f"{self.name}: the data set has no item (its __len__ is 0)")
         self.unk_id = getattr(processor.tokenizer, "unk_id", None)
-        self._num_typed = 0
-        """Items that were read and have ``token_type_ids``."""
         self.own_fingerprint: str | None = getattr(self.dataset, "fingerprint", None)
         if cache_dir is not None:
             if not isinstance(self.own_fingerprint, str):
@@ -106,6 +103,7 @@ class DatasetAdapter(ScannedDataset):
                 problem = f"DatasetAdapter.cache_dir is given, and {kind}.fingerprint is {self.own_fingerprint!r}"
                 raise ConfigError(problem, allowed="a text that changes with the content of the data set")
             self.cache_folder = Path(cache_dir)
+        self._has_lengths = on_record_error == "error" and callable(getattr(self.dataset, "lengths", None))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -119,10 +117,6 @@ class DatasetAdapter(ScannedDataset):
         """As of ``ScannedDataset``. With ``lengths()`` every item is read for it."""
         return self._read_once()[1] if self._has_lengths else super().content_digests()
 
-    @property
-    def _has_lengths(self) -> bool:
-        return self.on_record_error == "error" and callable(getattr(self.dataset, "lengths", None))
-
     @cached_property
     def _scanned(self) -> tuple[Counts, Array, str]:
         return self._of_lengths() if self._has_lengths else self._read_once()
@@ -134,17 +128,13 @@ class DatasetAdapter(ScannedDataset):
         key = fingerprint(*facts, self._arguments, self.on_record_error)
 
         def make() -> dict[str, Array]:
-            self._num_typed = 0
             self._bad.clear()
             counts, records, digest = self._read_all()
             if self._bad and self.on_record_error == "error":
                 raise unusable_error(self._bad, self.name, len(self))
-            if self._num_typed:
-                logger().info("Data, %s: token_type_ids of %d of %d items are all 0: they are not used.",
-                              self.name, self._num_typed, len(self))  # fmt: skip
             whole = np.frombuffer(bytes.fromhex(digest), dtype="<i8").astype(np.int64)
-            return {**{name: getattr(counts, name) for name in COLUMNS}, "records": records, "digest": whole,
-                    UNUSABLE: as_array(self._bad)}  # fmt: skip
+            columns = {name: getattr(counts, name) for name in COLUMNS}
+            return {**columns, "records": records, "digest": whole, UNUSABLE: as_array(self._bad)}
 
         folder = self.cache_folder
         if folder is not None:
@@ -176,28 +166,26 @@ class DatasetAdapter(ScannedDataset):
 
     def _of_lengths(self) -> tuple[Counts, Array, str]:
         """``_scanned`` of the data set's own ``lengths()``. Every token but the first counts as a target."""
-        lengths = self.dataset.lengths()
+        lengths, rows = self.dataset.lengths(), []
         if len(lengths) != len(self):
             raise DataError(
                 f"{self.name}.lengths() has {len(lengths)} values", allowed=f"one for each of {len(self)} items"
             )
-        rows = [count(self._blank(value, f"{self.name}.lengths()[{i}]")) for i, value in enumerate(lengths)]
-        records = [record_digest(b"", row) for row in rows]
-        digest = hashlib.blake2b(np.asarray(records, dtype="<i8").tobytes(), digest_size=16).hexdigest()
-        return Counts.of(rows), np.asarray(records, dtype=np.int64), digest
-
-    def _blank(self, value: Any, where: str) -> Sample:
-        """A sample of that length, without content."""
-        tokens, images = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, ())
-        if isinstance(tokens, bool) or not isinstance(tokens, (int, np.integer)) or tokens < 0:
-            raise DataError(f"{where} is {value!r}", allowed="tokens, or (tokens, [(height, width, role), ...])")
-        splits: list[Split] = [_Tokens(int(tokens))]
-        for height, width, *role in images:
-            kind = self._kind(role[0] if role else None, where)
-            channels = self.processor.vit_channels if kind == "vit" else self.processor.vae_channels
-            blank = torch.empty((channels, int(height), int(width)), device="meta")
-            splits.append(self.processor.ready_image(blank, kind, where))
-        return Sample(tuple(splits))
+        for i, value in enumerate(lengths):
+            where = f"{self.name}.lengths()[{i}]"
+            tokens, images = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, ())
+            if isinstance(tokens, bool) or not isinstance(tokens, (int, np.integer)) or tokens < 0:
+                raise DataError(f"{where} is {value!r}", allowed="tokens, or (tokens, [(height, width, role), ...])")
+            splits: list[Split] = [_Tokens(int(tokens))]
+            for height, width, *role in images:
+                kind = self._kind(role[0] if role else None, where)
+                channels = self.processor.vit_channels if kind == "vit" else self.processor.vae_channels
+                blank = torch.empty((channels, int(height), int(width)), device="meta")
+                splits.append(self.processor.ready_image(blank, kind, where))
+            rows.append(count(Sample(tuple(splits))))
+        records = np.asarray([record_digest(b"", row) for row in rows], dtype=np.int64)
+        digest = hashlib.blake2b(records.astype("<i8").tobytes(), digest_size=16).hexdigest()
+        return Counts.of(rows), records, digest
 
     def _kind(self, role: Any, where: str) -> ImageKind:
         """How an image of a role is encoded; ``role`` None: by the argument ``images``."""
@@ -239,18 +227,13 @@ class DatasetAdapter(ScannedDataset):
             raise DataError(f"{where} cannot be read: {type(error).__name__}: {error} ({line})") from error
         if not isinstance(item, Mapping):
             raise DataError(f"{where} is of type {type(item).__name__}", allowed="a dict with input_ids and labels")
-        if _TYPES in item:  # zeros, as tokenizers of transformers return them, say nothing
-            self._num_typed += 1
-            if np.any(np.asarray(item[_TYPES])):
-                raise DataError(
-                    f"{where}.{_TYPES} are not all 0, and no model of this project has types of tokens",
-                    allowed="zeros, which are not used",
-                    remedy=f"leave {_TYPES} out: tokenizer(..., return_token_type_ids=False)",
-                )
-        if unknown := [str(key) for key in item if key not in (*_KEYS, _TYPES)]:
+        unknown = [str(key) for key in item if key not in _KEYS]
+        if "token_type_ids" in unknown and not np.any(np.asarray(item["token_type_ids"])):
+            unknown.remove("token_type_ids")  # zeros, as tokenizers of transformers return them, say nothing
+        if unknown:
             raise DataError(
                 f"{where} has the key {unknown[0]!r}, which is not used",
-                allowed=", ".join(_KEYS),
+                allowed=f"{', '.join(_KEYS)}; token_type_ids where all are 0",
                 remedy=suggestion(unknown[0], _KEYS) or "leave it out",
             )
         return item
@@ -258,8 +241,6 @@ class DatasetAdapter(ScannedDataset):
 
 _ADAPTER = "unigen-adapter-1"
 _KEYS = ("input_ids", "attention_mask", "labels", "padded_images", "image_roles")
-_TYPES = "token_type_ids"
-"""Of items of transformers' tokenizers: zeros are accepted, and not used."""
 _LARGEST = 16.0
 """Largest absolute value of a pixel: with published means and deviations it is below 5."""
 _ROLES: dict[str, ImageKind] = {"target": "noise", "condition": "vit", "edited": "vae"}
@@ -307,7 +288,7 @@ def _keyed_random(seed: int) -> Iterator[None]:
 
 
 def _token_split(item: Mapping[str, Any], where: str, vocab_size: int | None) -> TokenSplit:
-    """``vocab_size``: ids that the model has; None: not known."""
+    """``vocab_size``: ids that the model has; None: not known. Raises ``DataError`` for the first id that it lacks."""
     ids = _numbers(item, "input_ids", where)
     labels = _numbers(item, "labels", where)
     mask = _numbers(item, "attention_mask", where) if item.get("attention_mask") is not None else [1] * len(ids)
@@ -317,20 +298,14 @@ def _token_split(item: Mapping[str, Any], where: str, vocab_size: int | None) ->
             allowed="the same length",
         )
     kept = [i for i, seen in enumerate(mask) if seen]
-    _check_ids(ids, kept, f"{where}.input_ids", vocab_size, lowest=0)
-    _check_ids(labels, kept[1:], f"{where}.labels", vocab_size, lowest=None)
+    for name, values, positions, lowest in (("input_ids", ids, kept, 0), ("labels", labels, kept[1:], None)):
+        for i in positions:
+            if (lowest is not None and values[i] < lowest) or (vocab_size is not None and values[i] >= vocab_size):
+                known = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1:,}, the ids of the model"
+                allowed = known + ", and -100" * (lowest is None)
+                raise DataError(f"{where}.{name}[{i}] is {values[i]}", allowed=allowed)
     shifted = [labels[i] for i in kept[1:]] + [-100] * bool(kept)
     return TokenSplit(tuple(ids[i] for i in kept), tuple(label if label >= 0 else -100 for label in shifted))
-
-
-def _check_ids(
-    values: Sequence[int], positions: Sequence[int], where: str, size: int | None, *, lowest: int | None
-) -> None:
-    """Raise ``DataError`` for the first id at ``positions`` that a model of ``size`` ids does not have."""
-    for i in positions:
-        if (lowest is not None and values[i] < lowest) or (size is not None and values[i] >= size):
-            ids = "0 or more" if size is None else f"0 to {size - 1:,}, the ids of the model"
-            raise DataError(f"{where}[{i}] is {values[i]}", allowed=ids + ", and -100" * (lowest is None))
 
 
 def _numbers(item: Mapping[str, Any], key: str, where: str) -> list[int]:
@@ -343,9 +318,8 @@ def _numbers(item: Mapping[str, Any], key: str, where: str) -> list[int]:
         raise DataError(
             f"{where}.{key} is {'missing' if value is None else type(value).__name__}", allowed="[T] numbers"
         )
-    for i, v in enumerate(value):
-        if isinstance(v, float) and not v.is_integer():
-            raise DataError(f"{where}.{key}[{i}] is {v}", allowed="whole numbers")
+    if fractions := [i for i, v in enumerate(value) if isinstance(v, float) and not v.is_integer()]:
+        raise DataError(f"{where}.{key}[{fractions[0]}] is {value[fractions[0]]}", allowed="whole numbers")
     return [int(v) for v in value]
 
 

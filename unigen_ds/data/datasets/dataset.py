@@ -121,15 +121,12 @@ class UnifiedGenerationDataset:
             for i, one in enumerate(one_or_many(filters))
         )
         cache = Path(cache_dir) if cache_dir is not None else None
+        root = Path(image_root) if image_root is not None else None
         self.processor, self.weight, self.name = processor, weight, name or default_name(data_path)
         self.group, self.num_used_data, self._on_record_error = group, num_used_data, on_record_error
-        layout = Layout(
-            None,
-            captions,
-            tuple((columns or {}).items()),
-            tuple(rating for one in self.filters for rating in one.ratings),
-            folders=image_root is None,
-        )
+        ratings = tuple(rating for one in self.filters for rating in one.ratings)
+        layout = Layout(None, captions, tuple((columns or {}).items()), ratings, folders=image_root is None)
+        build_options: dict[str, Any] = {"num_workers": index_workers, "on_record_error": on_record_error}
         self.shards: StreamedShards | None = None
         self.first_number = 0
         """The number of its first record in sample ids."""
@@ -147,26 +144,18 @@ class UnifiedGenerationDataset:
                 layout=layout,
                 settings=Streaming.parse(None if streaming is True else streaming, where="streaming"),
                 facts=[fact for one in self.filters for fact in (one.settings, one.code)],
-                image_root=None if image_root is None else Path(image_root),
-                num_workers=index_workers,
-                on_record_error=on_record_error,
+                image_root=root,
+                **build_options,
             )
             self.index = self.shards.index(0)
             self.path = self.index.source.path
-            self.image_root = self.index.source.root if image_root is None else Path(image_root)
         else:
             source = open_source(data_path, format=format, cache_dir=cache, columns=columns)
-            self.path = source.origin
-            self.image_root = source.root if image_root is None else Path(image_root)
+            self.path, layout = source.origin, replace(layout, captions=captions or source.captions)
             self.index = Index.build(
-                source,
-                processor,
-                image_root=self.image_root,
-                cache_dir=cache,
-                num_workers=index_workers,
-                layout=replace(layout, captions=captions or source.captions),
-                on_record_error=on_record_error,
+                source, processor, image_root=root, cache_dir=cache, layout=layout, **build_options
             )
+        self.image_root = self.index.source.root if root is None else root
         self.cache_folder = self.index.folder
         self.tokens = TokenCache.build(self.index, processor, num_workers=index_workers) if cache_tokens else None
 
@@ -212,7 +201,9 @@ class UnifiedGenerationDataset:
 
     def _find(self, index: int) -> tuple[Index, int]:
         """The index that has a record, and its position there."""
-        return (self.index, index) if self.shards is None else self.shards.find(index)
+        if self.shards is None:
+            return self.index, index
+        return self.shards.index(index // SPAN), index % SPAN
 
     @property
     def fingerprint(self) -> str:
@@ -266,11 +257,10 @@ class ScannedDataset:
 
     @cached_property
     def _scanned(self) -> tuple[Counts, Array, str]:
-        """Counts, the digest of each record, and that of all."""
         return self._read_all()
 
     def _read_all(self) -> tuple[Counts, Array, str]:
-        """``_scanned`` of every sample."""
+        """Counts, the digest of each record, and that of all."""
         rows, records, digest = [], [], hashlib.blake2b(digest_size=16)
         for index in range(len(self)):
             sample = self._sample_or_none(index)
@@ -312,24 +302,20 @@ def check_readable(datasets: Sequence[PlannedDataset], names: Sequence[str]) -> 
     for name, dataset in zip(names, datasets, strict=True):
         if not dataset.counts().no_image_readable:
             continue
-        title = name if (shards := getattr(dataset, "shards", None)) is None else shards.titled(name)
+        shards = getattr(dataset, "shards", None)
+        remedy = (
+            f"relative image paths start at {getattr(dataset, 'image_root', None)}: image_root=FOLDER is another one"
+        )
+        if shards is not None and shards.listed.root is None:
+            remedy = (
+                "images as single files beside urls are not fetched: a relative path is a file of this machine, below"
+                " image_root=FOLDER; or have the images inside of the shards (tar, Parquet)"
+            )
         raise DataError(
-            f"{title}: none of its {int(dataset.counts().images.sum()):,} images can be read. The first:\n  "
-            + "\n  ".join(unreadable(dataset)),
-            remedy=_where_images_start(dataset),
+            f"{name if shards is None else shards.titled(name)}: none of its {int(dataset.counts().images.sum()):,}"
+            " images can be read. The first:\n  " + "\n  ".join(unreadable(dataset)),
+            remedy=remedy,
         )
-
-
-def _where_images_start(dataset: PlannedDataset) -> str:
-    """How its images can be found."""
-    if not isinstance(dataset, UnifiedGenerationDataset):
-        return "image paths are files, relative to the data file's folder or to image_root"
-    if dataset.shards is not None and dataset.shards.listed.root is None:
-        return (
-            "images as single files beside urls are not fetched: a relative path is a file of this machine, below"
-            " image_root=FOLDER; or have the images inside of the shards (tar, Parquet)"
-        )
-    return f"relative image paths start at {dataset.image_root}: image_root=FOLDER is another one"
 
 
 def unreadable(dataset: PlannedDataset, *, most: int = _LISTED) -> list[str]:

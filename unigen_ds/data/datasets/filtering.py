@@ -17,7 +17,7 @@ import numpy as np
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, fingerprint, load_or_fill
 from unigen_ds.data.datasets.dataset import PlannedDataset, ScannedDataset, UnifiedGenerationDataset, is_streamed
-from unigen_ds.data.datasets.filters import RATED, CheckedRecord, RecordFilter, decide
+from unigen_ds.data.datasets.filters import RATED, CheckedRecord, RecordFilter
 from unigen_ds.data.datasets.subset import Subset, subset_by, whole_of
 from unigen_ds.data.index.index import batches
 from unigen_ds.data.records.unusable import LIST_FILE, SKIPPED, BadRecord
@@ -61,7 +61,7 @@ def apply_filters(dataset: Any) -> Any:
         return dataset  # each shard is filtered when it is reached
     kept = kept_records(dataset)
     if kept is not dataset and not len(kept):
-        raise all_removed(kept)
+        raise all_removed(kept, kept.name)
     return kept
 
 
@@ -70,8 +70,7 @@ def kept_records(dataset: Any) -> Any:
     whole, number = whole_of(dataset), len(dataset)  # num_used_data counts records of the file
     if not isinstance(whole, (UnifiedGenerationDataset, ScannedDataset)):
         return dataset
-    filters = whole.filters if isinstance(whole, UnifiedGenerationDataset) else ()
-    first = whole.first_number
+    filters, first = getattr(whole, "filters", ()), whole.first_number
     unusable = [one for one in whole.unusable() if one.number - first < number]
     if not filters and not unusable:
         return dataset
@@ -84,11 +83,11 @@ def kept_records(dataset: Any) -> Any:
     return Subset(dataset, np.flatnonzero(removed == 0), filtering)
 
 
-def all_removed(subset: Subset, *, title: str | None = None) -> DataError:
-    """Return the error for a source of which nothing is kept. ``title`` is its name in the message."""
+def all_removed(subset: Subset, title: str) -> DataError:
+    """Return the error for a source of which nothing is kept."""
     report = subset.choice.report
     return DataError(
-        f"{title or subset.name}: all {report['records']:,} records are left out ({removal_line(report)})",
+        f"{title}: all {report['records']:,} records are left out ({removal_line(report)})",
         remedy="weaker limits in `filters`, or other data",
     )
 
@@ -112,29 +111,26 @@ def _decide(dataset: Any) -> tuple[Array, Array]:
 
 
 def _decide_all(dataset: UnifiedGenerationDataset, new: ArrayFile) -> None:
-    filters, index = dataset.filters, dataset.index
+    filters, index, batch = dataset.filters, dataset.index, dataset.index.source.batch
     reads, rules = any(one.reads for one in filters), sum(len(one.rules) for one in filters)
     new.add("removed", len(index))
     new.add("parts", len(index) * rules, shape=(len(index), rules))
     malformed = set(index.malformed.tolist())
-    for first in range(0, len(index), index.source.batch):
-        stop = min(first + index.source.batch, len(index))
-        columns = [getattr(index.counts, name)[first:stop].tolist() for name in COLUMNS]
-        entries: Sequence[Any] = [None] * (stop - first)
+    for start in range(0, len(index), batch):
+        stop = min(start + batch, len(index))
+        removed, parts = np.zeros(stop - start, dtype=np.int64), np.zeros((stop - start, rules), dtype=np.int64)
+        entries: Sequence[Any] = [None] * (stop - start)
         if reads:
-            ((_, entries),) = batches(index.source, (first, stop))
-        removed: list[int] = []
-        parts: list[int] = []
-        for number, (entry, row) in enumerate(zip(entries, zip(*columns, strict=True), strict=True), first):
-            if number in malformed:
-                removed.append(0)
-                parts += [0] * rules
+            ((_, entries),) = batches(index.source, (start, stop))
+        columns = [getattr(index.counts, name)[start:stop].tolist() for name in COLUMNS]
+        for i, (entry, row) in enumerate(zip(entries, zip(*columns, strict=True), strict=True)):
+            if start + i in malformed:
                 continue
             record = CheckedRecord(entry, index.layout, dataset.processor, dict(zip(COLUMNS, row, strict=True)))
-            removed.append(next((k for k, one in enumerate(filters, start=1) if not decide(one, record)), 0))
-            parts += [value for one in filters if one.rules for value in one.removed_parts(record)]
-        new.put("removed", first, np.asarray(removed, dtype=np.int64))
-        new.put("parts", first * rules, np.asarray(parts, dtype=np.int64))
+            removed[i] = next((k for k, one in enumerate(filters, start=1) if not one.keeps(record)), 0)
+            parts[i] = [value for one in filters if one.rules for value in one.removed_parts(record)]
+        new.put("removed", start, removed)
+        new.put("parts", start * rules, parts.reshape(-1))
 
 
 def _report(filters: Sequence[RecordFilter], removed: Array, parts: Array) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Filters of a data set (``filters=[dict(type=...)]``): which of its records are used.
 
 In: a record as a ``CheckedRecord``: its values, turns, sizes of images (from their headers) and counts of the index.
-Out: whether it is kept. A filter is a function of the record alone, so what it decides is kept with the index. The
-other records keep their numbers: a sample id is that of the record in its file (``filtered.py``).
+Out: whether it is kept. A filter is a function of the record alone, so what it decides is kept with the index
+(``filtering.py``).
 """
 
 from __future__ import annotations
@@ -24,14 +24,7 @@ from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.sources.base import FoundRecord, folder_of
 
 Limit = Annotated[int, Ge(1)] | None
-_CODES = {
-    "RatingFilter": "1a92fcfd02c37b075c42a4824353a724",
-    "ImageSizeFilter": "aeb5706d42bcd25a1458323c8e23ab21",
-    "TextLengthFilter": "13eb6ada020d9eac226c43b6fcba06d5",
-    "ImageCountFilter": "ead80a34996cf304959a963ad926e935",
-}
-"""``RecordFilter.code`` of the filters of this module, as of 1.0; another value where one decides in another way. It is
-part of the fingerprint of streamed data, so it is no digest of the present text."""
+Most = Annotated[int, Ge(0)] | None
 RATED = "rated"
 """Of ``RatingFilter.rules``: questions of records that have ratings."""
 
@@ -45,6 +38,11 @@ class CheckedRecord:
         self._entry, self._layout, self._processor, self.counts = entry, layout, processor, counts
 
     @property
+    def _read(self) -> FoundRecord:
+        assert self._entry is not None, "a filter without `reads` reads a record"
+        return self._entry
+
+    @property
     def where(self) -> object:
         """As text ``train.jsonl:17``: it begins every message about the record."""
         return None if self._entry is None else self._entry.where
@@ -52,16 +50,14 @@ class CheckedRecord:
     @cached_property
     def values(self) -> Mapping[str, Any]:
         """As its file has them, under the names of a layout (``columns``); images inside of the file are
-        ``StoredImage``."""
-        assert self._entry is not None, "a filter without `reads` reads a record"
-        record = self._entry.record
-        return self._layout.named(record, self.where) if self._layout.columns else record
+        ``StoredImage``.
+        """
+        return self._layout.named(self._read.record, self.where)
 
     @cached_property
     def turns(self) -> Sequence[Turn]:
         """Texts and images in their order, without what ratings remove."""
-        assert self._entry is not None, "a filter without `reads` reads a record"
-        return self._layout.at(folder_of(self._entry)).turns(self._entry.record, self.where)
+        return self._layout.at(folder_of(self._read)).turns(self._read.record, self.where)
 
     @property
     def texts(self) -> list[str]:
@@ -122,10 +118,12 @@ class RecordFilter:
 
     @property
     def code(self) -> str | None:
-        """A digest of what decides; None: not known, so nothing is kept from one start to the next."""
+        """What changes where it decides in another way: of a user's class a digest of its text. None: not known, so
+        nothing is kept from one start to the next.
+        """
         kind = type(self)
         if kind.__module__ == __name__:
-            return _CODES[kind.__name__]
+            return f"{kind.__name__} 1"  # another number where one decides in another way than in 1.0
         return None if kind.__module__ == "__main__" else _source_digest(kind)
 
 
@@ -242,9 +240,7 @@ class ImageCountFilter(RecordFilter):
     """
 
     @checked()
-    def __init__(
-        self, *, max_images: Annotated[int, Ge(0)] | None = None, max_tiles: Annotated[int, Ge(0)] | None = None
-    ) -> None:
+    def __init__(self, *, max_images: Most = None, max_tiles: Most = None) -> None:
         self.max_images, self.max_tiles = max_images, max_tiles
 
     @property
@@ -277,8 +273,7 @@ class FunctionFilter(RecordFilter):
 
     @property
     def name(self) -> str:
-        function: Any = self.function
-        return getattr(function, "__qualname__", type(function).__name__)
+        return getattr(self.function, "__qualname__", type(self.function).__name__)
 
     @property
     def settings(self) -> str:
@@ -289,23 +284,18 @@ class FunctionFilter(RecordFilter):
         return _source_digest(self.function)
 
     def keeps(self, record: CheckedRecord) -> bool:
-        return self.function(record)
-
-
-def decide(one: RecordFilter, record: CheckedRecord) -> bool:
-    """Return what a filter decides. Raises ``DataError`` naming record and filter where it fails."""
-    try:
-        keeps: Any = one.keeps(record)
-    except DataError:
-        raise
-    except Exception as error:  # a user's own code raises anything
-        problem = f"{record.where}: the filter {one.name} failed: {type(error).__name__}: {error}"
-        raise DataError(
-            problem, remedy="it is called with a CheckedRecord (unigen_ds/data/datasets/filters.py)"
-        ) from error
-    if not isinstance(keeps, (bool, np.bool_)):
-        raise DataError(f"{record.where}: the filter {one.name} returned {keeps!r}", allowed="True or False")
-    return bool(keeps)
+        """What the function returns. Raises ``DataError`` naming record and function where it fails."""
+        try:
+            keeps: Any = self.function(record)
+        except DataError:
+            raise
+        except Exception as error:  # a user's own code raises anything
+            problem = f"{record.where}: the filter {self.name} failed: {type(error).__name__}: {error}"
+            remedy = "it is called with a CheckedRecord (unigen_ds/data/datasets/filters.py)"
+            raise DataError(problem, remedy=remedy) from error
+        if not isinstance(keeps, (bool, np.bool_)):
+            raise DataError(f"{record.where}: the filter {self.name} returned {keeps!r}", allowed="True or False")
+        return bool(keeps)
 
 
 def _within(value: int, low: int | None, high: int | None) -> bool:

@@ -66,35 +66,33 @@ def blend(
             raise ConfigError(
                 f"the data set {dataset.name} has group={group!r}",
                 allowed=f"a group of {_KEY}: {', '.join(groups)}" if groups else f"{_KEY}, which names the groups",
-                remedy=suggestion(str(group), groups)
-                or (f"group={next(iter(groups))!r} of that data set" if group is None else None)
-                or f"{_KEY}=dict({group}=dict(weight=1.0)) in the config",
+                remedy=suggestion(str(group), groups) or "group=... of that data set, or another name in the config",
             )
     if not groups:
         weights = dataset_weights(datasets)
         if weights is None and any(map(is_streamed, datasets)):
             weights = [1.0]
         return Blend(None if weights is None else tuple(weights))
-    members = {name: [k for k, group in enumerate(of_sources) if group == name] for name in groups}
-    if empty := [name for name, sources in members.items() if not sources]:
-        if left := [name for name, group in skipped if group == empty[0]]:
-            raise DataError(
-                f"{_KEY}: every data set of the group {empty[0]} is skipped (on_error='skip'): {', '.join(left)}",
-                remedy="see the warnings above; without its data the group has to be removed from the config",
-            )
-        raise ConfigError(f"{_KEY}: no data set has group={empty[0]!r}", remedy="remove the group, or name it")
     total = sum((exact(group.weight) for group in groups.values()), Fraction(0))
     shares: list[Weight] = [0.0] * len(datasets)
+    members = {name: [k for k, group in enumerate(of_sources) if group == name] for name in groups}
     for name, sources in members.items():
+        if left := [one for one, group in skipped if group == name and not sources]:
+            raise DataError(
+                f"{_KEY}: every data set of the group {name} is skipped (on_error='skip'): {', '.join(left)}",
+                remedy="see the warnings above; without its data the group has to be removed from the config",
+            )
+        if not sources:
+            raise ConfigError(f"{_KEY}: no data set has group={name!r}", remedy="remove the group, or name it")
         own = dataset_weights([datasets[k] for k in sources])
         parts = [Fraction(sizes[k]) for k in sources] if own is None else [exact(weight) for weight in own]
         for k, part in zip(sources, parts, strict=True):
             shares[k] = str(exact(groups[name].weight) / total * part / sum(parts))
     mandatory = [name for name, group in groups.items() if group.mandatory]
-    if mandatory and any(map(is_streamed, datasets)):
-        streamed = next(dataset.name for dataset in datasets if is_streamed(dataset))
+    streamed = [dataset.name for dataset in datasets if is_streamed(dataset)]
+    if mandatory and streamed:
         raise ConfigError(
-            f"the group {mandatory[0]} is mandatory, which needs the lengths of all samples; {streamed} is streamed",
+            f"the group {mandatory[0]} is mandatory, which needs the lengths of all samples; {streamed[0]} is streamed",
             remedy="mandatory=False, or data sets without streaming",
         )
     settings = {name: {"weight": float(group.weight), "mandatory": group.mandatory} for name, group in groups.items()}
@@ -142,7 +140,7 @@ def check_mandatory(
     """
     if not blend.mandatory:
         return
-    title = f"the mandatory groups {', '.join(blend.names)}" if len(blend.names) > 1 else f"the group {blend.names[0]}"
+    title = f"the mandatory groups: {', '.join(blend.names)}"
     if not hasattr(packer, "plan_with"):
         kind = "None" if packer is None else type(packer).__name__
         raise ConfigError(
@@ -150,22 +148,19 @@ def check_mandatory(
             allowed="a packer that knows mandatory groups",
             remedy="packing=dict(type='BestFitPacking')",
         )
-    for what, columns, limit, remedy in (
-        ("tokens", tokens, seq_length, "a larger seq_length, or train_dataloader.max_sample_tokens: longer samples are"
-         " then treated as `overflow` requires"),
-        ("images", tiles, getattr(packer, "max_tiles", None), "a larger max_tiles of the packer"),
-    ):  # fmt: skip
-        if limit is None:
-            continue
+    larger = "a larger seq_length, or train_dataloader.max_sample_tokens"
+    limits = [("tokens", tokens, seq_length, larger)]
+    if (max_tiles := getattr(packer, "max_tiles", None)) is not None:
+        limits.append(("images", tiles, max_tiles, "a larger max_tiles of the packer"))
+    for what, columns, limit, remedy in limits:
         most = [min(int(column.max(initial=0)), limit) for column in columns]
         reserved = sum(max(most[k] for k in group) for group in blend.mandatory)
         left = max(limit - reserved, 0)
         beside = [column for k, column in enumerate(columns) if not any(k in group for group in blend.mandatory)]
         over = sum(int((column > left).sum()) for column in beside)
         if reserved > limit or (over and reserved):
-            longest = max((int(column.max(initial=0)) for column in beside), default=0)
             raise DataError(
                 f"{title} must be in every sequence, which needs up to {reserved:,} {what} of {limit:,}: {over:,}"
-                f" samples of other groups have more than the {left:,} {what} that are left (up to {longest:,})",
+                f" samples of other groups have more than the {left:,} {what} that are left",
                 remedy=remedy,
             )

@@ -51,7 +51,7 @@ class Overflow:
     key: str = "seq_length"
 
     def __post_init__(self) -> None:
-        if self.setting is not None and self.setting not in ACTIONS:
+        if self.setting not in _BY_KIND:
             raise ConfigError(f"train_dataloader.overflow is {self.setting!r}", allowed=", ".join(ACTIONS))
 
     @property
@@ -63,34 +63,35 @@ class Overflow:
 class Fitted:
     """One source, fitted to sequences of ``overflow.seq_length`` tokens."""
 
+    positions: int | None = None
+    """Tokens of a document at most, by the model, as far as it has a limit (``check_positions``)."""
+
     def __init__(self, dataset: PlannedDataset, overflow: Overflow) -> None:
         self.dataset, self.overflow = dataset, overflow
-        limit, (tokens, tiles) = overflow.seq_length, dataset.lengths()
-        self.longer: Array = np.flatnonzero(tokens > limit)
-        kinds, actions = dataset.counts().kind, overflow.actions
-        chosen = {
-            action: np.isin(kinds[self.longer], [KINDS.index(k) for k in KINDS if actions[k] == action])
-            for action in ACTIONS
-        }
+        tokens, tiles = dataset.lengths()
+        self.longer: Array = np.flatnonzero(tokens > overflow.seq_length)
+        kinds, actions = dataset.counts().kind[self.longer], overflow.actions
         self.by_action: dict[Action, Array] = {
-            action: self.longer if mask.all() else self.longer[mask] for action, mask in chosen.items()
+            action: self.longer[np.isin(kinds, [k for k, kind in enumerate(KINDS) if actions[kind] == action])]
+            for action in ACTIONS
         }
         """Records that are too long, by what happens to them."""
         units = {"tokens": tokens, "tiles": tiles}
-        if self.longer.size:
-            units = self._shared_units()
+        folder = dataset.cache_folder
+        if self.longer.size and (folder is None or len(dataset) < SHARED_FROM):
+            units = self._units()
+        elif self.longer.size and folder is not None:  # of many records in a file that all processes share
+            key = fingerprint(_UNITS, *self._facts)
+            units = load_or_make(folder / f"units-{key[:16]}{SUFFIX}", key, self._units)
         self.tokens: Array = units["tokens"]
         """Of each unit. Without a longer record the index's own, which needs no memory of the process."""
         self.tiles: Array = units["tiles"]
         self._records, self._pieces = units.get("records"), units.get("pieces")
 
-    def _shared_units(self) -> dict[str, Array]:
-        """``_units``, of many records in a file that all processes share."""
-        overflow, folder = self.overflow, self.dataset.cache_folder
-        if folder is None or len(self.dataset) < SHARED_FROM:  # without the fingerprint, which may read the data
-            return self._units()
-        key = fingerprint(_UNITS, self.dataset.fingerprint, overflow.seq_length, RULES.overflow, overflow.actions)
-        return load_or_make(folder / f"units-{key[:16]}{SUFFIX}", key, self._units)
+    @property
+    def _facts(self) -> tuple[object, ...]:
+        """What the units follow from; the fingerprint may read the data."""
+        return self.dataset.fingerprint, self.overflow.seq_length, RULES.overflow, self.overflow.actions
 
     def _units(self) -> dict[str, Array]:
         """Of each unit: its record, its piece or -1, tokens and tiles."""
@@ -108,9 +109,6 @@ class Fitted:
     def __len__(self) -> int:
         """Units: draws of one pass."""
         return len(self.tokens)
-
-    positions: int | None = None
-    """Tokens of a document at most, by the model, as far as it has a limit (``check_positions``)."""
 
     def lengths_of(self, units: Array) -> tuple[Array, Array]:
         """(tokens, tiles) of some units."""
@@ -146,39 +144,29 @@ class Fitted:
     @cached_property
     def kept_sums(self) -> dict[str, int]:
         """Sums of the columns ``CONTENT`` of what is trained on. Reads truncated records once (cached)."""
-        counts, (left_out, cut, truncated) = self.dataset.counts(), self._lost
+        counts, overflow, cut = self.dataset.counts(), self.overflow, self.by_action["truncate"]
+        lost = np.concatenate([self.by_action["skip"], self.by_action["error"], cut])
+
+        def make() -> dict[str, Array]:
+            samples = (self.dataset.sample(index) for index in cut.tolist())
+            rows = [count(sample.truncated(overflow.seq_length)) for sample in samples]
+            return {"rows": np.asarray(rows, dtype=np.int64).reshape(-1, len(COLUMNS))}
+
+        rows = np.empty((0, len(COLUMNS)), dtype=np.int64)
+        if cut.size:
+            folder, key = self.dataset.cache_folder, fingerprint(*self._facts, COLUMNS)
+            rows = load_or_make(folder and folder / f"cut-{key[:16]}{SUFFIX}", key, make)["rows"]
+        columns = {name: getattr(counts, name) for name in CONTENT}
         return {
-            name: int(column.sum() - column[left_out].sum() - column[cut].sum())
-            + int(truncated[:, COLUMNS.index(name)].sum())
-            for name in CONTENT
-            for column in [getattr(counts, name)]
+            name: int(column.sum() - column[lost].sum()) + int(rows[:, COLUMNS.index(name)].sum())
+            for name, column in columns.items()
         }
 
     @property
     def lost(self) -> dict[str, int]:
         """Targets of each loss term that are not trained on."""
-        counts = self.dataset.counts()
-        totals = {kind: int(getattr(counts, f"{kind}_targets").sum()) for kind in ("text", "image", "other")}
-        return {kind: total - self.kept_sums[f"{kind}_targets"] for kind, total in totals.items()}
-
-    @cached_property
-    def _lost(self) -> tuple[Array, Array, Array]:
-        """Records that are left out, records that are truncated, and the counts [n, columns] of these afterwards."""
-        cut = self.by_action["truncate"]
-        truncated = self._truncated(cut) if cut.size else np.empty((0, len(COLUMNS)), dtype=np.int64)
-        return np.concatenate([self.by_action["skip"], self.by_action["error"]]), cut, truncated
-
-    def _truncated(self, records: Array) -> Array:
-        """Rows of ``Counts`` of truncated records."""
-        overflow, folder = self.overflow, self.dataset.cache_folder
-        key = fingerprint(self.dataset.fingerprint, overflow.seq_length, RULES.overflow, overflow.actions, COLUMNS)
-
-        def make() -> dict[str, Array]:
-            samples = (self.dataset.sample(index) for index in records.tolist())
-            rows = [count(sample.truncated(overflow.seq_length)) for sample in samples]
-            return {"rows": np.asarray(rows, dtype=np.int64)}
-
-        return load_or_make(folder and folder / f"cut-{key[:16]}{SUFFIX}", key, make)["rows"]
+        counts, names = self.dataset.counts(), {kind: f"{kind}_targets" for kind in ("text", "image", "other")}
+        return {kind: int(getattr(counts, name).sum()) - self.kept_sums[name] for kind, name in names.items()}
 
     def line(self, name: str) -> str:
         """``report`` as a sentence."""
@@ -204,7 +192,7 @@ class Fitted:
 
 
 _UNITS = "unigen-units-1"
-_DONE: dict[Action, str] = {"split": "split", "truncate": "truncated", "skip": "skipped", "error": "refused"}
+_DONE: dict[Action, str] = {"split": "split", "truncate": "truncated", "error": "refused", "skip": "skipped"}
 
 
 def check_refused(source: Fitted, name: str, title: str) -> None:
@@ -269,16 +257,9 @@ def overflow_line(report: Mapping[str, Any], *, records: int, seq_length: int, k
     """``Fitted.report`` as a sentence. ``key``: as of ``Overflow``."""
     if not report["longer"]:
         return f"all {records:,} records fit {key} {seq_length:,}: 0.0% of the targets are lost"
-    done = []
-    if report["split"]:
-        done.append(f"{report['split']:,} split into {report['pieces']:,} samples")
-    if report["truncated"]:
-        done.append(f"{report['truncated']:,} truncated")
-    if report["refused"]:
-        done.append(f"{report['refused']:,} refused")
-    if report["skipped"]:
-        first = ", ".join(report["skipped_records"][:_LISTED])
-        done.append(f"{report['skipped']:,} skipped ({first}{', ...' if report['skipped'] > _LISTED else ''})")
+    first = ", ".join(report["skipped_records"][:_LISTED]) + ", ..." * (report["skipped"] > _LISTED)
+    more = {"split": f" into {report['pieces']:,} samples", "skipped": f" ({first})"}
+    done = [f"{report[what]:,} {what}{more.get(what, '')}" for what in _DONE.values() if report[what]]
     lost = (
         f"{report[f'{kind}_targets_lost']:,} of {report[f'{kind}_targets']:,} {kind} targets"
         for kind in ("text", "image", "other")

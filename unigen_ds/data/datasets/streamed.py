@@ -62,11 +62,6 @@ class Streaming(Section):
         default={}, description="arguments of the file system of `fsspec`: keys, endpoints"
     )
 
-    @property
-    def limit(self) -> int:
-        """``cache_gib`` in bytes."""
-        return int(self.cache_gib * (1 << 30))
-
 
 class ShardSource(RecordSource):
     """The records of one shard. It is fetched when the first one is read: an index from the cache needs nothing.
@@ -204,12 +199,13 @@ class StreamedShards:
         facts: Sequence[object],
         **build: Any,
     ) -> None:
+        limit = int(settings.cache_gib * (1 << 30))
         self.listed = listed = ShardList(
             data_path,
             format=format,
             storage_options=settings.storage_options,
             attempts=settings.attempts,
-            limit=settings.limit,
+            limit=limit,
         )
         folder = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unigen_ds"
         if listed.root is not None:
@@ -220,7 +216,7 @@ class StreamedShards:
                     remedy="cache_dir=FOLDER of the data set",
                 )
             folder = beside
-        self.spool = Spool(folder / "streamed", limit=settings.limit, attempts=settings.attempts, fetch=listed.fetch)
+        self.spool = Spool(folder / "streamed", limit=limit, attempts=settings.attempts, fetch=listed.fetch)
         self.processor, self.settings, self._facts, self._build_options = processor, settings, tuple(facts), build
         self._layout = replace(layout, captions=layout.captions or listed.captions)
         self.mixed = min(settings.mixed_shards, len(self))
@@ -232,11 +228,11 @@ class StreamedShards:
         """Whether ``prepare`` does anything: a run needs the records soon, a tool that only plans does not."""
         by_size = sorted(listed.shards, key=lambda shard: shard.copied, reverse=True)[: 2 * self.mixed]
         total = sum(shard.copied for shard in by_size)
-        if total > settings.limit:
+        if total > limit:
             raise DataError(
                 f"streaming.mixed_shards={settings.mixed_shards} uses {len(by_size)} shards at a time (those that are"
                 f" mixed, and the next ones), which have up to {format_size(total)} (the largest: {by_size[0].name},"
-                f" {format_size(by_size[0].copied)}); streaming.cache_gib keeps {format_size(settings.limit)}",
+                f" {format_size(by_size[0].copied)}); streaming.cache_gib keeps {format_size(limit)}",
                 remedy="a larger cache_gib, or fewer mixed_shards",
             )
 
@@ -276,11 +272,6 @@ class StreamedShards:
             self._recent.keep(shard, index, records=len(index))
             self._ahead.discard(shard)
         return index
-
-    def find(self, number: int) -> tuple[Index, int]:
-        """The index that has a record, and the record's position there."""
-        shard, position = divmod(number, SPAN)
-        return self.index(shard), position
 
     def prepare(self, shards: Sequence[int]) -> None:
         """Fetch and plan some shards in the background. What fails is tried again, and reported, when it is needed."""

@@ -162,7 +162,7 @@ class StreamedFitted(Fitted):
         self._recent: Recent[Fitted] = Recent(2 * self.shards.mixed + 1)
         first = kept_records(dataset.shard(0))
         if filtering_of(first) is not None and not len(first):
-            raise all_removed(first, title=self.titled(dataset.name))
+            raise all_removed(first, self.titled(dataset.name))
         super().__init__(first, overflow)
 
     @property
@@ -264,15 +264,16 @@ def streamed_lines(name: str, source: Fitted) -> Iterator[tuple[bool, str]]:
 
 
 def streamed_report(source: StreamedFitted) -> dict[str, Any]:
-    """Plain numbers of the whole source, and which part of it all others are of that are shown."""
+    """Plain numbers of the whole source, and which part of it all other numbers are of."""
+    shards = source.shards
     return {
-        "shards": len(source.shards),
-        "bytes": source.shards.size,
+        "shards": len(shards),
+        "bytes": shards.size,
         "samples_per_pass_estimated": len(source),
-        "exact": len(source.shards) == 1,
-        "measured": {"shards": [source.shards.listed.shards[0].name], "records": len(source.dataset)},
-        "mixed_shards": source.shards.mixed,
-        "folder": str(source.shards.spool.folder),
+        "exact": len(shards) == 1,
+        "measured": {"shards": [shards.listed.shards[0].name], "records": len(source.dataset)},
+        "mixed_shards": shards.mixed,
+        "folder": str(shards.spool.folder),
     }
 
 

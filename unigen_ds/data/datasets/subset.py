@@ -30,7 +30,7 @@ from unigen_ds.system.seeding import derive_seed
 
 
 class Choice(Protocol):
-    """The reason why a subset has its records."""
+    """The reason why a subset has its records: ``FirstRecords``, ``Side`` or ``Filtering``."""
 
     def facts(self, numbers: Array) -> tuple[object, ...]:
         """Return what the fingerprint of the records ``numbers`` has beside that of the source."""
@@ -47,7 +47,7 @@ class Subset:
     Args:
         whole: the source, or a subset of it.
         numbers: the numbers of the records in ``whole``, ascending.
-        choice: a ``Choice``: ``FirstRecords``, ``Side`` or ``Filtering``.
+        choice: a ``Choice``.
     """
 
     def __init__(self, whole: PlannedDataset, numbers: Array, choice: Any) -> None:
@@ -70,7 +70,7 @@ class Subset:
     @cached_property
     def _counts(self) -> Counts:
         counts = self.whole.counts()
-        if _are_first(self.numbers):  # views, which need no memory
+        if len(self) == int(self.numbers[-1:].sum()) + 1:  # the first ones: views, which need no memory
             return Counts(*(getattr(counts, name)[: len(self)] for name in COLUMNS))
         return counts.some(self.numbers, self.cache_folder, lambda: fingerprint(self.fingerprint, COLUMNS))
 
@@ -95,10 +95,6 @@ class Subset:
         return digests
 
 
-def _are_first(numbers: Array) -> bool:
-    return not len(numbers) or int(numbers[-1]) == len(numbers) - 1
-
-
 def subsets(dataset: PlannedDataset) -> Iterator[Subset]:
     """Yield the subsets through which a data set was made, the last one first; none for a source itself."""
     while isinstance(dataset, Subset):
@@ -120,9 +116,9 @@ def whole_of(dataset: PlannedDataset) -> PlannedDataset:
 
 def record_number(dataset: PlannedDataset, index: int) -> int:
     """Return the number that a record of ``dataset`` has in sample ids: that in ``whole_of(dataset)``."""
-    while isinstance(dataset, Subset):
-        index, dataset = int(dataset.numbers[index]), dataset.whole
-    return getattr(dataset, "first_number", 0) + index
+    for subset in subsets(dataset):
+        index = int(subset.numbers[index])
+    return getattr(whole_of(dataset), "first_number", 0) + index
 
 
 @dataclass(frozen=True)
@@ -164,16 +160,8 @@ class Division:
     """Of the records, in (0, 1), that are not trained on; of many records: each is drawn on its own."""
     seed: int
 
-    def held_out(self, digests: Array) -> NDArray[np.bool_]:
-        """[N] whether each record is in the share. A larger share contains a smaller one."""
-        return self._drawn(digests) < self.share
-
-    def smallest(self, digests: Array) -> float:
-        """The largest share that selects no record: a larger one selects at least one."""
-        return float(self._drawn(digests).min(initial=1.0))
-
-    def _drawn(self, digests: Array) -> NDArray[np.float64]:
-        """[N] in [0, 1), of each record."""
+    def drawn(self, digests: Array) -> NDArray[np.float64]:
+        """[N] a number in [0, 1) of each record: below ``share`` it is in the share, so a larger one contains it."""
         key = np.uint64(derive_seed(self.seed, "validation"))
         drawn = mix_many(digests.astype(np.int64).view(np.uint64) ^ key) >> np.uint64(11)
         return drawn.astype(np.float64) / 2.0**53
@@ -208,32 +196,29 @@ def divide(datasets: Sequence[PlannedDataset], division: Division) -> tuple[list
     """
     training: list[Subset] = []
     validation: list[Subset] = []
-    least = 1.0
+    least, what = 1.0, f"val_dataloader.split={division.share:g}"
     for name, dataset in zip(source_names(datasets), datasets, strict=True):
-        whole: Any = whole_of(dataset)
-        if not hasattr(whole, "content_digests"):
-            kind = type(whole).__name__
+        kind: Any = type(whole_of(dataset))
+        if not hasattr(kind, "content_digests"):
             raise ConfigError(
-                f"val_dataloader.split divides {name}, and {kind} has no content_digests()",
-                remedy=f"add content_digests(self) to {kind}: 64 bits of each record as an int64 array; or give"
-                " val_dataloader a dataset of its own",
+                f"val_dataloader.split divides {name}, and {kind.__name__} has no content_digests()",
+                remedy=f"add content_digests(self) to {kind.__name__}: 64 bits of each record as an int64 array; or"
+                " give val_dataloader a dataset of its own",
             )
-        digests = dataset.content_digests()  # type: ignore[attr-defined]
-        is_held_out, least = division.held_out(digests), min(least, division.smallest(digests))
+        drawn = division.drawn(dataset.content_digests())  # type: ignore[attr-defined]
+        is_held_out, least = drawn < division.share, min(least, float(drawn.min(initial=1.0)))
         training.append(Subset(dataset, np.flatnonzero(~is_held_out), Side(division, "train")))
         validation.append(Subset(dataset, np.flatnonzero(is_held_out), Side(division, "validation")))
         if not len(training[-1]):
             raise DataError(
-                f"val_dataloader.split={division.share:g} leaves none of the {len(dataset):,} records of {name} to"
-                " train on",
+                f"{what} leaves none of the {len(dataset):,} records of {name} to train on",
                 remedy="a smaller share, more data, or a dataset of its own for val_dataloader",
             )
         if not len(validation[-1]):
-            notice(f"val_dataloader.split={division.share:g} selects none of the {len(dataset):,} records of {name}.")
+            notice(f"{what} selects none of the {len(dataset):,} records of {name}.")
     if not any(map(len, validation)):
-        total = sum(map(len, datasets))
         raise DataError(
-            f"val_dataloader.split={division.share:g} selects none of {total:,} records (each is drawn on its own)",
+            f"{what} selects none of {sum(map(len, datasets)):,} records (each is drawn on its own)",
             remedy=f"val_dataloader.split={_above(least)} selects at least one of these; or more data, or a dataset of"
             " its own for val_dataloader",
         )

@@ -11,11 +11,9 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import threading
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import xxhash
@@ -24,9 +22,8 @@ from numpy.typing import NDArray
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import cache_folder, fingerprint
 from unigen_ds.data.cache.content import contents_digest
-from unigen_ds.data.images.image_files import Span, StoredImage
+from unigen_ds.data.images.image_files import StoredImage
 from unigen_ds.data.records.records import Captions
-from unigen_ds.data.records.unusable import check_data_file
 
 Arrays = Mapping[str, NDArray[Any]]
 """Where the records of a source are; names that no column of ``Counts`` has."""
@@ -116,34 +113,7 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-class Position(NamedTuple):
-    """Where a record begins. As text: ``train.jsonl:17``; the file is read for the line number only then."""
-
-    path: Path
-    offset: int
-    label: str = ""
-    """How the file is called; empty: by its name."""
-
-    def __str__(self) -> str:
-        with self.path.open("rb") as stream:
-            status = os.fstat(stream.fileno())
-            file = self.path, status.st_ino, status.st_mtime_ns
-            known, lines, at = getattr(_COUNTED, "last", (None, 1, 0))
-            if known != file or at > self.offset:
-                lines, at = 1, 0
-            stream.seek(at)
-            while at < self.offset and (block := stream.read(min(self.offset - at, 1 << 20))):
-                lines += block.count(b"\n")
-                at += len(block)
-        _COUNTED.last = file, lines, at
-        return f"{self.label or self.path}:{lines}"
-
-
-_COUNTED = threading.local()
-"""Of a thread the last file, line and byte: many bad records follow each other, and the file is read once for all."""
-
-
-class Names:
+class Names(Sequence[str]):
     """Many short texts as two arrays, as the index keeps them: names of files, of members of a tar.
 
     Args:
@@ -152,7 +122,7 @@ class Names:
     """
 
     def __init__(self, letters: NDArray[Any], ends: NDArray[Any]) -> None:
-        self.letters, self.ends = letters, ends
+        self._letters, self._ends = letters, ends
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> Names:
@@ -161,22 +131,23 @@ class Names:
         ends = np.cumsum([len(one) for one in encoded], dtype=np.int64)
         return cls(np.frombuffer(b"".join(encoded), np.uint8), ends)
 
+    def arrays(self, kind: str) -> Arrays:
+        """What ``in_arrays`` gets."""
+        return {f"{kind}_letters": self._letters, f"{kind}_ends": self._ends}
+
+    @classmethod
+    def in_arrays(cls, arrays: Arrays, kind: str) -> Names:
+        """Return those that ``arrays`` returned for ``kind``."""
+        return cls(arrays[f"{kind}_letters"], arrays[f"{kind}_ends"])
+
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self._ends)
 
-    def __getitem__(self, index: int) -> str:
-        start = int(self.ends[index - 1]) if index else 0
-        return self.letters[start : int(self.ends[index])].tobytes().decode("utf-8", "surrogateescape")
-
-
-def counts_to_array(counts: Mapping[str, int]) -> NDArray[np.uint8]:
-    """Return numbers by name as the index keeps them."""
-    return np.frombuffer(json.dumps(counts).encode(), np.uint8)
-
-
-def counts_from_array(array: NDArray[Any]) -> dict[str, int]:
-    """Return what ``counts_to_array`` got."""
-    return dict(json.loads(array.tobytes()))
+    def __getitem__(self, index: Any) -> Any:
+        if index >= len(self):
+            raise IndexError(index)
+        start = int(self._ends[index - 1]) if index else 0
+        return self._letters[start : int(self._ends[index])].tobytes().decode("utf-8", "surrogateescape")
 
 
 class RecordSource:
@@ -201,6 +172,8 @@ class RecordSource:
         """What the config names: of an unpacked copy the compressed file."""
         self.options: Mapping[str, Any] = {}
         """Settings of the format, as the config has them."""
+        self.unread: Sequence[str] = ()
+        """What of the files is not read as records, with numbers, for the log; known after ``use``."""
         self.columns: Mapping[str, str] = {}
         """Names of the records' keys -> those of a layout, as the data set has them: ``records.Layout`` reads them."""
 
@@ -218,11 +191,6 @@ class RecordSource:
     def root(self) -> Path:
         """The folder that relative image paths start from."""
         return self.origin.parent
-
-    @property
-    def own_root(self) -> Path | None:
-        """``root``, where its images belong to it alone; None: it may be read together with others."""
-        return None
 
     @property
     def several_folders(self) -> bool:
@@ -273,46 +241,8 @@ class RecordSource:
         return self.label, index
 
     def notes(self) -> Sequence[str]:
-        """What of the files is not read as records, with numbers, for the log. Asked after ``use``."""
-        return ()
-
-
-class RangeSource(RecordSource):
-    """Records of a text file, each a range of its bytes. A subclass finds them (``scan`` returns ``offsets`` and
-    ``lengths``) and reads one (``entry``).
-    """
-
-    def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
-        super().__init__(path, label=label, folder=folder)
-        self.offsets = self.lengths = np.empty(0, np.int64)
-        check_data_file(self.path)
-
-    def use(self, arrays: Arrays) -> None:
-        self.offsets, self.lengths = arrays["offsets"], arrays["lengths"]
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
-        offsets, lengths = self.offsets[start:stop].tolist(), self.lengths[start:stop].tolist()
-        if not offsets:
-            return ()
-        first = offsets[0]
-        block = Span(self.path, first, offsets[-1] + lengths[-1] - first).read()
-        return [
-            self.entry(block[offset - first : offset - first + length], Position(self.path, offset, self.label))
-            for offset, length in zip(offsets, lengths, strict=True)
-        ]
-
-    def entry(self, raw: bytes, position: Position) -> FoundRecord:
-        """Return the record of some bytes. Raises ``MalformedRecord`` where it cannot be read."""
-        raise NotImplementedError(f"{type(self).__name__}.entry")
-
-
-def ranges(spans: Iterable[tuple[int, int]]) -> Arrays:
-    """Return the arrays of a ``RangeSource``. ``spans``: offset and length of each record."""
-    table = np.fromiter(chain.from_iterable(spans), np.int64).reshape(-1, 2)  # a file may have millions
-    return {"offsets": table[:, 0].copy(), "lengths": table[:, 1].copy()}
+        """``unread``, of all files."""
+        return [*self.unread]
 
 
 class Joined(RecordSource):
@@ -346,12 +276,6 @@ class Joined(RecordSource):
 
     @property
     def root(self) -> Path:
-        folders = dict.fromkeys(source.own_root for source in self.sources)
-        if len(folders) > 1:
-            raise DataError(
-                f"{self.label}: each of these folders has its own images, with names of its own",
-                remedy="a data set for each of them: train_dataloader.dataset is a list then; or the folder above",
-            )
         return self.sources[0].root
 
     @property

@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,15 @@ from unigen_ds.config.registry import SOURCES, resolve
 from unigen_ds.core.errors import ConfigError, DataError, suggestion
 from unigen_ds.data.cache.array_cache import cache_folder
 from unigen_ds.data.records.unusable import instead_of
-from unigen_ds.data.sources import csv_rows, tables, texts  # noqa: F401 - registers them
 from unigen_ds.data.sources.base import Joined, RecordSource
-from unigen_ds.data.sources.huggingface import is_saved
-from unigen_ds.data.sources.image_folder import METADATA, is_image_folder, metadata_below, visible
+from unigen_ds.data.sources.image_folder import METADATA, is_image_folder, visible
+from unigen_ds.data.sources.tables import ParquetSource, is_saved
 from unigen_ds.data.sources.unpacked import COMPRESSED, unpacked_file
 from unigen_ds.data.sources.webdataset import IMAGES
 from unigen_ds.system.log import notice
 
 DataPath = str | Path | Sequence[str | Path]
 JSON, TEXT = "json", "text"
-
-_MOST_SUFFIXES = 5
-"""Suffixes of files that are not read."""
-_NUMBER = re.compile(r"(\d+)")
 PATTERN = re.compile(r"[*?\[]")
 
 
@@ -73,9 +68,7 @@ def open_source(
     sources = [open_file(file, cls, options, cache_dir) for file in files]
     for source in sources:
         source.columns = columns or {}
-    if len(sources) == 1:
-        return sources[0]
-    return Joined(sources, f"{', '.join(map(str, paths))} ({len(sources)} files)")
+    return sources[0] if len(sources) == 1 else Joined(sources, f"{', '.join(map(str, paths))} ({len(sources)} files)")
 
 
 def requested(data_path: DataPath, format: str | Mapping[str, Any] | None) -> tuple[list[str | Path], dict[str, Any]]:
@@ -84,12 +77,11 @@ def requested(data_path: DataPath, format: str | Mapping[str, Any] | None) -> tu
     Raises ``ConfigError`` for an unknown format.
     """
     spec = {"type": format} if isinstance(format, str) else dict(format or {})
-    paths = [data_path] if isinstance(data_path, (str, Path)) else list(data_path)
     kind = spec.get("type")
     if isinstance(kind, str) and kind not in SOURCES.module_dict:
         valid = sorted(SOURCES.module_dict)
         raise ConfigError(f"format is {kind!r}", allowed=", ".join(valid), remedy=suggestion(kind, valid))
-    return paths, spec
+    return [data_path] if isinstance(data_path, (str, Path)) else list(data_path), spec
 
 
 def open_file(
@@ -97,10 +89,9 @@ def open_file(
 ) -> RecordSource:
     """One file of a known format. ``label``: how messages call it; None: by its path."""
     packed = path.suffix.lower() in (*COMPRESSED, ".tgz")
-    folder = cache_folder(path, cache_dir) if packed or path.suffix.lower() in tables.ParquetSource.suffixes else None
-    source: RecordSource = cls(
-        unpacked_file(path, folder) if packed else path, label=label or str(path), folder=folder, **options
-    )
+    folder = cache_folder(path, cache_dir) if packed or issubclass(cls, ParquetSource) else None
+    file = unpacked_file(path, folder) if packed else path
+    source: RecordSource = cls(file, label=label or str(path), folder=folder, **options)
     source.options = options
     if packed:
         source.origin = path
@@ -112,31 +103,16 @@ def matching(path: str | Path) -> list[Path]:
     text = str(path)
     if not PATTERN.search(text) or os.path.exists(text):
         return [Path(text)]
-    matches = in_order(map(Path, glob.glob(text, recursive=True)))
+    matches = sorted(map(Path, glob.glob(text, recursive=True)), key=by_numbers)
     if not matches:
         raise DataError(f"no file matches {text}")
     return matches
 
 
-def in_order(paths: Iterator[Path]) -> list[Path]:
-    return sorted(paths, key=lambda path: by_numbers(path.as_posix()))
-
-
-def by_numbers(name: str) -> list[tuple[int, int, str]]:
+def by_numbers(path: str | Path) -> list[tuple[int, int, str]]:
     """By name, numbers by their value: part-10 comes after part-9, so that a new part is appended."""
-    return [(1, int(part), part) if i % 2 else (0, 0, part) for i, part in enumerate(_NUMBER.split(name))]
-
-
-def one_format(paths: Sequence[Path]) -> str:
-    """Return the format of some files and folders. Raises ``DataError`` where they have several."""
-    kinds = {path: _format(path) for path in paths}
-    if len(set(kinds.values())) > 1:
-        first = ", ".join(f"{path.name}: {kind}" for path, kind in list(kinds.items())[:5])
-        raise DataError(
-            f"the files of data_path have several formats ({first})",
-            remedy="a data set for each of them: train_dataloader.dataset is a list then",
-        )
-    return kinds[paths[0]]
+    parts = re.split(r"(\d+)", str(path))
+    return [(1, int(part), part) if i % 2 else (0, 0, part) for i, part in enumerate(parts)]
 
 
 def by_suffix() -> dict[str, str]:
@@ -149,10 +125,20 @@ def suffix_of(path: Path) -> str:
     return Path(path.stem).suffix.lower() if path.suffix.lower() in COMPRESSED else path.suffix.lower()
 
 
-def _format(path: Path) -> str:
-    """Of one file or folder. A file with an unknown suffix is JSON, as it was when there was nothing else."""
-    if path.is_dir():
-        return _format_of_folder(path)
+def one_format(paths: Sequence[Path]) -> str:
+    """Return the format of some files and folders. Raises ``DataError`` where they have several."""
+    kinds = {path: _format_of_folder(path) if path.is_dir() else _format_of_file(path) for path in paths}
+    if len(set(kinds.values())) > 1:
+        first = ", ".join(f"{path.name}: {kind}" for path, kind in list(kinds.items())[:5])
+        raise DataError(
+            f"the files of data_path have several formats ({first})",
+            remedy="a data set for each of them: train_dataloader.dataset is a list then",
+        )
+    return kinds[paths[0]]
+
+
+def _format_of_file(path: Path) -> str:
+    """By its suffix; an unknown one is JSON, and so is a .txt that begins as JSON does."""
     kind = by_suffix().get(suffix_of(path), JSON)
     if kind == TEXT and path.suffix.lower() == ".txt" and path.is_file():  # Markdown may begin with a link
         with path.open("rb") as stream:
@@ -164,14 +150,12 @@ def _format(path: Path) -> str:
 def _format_of_folder(folder: Path) -> str:
     if is_saved(folder):
         return "huggingface"
-    formats = by_suffix()
-    numbers = Counter(
-        formats[suffix] for path in visible(folder) if path.is_file() and (suffix := suffix_of(path)) in formats
-    )
-    num_texts = numbers.pop(TEXT, 0)
-    has_metadata = any((folder / name).is_file() for name in METADATA)
-    if has_metadata or numbers.total() == len(metadata_below(folder)) > 0:
+    if any((folder / name).is_file() for name in METADATA):
         return "image_folder"
+    formats = by_suffix()
+    suffixes = (suffix_of(path) for path in visible(folder) if path.is_file())
+    numbers = Counter(formats[suffix] for suffix in suffixes if suffix in formats)
+    num_texts = numbers.pop(TEXT, 0)
     if len(numbers) > 1:
         each = ", ".join(f"{number} of {kind}" for kind, number in numbers.most_common())
         remedy = f"format={numbers.most_common(1)[0][0]!r} chooses one"
@@ -205,15 +189,13 @@ def files_of(path: Path, cls: type) -> list[Path]:
     if not suffixes or not path.is_dir():
         return [path]
     inside = [file for file in visible(path) if file.is_file()]
-    files = in_order(file for file in inside if suffix_of(file) in suffixes)
+    files = sorted((file for file in inside if suffix_of(file) in suffixes), key=by_numbers)
     if not files:
         raise DataError(f"folder {path} has no file with the suffix {' or '.join(suffixes)}")
-    others = Counter(
-        file.suffix.lower() or "without a suffix"
-        for file in inside
-        if suffix_of(file) not in suffixes and file.suffix[1:].lower() not in IMAGES  # which records may name
-    )
+    # records may name images
+    others = [file for file in inside if suffix_of(file) not in suffixes and file.suffix[1:].lower() not in IMAGES]
     if others:
-        each = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common(_MOST_SUFFIXES))
-        notice(f"{path}: {len(files)} files are read, {others.total()} others are not: {each}.")
+        most = Counter(file.suffix.lower() or "without a suffix" for file in others).most_common(5)
+        each = ", ".join(f"{number} {suffix}" for suffix, number in most)
+        notice(f"{path}: {len(files)} files are read, {len(others)} others are not: {each}.")
     return files

@@ -2,36 +2,22 @@
 
 The records are those of a JSONL file of paths: ``{image: path, caption: text}``. A row of the metadata has
 ``file_name``, and ``caption``, ``text``, ``prompt`` or ``text_prompt``, or any layout of ``records``; ``columns`` may
-give them other names. Metadata in folders below, each with names from its own folder, are read where there is none at
-the top.
+give them other names.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import lost
 from unigen_ds.data.records.records import format_value
 from unigen_ds.data.records.unusable import MalformedRecord, no_utf8
-from unigen_ds.data.sources.base import (
-    Arrays,
-    FoundRecord,
-    Joined,
-    Names,
-    RecordSource,
-    Row,
-    counts_from_array,
-    counts_to_array,
-)
-from unigen_ds.data.sources.csv_rows import CsvSource
-from unigen_ds.data.sources.json_lines import JsonSource
+from unigen_ds.data.sources.base import Arrays, FoundRecord, Names, RecordSource, Row
+from unigen_ds.data.sources.text_files import CsvSource, JsonSource
 from unigen_ds.data.sources.webdataset import IMAGES
 
 METADATA = ("metadata.csv", "metadata.jsonl")
@@ -42,36 +28,21 @@ _TEXTS = (".txt", ".TXT")
 """Suffixes of captions: the second where no image has one with the first."""
 
 
+def visible(folder: Path) -> Iterator[Path]:
+    """Return what is in a folder and below, without hidden files and folders."""
+    for path in folder.rglob("*"):
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            yield path
+
+
 def is_image_folder(folder: Path) -> bool:
     """Whether a folder has images, or metadata of images."""
     return any((folder / name).is_file() for name in METADATA) or next(_images(folder), None) is not None
 
 
-def metadata_below(folder: Path) -> list[Path]:
-    """Metadata of images in the folders below, by their names and their first line, in order."""
-    paths = sorted(path for name in METADATA for path in folder.rglob(name) if not _hidden(path, folder))
-    return [path for path in paths if path.parent != folder and _names_files(path)]
-
-
-def _names_files(metadata: Path) -> bool:
-    with metadata.open("rb") as stream:
-        return _FILE_NAME.encode() in stream.readline(1 << 16)
-
-
-def _hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
-
-
 def _images(folder: Path) -> Iterator[Path]:
     for path in visible(folder):
         if path.suffix[1:].lower() in IMAGES and path.is_file():
-            yield path
-
-
-def visible(folder: Path) -> Iterator[Path]:
-    """Return what is in a folder and below, without hidden files and folders."""
-    for path in folder.rglob("*"):
-        if not _hidden(path, folder):
             yield path
 
 
@@ -83,36 +54,25 @@ class ImageFolderSource(RecordSource):
 
     def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
         super().__init__(path, label=label, folder=folder)
-        self._names, self._without = Names.of(()), 0
-        self._others: dict[str, int] = {}
-        metadata = [path for name in METADATA if (path := self.path / name).is_file()] or metadata_below(self.path)
-        double = [folder for folder, number in Counter(path.parent for path in metadata).items() if number > 1]
-        if double:
-            raise DataError(f"folder {double[0]} has {' and '.join(METADATA)}", allowed="one of them")
-        rows = [self._metadata(path) for path in metadata]
-        self._rows: RecordSource | None = Joined(rows, self.label) if rows else None
-        self._suffix, self._captions = _TEXTS[0], tuple[Path, ...]()
-        for suffix in () if rows else _TEXTS:
-            if not self._captions:
-                self._suffix, self._captions = suffix, self._texts(suffix)
-
-    def _metadata(self, path: Path) -> RecordSource:
-        kind = CsvSource if path.suffix == ".csv" else JsonSource
-        return kind(path, label=f"{self.label}/{self._relative(path)}")
+        metadata = [path for name in METADATA if (path := self.path / name).is_file()]
+        if len(metadata) > 1:
+            raise DataError(f"folder {self.path} has {' and '.join(METADATA)}", allowed="one of them")
+        self._rows: RecordSource | None = None
+        for path in metadata:
+            kind = CsvSource if path.suffix == ".csv" else JsonSource
+            self._rows = kind(path, label=f"{self.label}/{path.name}")
+        self._suffix, self._captions = ".txt", tuple[Path, ...]()
+        for self._suffix in () if metadata else _TEXTS:
+            texts = (image.with_suffix(self._suffix) for image in _images(self.path))
+            self._captions = tuple(sorted(text for text in texts if text.is_file()))
+            if self._captions:
+                break
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self.path).as_posix()
 
-    def _texts(self, suffix: str) -> tuple[Path, ...]:
-        """The caption of each image that has one, in the order of their names."""
-        return tuple(sorted(text for image in _images(self.path) if (text := image.with_suffix(suffix)).is_file()))
-
     @property
     def root(self) -> Path:
-        return self.path
-
-    @property
-    def own_root(self) -> Path:
         return self.path
 
     @property
@@ -122,51 +82,39 @@ class ImageFolderSource(RecordSource):
     def scan(self) -> Arrays:
         images = sorted(map(self._relative, _images(self.path)))
         if self._rows is not None:
-            arrays = self._rows.scan()
-            self._rows.use(arrays)
-            rows = self._rows
-            known = {self._file_name(entry) for i in range(len(rows)) for entry in rows.read(i, i + 1)}
-            number = sum(name in known for name in images)
-            known |= set(map(self._relative, self.files))
+            rows, arrays = self._rows, self._rows.scan()
+            rows.use(arrays)
+            named = {self._file_name(entry) for i in range(len(rows)) for entry in rows.read(i, i + 1)}
+            others, why = sum(name not in named for name in images), "are not in the metadata"
         else:
-            captions = {name: self._relative((self.path / name).with_suffix(self._suffix)) for name in images}
-            with_caption = [name for name in images if (self.path / captions[name]).is_file()]
+            with_caption = [name for name in images if (self.path / name).with_suffix(self._suffix).is_file()]
             if not with_caption:
                 raise DataError(
                     f"folder {self.path} has {len(images):,} images and no captions",
                     allowed=f"a .txt file beside each image, or {' or '.join(METADATA)} with file_name and text",
                     remedy="a caption has the name of its image: photos/1.txt beside photos/1.jpg",
                 )
-            names = Names.of(with_caption)
-            arrays = {"image_letters": names.letters, "image_name_ends": names.ends}
-            number, known = len(with_caption), {captions[name] for name in with_caption}
-        without = np.asarray([len(images) - number], np.int64)
-        return {**arrays, "without_caption": without, "files_not_read": counts_to_array(self._count_others(known))}
-
-    def _count_others(self, known: Collection[str]) -> Counter[str]:
-        """Files that are neither images nor ``known``, by their kind; links that lead nowhere, too."""
-        numbers: Counter[str] = Counter()
+            arrays = Names.of(with_caption).arrays("image")
+            others, why = len(images) - len(with_caption), "have no caption beside them"
+        notes = [f"{others:,} images {why}: they are not used"] if others else []
+        read, unread = set(self.files), Counter[str]()
         for path in visible(self.path):
-            if path.is_file() and path.suffix[1:].lower() not in IMAGES:
-                if self._relative(path) not in known:
-                    numbers[path.suffix.lower() or "without a suffix"] += 1
+            if path.is_file() and path.suffix[1:].lower() not in IMAGES and path not in read:
+                unread[path.suffix.lower() or "without a suffix"] += 1
             elif path.is_symlink() and not path.exists():
-                numbers[f"{path.suffix.lower()} (a link to a file that is not there)".lstrip()] += 1
-        return numbers
+                unread[f"{path.suffix.lower()} (a link to a file that is not there)".lstrip()] += 1
+        if unread:
+            notes.append(
+                f"files that are not read: {', '.join(f'{number:,} {kind}' for kind, number in unread.items())}"
+            )
+        return {**arrays, **Names.of(notes).arrays("note")}
 
     def use(self, arrays: Arrays) -> None:
-        self._others = counts_from_array(arrays["files_not_read"])
-        self._without = int(arrays["without_caption"].sum())
+        self.unread = Names.in_arrays(arrays, "note")
         if self._rows is not None:
             self._rows.use(arrays)
         else:
-            self._names = Names(arrays["image_letters"], arrays["image_name_ends"])
-
-    def notes(self) -> Sequence[str]:
-        where = "have no caption beside them" if self._rows is None else "are not in the metadata"
-        notes = [f"{self._without:,} images {where}: they are not used"] if self._without else []
-        others = ", ".join(f"{number:,} {kind}" for kind, number in self._others.items())
-        return [*notes, f"files that are not read: {others}"] if others else notes
+            self._names = Names.in_arrays(arrays, "image")
 
     def __len__(self) -> int:
         return len(self._names) if self._rows is None else len(self._rows)
@@ -203,7 +151,7 @@ class ImageFolderSource(RecordSource):
         return Row(record, entry.where)
 
     def _file_name(self, entry: FoundRecord) -> str:
-        """Return the path of an image from the top folder: in its metadata it begins at theirs."""
+        """Return the path of an image, from the folder."""
         key = next((key for key, name in self.columns.items() if name == _FILE_NAME), _FILE_NAME)
         name = entry.record.get(key)
         if not isinstance(name, str) or not name:
@@ -212,7 +160,4 @@ class ImageFolderSource(RecordSource):
                 allowed="the path of an image in the folder",
                 remedy=f"columns={{'name in the file': '{_FILE_NAME}'}}" if name is None else None,
             )
-        position: Any = entry.where
-        folder = position.path.parent
-        top = folder == self.path or Path(name).is_absolute()
-        return name if top else self._relative(folder / name)
+        return name

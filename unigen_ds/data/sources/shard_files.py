@@ -46,8 +46,8 @@ from unigen_ds.data.sources.find import (
     requested,
     suffix_of,
 )
-from unigen_ds.data.sources.huggingface import HuggingFaceSource, chosen_split, download_first, is_saved
-from unigen_ds.data.sources.json_lines import JsonSource
+from unigen_ds.data.sources.tables import HuggingFaceSource, chosen_split, download_first, is_saved
+from unigen_ds.data.sources.text_files import JsonSource
 from unigen_ds.data.sources.unpacked import needed, write_where_space
 from unigen_ds.system.files import delete_inside, quick_digest
 from unigen_ds.system.log import logger
@@ -387,7 +387,7 @@ def _format_of_local(path: Path) -> type:
     if not cls.suffixes:
         raise DataError(
             f"folder {path} is read as {kind!r}",
-            allowed="files of one format for a streamed data set; others are read without streaming",
+            allowed="files of one format for a streamed data set; an image folder is read without streaming",
             remedy="data_path='FOLDER/*.parquet' (of a folder of save_to_disk: '*.arrow'), or format='parquet'",
         )
     return cls

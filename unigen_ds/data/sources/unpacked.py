@@ -36,14 +36,19 @@ def unpacked_file(path: Path, folder: Path | None) -> Path:
         try:
             with _decompressing(path) as stream, target.open("wb") as copy:
                 shutil.copyfileobj(stream, copy, _BLOCK)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise DataError(f"data file {path} is damaged: {error}", remedy=AGAIN) from error
-        except OSError as error:
-            if error.errno is not None:
+        except (EOFError, OSError, zlib.error) as error:
+            if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise DataError(f"data file {path} is damaged: {error}", remedy=AGAIN) from error  # of pyarrow's zstd
+            raise DataError(f"data file {path} is damaged: {error}", remedy=AGAIN) from error
 
-    return copy_of(path, folder, suffix=Path(path.stem).suffix, size=_whole_size(path), write=write)
+    return copy_of(path, folder, suffix=Path(path.stem).suffix, size=path.stat().st_size, write=write)
+
+
+def _decompressing(path: Path) -> Any:
+    if path.suffix != ".zst":
+        return gzip.open(path, "rb")
+    arrow = needed("pyarrow", f"a file compressed by zstd ({path.name})")
+    return arrow.CompressedInputStream(arrow.OSFile(str(path)), "zstd")
 
 
 def copy_of(path: Path, folder: Path | None, *, suffix: str, size: int, write: Callable[[Path], None]) -> Path:
@@ -72,23 +77,22 @@ def write_where_space(target: Path, size: int, write: Callable[[Path], None], pr
 
     Raises ``DataError``, which begins with ``problem``, where the disk has no space for it.
     """
-
-    def error(why: str) -> DataError:
-        return DataError(
-            f"{problem}: {why}",
+    free, reason = shutil.disk_usage(target.parent).free, ""
+    if free < size + _SPARE:
+        reason = f"about {format_size(size)} are needed and {format_size(free)} are free"
+    else:
+        try:
+            write_atomic(target, write)
+        except OSError as full:
+            if full.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            reason = str(full.strerror)
+    if reason:
+        raise DataError(
+            f"{problem}: {reason}",
             remedy="make space there, or name a folder of another disk: cache_dir=FOLDER of the data set (of local data"
             " it is used where their own folder is not writable)",
         )
-
-    free = shutil.disk_usage(target.parent).free
-    if free < size + _SPARE:
-        raise error(f"about {format_size(size)} are needed and {format_size(free)} are free")
-    try:
-        write_atomic(target, write)
-    except OSError as full:
-        if full.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise error(str(full.strerror)) from full
 
 
 def format_size(size: int) -> str:
@@ -99,32 +103,12 @@ def format_size(size: int) -> str:
     return f"{size / 1024:,.1f} KiB"
 
 
-def _decompressing(path: Path) -> Any:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    arrow = needed("pyarrow", f"a file compressed by zstd ({path.name})")
-    return arrow.CompressedInputStream(arrow.OSFile(str(path)), "zstd")
-
-
-def _whole_size(path: Path) -> int:
-    """At least so many bytes, as far as the file has it: gzip keeps the size modulo 4 GiB, at its end."""
-    size = path.stat().st_size
-    if path.suffix != ".gz" or size < 18:
-        return size
-    with path.open("rb") as stream:
-        stream.seek(-4, 2)
-        return max(size, int.from_bytes(stream.read(4), "little"))
-
-
-# Packages that some formats need, imported when a file of such a format is opened.
-
-EXTRA = "pip install 'unigen_ds[data]'"
-
-
 def needed(module: str, what: str) -> Any:
     """The module. Raises ``DataError`` that names what needs it, and how it is installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise DataError(f"{what} needs the package {package}: {error}", remedy=EXTRA) from error
+        raise DataError(
+            f"{what} needs the package {package}: {error}", remedy="pip install 'unigen_ds[data]'"
+        ) from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import tarfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,15 +23,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import Span, StoredImage
 from unigen_ds.data.records.unusable import MalformedRecord
 from unigen_ds.data.records.unused import BESIDE_JSON, IMAGE_BESIDE_JSON, SECOND_TEXT
-from unigen_ds.data.sources.base import (
-    Arrays,
-    FoundRecord,
-    Names,
-    RecordSource,
-    Row,
-    counts_from_array,
-    counts_to_array,
-)
+from unigen_ds.data.sources.base import Arrays, FoundRecord, Names, RecordSource, Row
 from unigen_ds.data.sources.unpacked import AGAIN
 
 IMAGES = frozenset((
@@ -73,10 +65,7 @@ class WebDatasetSource(RecordSource):
         self.pickled = pickled
         if not self.path.is_file():
             raise DataError(f"data file {self.path} does not exist")
-        self._spans = np.empty((0, 2), np.int64)
         self._firsts = np.zeros(1, np.int64)
-        self._names = Names.of(())
-        self._left_out: dict[str, int] = {}
 
     @property
     def fingerprint(self) -> str:
@@ -90,84 +79,67 @@ class WebDatasetSource(RecordSource):
             last = suffix.rpartition(".")[2].lower()
             if not member.isreg() or member.issparse():
                 left_out["folders, links and other special members"] += not member.isdir()
+            elif last in PICKLED and self.pickled == "error":
+                raise DataError(
+                    f"{self.label}, member {member.name}: it is pickled, and could execute anything if loaded",
+                    allowed="images, .json, .txt: docs/data.md",
+                    remedy="format=dict(type='webdataset', pickled='skip') leaves them out, and counts them",
+                )
             elif last in PICKLED:
-                if self.pickled == "error":
-                    raise DataError(
-                        f"{self.label}, member {member.name}: it is pickled, and could execute anything if loaded",
-                        allowed="images, .json, .txt: docs/data.md",
-                        remedy="format=dict(type='webdataset', pickled='skip') leaves them out, and counts them",
-                    )
                 left_out[f"pickled (.{last}), never loaded"] += 1
             elif not stem or not suffix:
                 left_out["without a suffix"] += 1
             elif last not in IMAGES and last != "json" and suffix.lower() not in _TEXTS:
                 left_out[f"of another kind (.{last})"] += 1
+            elif suffix in groups.setdefault(key, {}):
+                raise DataError(
+                    f"{self.label} has the member {member.name} twice", remedy="write the tar again, without one"
+                )
             else:
-                group = groups.setdefault(key, {})
-                if suffix in group:
-                    raise DataError(
-                        f"{self.label} has the member {member.name} twice", remedy="write the tar again, without one"
-                    )
-                group[suffix] = (member.offset_data, member.size)
+                groups[key][suffix] = (member.offset_data, member.size)
+        most = [f"{number} {reason}" for reason, number in left_out.most_common(_MOST_REASONS) if number]
         if not groups:
-            raise DataError(f"data file {self.path} holds no record: {_largest(left_out) or 'it is empty'}")
+            raise DataError(f"data file {self.path} holds no record: {', '.join(most) or 'it is empty'}")
         members = [(f"{key}.{suffix}", span) for key, group in groups.items() for suffix, span in sorted(group.items())]
-        names = Names.of([name for name, _ in members])
         return {
             "member_spans": np.asarray([span for _, span in members], np.int64).reshape(-1),
-            "member_letters": names.letters,
-            "member_name_ends": names.ends,
             "members_of_record": np.asarray([len(group) for group in groups.values()], np.int64),
-            "members_left_out": counts_to_array(left_out),
+            **Names.of([name for name, _ in members]).arrays("member"),
+            **Names.of([f"members that are not read: {', '.join(most)}"] if most else []).arrays("note"),
         }
 
-    def _members(self) -> Sequence[tarfile.TarInfo]:
-        """All of them. Python's reader ends without a message at a damaged header, so what follows is checked here."""
-        members: list[tarfile.TarInfo] = []
+    def _members(self) -> Iterator[tarfile.TarInfo]:
+        """All of them. Python's reader ends without a message at a damaged header, so what follows is checked here:
+        after the last member are blocks of zeros alone, and at least one.
+        """
         end = self.path.stat().st_size
         try:
             with tarfile.open(self.path, "r:") as tar:
                 while (member := tar.next()) is not None:
-                    stop = member.offset_data + (member.size if member.isreg() else 0)
-                    if member.size < 0 or stop > end:
+                    if member.size < 0 or member.offset_data + (member.size if member.isreg() else 0) > end:
                         raise DataError(f"data file {self.path} ends within its member {member.name}", remedy=AGAIN)
-                    members.append(member)
+                    yield member
                     tar.members = []  # type: ignore[attr-defined]  # it keeps each, and is asked for none again
                 last = tar.offset
         except (DataError, MemoryError):
             raise
         except Exception as error:  # a damaged header raises anything
             raise DataError(f"data file {self.path} is no whole tar file: {error}", remedy=AGAIN) from error
-        self._check_end(last, end)
-        return members
-
-    def _check_end(self, last: int, end: int) -> None:
-        """After the last member are blocks of zeros alone, and at least one. ``last``: the first byte after it."""
         with self.path.open("rb") as stream:
             stream.seek(last)
             first = stream.read(tarfile.BLOCKSIZE)
             rest = any(any(block) for block in iter(lambda: stream.read(1 << 20), b""))
         if len(first) < tarfile.BLOCKSIZE:
-            raise DataError(
-                f"data file {self.path} ends at byte {end:,} without the end mark of a tar: a part of it is missing",
-                remedy="copy or write it again",
-            )
+            problem = f"ends at byte {end:,} without the end mark of a tar: a part of it is missing"
+            raise DataError(f"data file {self.path} {problem}", remedy=AGAIN)
         if any(first) or rest:
-            raise DataError(
-                f"data file {self.path} has bytes that are no member after byte {last:,}: a damaged header, or several"
-                " tars in one file",
-                remedy="copy or write it again; give several tars as several files",
-            )
+            problem = f"has bytes that are no member after byte {last:,}: a damaged header, or several tars in one file"
+            raise DataError(f"data file {self.path} {problem}", remedy=f"{AGAIN}; give several tars as several files")
 
     def use(self, arrays: Arrays) -> None:
         self._spans = arrays["member_spans"].reshape(-1, 2)
-        self._names = Names(arrays["member_letters"], arrays["member_name_ends"])
+        self._names, self.unread = Names.in_arrays(arrays, "member"), Names.in_arrays(arrays, "note")
         self._firsts = np.concatenate([[0], np.cumsum(arrays["members_of_record"])])
-        self._left_out = counts_from_array(arrays["members_left_out"])
-
-    def notes(self) -> Sequence[str]:
-        numbers = _largest(self._left_out)
-        return [f"members that are not read: {numbers}"] if numbers else []
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
@@ -180,7 +152,7 @@ class WebDatasetSource(RecordSource):
         key = stem = ""
         for i in range(int(self._firsts[index]), int(self._firsts[index + 1])):
             key, stem, suffix = _parts(self._names[i])
-            members[suffix] = Span(self.path, int(self._spans[i, 0]), int(self._spans[i, 1]))
+            members[suffix] = Span(self.path, *map(int, self._spans[i]))
         where = f"{self.label} sample {key}"
         last = {suffix: suffix.rpartition(".")[2].lower() for suffix in members}
         images = {s: StoredImage(f"{where}: {s}", span) for s, span in members.items() if last[s] in IMAGES}
@@ -197,7 +169,9 @@ class WebDatasetSource(RecordSource):
         of_json = {name: record[name] for name in ("caption", "text") if isinstance(record.get(name), str)}
         unused = []
         text_key = "caption" if images else "text"
-        texts = sorted((suffix for suffix in members if suffix.lower() in _TEXTS), key=_order_of_texts)
+        # the first text of a record is read; those with a suffix in capitals come after the others
+        order = {suffix: _TEXTS.index(suffix.lower()) for suffix in members if suffix.lower() in _TEXTS}
+        texts = sorted(order, key=lambda suffix: (order[suffix], suffix.swapcase()))
         if texts:
             record[text_key] = _text(members[texts[0]], f"{where}: {texts[0]}")
         if len(texts) > 1:
@@ -222,11 +196,6 @@ def _parts(name: str) -> tuple[str, str, str]:
     return folder + slash + stem, stem, suffix
 
 
-def _largest(left_out: Mapping[str, int]) -> str:
-    most = sorted(left_out.items(), key=lambda item: -item[1])
-    return ", ".join(f"{number} {reason}" for reason, number in most[:_MOST_REASONS] if number)
-
-
 def _text(span: Span, where: str) -> str:
     try:
         return span.read().decode("utf-8-sig").strip()
@@ -243,11 +212,6 @@ def _object(span: Span, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise MalformedRecord(f"{where}: it is a {type(value).__name__}", allowed="a JSON object")
     return value
-
-
-def _order_of_texts(suffix: str) -> tuple[int, str]:
-    """The first text of a record is read; those with a suffix in capitals after the others."""
-    return _TEXTS.index(suffix.lower()), suffix.swapcase()
 
 
 def _with_images(value: Any, images: Mapping[str, StoredImage], names: set[str], of_image: bool = False) -> Any:
