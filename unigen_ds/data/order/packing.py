@@ -124,8 +124,8 @@ class BestFitPacking:
 
 
 class _Samples:
-    """The samples of a window. Longer ones count as ``seq_length``, those with more images as ``max_tiles`` (None: images
-    do not count).
+    """The samples of a window. A longer one is ``seq_length`` long, one with more images has ``max_tiles``; None: they
+    do not count.
     """
 
     def __init__(self, lengths: Sequence[int], tiles: Sequence[int], seq_length: int, max_tiles: int | None) -> None:
