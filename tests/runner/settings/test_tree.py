@@ -18,7 +18,7 @@ from tests.tiny import tiny_config
 from tools.train import main
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.overrides import plain_values
-from unigen_ds.config.registry import FAMILIES, MODELS, PACKERS
+from unigen_ds.config.registry import FAMILIES, MODELS
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry, Ruler
 from unigen_ds.data.images.image_files import ImageTransform
@@ -485,17 +485,3 @@ def test_a_wrong_key_of_the_processor_is_not_answered_with_what_no_config_sets(p
     assert "text_dropout" in str(raised.value) and not {"rules", "seed", "tokenizer"} & set(
         str(raised.value).replace(",", " ").replace(".", " ").split()
     )
-
-
-@PACKERS.register_module(force=True)
-class PlanAlone:
-    """A packer that lacks two attributes."""
-
-    def plan(self, lengths: Any, tiles: Any, seq_length: int, key: int) -> list[list[int]]:
-        return [[i] for i in range(len(lengths))]
-
-
-def test_a_packer_without_its_attributes_is_refused_by_name(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path / "run", tmp_path / "digits", train_dataloader__packing={"type": "PlanAlone"})
-    with pytest.raises(ConfigError, match="PlanAlone has no window, fingerprint"):
-        Runner.from_cfg(config)
