@@ -141,7 +141,7 @@ class PackedBatch(Batch):
     image_target_index: Tensor
     """[M] token indices of the noisy latent patches: the rows of ``latent_index`` with a finite time step."""
 
-    document_lengths: tuple[int, ...] = field(default=())
+    document_lengths: tuple[int, ...]
     """Tokens of each document, on the host, so that attention can be planned without a device sync."""
 
     @property

@@ -173,7 +173,7 @@ def test_a_further_data_set_joins_by_append(tmp_path: Path, case: str, capsys: p
     assert len(ids) == len(set(ids))
     folder = tmp_path / "run"
     log = (folder / "train.log").read_text(encoding="utf-8")
-    found = [int(number) for number in re.findall(r": (\d+) samples drawn an epoch", log)]
+    found = [int(number) for number in re.findall(r"Data, \w+: (\d+) samples drawn an epoch", log)]
     assert len(found) == 8 and found[2:5] == found[5:] and found[2:5] == (drawn or found[2:5])
     page = [str(folder / "config.py"), "--work-dir", str(folder)]
     assert inspect_data.main([*page, "--json"]) == 0

@@ -367,9 +367,9 @@ def test_appended_records_move_no_old_one_and_a_changed_share_is_a_change(tmp_pa
     first.train()
     held = set(first.validation[0].data.draws()[0])
     changes: list[tuple[Any, str]] = [
-        (None, "val_dataloader.split was {'share': 0.2, 'seed': 0} and is None"),
-        ({**SPLIT, "split": 0.3}, "was {'share': 0.2, 'seed': 0} and is {'share': 0.3, 'seed': 0}"),
-        ({**SPLIT, "seed": 4}, "was {'share': 0.2, 'seed': 0} and is {'share': 0.2, 'seed': 4}"),
+        (None, "val_dataloader.split was .*'share': 0.2.* and is None"),
+        ({**SPLIT, "split": 0.3}, "was .*'share': 0.2.* and is .*'share': 0.3"),
+        ({**SPLIT, "seed": 4}, "was .*'seed': 0.* and is .*'seed': 4"),
     ]
     for loader, words in changes:
         with pytest.raises(ResumeBlocked, match=words):

@@ -51,7 +51,7 @@ from unigen_ds.core.batch import NOISE, LossTerms, PackedBatch
 from unigen_ds.config.registry import FAMILIES, HOOKS, METRICS, MODELS
 from unigen_ds.system.seeding import generator
 from unigen_ds.data.batches.loader import pack_documents
-from unigen_ds.data.samples.packed import PackedBuilder
+from unigen_ds.data.samples.splits import PackedBuilder
 from unigen_ds.data.samples.sample import IGNORED
 from unigen_ds.evaluation.metrics import Metric
 from unigen_ds.hooks.base import Hook

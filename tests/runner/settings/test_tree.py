@@ -18,7 +18,7 @@ from tests.tiny import tiny_config
 from tools.train import main
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.overrides import plain_values
-from unigen_ds.config.registry import FAMILIES, MODELS, PACKERS
+from unigen_ds.config.registry import FAMILIES, MODELS
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry, Ruler
 from unigen_ds.data.images.image_files import ImageTransform

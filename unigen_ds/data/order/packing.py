@@ -16,14 +16,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
 from annotated_types import Ge
 from numpy.typing import NDArray
 
 from unigen_ds.config.registry import PACKERS, checked
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.order.order import permute_many
 
 Array = NDArray[np.int64]
@@ -53,18 +52,6 @@ class Packer(Protocol):
     def plan(self, lengths: Sequence[int], tiles: Sequence[int], seq_length: int, key: int) -> list[list[int]]:
         """Positions in the window, grouped into sequences; each position once. The order depends on ``key``."""
         ...
-
-
-def check_packer(packer: Any) -> None:
-    """Raise ``ConfigError`` where a user's own packer lacks something; an instance may have it and its class not."""
-    missing = [name for name in ("plan", "window", "fingerprint") if not hasattr(packer, name)]
-    if missing:
-        raise ConfigError(
-            f"train_dataloader.packing: {type(packer).__name__} has no {', '.join(missing)}",
-            allowed="plan(lengths, tiles, seq_length, key); window, the number of samples that are planned together;"
-            " fingerprint, a text that changes whenever the plan may change",
-            remedy="as BestFitPacking has them in unigen_ds/data/order/packing.py",
-        )
 
 
 @PACKERS.register_module()

@@ -11,7 +11,7 @@ import torch
 from unigen_ds.config.registry import FAMILIES
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import stored_object
-from unigen_ds.data.images.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, MAX_TILES_PER_SIDE, TILE_TOKENS, Tiling, tile_token
+from unigen_ds.data.images.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, MAX_TILES_PER_SIDE, TILE_TOKENS, tile_token
 from unigen_ds.families.base import ConversationFamily, PublishedFormat, published_folder, stated
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import VLMProcessor
@@ -99,7 +99,7 @@ def _tokenizer_name(name: str) -> str:
 
 def _config(model: VLM, processor: VLMProcessor) -> dict[str, Any]:
     """Where nanoVLM has a key that this leaves out, its own default counts."""
-    if not isinstance(processor.tiling, Tiling):
+    if processor.tiling.transform is not None:
         raise ConfigError(
             "nanoVLM's directory has no processor.vit_transform, and this model was trained with one",
             remedy="--source DIR with a config.json of your own, or tools/zero_to_fp32.py, which writes plain weights",

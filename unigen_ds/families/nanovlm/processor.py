@@ -18,7 +18,7 @@ from unigen_ds.core.batch import CAUSAL
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.augment import Augment
 from unigen_ds.data.images.image_files import ImageHeader, ImageTransform, UnreadableImage, patchify
-from unigen_ds.data.images.tiles import Tiling, TransformTiling, image_string, num_tiles, split_tiles
+from unigen_ds.data.images.tiles import Tiling, image_string, num_tiles, split_tiles
 from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import Split
 from unigen_ds.data.samples.splits import ImageKind, ImageSplit, PackedBuilder, augmented, unreadable
@@ -75,7 +75,6 @@ class VLMProcessor(ChatProcessor):
         self.vit_patch_size, self.vit_max_patches_per_side = vit_patch_size, side
         self.tokens_per_tile = (side // pixel_shuffle_factor) ** 2
         self.augment, self.vit_augment = tuple(augment), tuple(vit_augment)
-        self.tiling: Tiling | TransformTiling
         if vit_transform is None:
             largest = 4 * tile_size if max_image_size is None else max_image_size
             self.tiling = Tiling(tile_size, largest, resize_to_max_side_len)
@@ -85,7 +84,7 @@ class VLMProcessor(ChatProcessor):
                 remedy="leave one of them out: vit_transform resizes the pictures",
             )
         else:
-            self.tiling = TransformTiling(vit_transform, tile_size)
+            self.tiling = Tiling(tile_size, transform=vit_transform)
 
     @property
     def fingerprint(self) -> str:

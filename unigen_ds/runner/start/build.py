@@ -30,7 +30,6 @@ from unigen_ds.data.datasets.overflow import Fitted, Overflow, check_overflow
 from unigen_ds.data.datasets.streamed_units import check_streamed, fitted
 from unigen_ds.data.datasets.subset import Division, divide, first_records
 from unigen_ds.data.order.order import Cursor, GlobalOrder
-from unigen_ds.data.order.packing import check_packer
 from unigen_ds.data.settings import TrainDataloader
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook
@@ -140,8 +139,6 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None) -
     if not all(map(len, sources)):  # else the start refuses, and tools/inspect_data.py shows the numbers
         check_overflow(sources, source_names(datasets))
     packer = None if loader.packing is None else loader.packing.build()
-    if packer is not None:
-        check_packer(packer)
     sizes = [len(source) for source in sources]
     blended = blend(datasets, sizes, loader.groups, skipped=[(one.name, one.group) for one in skipped])
     stream = SequenceStream(
