@@ -331,7 +331,7 @@ MESSAGES = {
     "tests/schedule/test_schedule.py": ("which has no place",),
     "unigen_ds/config/registry.py": ('("place", "evaluate")',),
     "unigen_ds/evaluation/metrics/text.py": ('"floor"',),
-    "unigen_ds/examples/digits/scores.py": ('"judge": f"sklearn',),
+    "unigen_ds/examples/digits/report_hook.py": ('"judge": f"sklearn',),
 }  # fmt: skip
 """File -> messages and headings of ``unigen_ds`` that it quotes (deleted when it is rewritten), and fixed names."""
 

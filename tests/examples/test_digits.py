@@ -15,9 +15,8 @@ from PIL import Image
 
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.examples.digits import scores as scoring
 from unigen_ds.examples.digits.dataset import WORDS, caption, read_split, write_digits
-from unigen_ds.examples.digits.scores import Scores, evaluate, sample_sheet, train_classifier
+from unigen_ds.examples.digits.report_hook import Scores, evaluate, sample_sheet, train_classifier
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.sampler import read
 from unigen_ds.runner import Runner
@@ -113,13 +112,6 @@ def test_a_caption_must_match_word_for_word(root: Path, splits: tuple[Split, Spl
         with saying(model, ids):
             found = evaluate(model, processor, root, flow=FlowSettings(num_timesteps=2), seed=0)
         assert found.results["caption_accuracy"] == pytest.approx(expected)
-
-
-def test_copies_are_told_from_new_digits(splits: tuple[Split, Split]) -> None:
-    train, held_out = splits[0][0], splits[1][0]
-    assert scoring._novelty(train[:40], train)["drawn"] == pytest.approx(0, abs=1e-6)
-    new = scoring._novelty(held_out, train)
-    assert new["drawn"] == pytest.approx(new["real"], rel=0.15) and new["real"] > 0.5
 
 
 def test_the_picture_marks_what_the_classifier_refused(scores: Scores, root: Path) -> None:
