@@ -25,14 +25,6 @@ from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.system.journals import read_lines
 
 RECORDS = [{"text": words(4, k)} for k in range(8)]
-POINTS = (
-    "before_train",
-    "before_train_epoch",
-    "before_train_iter",
-    "after_train_iter",
-    "after_train_epoch",
-    "after_train",
-)
 
 
 @MMENGINE_HOOKS.register_module(force=True)
@@ -241,22 +233,8 @@ class Changes(mmengine.hooks.Hook):
 @pytest.mark.parametrize(
     ("point", "what", "message"),
     [
-        (
-            "before_run",
-            "adds",
-            r"Changes\.before_run adds more\.weight \(and 1 more changes\), after the engine was built",
-        ),
-        (
-            "before_train",
-            "freezes",
-            r"Changes\.before_train sets requires_grad=False of .*weight, after the engine was built",
-        ),
-        (
-            "after_train_iter",
-            "replaces",
-            r"RuntimeInfoHook.after_update \(or a hook before it in this update\) replaces .*",
-        ),
-        ("after_train_iter", "freezes", r"Changes\.after_train_iter sets requires_grad=False of .*weight, after"),
+        ("before_run", "adds", r"before_run adds more\.weight \(and 1 more changes\), after the engine was built"),
+        ("after_train_iter", "freezes", r"after_train_iter sets requires_grad=False of .*weight, after the engine"),
     ],
 )
 def test_a_hook_that_changes_what_is_trained_is_refused(tmp_path: Path, point: str, what: str, message: str) -> None:
