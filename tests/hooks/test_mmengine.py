@@ -115,16 +115,6 @@ def test_a_hook_sees_what_mmengines_own_runner_shows(tmp_path: Path, limit: dict
     assert {seen[0] for seen in comparable(wanted)} >= {"before_train", "before_train_iter", "after_train"}
 
 
-def test_iterations_are_micro_batches(tmp_path: Path) -> None:
-    run(tmp_path, dict(type="Recorder"), optim_wrapper__accumulative_counts=3, train_cfg=dict(max_updates=2))
-    calls = [s for s in Recorder.seen if s[0] == "before_train_iter"]
-    assert [s[1] for s in calls] == [0, 1, 2, 3, 4, 5] and {s[3] for s in calls} == {6}
-    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert len(Recorder.outputs) == 6 and all(set(o) == {"loss", "loss/text"} for o in Recorder.outputs)
-    # equal lengths of text: an update's loss is the mean of its micro-batches'
-    assert lines[0]["loss"] == pytest.approx(sum(o["loss"] for o in Recorder.outputs[:3]) / 3, rel=1e-6)
-
-
 def test_a_run_with_hooks_of_mmengine_trains_the_same(tmp_path: Path) -> None:
     hooks = [
         dict(type="mmengine.IterTimerHook"),
