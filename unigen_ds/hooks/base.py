@@ -52,7 +52,6 @@ PRIORITY = {
     "continuity": 68,
     "checkpoint": 70,
     "timeline": 80,
-    "profiler": 90,
     "push_to_hub": 95,
 }
 """The order of hooks: lower runs earlier. A custom hook without an entry runs at 55, before the logger."""

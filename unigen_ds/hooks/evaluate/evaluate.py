@@ -217,7 +217,7 @@ class EvaluateHook(Hook):
         return {"computed": computed} if computed else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._computed = {name: Progress.from_state_dict(one) for name, one in state["computed"].items()}
+        self._computed = {name: Progress.from_state_dict(one) for name, one in state.get("computed", {}).items()}
 
 
 def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> EvaluateHook | None:
