@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, pairwise
@@ -118,9 +117,7 @@ class Lanes:
         try:
             plugins = self._session.config.pluginmanager
             plugins.getplugin("terminalreporter")._tw._file = open(os.devnull, "w")  # noqa: SIM115
-            sender = Sender(self._session.config, reports)
-            plugins.register(sender)  # pytest repeats earlier warnings to a new plugin
-            sender.active = True
+            plugins.register(Sender(self._session.config, reports))
             while not self._begin():
                 if os.getppid() != parent:
                     os._exit(0)
@@ -151,14 +148,9 @@ class Lanes:
         kind, data = json.loads(line)
         if kind == "begins":
             hook.pytest_runtest_logstart(**data)
-        elif kind == "report":
-            hook.pytest_runtest_logreport(
-                report=hook.pytest_report_from_serializable(config=self._session.config, data=data)
-            )
         else:
-            category = type(data.pop("category"), (Warning,), {})
-            shown = warnings.WarningMessage(data.pop("message"), category, data.pop("file"), data.pop("line"))
-            hook.pytest_warning_recorded.call_historic(kwargs={"warning_message": shown, **data})
+            report = hook.pytest_report_from_serializable(config=self._session.config, data=data)
+            hook.pytest_runtest_logreport(report=report)
 
     def _finish(self) -> None:
         """Wait for the last tests of the others."""
@@ -190,16 +182,14 @@ def run_test(session: pytest.Session, item: pytest.Item, following: pytest.Item 
 
 
 class Sender:
-    """Writes what pytest would show to a file."""
+    """Writes reports of tests, which pytest would show, to a file. Warnings are not repeated."""
 
     def __init__(self, config: pytest.Config, path: Path) -> None:
         self._config, self._stream = config, path.open("a", encoding="utf-8")
-        self.active = False
 
     def _send(self, kind: str, data: Any) -> None:
-        if self.active:
-            self._stream.write(json.dumps([kind, data]) + "\n")
-            self._stream.flush()
+        self._stream.write(json.dumps([kind, data]) + "\n")
+        self._stream.flush()
 
     def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
         self._send("begins", {"nodeid": nodeid, "location": location})
@@ -207,10 +197,3 @@ class Sender:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         self._send("report", data)
-
-    def pytest_warning_recorded(
-        self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: Any
-    ) -> None:
-        what = {"message": str(warning_message.message), "category": warning_message.category.__name__}
-        where = {"file": warning_message.filename, "line": warning_message.lineno}
-        self._send("warning", {**what, **where, "when": when, "nodeid": nodeid, "location": location})

@@ -148,12 +148,6 @@ def test_an_installed_package_finds_its_configs(installed: Path, tmp_path: Path)
         assert line.startswith(str(installed)), line
 
 
-def test_a_checkout_finds_its_deepspeed_configs() -> None:
-    from unigen_ds.config.paths import ds_configs_dir
-
-    assert ds_configs_dir() == ROOT / "ds_configs"
-
-
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_starts_installed_and_from_a_checkout(tool: str, installed: Path, tmp_path: Path) -> None:
     entry = f"import sys; from unigen_ds_tools.{tool} import main; sys.exit(main(['--help']))"

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
 
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.examples.digits import scores as scoring
-from unigen_ds.examples.digits.dataset import WORDS, caption, read_split, write_digits
-from unigen_ds.examples.digits.scores import Scores, evaluate, sample_sheet, train_classifier
+from unigen_ds.examples.digits.dataset import read_split, write_digits
+from unigen_ds.examples.digits.report_hook import Scores, evaluate, sample_sheet, train_classifier
 from unigen_ds.families.bagel.flow_settings import FlowSettings
-from unigen_ds.families.bagel.sampler import read
 from unigen_ds.runner import Runner
 
 Split = tuple[np.ndarray, np.ndarray]
@@ -74,52 +68,6 @@ def test_an_untrained_model_fails(scores: Scores) -> None:
     assert scores.requested.tolist() == [digit for digit in range(10) for _ in range(20)]
     assert scores.drawn.shape == (200, 8, 8)
     assert np.array_equal(scores.drawn * 16, np.round(scores.drawn * 16)), "in the grey levels of the scans"
-
-
-@contextmanager
-def saying(model: Any, texts: list[list[int]]) -> Iterator[None]:
-    """The head says ``texts[i]`` of image i, token by token. All are equally long, so they end together."""
-    step = 0
-
-    def bend(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
-        nonlocal step
-        bent = torch.zeros_like(logits)
-        bent[torch.arange(len(bent)), torch.tensor([ids[step] for ids in texts])] = 1.0
-        step += 1
-        return bent
-
-    handle = model.language_model.lm_head.register_forward_hook(bend)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def test_a_caption_must_match_word_for_word(root: Path, splits: tuple[Split, Split], tmp_path: Path) -> None:
-    """What a perfect reader scores, one that stammers, and one that always says the same."""
-    labels = splits[1][1].tolist()
-    runner = Runner.from_cfg(tiny_config(tmp_path, root))
-    model, processor = runner.backend.model.eval(), runner.processor
-    pictures = [Image.fromarray((image * 255).round().astype(np.uint8)) for image in splits[1][0]]
-    sayings = [
-        ([caption(digit) for digit in labels], 1.0),
-        ([f"{caption(digit)} {WORDS[digit]}" for digit in labels], 0.0),
-        ([caption(3)] * len(labels), labels.count(3) / len(labels)),
-    ]
-    for texts, expected in sayings:
-        ids = [[*processor.tokenizer.encode(text), processor.tokenizer.eos_id] for text in texts]
-        with saying(model, ids):
-            assert read(model, processor, pictures) == texts
-        with saying(model, ids):
-            found = evaluate(model, processor, root, flow=FlowSettings(num_timesteps=2), seed=0)
-        assert found.results["caption_accuracy"] == pytest.approx(expected)
-
-
-def test_copies_are_told_from_new_digits(splits: tuple[Split, Split]) -> None:
-    train, held_out = splits[0][0], splits[1][0]
-    assert scoring._novelty(train[:40], train)["drawn"] == pytest.approx(0, abs=1e-6)
-    new = scoring._novelty(held_out, train)
-    assert new["drawn"] == pytest.approx(new["real"], rel=0.15) and new["real"] > 0.5
 
 
 def test_the_picture_marks_what_the_classifier_refused(scores: Scores, root: Path) -> None:

@@ -25,14 +25,6 @@ from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.system.journals import read_lines
 
 RECORDS = [{"text": words(4, k)} for k in range(8)]
-POINTS = (
-    "before_train",
-    "before_train_epoch",
-    "before_train_iter",
-    "after_train_iter",
-    "after_train_epoch",
-    "after_train",
-)
 
 
 @MMENGINE_HOOKS.register_module(force=True)
@@ -121,16 +113,6 @@ def test_a_hook_sees_what_mmengines_own_runner_shows(tmp_path: Path, limit: dict
 
     assert comparable(Recorder.seen) == comparable(wanted)
     assert {seen[0] for seen in comparable(wanted)} >= {"before_train", "before_train_iter", "after_train"}
-
-
-def test_iterations_are_micro_batches(tmp_path: Path) -> None:
-    run(tmp_path, dict(type="Recorder"), optim_wrapper__accumulative_counts=3, train_cfg=dict(max_updates=2))
-    calls = [s for s in Recorder.seen if s[0] == "before_train_iter"]
-    assert [s[1] for s in calls] == [0, 1, 2, 3, 4, 5] and {s[3] for s in calls} == {6}
-    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert len(Recorder.outputs) == 6 and all(set(o) == {"loss", "loss/text"} for o in Recorder.outputs)
-    # equal lengths of text: an update's loss is the mean of its micro-batches'
-    assert lines[0]["loss"] == pytest.approx(sum(o["loss"] for o in Recorder.outputs[:3]) / 3, rel=1e-6)
 
 
 def test_a_run_with_hooks_of_mmengine_trains_the_same(tmp_path: Path) -> None:
@@ -241,22 +223,8 @@ class Changes(mmengine.hooks.Hook):
 @pytest.mark.parametrize(
     ("point", "what", "message"),
     [
-        (
-            "before_run",
-            "adds",
-            r"Changes\.before_run adds more\.weight \(and 1 more changes\), after the engine was built",
-        ),
-        (
-            "before_train",
-            "freezes",
-            r"Changes\.before_train sets requires_grad=False of .*weight, after the engine was built",
-        ),
-        (
-            "after_train_iter",
-            "replaces",
-            r"RuntimeInfoHook.after_update \(or a hook before it in this update\) replaces .*",
-        ),
-        ("after_train_iter", "freezes", r"Changes\.after_train_iter sets requires_grad=False of .*weight, after"),
+        ("before_run", "adds", r"before_run adds more\.weight \(and 1 more changes\), after the engine was built"),
+        ("after_train_iter", "freezes", r"after_train_iter sets requires_grad=False of .*weight, after the engine"),
     ],
 )
 def test_a_hook_that_changes_what_is_trained_is_refused(tmp_path: Path, point: str, what: str, message: str) -> None:

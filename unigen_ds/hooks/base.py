@@ -52,7 +52,6 @@ PRIORITY = {
     "continuity": 68,
     "checkpoint": 70,
     "timeline": 80,
-    "profiler": 90,
     "push_to_hub": 95,
 }
 """The order of hooks: lower runs earlier. A custom hook without an entry runs at 55, before the logger."""
@@ -112,17 +111,14 @@ class Run(Protocol):
     @property
     def previous(self) -> Progress:
         """Progress before the present update."""
-        ...
 
     @property
     def hparams(self) -> Sequence[Mapping[str, Any]]:
         """``{'name', 'lr'}`` of each parameter group in the present or last update; empty before the first."""
-        ...
 
     @property
     def iteration(self) -> Iteration | None:
         """The last micro-batch of this process; None before the first."""
-        ...
 
     @property
     def ruler(self) -> Ruler: ...
@@ -131,7 +127,6 @@ class Run(Protocol):
     @property
     def total_sequences(self) -> float:
         """Sequences after which training ends by ``train_cfg`` (an estimate where the limit is in tokens)."""
-        ...
 
     @property
     def backend(self) -> Backend: ...
@@ -140,44 +135,36 @@ class Run(Protocol):
         """The model itself, without an engine's wrapper (``backend.model``, which computes). Under ZeRO-3 and FSDP2 its
         parameters are shards.
         """
-        ...
 
     @property
     def processor(self) -> Any:
         """The value of ``Family.processor``; its attributes depend on the family."""
-        ...
 
     @property
     def datasets(self) -> Sequence[PlannedDataset]:
         """The sources of the training data, in the order of the config."""
-        ...
 
     @property
     def validation(self) -> Sequence[Validation]:
         """Each set of validation data with its losses; empty: the config has none."""
-        ...
 
     @property
     def work_dir(self) -> Path: ...
     @property
     def run_id(self) -> str:
         """The id of the work dir: the same over all starts of this run, and no other run's."""
-        ...
 
     @property
     def checkpoint_dir(self) -> Path:
         """The folder of the checkpoints, which may be the work dir."""
-        ...
 
     @property
     def config(self) -> Mapping[str, Any]:
         """The config as plain values, for records of the run."""
-        ...
 
     @property
     def peak_tflops(self) -> float | None:
         """``env.peak_tflops``: 10**12 operations a second of one device, where the config has it."""
-        ...
 
     @property
     def clock(self) -> Clock: ...
@@ -186,36 +173,30 @@ class Run(Protocol):
     @property
     def done(self) -> bool:
         """Whether the loop ends after the present update: a limit is reached or a stop was requested."""
-        ...
 
     @property
     def finished(self) -> bool:
         """Whether the limit of ``train_cfg`` is reached: the training is complete, not merely stopped."""
-        ...
 
     def last_losses(self) -> dict[str, float] | None:
         """Mean of each loss term over the last update's data at the present weights, without dropout. Collective.
 
         None before the first update, and where the present batch size cannot split it into whole iterations.
         """
-        ...
 
     def request_stop(self, reason: str) -> None:
         """Ask the loop to end after this update (a hard stop: a checkpoint is saved)."""
-        ...
 
     def save_checkpoint(self, name: str, *, form: Form = "sharded") -> Path:
         """Save and commit now, at an update boundary. Collective. Raises ``CheckpointError``; nothing is lost then.
 
         ``form``: the engine's own files, the consolidated ones, or both.
         """
-        ...
 
     def save_base(self) -> None:
         """Copy the files of the base of adapters into the work dir, once. Collective. Raises ``ConfigError`` where the
         run has none, and what the disk raises.
         """
-        ...
 
     def export(self, checkpoint: Path, out: Path, *, raw: bool = False, dtype: str = "fp32") -> None:
         """Write a checkpoint of this run, or its best weights, into the new folder ``out``, as ``tools/export.py``
@@ -223,7 +204,6 @@ class Run(Protocol):
 
         Raises ``ConfigError`` where ``out`` exists, ``CheckpointError`` where it cannot be written.
         """
-        ...
 
 
 class Hook:

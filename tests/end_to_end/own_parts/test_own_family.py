@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.end_to_end.engines.users import write_rows
-from tests.plugin.data import RowsBatch, RowSplit
+from tests.plugin.data import RowsBatch
 from tests.plugin.family import Rows, RowsNetwork
 from tests.processes import ROOT
 from tools.export import main as export
@@ -21,7 +20,6 @@ from tools.train import main as train
 from unigen_ds import FAMILIES, MODELS, Family
 from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.images.image_files import UnreadableImage
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import load_config
@@ -85,42 +83,6 @@ def test_each_term_is_a_mean_over_its_own_targets(tmp_path: Path) -> None:
     counts = keep.results[0].counts
     assert counts == {term: sum(t[term] for t in targets) for term in ("value", "label")}
     assert counts["value"] < 8, "some values are not known"
-
-
-def test_a_sample_that_cannot_be_loaded_is_skipped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[RowSplit] = []
-
-    def load(row: RowSplit, processor: Any, key: Any) -> RowSplit:
-        rows.append(row)
-        if len(rows) == 8:
-            raise UnreadableImage("an outlier")
-        return row
-
-    monkeypatch.setattr(RowSplit, "load", load)
-    changes = {"train_dataloader__max_skipped_fraction": 1.0, "custom_hooks": [{"type": Keep}]}
-    runner = Runner.from_cfg(config(tmp_path / "run", **changes), max_updates=3)
-    runner.train()
-    keep = keep_of(runner)
-    (skipped,) = [each for batch in keep.batches for each in batch.skipped]
-    assert skipped["sample"].startswith("rows:") and skipped["why"] == "an outlier"
-    known = [not math.isnan(row.value) for number, row in enumerate(rows[:24]) if number != 7]
-    assert sum(result.counts["value"] for result in keep.results) == sum(known)
-    assert sum(result.tokens for result in keep.results) == 24 * 3, "a padded row fills its sequence"
-
-
-def test_its_settings_are_checked(tmp_path: Path) -> None:
-    wrong = {"loss_weights__kind": 1.0, "processor": {"num_input": 3, "seed": 3}}
-    with pytest.raises(ConfigError) as caught:
-        Runner.from_cfg(config(tmp_path / "run", **wrong))
-    expected = (
-        "loss_weights.kind is the weight of no loss term. Allowed: value, label",
-        "processor.num_input: did you mean 'num_inputs'",
-        "processor.seed cannot be set",
-    )
-    for part in expected:
-        assert part in str(caught.value), part
-    with pytest.raises(ConfigError, match=r"loss_weights\.label is -1"):
-        Runner.from_cfg(config(tmp_path / "run", loss_weights__label=-1))
 
 
 def test_without_a_published_form_or_inference_the_tools_say_so(

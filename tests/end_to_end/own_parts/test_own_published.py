@@ -12,8 +12,6 @@ from torch import Tensor
 from tests.end_to_end.own_parts.own_published import WEIGHTS
 from tests.end_to_end.own_parts.test_own_family import config
 from tools.export import main as export
-from tools.zero_to_fp32 import main as zero_to_fp32
-from unigen_ds.core.errors import CheckpointError
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model
 from unigen_ds.system.files import DIGESTS
@@ -52,17 +50,3 @@ def test_a_run_begins_with_its_weights(named: str, published: Path, tmp_path: Pa
     assert not any(report[kind] for kind in ("missing", "unexpected", "reshaped", "renamed"))
     log = (tmp_path / "run" / "train.log").read_text().splitlines()
     assert sum(f"Loaded weights only from {published}; progress starts at zero." in line for line in log) == 1
-
-
-def test_the_tools_read_it_too(published: Path, tmp_path: Path) -> None:
-    assert zero_to_fp32([str(published), str(tmp_path / "merged")]) == 0
-    expected, merged = state(published), torch.load(tmp_path / "merged" / "pytorch_model.bin")
-    assert expected.keys() == merged.keys()
-    assert all(torch.equal(expected[name].float(), tensor) for name, tensor in merged.items())
-
-
-def test_what_does_not_fit_is_refused_before_the_log_claims_that_it_is_loaded(published: Path, tmp_path: Path) -> None:
-    run = Runner.from_cfg(config(tmp_path / "run", load_from=str(published), model__width=4, **OWN), max_updates=1)
-    with pytest.raises(CheckpointError, match=r"of another shape: layers\.0\.0\.weight was \[16, 3\] and is \[4, 3\]"):
-        run.train()
-    assert "Loaded weights only" not in (tmp_path / "run" / "train.log").read_text()

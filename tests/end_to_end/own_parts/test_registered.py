@@ -12,8 +12,6 @@ import torch
 from tests.tiny import tiny_config
 from tools.export import main as export
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.config.registry import LAYOUTS
-from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
 
@@ -103,17 +101,3 @@ def test_a_checkpoint_of_the_layout_is_exported_on_request_alone(
     assert MODULE not in sys.modules
     assert export([str(run), str(tmp_path / "out"), "--allow-custom-imports"]) == 0
     assert MODULE in sys.modules and any((tmp_path / "out").glob("*.safetensors"))
-
-
-def test_without_the_import_the_names_are_not_known(
-    run: Path, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forget(monkeypatch)
-    with pytest.raises(ConfigError) as caught:
-        train(tmp_path, data, updates=1, **{**OWN, "custom_imports": None})
-    for name in ("RegisteredBackend", "RegisteredPairs", "RegisteredThird", "RegisteredWriter"):
-        assert repr(name) in str(caught.value)
-    assert "registered_layout" not in LAYOUTS.module_dict
-    newest = max(run.glob("*.pth"), key=lambda path: path.stat().st_mtime)
-    with pytest.raises(CheckpointError, match=r"has layout 'registered_layout'.*custom_imports"):
-        train(tmp_path, data, updates=1, load_from=str(newest))

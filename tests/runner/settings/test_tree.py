@@ -397,17 +397,3 @@ def test_the_ends_of_a_curves_ranges_are_accepted() -> None:
             assert curve.place(ruler=ruler, total_sequences=400.0).end == 400.0
     with pytest.raises(ConfigError, match=r"T_max is 1e-12 epoch\(s\), less than a sequence"):
         CosineAnnealingLR(T_max=1e-12).place(ruler=ruler, total_sequences=400.0)
-
-
-@PACKERS.register_module(force=True)
-class PlanAlone:
-    """A packer that lacks two attributes."""
-
-    def plan(self, lengths: Any, tiles: Any, seq_length: int, key: int) -> list[list[int]]:
-        return [[i] for i in range(len(lengths))]
-
-
-def test_a_packer_without_its_attributes_is_refused_by_name(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path / "run", tmp_path / "digits", train_dataloader__packing={"type": "PlanAlone"})
-    with pytest.raises(ConfigError, match="PlanAlone has no window, fingerprint"):
-        Runner.from_cfg(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,7 +12,6 @@ from annotated_types import Ge, Gt
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import Lineage
 from unigen_ds.config.registry import HOOKS
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Duration
 from unigen_ds.evaluation.jobs.evaluation_job import (
     Job,
@@ -46,9 +45,8 @@ class AsyncEvaluateHook(Hook):
         by_epoch: whether ``interval`` means epochs; False: iterations.
         unit: of ``interval``, instead of ``by_epoch``: ``'epoch'``, ``'iteration'`` or ``'update'``.
         prefix: of the names of all results in the log.
-        results: folder of the results; None: ``eval_results`` in the work dir.
-        run_name: name of the run's own folder in ``results``; None: the work dir's name. Where that folder is another
-            run's, the first 8 characters of the run's id are added.
+        results: folder in which each run has its own, with the name of its work dir; None: ``eval_results`` in the work
+            dir. Where that folder is another run's, the first 8 characters of the run's id are added.
         environment: additional variables of the processes, such as ``dict(CUDA_VISIBLE_DEVICES='7')``.
         give_up_hours: after which an evaluation by ``sbatch`` without a result no longer keeps its checkpoint.
         poll_seconds: least time between two looks for results.
@@ -67,17 +65,14 @@ class AsyncEvaluateHook(Hook):
         unit: Literal["epoch", "iteration", "update"] | None = None,
         prefix: str = "lmms_eval",
         results: str | None = None,
-        run_name: str | None = None,
         environment: Mapping[str, str] | None = None,
         give_up_hours: Annotated[float, Gt(0)] = 24.0,
         poll_seconds: Annotated[float, Ge(0)] = 10.0,
         wait_at_end: bool = False,
     ) -> None:
-        if run_name is not None and (not run_name or Path(run_name).name != run_name):
-            raise ConfigError(f"AsyncEvaluateHook.run_name is {run_name!r}", allowed="the name of a folder")
         self.command = arguments_of(command, where="AsyncEvaluateHook.command")
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
-        self.prefix, self.results, self.run_name = prefix, results, run_name
+        self.prefix, self.results = prefix, results
         self.environment = dict(environment or {})
         self.give_up_hours, self.poll_seconds, self.wait_at_end = give_up_hours, poll_seconds, wait_at_end
         self._every: Duration | None = None
@@ -85,8 +80,8 @@ class AsyncEvaluateHook(Hook):
         self._jobs: dict[int, Job] = {}
         """Evaluations without a result, by update; on rank 0."""
         self._logged: set[int] = set()
-        self._reported: dict[Path, tuple[int, int]] = {}
-        """Time and size of each malformed result that a warning has named."""
+        self._reported: set[tuple[Path, int]] = set()
+        """Each malformed result that a warning has named, with its time."""
         self._looked = -float("inf")
         self._folder = JobFolder(Path())
 
@@ -132,7 +127,7 @@ class AsyncEvaluateHook(Hook):
     def _find(self, run: Run) -> None:
         """What earlier starts of this run left: results that are in the log, and evaluations that are not finished."""
         results = run.work_dir / "eval_results" if self.results is None else Path(self.results)
-        name = self.run_name or run.work_dir.resolve().name
+        name = run.work_dir.resolve().name
         self._folder = JobFolder(results / name)
         if not self._folder.claim(run.run_id):
             self._folder = JobFolder(results / f"{name}-{run.run_id[:8]}")
@@ -216,20 +211,15 @@ class AsyncEvaluateHook(Hook):
         return True
 
     def _log_result(self, run: Run, update: int) -> bool:
-        """Log the result of an update's checkpoint, if it is there, complete, and not in the log yet. True: it was.
-
-        A malformed one is named in a warning, once for each content.
-        """
+        """Log the result of an update's checkpoint, if it is there, complete, and not in the log yet. True: it was."""
         path = self._folder.file(update, "json")
         if update in self._logged or not path.exists():
             return False
         try:
             values, others = read_result(path, update=update)
         except ValueError as error:
-            status = path.stat()
-            content = (status.st_mtime_ns, status.st_size)
-            if self._reported.get(path) != content:
-                self._reported[path] = content
+            if (content := (path, path.stat().st_mtime_ns)) not in self._reported:
+                self._reported.add(content)
                 logger().warning("The result %s is not logged: %s.", path, error)
             return False
         self._logged.add(update)
@@ -244,35 +234,23 @@ class AsyncEvaluateHook(Hook):
         if stopped:
             self._folder.stop_file.touch()
         self._look(run)
-        if self.wait_at_end and not stopped:
-            self._wait(run)
+        if self.wait_at_end and not stopped and (local := self._local()):
+            logger().info("Waiting for %d evaluations (AsyncEvaluateHook.wait_at_end). Ctrl-C ends the training without"
+                          " them: they continue.", len(local))  # fmt: skip
+            try:
+                while self._local():
+                    time.sleep(min(max(self.poll_seconds, 0.05), 1.0))
+                    self._look(run)
+            except KeyboardInterrupt:
+                logger().warning("Interrupted: the training ends without the results that are missing.")
         if not self._jobs:
             return
         waiting = [n for n in self._local() if self._folder.status(self._jobs[n]) is None]
-        lines = [f"Evaluations without a result yet: update {_listed(self._jobs)}."]
-        if waiting and stopped:
-            lines.append(f"Of these, update {_listed(waiting)} waits for the next start of this run.")
-        elif self._local():
+        what = "they wait for the next start of this run"
+        if self._local() and not (waiting and stopped):
             number = self._folder.start_worker(self.environment)  # the former one may be about to end
-            lines.append(f"Process {number}, which remains until then, runs them in this order, one at a time.")
-        lines.append(
-            f"Their checkpoints are kept. Results are written into {self._folder.folder}, where tools/report.py finds"
-            " them; the next start of this run (tools/train.py with --resume, also of one that is finished) logs them."
-        )
-        logger().info("%s", " ".join(lines))
-
-    def _wait(self, run: Run) -> None:
-        """Until no local evaluation is left; Ctrl-C ends it."""
-        if local := self._local():
-            logger().info("Waiting for %d evaluations, of update %s (AsyncEvaluateHook.wait_at_end). Ctrl-C ends the"
-                          " training without them: they continue.", len(local), _listed(local))  # fmt: skip
-        try:
-            while self._local():
-                time.sleep(min(max(self.poll_seconds, 0.05), 1.0))
-                self._look(run)
-        except KeyboardInterrupt:
-            logger().warning("Interrupted: the training ends without the results that are missing.")
-
-
-def _listed(updates: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(updates)))
+            what = f"process {number}, which remains until then, runs them in this order, one at a time"
+        logger().info("Evaluations without a result yet: update %s; %s. Their checkpoints are kept. Results are written"
+                      " into %s, where tools/report.py finds them; the next start of this run (tools/train.py with"
+                      " --resume, also of one that is finished) logs them.",
+                      ", ".join(map(str, sorted(self._jobs))), what, self._folder.folder)  # fmt: skip

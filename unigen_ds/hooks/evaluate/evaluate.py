@@ -174,10 +174,7 @@ class EvaluateHook(Hook):
             self._empty_cache()
         self._evaluated = (run.progress.updates, values)
         if dist.is_main():
-            sets = [one.data for one in run.validation]
-            most = [len(one) if self.max_batches is None else self.max_batches * one.batch_size for one in sets]
-            number = sum(min(len(one), limit) for one, limit in zip(sets, most, strict=True))
-            logger().info("Evaluation: %d samples in %.1f s.", number, time.perf_counter() - begun)
+            logger().info("Evaluation: %.1f s.", time.perf_counter() - begun)
         for hook in run.hooks:
             hook.after_val(run, values)
         return values
@@ -220,7 +217,7 @@ class EvaluateHook(Hook):
         return {"computed": computed} if computed else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._computed = {name: Progress.from_state_dict(one) for name, one in state["computed"].items()}
+        self._computed = {name: Progress.from_state_dict(one) for name, one in state.get("computed", {}).items()}
 
 
 def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> EvaluateHook | None:
