@@ -56,7 +56,11 @@ class WaitHook(Hook):
         if run.progress.updates in self.updates:
             jobs = JobFolder(run.work_dir / "eval_results" / "run")
             until(lambda: all(isinstance(jobs.status(job), int) for job in jobs.records() if isinstance(job, Job)))
-            until(lambda: all(jobs.file(job.update, "json").exists() for job in jobs.records() if job.is_batch))
+            until(
+                lambda: all(
+                    jobs.file(job.update, "json").exists() for job in jobs.records() if "sbatch" in job.command[0]
+                )
+            )
             time.sleep(0.1)
 
 
