@@ -56,7 +56,8 @@ class WaitHook(Hook):
         if run.progress.updates in self.updates:
             jobs = JobFolder(run.work_dir / "eval_results" / "run")
             until(lambda: all(isinstance(jobs.status(job), int) for job in jobs.records() if isinstance(job, Job)))
-            until(
+            batch = [job.update for job in jobs.records() if isinstance(job, Job) and "sbatch" in job.command[0]]
+            until(lambda: all(jobs.file(update, "json").exists() for update in batch))
                 lambda: all(
                     jobs.file(job.update, "json").exists() for job in jobs.records() if "sbatch" in job.command[0]
                 )
