@@ -58,10 +58,6 @@ class WaitHook(Hook):
             until(lambda: all(isinstance(jobs.status(job), int) for job in jobs.records() if isinstance(job, Job)))
             batch = [job.update for job in jobs.records() if isinstance(job, Job) and "sbatch" in job.command[0]]
             until(lambda: all(jobs.file(update, "json").exists() for update in batch))
-                lambda: all(
-                    jobs.file(job.update, "json").exists() for job in jobs.records() if "sbatch" in job.command[0]
-                )
-            )
             time.sleep(0.1)
 
 
