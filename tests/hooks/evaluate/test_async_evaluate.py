@@ -303,7 +303,7 @@ def test_a_result_that_is_repaired_by_hand_is_logged(tmp_path):
     folder = tmp_path / "run" / "eval_results" / "run"
     run(tmp_path, [sys.executable, "-c", "pass", *NEEDED], updates=3)
     (folder / "step_2.json").write_text('{"results": [{"values": {"val/loss": 1.5}, "provenance": {"a": 1}}]}')
-    run(tmp_path, [sys.executable, "-c", "pass", *NEEDED], updates=3, resume=True)
+    run(tmp_path, [sys.executable, "-c", "pass", *NEEDED], updates=3, resume=True, wait_at_end=True)
     assert logged(tmp_path) == [(2, {"lmms_eval/val/loss": 1.5})]
 
 
