@@ -79,19 +79,6 @@ class Engine:
         self.calls.append("draw")
 
 
-def test_ranks_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank reads twice; this one draws once."""
-    others = iter([[0.0, 0.0, 1.0, 0.0]] * 2 + [[0.0] * 4] * 9)
-    monkeypatch.setattr(dist, "world_size", lambda: 2)
-    monkeypatch.setattr(dist, "sum_floats", lambda mine: [a + b for a, b in zip(mine, next(others), strict=True)])
-    engine = Engine()
-    model = TrainedModel(engine)  # type: ignore[arg-type]
-    model.idle = lambda method: ()
-    model.draw()
-    model.finish()
-    assert engine.calls == ["read", "read", "draw"] and model.shares
-
-
 @pytest.mark.parametrize(
     ("other", "message"), [([1.0, 0, 0, 0], "1 other process"), ([0, 0, 1.0, 0], "different calls")]
 )

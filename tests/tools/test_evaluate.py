@@ -11,9 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from tests.data.support import write_jsonl
 from tests.data.text.chat_support import NANOVLM, character_tokenizer
@@ -21,7 +19,6 @@ from tests.processes import ranks
 from tests.text_run import text_config, words
 from tools import evaluate as tool
 from tools.evaluate import main
-from unigen_ds.checkpoint.best_record import best_of
 from unigen_ds.checkpoint.convert import merge
 from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError, DataError
@@ -196,25 +193,6 @@ def test_how_the_model_answers_is_the_hooks_generation(trained, capsys, tmp_path
     ):
         assert main([str(trained / "run"), "--generation", wrong]) == 2
         assert message in capsys.readouterr().err
-
-
-def test_the_hook_computes_metrics_at_an_interval_of_their_own(trained, capsys, tmp_path):
-    """Their values are the tool's, one of them chooses the best checkpoint, and the training is bit-equal."""
-    every = {"interval": 1, "unit": "update", "metric_interval": 3, "save_best": "val/perplexity"}
-    hook = {"type": "EvaluateHook", **every, "metrics": [{"type": "Perplexity"}, {"type": "ExactMatch"}]}
-    hooks = [hook, {"type": "EMAHook", "momentum": 0.3}]
-    Runner.from_cfg(config(tmp_path, custom_hooks=hooks)).train()
-    lines = evaluations(tmp_path)
-    assert [n for n, line in lines.items() if "val/perplexity" in line] == [3, 6] and len(lines) == 6
-    assert main([str(tmp_path / "run" / "iter_3.pth"), "--metrics", "Perplexity", "ExactMatch"]) == 0
-    found = dict(line.split("  ") for line in capsys.readouterr().out.splitlines() if "  " in line)
-    for name in ("perplexity", "exact_match"):
-        assert lines[3][f"val/{name}"] == pytest.approx(float(found[name]), rel=1e-6)
-    assert best_of(tmp_path / "run")[1].metric == "val/perplexity"
-    stored = read_results(tmp_path / "run" / "evaluations" / "3.json")
-    assert [result.provenance["metric"] for result in stored] == ["val/loss", "perplexity", "exact_match"]
-    mine, other = (load_file(folder / "run" / "iter_6.pth" / "model.safetensors") for folder in (tmp_path, trained))
-    assert all(torch.equal(mine[name], other[name]) for name in other)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from unigen_ds.evaluation.generation import Answering, Answers, answers, ask, ch
 from unigen_ds.evaluation.metrics import Metric, evaluated
 from unigen_ds.evaluation.metrics.base import NOT_USED, draws
 from unigen_ds.evaluation.provenance import NO_DRAWS, Result
-from unigen_ds.evaluation.validation import Key, Validation, Watch
+from unigen_ds.evaluation.validation import Key, Validation
 from unigen_ds.inference.generated import BOTH, Kind
 from unigen_ds.system import dist
 from unigen_ds.system.journals import sample_digest
@@ -135,8 +135,8 @@ def evaluate(
         for validation in sets:
             own = of_set(validation, metrics)
             samples = SampleLosses(validation)
-            watching: list[Watch] = [samples] if resamples != 0 or any(one.predicts == "loss" for one in own) else []
-            values = validation.losses(backend, max_batches=max_batches, watching=watching)
+            watched = resamples != 0 or any(one.predicts == "loss" for one in own)
+            values = validation.losses(backend, max_batches=max_batches, watch=samples if watched else None)
             replicates, resampling = ({}, "0 draws") if resamples == 0 else samples.resampled()
             provenance = _loss_provenance(validation, max_batches=max_batches, checkpoint=checkpoint,
                                           precision=str((made_by or {}).get("precision")))  # fmt: skip

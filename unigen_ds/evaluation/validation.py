@@ -47,7 +47,7 @@ class Validation:
         return f"{self.data.name}/" if self.data.name else ""
 
     def losses(
-        self, backend: Backend, *, max_batches: int | None = None, watching: Sequence[Watch] = ()
+        self, backend: Backend, *, max_batches: int | None = None, watch: Watch | None = None
     ) -> dict[str, float]:
         """Collective.
 
@@ -56,16 +56,47 @@ class Validation:
         over those of a source or a group. A mean without targets is left out. The same on all ranks. With ``own``
         after ``val/``.
 
-        ``max_batches``: as of ``ValidationData.batches``. ``watching``: see this rank's batches; not collective.
+        ``max_batches``: as of ``ValidationData.batches``. ``watch`` sees this rank's batches; not collective.
         """
-        totals = _Totals()
+        own: dict[Key, Tensor] = {}
+        numbers: defaultdict[Key, float] = defaultdict(float)  # weights of targets may be fractional
+        skipped: list[str] = []
+
+        def add(key: Key, value: Tensor, number: float) -> None:
+            own[key] = own[key] + value if key in own else value
+            numbers[key] += number
+
         with evaluating(backend):
             for one in self.data.batches(max_batches, dp_rank=backend.dp_rank, dp_size=backend.dp_size):
                 terms = backend.model(one.batch.to(backend.device))
-                for watch in watching:
+                if watch is not None:
                     watch(one.batch, terms)
-                totals.add(one.batch, terms, one.source, self.groups(one.batch) if terms.each else {})
-        return self.values(*totals.over_ranks())
+                skipped += [f"{entry['sample']}: {entry['why']}" for entry in one.batch.skipped]
+                groups, targets = self.groups(one.batch) if terms.each else {}, one.batch.target_counts()
+                for term, total in terms.sums.items():
+                    for key in ((term,), (term, one.source)):
+                        add(key, total.detach().double(), targets.get(term, 0.0))
+                    if term in groups and term in terms.each:
+                        each, (labels, names) = terms.each[term].detach().double(), groups[term]
+                        parts = each.new_zeros(len(names)).index_add_(0, labels.to(each.device), each)
+                        in_part = torch.bincount(labels, minlength=len(names)).tolist()
+                        for name, part, number in zip(names, parts, in_part, strict=True):
+                            add((term, name), part, number)
+        sums: defaultdict[Key, float] = defaultdict(float)
+        counts: defaultdict[Key, float] = defaultdict(float)
+        problems: list[str] = []
+        mine = ({key: float(value) for key, value in own.items()}, dict(numbers), skipped)
+        for rank_sums, rank_counts, rank_skipped in dist.gather_objects(
+            mine
+        ):  # in the order of the ranks, on all alike
+            for merged, rank_values in ((sums, rank_sums), (counts, rank_counts)):
+                for key, value in rank_values.items():
+                    merged[key] += value
+            problems += rank_skipped
+        if problems and dist.is_main():
+            logger().warning("%d validation samples could not be read and are left out of val/loss. The first: %s",
+                             len(problems), problems[0])  # fmt: skip
+        return self.values(sums, counts)
 
     def values(self, sums: Mapping[Key, float], counts: Mapping[Key, float]) -> dict[str, float]:
         """The names of ``losses`` from sums of losses and numbers of targets."""
@@ -75,49 +106,6 @@ class Validation:
         total = {name: sum(self.loss_weights.get(term, 1.0) * mean for term, mean in terms.items())}
         parts = {"/".join((name, *key)): mean for key, mean in means.items()}
         return (total if terms else {}) | parts
-
-
-class _Totals:
-    """Sums of losses and numbers of targets by (term,), (term, source) and (term, group)."""
-
-    def __init__(self) -> None:
-        self._sums: dict[Key, Tensor] = {}
-        self._counts: defaultdict[Key, float] = defaultdict(float)  # weights of targets may be fractional
-        self._skipped: list[str] = []
-
-    def add(self, batch: Batch, terms: LossTerms, source: str, groups: Groups) -> None:
-        self._skipped += [f"{entry['sample']}: {entry['why']}" for entry in batch.skipped]
-        numbers = batch.target_counts()
-        for term, total in terms.sums.items():
-            value, number = total.detach().double(), numbers.get(term, 0.0)
-            self._add((term,), value, number)
-            self._add((term, source), value, number)
-            if term in groups and term in terms.each:
-                each, (labels, names) = terms.each[term].detach().double(), groups[term]
-                values = each.new_zeros(len(names)).index_add_(0, labels.to(each.device), each)
-                counts = torch.bincount(labels, minlength=len(names)).tolist()
-                for name, part, count in zip(names, values, counts, strict=True):
-                    self._add((term, name), part, count)
-
-    def _add(self, key: Key, value: Tensor, number: float) -> None:
-        self._sums[key] = self._sums[key] + value if key in self._sums else value
-        self._counts[key] += number
-
-    def over_ranks(self) -> tuple[Mapping[Key, float], Mapping[Key, float]]:
-        """Added in the order of the ranks, so that the result is the same on all. Collective."""
-        own = ({key: float(value) for key, value in self._sums.items()}, dict(self._counts), self._skipped)
-        sums: defaultdict[Key, float] = defaultdict(float)
-        counts: defaultdict[Key, float] = defaultdict(float)
-        problems: list[str] = []
-        for rank_sums, rank_counts, rank_skipped in dist.gather_objects(own):
-            for total, part in ((sums, rank_sums), (counts, rank_counts)):
-                for key, value in part.items():
-                    total[key] += value
-            problems += rank_skipped
-        if problems and dist.is_main():
-            logger().warning("%d validation samples could not be read and are left out of val/loss. The first: %s",
-                             len(problems), problems[0])  # fmt: skip
-        return sums, counts
 
 
 @contextmanager

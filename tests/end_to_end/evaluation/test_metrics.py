@@ -28,7 +28,6 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.order.order import Draw
 from unigen_ds.evaluation.generation import Answer, Answering, answers
-from unigen_ds.evaluation.metrics import base
 from unigen_ds.evaluation.metrics.picture_metrics import frechet_distance_of_samples
 from unigen_ds.evaluation.metrics.text_metrics import ExactMatch
 from unigen_ds.evaluation.provenance import read_results
@@ -351,15 +350,6 @@ def test_records_that_are_left_out_are_counted(tmp_path: Path) -> None:
 def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         text_run(tmp_path, {**evaluating(), **arguments})
-
-
-def test_what_is_missing_is_named_when_the_config_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> str:
-        raise base.PackageNotFoundError(name)
-
-    monkeypatch.setattr(base, "version", absent)
-    with pytest.raises(ConfigError, match=r"metrics\[1\].*sacrebleu is not installed.*unigen_ds\[metrics\]"):
-        text_run(tmp_path, evaluating("ExactMatch", "BLEU"))
 
 
 def test_a_family_without_inference_is_refused_at_the_start(tmp_path: Path) -> None:

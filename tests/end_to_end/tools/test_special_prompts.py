@@ -80,12 +80,13 @@ def unified(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_decoder_gets_ordinary_text(tmp_path: Path, seen: list[list[int]]) -> None:
+@pytest.mark.parametrize("words", [[], ["--understand"]], ids=["plain", "understand"])
+def test_a_decoder_gets_ordinary_text(words: list[str], tmp_path: Path, seen: list[list[int]]) -> None:
     config = text_config(tmp_path, [{"text": "one two"}] * 4, tokenizer__words=PIECES, model__llm__vocab_size=40)
     runner = Runner.from_cfg(config, max_updates=1)
     runner.train()
     tokenizer = runner.processor.tokenizer
-    generate(tmp_path / "run", tmp_path / "out")
+    generate(tmp_path / "run", tmp_path / "out", *words)
     assert seen[0] == [tokenizer.bos_id, *ordinary(tokenizer)]
 
 
@@ -98,7 +99,7 @@ def test_a_vlm_gets_ordinary_text(
     runner.train()
     tokenizer = runner.processor.tokenizer
     assert isinstance(tokenizer, ChatTokenizer)
-    generate(tmp_path / "run", tmp_path / "out")
+    generate(tmp_path / "run", tmp_path / "out", *words)
     letters = tokenizer._tokenizer.convert_tokens_to_ids(list(PROMPT))
     prompt = seen[0]
     assert any(prompt[first : first + len(letters)] == letters for first in range(len(prompt)))

@@ -54,7 +54,8 @@ class WaitHook(Hook):
         if run.progress.updates in self.updates:
             jobs = JobFolder(run.work_dir / "eval_results" / "run")
             until(lambda: all(isinstance(jobs.status(job), int) for job in jobs.records() if isinstance(job, Job)))
-            until(lambda: all(jobs.file(job.update, "json").exists() for job in jobs.records() if job.is_batch))
+            batch = [job.update for job in jobs.records() if isinstance(job, Job) and "sbatch" in job.command[0]]
+            until(lambda: all(jobs.file(update, "json").exists() for update in batch))
             time.sleep(0.1)
 
 
@@ -271,6 +272,14 @@ def test_a_malformed_result_is_named_once(tmp_path, text, problem):
     run(tmp_path, [sys.executable, "-c", write, "{out}", "{checkpoint}"], updates=5, wait=(2, 3, 4), interval=2)
     assert not logged(tmp_path)
     assert log(tmp_path).count("step_2.json is not logged") == 1 and problem in log(tmp_path)
+
+
+def test_a_result_that_is_repaired_by_hand_is_logged(tmp_path):
+    folder = tmp_path / "run" / "eval_results" / "run"
+    run(tmp_path, [sys.executable, "-c", "pass", *NEEDED], updates=3)
+    (folder / "step_2.json").write_text('{"results": [{"values": {"val/loss": 1.5}, "provenance": {"a": 1}}]}')
+    run(tmp_path, [sys.executable, "-c", "pass", *NEEDED], updates=3, resume=True, wait_at_end=True)
+    assert logged(tmp_path) == [(2, {"lmms_eval/val/loss": 1.5})]
 
 
 def test_what_goes_wrong_never_ends_the_training(tmp_path):
