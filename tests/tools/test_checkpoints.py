@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from tests.checkpoint.support import flip_byte, save, save_chain
-from tests.processes import ROOT, run
+from tests.checkpoint.support import flip_byte, save_chain
 from tools.checkpoints import main
 from unigen_ds.checkpoint import listing, store
 from unigen_ds.checkpoint.manifest import FILE_NAME
@@ -74,17 +71,3 @@ def test_nothing_there(tmp_path, capsys, action):
     assert "no checkpoint found in" in capsys.readouterr().err
     assert main([action, str(tmp_path / "absent")]) == 1
     assert "does not exist" in capsys.readouterr().err
-
-
-def test_as_a_script(tmp_path):
-    save(tmp_path)
-    command = [sys.executable, str(ROOT / "tools" / "checkpoints.py"), "list", "."]
-    finished = run(command, cwd=tmp_path, text=True)
-    assert finished.returncode == 0 and "iter_12.pth" in finished.stdout, finished.stderr
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1.5 * 2**30, "1.5 GiB"), (2**51, "2048.0 TiB")]
-)
-def test_sizes(size, text):
-    assert listing.size_text(size) == text

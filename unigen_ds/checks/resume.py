@@ -87,7 +87,8 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
         findings = run_checklist(start, plan, backend=backend, geometry=geometry, hashed=verify)
         assert start.manifest is not None, "a resume has a manifest"
         equal = equal_geometries(start.manifest.geometry.global_batch_size, geometry.dp_size)
-        proposed = _nearest_geometry(equal, geometry.batch_size)
+        fitting = [one for one in equal if one.batch_size <= geometry.batch_size]
+        proposed = fitting[-1] if fitting else equal[0] if equal else None
         memory = plans_of(settings, proposed or geometry, backend)
     return Inspection(plan, geometry, findings, equal, proposed, memory)
 
@@ -100,12 +101,6 @@ def announced(world_size: int, *, per_node: int | None = None) -> Iterator[None]
             per_node = world_size  # no launcher reports the number of nodes: one is assumed
         with environment({} if per_node is None else {"LOCAL_WORLD_SIZE": str(per_node)}):
             yield
-
-
-def _nearest_geometry(geometries: Sequence[Geometry], batch_size: int) -> Geometry | None:
-    """The one with the largest micro-batch that is no larger than the config's; else the first."""
-    fitting = [geometry for geometry in geometries if geometry.batch_size <= batch_size]
-    return fitting[-1] if fitting else geometries[0] if geometries else None
 
 
 def write_config(

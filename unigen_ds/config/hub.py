@@ -146,8 +146,12 @@ class HubRepo:
         except UploadError:
             raise
         except Exception as error:  # of the network, the server, the storage: many kinds, and the folder is complete
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            first = (str(error).strip().splitlines() or [""])[0]
+            token = f"; its token must be valid and allowed to write there ({LOGIN})" if status in (401, 403) else ""
             raise UploadError(
-                f"{folder} is complete, but was not uploaded to {self.name}: {_cause(error, api.endpoint)}",
+                f"{folder} is complete, but was not uploaded to {self.name}: {api.endpoint}: {type(error).__name__}:"
+                f" {first}{token}",
                 remedy=f"then upload it: {self.command(folder)}",
             ) from error
         return str(created)
@@ -158,11 +162,3 @@ def has_token() -> bool:
     from huggingface_hub import get_token
 
     return get_token() is not None
-
-
-def _cause(error: Exception, endpoint: str) -> str:
-    """What the server or the network has answered, in one line, and what to do where the token is not accepted."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    token = f"; its token must be valid and allowed to write there ({LOGIN})" if status in (401, 403) else ""
-    return f"{endpoint}: {type(error).__name__}: {first}{token}"

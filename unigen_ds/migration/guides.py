@@ -123,8 +123,6 @@ def _bagel_draft(command: Command, values: dict[str, Any], *, what: str, warmup:
     if path is not None:
         data = {"dataset": {"type": "UnifiedGenerationDataset", "data_path": path}} if path else None
         draft.set("val_dataloader", data, "val_data_path")
-    if path:
-        draft.notes.append("EvaluateHook(interval=..., save_best='val/loss') in custom_hooks states when to evaluate.")
     for name in ("wandb_project", "wandb_run_name", "wandb_entity"):
         if (value := draft.take(name)) is not None:
             if not draft.get("visualizer.vis_backends"):
@@ -168,9 +166,8 @@ def flags(command: Command) -> Draft:
     several = "torchrun" in command.starts
     backend = {"type": "fsdp", "sharding_strategy": "NO_SHARD"} if several else {"type": "single"}
     values = {"train_cfg": {"max_epochs": 3}, "work_dir": "outputs/unified_training", "backend": backend}
-    is_half = {"bf16", "fp16"} & {setting.name for setting in command.settings}
     draft = _bagel_draft(command, values, what="The unified generation trainer (flags)", warmup=0)
-    if not is_half:
+    if "optim_wrapper.precision" not in draft.origins:
         draft.set("optim_wrapper.precision", "fp32")
     return draft
 
@@ -208,11 +205,6 @@ def _warmup(draft: Draft, *, default: int) -> None:
         curves.append({"type": "CosineAnnealingLR", "unit": "update", "begin": begin})
     elif schedule == "linear":
         curves.append({"type": "LinearLR", "unit": "update", "begin": begin, "start_factor": 1.0, "end_factor": 0.0})
-    elif schedule is None:
-        draft.notes.append(
-            "No schedule is given: the learning rate stays constant after its warm-up. The guide advises a cosine:"
-            " dict(type='CosineAnnealingLR', unit='update', begin=...) in param_scheduler."
-        )
     draft.set("param_scheduler", curves, "warmup_steps", *names)
 
 
@@ -283,10 +275,6 @@ def yaml_file(command: Command) -> Draft:
         draft.remove("train_dataloader.batch_size")
         draft.set("train_dataloader.global_batch_size", total, "train_batch")
         draft.set("optim_wrapper.accumulative_counts", 1)
-        draft.notes.append(
-            "global_batch_size is split among the processes, in one iteration; with train_dataloader.batch_size, the"
-            " sequences that fit into memory, and optim_wrapper.accumulative_counts it is split further."
-        )
     if total is None and each is not None:
         draft.set("train_dataloader.batch_size", each, "batch_size")
     elif each is not None and total % (each * (draft.get("world_size") or total + 1)):
@@ -363,12 +351,6 @@ def train_flags(command: Command) -> Draft:
     longest, length = "train_dataloader.max_sample_tokens", draft.get("train_dataloader.seq_length")
     if (draft.get(longest) or 0) > length:
         draft.drop(longest, "a sample has at most the tokens of a sequence: seq_length is smaller")
-    size, tiles = draft.get("processor.max_image_size"), draft.get(f"{_FILTERS}.1.max_tiles")
-    if size and (size // 512) ** 2 + 1 > tiles:
-        draft.notes.append(
-            f"An image of {size} pixels has up to {(size // 512) ** 2 + 1} tiles, and both caps count tiles: with"
-            f" ImageCountFilter(max_tiles={tiles}) such records are left out and counted; raise both."
-        )
     _nanovlm_data(draft)
     _nanovlm_hooks(draft)
     return draft.finish({
@@ -417,8 +399,6 @@ def _nanovlm_hooks(draft: Draft) -> None:
         )
     if repo and repo != "None":
         hooks.append({"type": "PushToHubHook", "repo": repo})
-        if "/" not in repo:
-            draft.notes.append("hf_repo_name has no owner: PushToHubHook needs 'OWNER/NAME'.")
     if evaluates is False:
         hooks.pop(0)
         draft.values["val_dataloader"] = None

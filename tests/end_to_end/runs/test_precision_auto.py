@@ -98,4 +98,4 @@ def test_another_number_of_processes_than_the_configs_is_refused(
     monkeypatch.delenv("WORLD_SIZE")
     train(tmp_path, world_size=1)
     with pytest.raises(ConfigError, match=r"world_size is 0\. Allowed: a whole number of at least 1"):
-        text_config(tmp_path, [{"text": "one"}], world_size=0)
+        Runner.from_cfg(text_config(tmp_path, [{"text": "one"}], world_size=0))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.support import write_jsonl
 from tests.text_run import text_config
 from tools.checkpoints import main as checkpoints
 from tools.evaluate import main as evaluate
@@ -116,14 +115,3 @@ def test_a_data_file(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"{empty} is empty: it holds no record. Allowed: at least one record" in words and "Remedy: fill it" in words
     data.write_text(json.dumps({"text": "one"}) + "\n{broken\n")
     assert f"{data}:2" in error("randomness.seed=1")
-
-
-def test_a_share_that_is_too_small(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_jsonl(tmp_path / "train.jsonl", [{"text": f"one {word}"} for word in ("one", "two", "three", "four")])
-    assert train([str(config), "--cfg-options", "val_dataloader.split=1e-6"]) == 1
-    error = capsys.readouterr().err
-    assert "selects none of 4 records" in error
-    share = error.partition("Remedy: val_dataloader.split=")[2].split()[0]
-    assert train([str(config), "--max-updates", "1", "--cfg-options", f"val_dataloader.split={share}"]) == 0
-    less = float(share) * 0.8
-    assert train([str(config), "--work-dir", str(tmp_path / "x"), "--cfg-options", f"val_dataloader.split={less}"]) == 1

@@ -118,13 +118,16 @@ class CountedBytes(TorchDispatchMode):
             return function(*args, **kwargs)
         inputs = [*tensors_of(args), *tensors_of(kwargs)]
         if any(type(value) is FakeTensor for value in inputs):
-            if function is _READ:
-                return _any_value(inputs[0])
+            if function is _READ:  # of a tensor without memory: no overflow, a norm of 0
+                dtype = inputs[0].dtype
+                return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
             if function is torch.ops.aten.equal.default:  # a model of transformers keeps documents of a row apart
                 return True
             return function(*args, **kwargs)
         from_meta = any(value.is_meta for value in inputs) and str(kwargs.get("device") or "meta") != "meta"
-        if from_meta or (not inputs and _makes_floats(args, kwargs)):
+        is_float = (kwargs.get("dtype") or torch.get_default_dtype()).is_floating_point
+        makes = not inputs and bool(args) and isinstance(args[0], (list, tuple))  # torch.empty
+        if from_meta or (makes and is_float and str(kwargs.get("device")) != "meta"):
             with mode:
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
@@ -206,21 +209,9 @@ PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 """Tensors that are not made of others."""
 
 
-def _any_value(tensor: Tensor) -> Any:
-    """A value for what is asked of a tensor without memory: no overflow, a norm of 0."""
-    return False if tensor.dtype is torch.bool else 0.0 if tensor.dtype.is_floating_point else 0
-
-
 def _isfinite(tensor: Tensor) -> Tensor:
     """Everything without memory is finite."""
     return torch.ones(tensor.shape, dtype=torch.bool) if isinstance(tensor, FakeTensor) else _ISFINITE(tensor)
-
-
-def _makes_floats(args: Any, kwargs: Any) -> bool:
-    """Whether an operation without tensors as inputs (``torch.empty``) makes floating-point numbers with memory."""
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    sized = bool(args) and isinstance(args[0], (list, tuple))
-    return sized and bool(dtype.is_floating_point) and str(kwargs.get("device")) != "meta"
 
 
 # Tasks in forked processes: each has what this process has read and imported, and changes nothing in it.

@@ -137,7 +137,10 @@ def plan_memory(
         engines: dict[str, Settings] = {}
         for name in (CHOSEN, *(ALTERNATIVES if alternatives else ())):
             try:
-                one = settings if name == CHOSEN else _with_engine(settings, name)
+                one = settings
+                if name != CHOSEN:
+                    one = Settings.from_config({**settings.given, "backend": backend_spec(name)})
+                    one = one.with_seed(settings.seed).with_precision(settings.optim_wrapper.precision)
                 topology = build_engine(one)[0].topology()
             except ConfigError as error:
                 plans[name] = EnginePlan(name, str(error))
@@ -155,11 +158,6 @@ def preload() -> None:
     """Import what every traced engine needs, before processes are forked."""
     for name in _PRELOADED:
         import_module(name)
-
-
-def _with_engine(settings: Settings, name: str) -> Settings:
-    settings_of_engine = Settings.from_config({**settings.given, "backend": backend_spec(name)})
-    return settings_of_engine.with_seed(settings.seed).with_precision(settings.optim_wrapper.precision)
 
 
 def trace_engines(

@@ -110,15 +110,23 @@ def trace(
         copies = [[t.detach().clone() for t in backend.master_data()] for _ in range(averages)]
         end("load", moments=())
         held = []
-        for micro_batches in _updates(batches, geometry.accumulative_counts):
+        # the first update makes the optimizer's state, the second meets it; so does the second micro-batch of an update
+        # with the gradients of the first, and a third would meet nothing new
+        first = [batches[0]] * (min(geometry.accumulative_counts, 2) - 1)
+        for micro_batches in (batches[:1], *([*first, last] for last in batches)):
             counted.begin()
             one_update(backend, micro_batches, settings.term_weights)
-            for average in copies:
-                torch._foreach_lerp_(average, list(backend.master_data()), 0.5)
-            end("step", extra=(t for average in copies for t in average))
+            for copy in copies:
+                torch._foreach_lerp_(copy, list(backend.master_data()), 0.5)
+            end("step", extra=(t for copy in copies for t in copy))
             held.append(counted.now)
         counted.begin()
-        _evaluate(backend, batches, swap=bool(copies))
+        backend.model.eval()
+        average = [Shard(s.name, s.shape, s.flat_start, s.data) for s in backend.master_shards()]
+        with backend.swapped(average) if copies else nullcontext(), torch.no_grad():
+            for batch in batches:
+                backend.model(copied(batch))
+        del average
         end("evaluate")
         backend.model.train()
         counted.begin()
@@ -199,16 +207,6 @@ class _Zeros:
         return self._buffers if kind == BUFFER else self._sizes if kind == MASTER else self._trainable
 
 
-def _updates(batches: Sequence[Batch], counts: int) -> Iterator[Sequence[Batch]]:
-    """The micro-batches of a few updates: the first update makes the optimizer's state, the second meets it.
-
-    The second micro-batch of an update meets the gradients of the first; a third would meet nothing new.
-    """
-    yield batches[:1]
-    for last in batches:
-        yield [batches[0]] * (min(counts, 2) - 1) + [last]
-
-
 def one_update(backend: Backend, micro_batches: Sequence[Batch], loss_weights: Mapping[str, float]) -> None:
     """Forward and backward of each micro-batch, and the step."""
     terms: Any = None
@@ -218,14 +216,6 @@ def one_update(backend: Backend, micro_batches: Sequence[Batch], loss_weights: M
             backend.backward(terms.weighted(loss_weights, dict.fromkeys(terms.sums, 1.0)))
     del terms
     backend.step()
-
-
-def _evaluate(backend: Backend, batches: Sequence[Batch], *, swap: bool) -> None:
-    backend.model.eval()
-    shards = [Shard(s.name, s.shape, s.flat_start, s.data) for s in backend.master_shards()]
-    with backend.swapped(shards) if swap else nullcontext(), torch.no_grad():
-        for batch in batches:
-            backend.model(copied(batch))
 
 
 def copied(batch: Batch) -> Batch:

@@ -100,7 +100,8 @@ def _values(settings: Settings, geometry: Geometry) -> dict[str, Any]:
     pretrained = model.get("pretrained")
     vit = model.get("vit")
     side = vit.get("image_size", 512) if isinstance(vit, Mapping) else 512
-    base, rates = settings.optim_wrapper.optimizer.lr, _rates(settings)
+    base, groups = settings.optim_wrapper.optimizer.lr, settings.optim_wrapper.paramwise_cfg.groups
+    rates = [(g.name or g.pattern, g.lr if g.lr is not None else base * (g.lr_mult or 1.0)) for g in groups]
     of = dict(rates)
     return {
         "model": model.name,
@@ -123,13 +124,6 @@ def _values(settings: Settings, geometry: Geometry) -> dict[str, Any]:
 def _part(pretrained: Any, part: str) -> str:
     path = pretrained.get(part) if isinstance(pretrained, Mapping) else pretrained
     return Path(str(path)).name if path else part
-
-
-def _rates(settings: Settings) -> list[tuple[str, float]]:
-    """Name and learning rate of each parameter group of the config."""
-    base = settings.optim_wrapper.optimizer.lr
-    groups = settings.optim_wrapper.paramwise_cfg.groups
-    return [(g.name or g.pattern, g.lr if g.lr is not None else base * (g.lr_mult or 1.0)) for g in groups]
 
 
 def _existing(folder: str, template: str, settings: Settings, geometry: Geometry) -> tuple[str | None, str | None]:
