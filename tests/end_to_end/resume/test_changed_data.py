@@ -6,12 +6,10 @@ import json
 import os
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.end_to_end.runs.text_run import count_up, text_config, write_records
-from tools.inspect_data import main as inspect_data
 from unigen_ds.core.errors import ResumeBlocked
 from unigen_ds.runner import Runner
 from unigen_ds.system.files import quick_digest
@@ -48,42 +46,3 @@ def test_a_change_in_place_in_a_large_file_is_noticed(tmp_path: Path) -> None:
     again = Runner.from_cfg(text_config(tmp_path, resume=True), max_updates=3)
     assert again._parts.start.data.stream.identity["fingerprint"] == manifest["loader"]["fingerprint"]
     again.train()
-
-
-def test_the_digest_of_a_file_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second start reads no byte of it for its digest; a file changed in place is read again."""
-    from unigen_ds.data.cache import content
-
-    path = write_records(tmp_path / "train.jsonl", count_up(5))
-    monkeypatch.setattr(content, "_SETTLED_NS", -1)
-    first = content.content_digest(path, tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(content.xxhash, "xxh3_128", lambda: pytest.fail("read again"))
-        assert content.content_digest(path, tmp_path) == first
-    times = os.stat(path)
-    path.write_bytes(path.read_bytes().replace(b"zero", b"nine"))
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert content.content_digest(path, tmp_path) != first
-    for damage in ("", "[]", "{}", '{"xxh3_128": 3}', "[" * 5000):
-        (tmp_path / "train.jsonl.content.json").write_text(damage)
-        assert content.content_digest(path, tmp_path) == content.content_digest(path, None)
-
-
-def test_unknown_words_and_empty_captions_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records: list[dict[str, Any]] = [{"text": "one two"}] * 6
-    records += [{"text": "one eleven"}] * 2  # 4 tokens each, 1 of them unknown
-    records += [{"text": "  "}, {"text": ""}, {"text": "three"}]
-    write_records(tmp_path / "train.jsonl", records)
-    config = text_config(tmp_path)
-    Runner.from_cfg(config, max_updates=1).train()
-    log = (tmp_path / "run" / "train.log").read_text()
-    assert "2 of 11 records have an empty text" in log
-    assert "2 of 39 text tokens (5.1 %) are words that the tokenizer does not have (<unk>)" in log
-    capsys.readouterr()
-    assert inspect_data([str(tmp_path / "config.py"), "--json"]) == 0
-    (source,) = json.loads(capsys.readouterr().out)["sources"].values()
-    assert source["unknown_tokens"] == 2 and source["unknown_token_share"] == pytest.approx(2 / 39)
-    assert source["records_with_empty_text"] == 2
-    assert inspect_data([str(tmp_path / "config.py")]) == 0
-    shown = capsys.readouterr().out
-    assert "empty text                    2   18.2%" in shown and "unknown (<unk>)               2    5.1%" in shown

@@ -117,7 +117,9 @@ class EvaluationSubject:
 
     def as_the_hook(self) -> EvaluationSubject:
         """The same with the answers of the config's ``EvaluateHook`` for metrics, where nothing else is given."""
-        hook = _hook_of(self._given)
+        hooks = (*(self._given.get("custom_hooks") or ()), *dict(self._given.get("default_hooks") or {}).values())
+        kinds = [(one, str(one.get("type")).rpartition(".")[2]) for one in hooks if isinstance(one, Mapping)]
+        hook = next((one for one, kind in kinds if kind == "EvaluateHook"), None)
         if not self.metrics or hook is None:
             return self
         own, given = dict(hook.get("generation") or {}), dict(self.generation)
@@ -259,10 +261,3 @@ def evaluate(given: EvaluationSubject) -> Evaluation:
         engine, sets, metrics, checkpoint=given.name, max_batches=given.max_batches,
         max_samples=given.max_samples, answering=answering, made_by={"precision": engine.precision},
     )  # fmt: skip
-
-
-def _hook_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The ``EvaluateHook`` of a config, as it is written there."""
-    given = (*(config.get("custom_hooks") or ()), *dict(config.get("default_hooks") or {}).values())
-    hooks = [hook for hook in given if isinstance(hook, Mapping)]
-    return next((hook for hook in hooks if str(hook.get("type")).rpartition(".")[2] == "EvaluateHook"), None)
