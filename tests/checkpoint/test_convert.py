@@ -25,7 +25,6 @@ from tests.end_to_end.engines.users import OddModel
 from tests.processes import ROOT, run
 from unigen_ds.checkpoint.convert import merge, read_source
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.system.files import DIGESTS, stored_digests
 from unigen_ds.system.outputs import Entry, torch_output, write_output
 
 runs = want("layouts")
@@ -218,25 +217,6 @@ def test_killed_half_way_it_leaves_no_output(plain, tmp_path, when):
     merge(source, out, max_shard_size="1KB")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # the remaining files are removed
     assert equal(load(out), theirs(source, tmp_path / "theirs"))
-
-
-def test_an_output_that_exists_is_replaced_at_the_end(plain, tmp_path):
-    """Other files are kept; shards of the older merge are removed; until then every old byte remains."""
-    out = tmp_path / "out"
-    merge(source_of(plain, "zero3"), out, max_shard_size="1KB")
-    (out / "config.json").write_text("{}")
-    (out / "model.safetensors").write_text("of another format")
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    seen = []
-
-    def look(what: str, done: int, total: int) -> None:
-        seen.append({path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before)
-
-    merge(source_of(plain, "zero2"), out, verify=True, progress=look)
-    assert seen and all(seen)
-    assert sorted(os.listdir(out)) == ["config.json", DIGESTS, "model.safetensors", "pytorch_model.bin"]
-    assert list(stored_digests(out)) == ["pytorch_model.bin"]
-    assert equal(torch.load(out / "pytorch_model.bin"), theirs(source_of(plain, "zero2"), tmp_path / "theirs"))
 
 
 @pytest.mark.parametrize("exists", [False, True])

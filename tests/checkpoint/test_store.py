@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -46,15 +45,6 @@ def test_the_hint_is_only_a_hint(tmp_path, hint):
     assert newest_name(tmp_path) == "iter_24.pth"
 
 
-def test_a_hint_to_nothing_is_not_an_empty_folder(tmp_path):
-    """All checkpoints are missing (a disk that is not mounted): no new start without a message."""
-    path = save(tmp_path)
-    shutil.rmtree(path)
-    found, rejected = store.newest(tmp_path)
-    assert found is None
-    assert [(r.path, r.problem) for r in rejected] == [(path, "last_checkpoint names it, and it is not there")]
-
-
 DAMAGE = {
     "a flipped byte": lambda path: flip_byte(path / "optimizer.safetensors", 2000 % 400),
     "a flipped byte in the EMA": lambda path: flip_byte(path / "ema" / "rank00000.safetensors"),
@@ -91,25 +81,6 @@ def test_checkpoints_that_a_resume_abandoned_are_not_used_again(tmp_path):
     assert newest_name(tmp_path) == "iter_18.pth"
     flip_byte(later / "model.safetensors")
     assert newest_name(tmp_path) == "iter_12.pth"  # not 36
-
-
-def test_an_abandoned_checkpoint_can_be_resumed_by_name(tmp_path):
-    paths = save_chain(tmp_path, 12, 24, 36)
-    go_on_from(tmp_path, paths[0])
-    save(tmp_path, "iter_18.pth", parent="iter_12.pth")
-    go_on_from(tmp_path, paths[2])
-    assert newest_name(tmp_path) == "iter_36.pth"
-    flip_byte(paths[2] / "model.safetensors")
-    assert newest_name(tmp_path) == "iter_24.pth"  # its ancestor, not 18
-
-
-def test_ancestors_survive_a_gap_in_the_chain(tmp_path):
-    """Retention deleted the parent of the resumed checkpoint; a milestone before it still belongs to this run."""
-    paths = save_chain(tmp_path, 12, 24, 36)
-    store.delete(paths[1])
-    go_on_from(tmp_path, paths[2])
-    flip_byte(paths[2] / "model.safetensors")
-    assert newest_name(tmp_path) == "iter_12.pth"
 
 
 def test_continuing_from_another_folder(tmp_path):
@@ -154,12 +125,7 @@ def test_sweep_removes_exactly_those(tmp_path):
         shutil.copytree(path, left)
     mine = tmp_path / "notes.tmp-1"  # a user's own folder
     mine.mkdir()
-    assert store.sweep(tmp_path, older_than_s=3600) == []  # another process may be writing it
-    hour_ago = time.time() - 3601
-    for inside in (unfinished[0], *unfinished[0].rglob("*")):
-        os.utime(inside, (hour_ago, hour_ago))
-    assert store.sweep(tmp_path, older_than_s=3600) == unfinished[:1]
-    assert store.sweep(tmp_path) == unfinished[1:]
+    assert store.sweep(tmp_path) == unfinished
     assert mine.is_dir() and tree(path) == before
     assert store.sweep(tmp_path / "absent") == []
 
@@ -234,15 +200,3 @@ def _failing(call, work_dir):
         raise OSError("stop")
 
     return fail
-
-
-def test_an_unreadable_file_is_a_reason_not_a_crash(tmp_path):
-    save_chain(tmp_path, 12, 24)
-    model = tmp_path / "iter_24.pth" / "model.safetensors"
-    manifest = Manifest.read(tmp_path / "iter_24.pth")
-    assert store.verify(tmp_path / "iter_24.pth", manifest, hashes=True) is None
-    model.unlink()
-    model.symlink_to("/proc/self/mem")  # is a file of 0 bytes, and reading it fails
-    entries = [e if e.path != "model.safetensors" else type(e)(e.path, 0, e.digest) for e in manifest.files]
-    manifest.files = entries
-    assert "cannot be read" in str(store.verify(tmp_path / "iter_24.pth", manifest, hashes=True))

@@ -120,12 +120,6 @@ def test_the_learning_rate_is_the_same_function_of_data_after_it():
     assert points[0][1]["default"] == pytest.approx(expected, rel=2e-3)  # mmengine's own off-by-one update is kept
 
 
-def test_hook_intervals_are_converted():
-    manifest = stored()
-    interval = found(manifest, proposal(manifest, Geometry(64, 2, 2)))["hooks.intervals"]
-    assert (interval.was, interval.now) == ("100 iterations of the first start", "200 of now")
-
-
 # ---- another effective batch ----------------------------------------------------------------------------------------
 
 
@@ -148,22 +142,6 @@ def test_a_choice_lets_it_go_on_and_says_what_it_does(choice, factor):
 
 
 # ---- edited configs -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("edit", "reason"),
-    [
-        ({"lr": 2e-4}, "a learning rate was edited"),
-        ({"epochs": 10}, "the length of training was edited"),
-        ({"curve": [CURVE[0], {**CURVE[1], "eta_min": 1e-5}]}, "param_scheduler was edited"),
-    ],
-)
-def test_an_edited_schedule_is_followed_and_said(edit, reason):
-    manifest = stored()
-    findings = found(manifest, proposal(manifest, FIRST, schedules=schedules(manifest.ruler, **edit)))
-    assert findings["lr.curve"].status == "warn" and reason in findings["lr.curve"].why
-    if "epochs" in edit:
-        assert findings["progress.left"].status == "warn" and "614,400 are left" in findings["progress.left"].now
 
 
 def test_an_edit_of_what_is_past_changes_nothing_ahead():

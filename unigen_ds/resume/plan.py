@@ -200,10 +200,11 @@ def checkpoint_directory(text: str) -> Path:
             f"{path} has a state that is not finite (NaN or infinite): nothing continues from it",
             remedy="--resume alone continues the newest checkpoint that is finite",
         )
+    whole = store.STAGING not in path.name and not path.name.endswith(store.DELETING)
+    if whole and (path / FILE_NAME).is_file():
+        return path
     inside = [each.path.name for each in store.list_checkpoints(path)] if path.is_dir() else []
-    if store.STAGING not in path.name and not path.name.endswith(store.DELETING):
-        if (path / FILE_NAME).is_file():
-            return path
+    if whole:
         location = locate(path)
         hinted = location in [path / name for name in inside]  # by our own hint: a resume without a name uses it
         if not hinted and ((location / FILE_NAME).is_file() or foreign.is_known(location)):

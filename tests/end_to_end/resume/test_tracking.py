@@ -179,17 +179,6 @@ def test_one_wandb_run_and_no_line_twice_after_a_kill(resumed: dict[str, Case]) 
     assert first.run.display_name.startswith("UnifiedModel-1x-")
 
 
-def test_wandb_has_every_row_before_a_checkpoint_that_counts(bench: Bench, killed: str) -> None:
-    """A kill of the whole job as soon as the checkpoint is committed: W&B's own process does not end its file."""
-    own = with_folders(bench, "committed")
-    died = own.train("committed", KILL_AT=f"renamed:step_{SAVE_EVERY_UPDATES}")
-    assert died.status == -signal.SIGKILL, died.output
-    (path,) = (bench.folder / "committed").glob("wandb/offline-run-*/*.wandb")
-    rows = [(kind_of(row), row["update"]) for row in read_wandb(path).rows]
-    assert [update for kind, update in rows if kind == "update"] == [*range(1, SAVE_EVERY_UPDATES + 1)]
-    assert [update for kind, update in rows if kind == "evaluation"] == [*range(1, SAVE_EVERY_UPDATES + 1)]
-
-
 def test_one_trackio_run_and_no_line_twice_after_a_kill(resumed: dict[str, Case]) -> None:
     lines = resumed["same"].trackio
     (name,) = {line["run"] for line in lines}

@@ -149,7 +149,6 @@ class Runner:
         folders = {"work_dir": self.work_dir, "checkpoint_dir": self.checkpoint_dir}
         if same(*folders.values()):
             folders.pop("checkpoint_dir")
-        hour = 3600.0
         try:
             for key, folder in folders.items():
                 self._locks.append(WorkDirLock(folder, key=key))
@@ -159,7 +158,7 @@ class Runner:
             self._unlock_folders()
             raise
         for lock, folder in zip(self._locks, folders.values(), strict=True):
-            for path in store.sweep(folder, older_than_s=0.0 if lock.exclusive else hour):
+            for path in store.sweep(folder) if lock.exclusive else ():
                 logger().info("Removed %s, left by an interrupted save or deletion.", path)
         return identifier
 

@@ -79,12 +79,16 @@ class EvaluationSubject:
     base: str | None = None
 
     @cached_property
+    def directory(self) -> Path:
+        """The folder or the file that ``path`` means."""
+        return self.path if self.published is not None else locate(self.path, self.tag)
+
+    @cached_property
     def manifest(self) -> Manifest | None:
         """Of the checkpoint, where it is one of this project."""
         if self.published is not None:
             return None
-        directory = locate(self.path, self.tag)
-        return Manifest.read(directory) if (directory / FILE_NAME).is_file() else None
+        return Manifest.read(self.directory) if (self.directory / FILE_NAME).is_file() else None
 
     @cached_property
     def published(self) -> Any:
@@ -98,9 +102,8 @@ class EvaluationSubject:
     @property
     def name(self) -> str:
         """What the provenance calls it."""
-        path = self.path if self.published is not None else locate(self.path, self.tag)
         update = "" if self.manifest is None else f" (update {self.manifest.progress.updates})"
-        return f"{path}{update}{' EMA' if self.ema else ''}"
+        return f"{self.directory}{update}{' EMA' if self.ema else ''}"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", folder_of(self.path, where="MODEL"))
@@ -112,8 +115,7 @@ class EvaluationSubject:
             return dict(self.config)
         if self.published is not None:
             return dict(self.published.config(self.path))
-        directory = locate(self.path, self.tag)
-        return dict(self_contained(config_of(directory), directory))
+        return dict(self_contained(config_of(self.directory), self.directory))
 
     def as_the_hook(self) -> EvaluationSubject:
         """The same with the answers of the config's ``EvaluateHook`` for metrics, where nothing else is given."""
@@ -175,8 +177,7 @@ class EvaluationSubject:
         if self.config is not None:
             import_custom(self.config)
         elif self.published is None:
-            directory = locate(self.path, self.tag)
-            import_stored(config_of(directory), directory, allow=self.allow_custom_imports)
+            import_stored(config_of(self.directory), self.directory, allow=self.allow_custom_imports)
 
     def open(self) -> tuple[WholeModel, list[Validation]]:
         """The model on this process's device, in the precision of the training, and the data. Not collective."""
