@@ -144,7 +144,7 @@ def test_a_folder_without_weights_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "layer_00-model_states.pt"])
 def test_a_model_of_another_parallelism_is_refused(copy, name):
     (copy / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=f"{name} is a part of a model that was split by tensor"):
+    with pytest.raises(CheckpointError, match=f"{name} is a part of a model split by tensor"):
         read_foreign(copy)
 
 

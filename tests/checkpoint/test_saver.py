@@ -84,7 +84,7 @@ def fill(disk: Path, *, leave: int) -> Path:
 
 def bytes_of(error: SaveError) -> tuple[int, int]:
     """The needed and the free bytes of the message."""
-    found = re.search(r"it needs .* MiB \(([\d,]+) bytes\) and .* MiB \(([\d,]+) bytes\) are free", str(error))
+    found = re.search(r"it needs ([\d,]+) bytes and ([\d,]+) bytes are free", str(error))
     assert found, error
     needed, free = (int(number.replace(",", "")) for number in found.groups())
     return needed, free

@@ -51,6 +51,7 @@ class LowestLossHook(Hook):
     """The lowest loss of all updates so far, among the metrics of each checkpoint."""
 
     name = "lowest_loss"
+    kept = ("lowest",)  # its state in checkpoints
     lowest = math.inf
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
@@ -58,9 +59,3 @@ class LowestLossHook(Hook):
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
         metrics["lowest_loss"] = self.lowest
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"lowest": self.lowest}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.lowest = state["lowest"]

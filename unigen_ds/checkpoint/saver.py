@@ -278,7 +278,7 @@ class Save:
         text = f"could not write checkpoint {self.final}: {'; '.join(parts)}"
         if self._needed is not None and self.work_dir.is_dir():
             free = shutil.disk_usage(self.work_dir).free
-            text += f"; it needs {self._needed / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are free there"
+            text += f"; it needs {self._needed:,} bytes and {free:,} bytes are free there"
         return SaveError(text, remedy=next((one.remedy for one in failed if one.remedy), None) or _REMEDY)
 
     def remove(self) -> None:
