@@ -92,7 +92,7 @@ def test_every_registry_is_in_the_table() -> None:
 
 
 def test_every_method_of_a_hook_is_in_the_table_with_its_arguments() -> None:
-    assert set(rows("| method | arguments besides")) == public(Hook) - {"name", "priority"}
+    assert set(rows("| method | arguments besides")) == public(Hook) - {"name", "priority", "kept"}
     for line in re.findall(r"^\| `\w+` \|.*$", PAGE.split("| method | arguments besides")[1], re.MULTILINE):
         name, arguments = re.findall(r"`([^`]+)`", line)[0], line.split("|")[2]
         method = getattr(Hook, name, None)

@@ -253,7 +253,7 @@ def test_the_last_save_and_that_on_a_signal_end_with_status_4(small_disk, data, 
         signal.signal(signal.SIGTERM, before)
     printed = capsys.readouterr().err
     assert status == SaveError.exit_status == 4
-    assert re.search(r"could not write checkpoint \S+/run/iter_\d\.pth: .*it needs .* bytes\) are free", printed)
+    assert re.search(r"could not write checkpoint \S+/run/iter_\d\.pth: .*it needs .* bytes are free", printed)
     assert "Traceback" not in printed and not list((small_disk / "run").glob("*.pth*"))
 
 
