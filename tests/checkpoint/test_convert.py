@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
-import shutil
 import signal
 import sys
 import zipfile
@@ -27,9 +25,7 @@ from tests.end_to_end.engines.users import OddModel
 from tests.processes import ROOT, run
 from unigen_ds.checkpoint.convert import merge, read_source
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.shards import Shard
-from unigen_ds.system.files import DIGESTS, stored_digests
-from unigen_ds.system.outputs import Entry, safetensors_output, torch_output, write_output
+from unigen_ds.system.outputs import Entry, torch_output, write_output
 
 runs = want("layouts")
 pytestmark = pytest.mark.timeout(3600)
@@ -81,25 +77,6 @@ def test_plain_deepspeed_is_merged_as_its_own_script_does_it(plain, tmp_path, ca
     assert list(found) == list(wanted)
 
 
-@pytest.mark.parametrize("arguments", [
-    {"max_shard_size": "3KB"}, {"max_shard_size": "1KB"}, {"exclude_frozen_parameters": True}, {"dtype": "bf16"},
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("case", ["zero2", "zero3-bf16"])
-def test_its_files_too(plain, tmp_path, case, arguments):
-    theirs(source_of(plain, case), tmp_path / "theirs", **arguments)
-    ours = {"exclude_frozen_parameters": "exclude_frozen"}
-    given = {ours.get(key, key): torch.bfloat16 if value == "bf16" else value for key, value in arguments.items()}
-    merged = merge(source_of(plain, case), tmp_path / "ours", **given)
-    files = sorted(path.name for path in (tmp_path / "theirs").iterdir())
-    own = sorted(path.name for path in (tmp_path / "ours").iterdir() if path.name != DIGESTS)
-    assert own == files == sorted(merged.files) and len(stored_digests(tmp_path / "ours")) == len(files)
-    for name in (name for name in files if name.endswith(".json")):
-        assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text()
-    for name in (name for name in files if name.endswith(".bin")):
-        a, b = (torch.load(tmp_path / side / name, weights_only=True) for side in ("ours", "theirs"))
-        assert list(a) == list(b) and equal(a, b)
-
-
 @pytest.mark.parametrize("case", [*ZERO, "zero0"])
 def test_the_model_loads_it(plain, tmp_path, case):
     """Strictly: tied names, buffers, frozen parameters; tied parameters are still one tensor."""
@@ -122,17 +99,6 @@ def test_safetensors_have_every_name(plain, tmp_path):
     for name, file in index["weight_map"].items():
         assert name in load_file(tmp_path / "many" / file)
     assert index["metadata"]["total_size"] == merged.nbytes and len(merged.files) > 2
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("safe", [False, True])
-def test_dtypes(plain, tmp_path, dtype, safe):
-    """Floating-point tensors are cast, others are not."""
-    source = source_of(plain, "zero2")
-    merge(source, tmp_path / "whole")
-    merge(source, tmp_path / "cast", dtype=dtype, safe_serialization=safe, verify=True)
-    whole = {n: t.to(dtype) if t.is_floating_point() else t for n, t in load(tmp_path / "whole").items()}
-    assert equal(load(tmp_path / "cast"), whole) and whole["calls"].dtype == torch.int64
 
 
 # ---- this project's checkpoints --------------------------------------------------------------------------------------
@@ -169,28 +135,6 @@ def test_the_average(tmp_path, name):
         name = "emb.weight" if key == "head.weight" else key
         assert torch.equal(value.flatten(), averages.get(name, weights[key]).flatten()), key
     assert not torch.equal(found["emb.weight"], weights["emb.weight"]) and found.keys() == weights.keys()
-
-
-@pytest.mark.parametrize("name", ["zero2@2-fp32", "FULL_SHARD@2-fp32"])
-def test_without_the_manifest(tmp_path, name):
-    """The information in the files only; DCP's do not store which names are tied."""
-    run = run_of(name)
-    copy = shutil.copytree(run.checkpoints[-1], tmp_path / "copy")
-    (copy / "manifest.json").unlink()
-    merge(copy, tmp_path / "out")
-    found = load(tmp_path / "out")
-    assert found.keys() >= run.held.keys() - {"head.weight"}
-    assert all(torch.equal(found[key], run.held[key].to(found[key].dtype)) for key in found if key in run.held)
-
-
-def test_a_single_checkpoint(tmp_path):
-    backend = make_backend(updates=2)
-    average = [Shard(s.name, s.shape, s.flat_start, s.data * 2) for s in backend.master_shards()]
-    path = save(tmp_path, backend=backend, hook_shards={"ema": average})
-    for ema, factor in ((False, 1), (True, 2)):
-        merge(path, tmp_path / f"out-{ema}", ema=ema)
-        found = load(tmp_path / f"out-{ema}")
-        assert equal(found, {s.name: s.data.cpu().view(s.shape) * factor for s in backend.master_shards()})
 
 
 def test_the_checkpoint_itself_is_no_output(tmp_path):
@@ -239,16 +183,6 @@ def test_the_archive_is_what_torch_writes(tmp_path, mmap):
         assert ours.read("model/data.pkl") == torchs.read("archive/data.pkl")
 
 
-def test_safetensors_of_any_kind(tmp_path):
-    state = odd_tensors()
-    write_output(tmp_path, safetensors_output("model.safetensors", entries_of(state), {"format": "pt"}))
-    found = load_file(tmp_path / "model.safetensors")
-    assert found.keys() == state.keys()
-    for name, tensor in state.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
-
-
 def test_pieces_are_bounded():
     """For tensors of any size, also with a cast."""
     large = torch.zeros(1).expand(10**9)  # 4 GB that are not allocated
@@ -283,38 +217,6 @@ def test_killed_half_way_it_leaves_no_output(plain, tmp_path, when):
     merge(source, out, max_shard_size="1KB")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # the remaining files are removed
     assert equal(load(out), theirs(source, tmp_path / "theirs"))
-
-
-def test_an_output_that_exists_is_replaced_at_the_end(plain, tmp_path):
-    """Other files are kept; shards of the older merge are removed; until then every old byte remains."""
-    out = tmp_path / "out"
-    merge(source_of(plain, "zero3"), out, max_shard_size="1KB")
-    (out / "config.json").write_text("{}")
-    (out / "model.safetensors").write_text("of another format")
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    seen = []
-
-    def look(what: str, done: int, total: int) -> None:
-        seen.append({path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before)
-
-    merge(source_of(plain, "zero2"), out, verify=True, progress=look)
-    assert seen and all(seen)
-    assert sorted(os.listdir(out)) == ["config.json", DIGESTS, "model.safetensors", "pytorch_model.bin"]
-    assert list(stored_digests(out)) == ["pytorch_model.bin"]
-    assert equal(torch.load(out / "pytorch_model.bin"), theirs(source_of(plain, "zero2"), tmp_path / "theirs"))
-
-
-def test_an_error_half_way_changes_nothing(plain, tmp_path):
-    merge(source_of(plain, "zero3"), tmp_path / "out")
-    before = (tmp_path / "out" / "pytorch_model.bin").read_bytes()
-
-    def fail(what: str, done: int, total: int) -> None:
-        raise OSError(errno.EIO, "the disk is gone")
-
-    with pytest.raises(CheckpointError, match=r"could not write .*the disk is gone.* nothing was changed"):
-        merge(source_of(plain, "zero2"), tmp_path / "out", progress=fail)
-    assert sorted(os.listdir(tmp_path / "out")) == [DIGESTS, "pytorch_model.bin"]
-    assert (tmp_path / "out" / "pytorch_model.bin").read_bytes() == before
 
 
 @pytest.mark.parametrize("exists", [False, True])

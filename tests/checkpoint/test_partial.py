@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint import partial
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.partial import Fit, FittedReader, LoadSettings, fit
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import BUFFER, MASTER
-from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
+from unigen_ds.core.shards import MASTER
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -89,14 +86,6 @@ def test_tied_weights_fill_a_model_that_does_not_tie_them_and_the_opposite_case_
     found = compare(stored(tmp_path, apart), rows(EMBEDDING, HEAD), rows(EMBEDDING, tied={EMBEDDING: HEAD}))
     with pytest.raises(CheckpointError, match=r"1 not in the model: lm_head\.weight.*allow=\['unexpected'\]"):
         found.check(LoadSettings())
-
-
-def test_a_buffer_is_found_among_plain_weights(tmp_path):
-    reader = stored(tmp_path, {"w": numbers(2, 3), "gain": numbers(3)})
-    found = fit(reader, rows("w", gain=(3,)), parameters=rows("w"), buffers={"gain": 3}, cfg=LoadSettings())
-    found.check(LoadSettings())
-    fitted = FittedReader(reader, found)
-    assert fitted.kinds() == [BUFFER, MASTER] and torch.equal(fitted.read(BUFFER, "gain", 0, 3), numbers(3))
 
 
 def test_tied_weights_that_are_stored_twice_are_taken_where_they_are_equal(tmp_path, monkeypatch):
@@ -182,25 +171,6 @@ def test_a_long_list_is_shortened_in_the_message_and_complete_in_the_report(tmp_
     found = compare(stored(tmp_path, {"w": numbers(2, 3)}), rows("w"), rows("w", *names))
     assert list(found.lines()) == [("missing", f"11 missing in the checkpoint: {'; '.join(names[:8])}; and 3 more")]
     assert found.state_dict()["missing"] == names
-
-
-def test_what_is_kept_stays_and_the_rest_is_loaded(tmp_path):
-    """A batch norm also has buffers: one of them is not in the file."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    backend = SingleBackend()
-    names = tuple(name for name, _ in model.named_parameters())
-    backend.prepare(model, [ParamGroup("default", 0.1, 0.0, names)], OptimizerConfig(), geometry=Geometry(1))
-    given = {"0.weight": numbers(2, 3), "1.running_var": numbers(2), "1.num_batches_tracked": torch.tensor(7)}
-    reader = stored(tmp_path, given, parameters=["0.weight"])
-    buffers = {name: buffer.numel() for name, buffer in backend.buffers().items()}
-    wanted = [{"name": name, "shape": [*p.shape]} for name, p in model.named_parameters()]
-    found = fit(reader, rows("0.weight"), parameters=wanted, buffers=buffers, cfg=LoadSettings())
-    assert found.missing == ["0.bias", "1.weight", "1.bias", "1.running_mean"]
-    backend.load_tensors(FittedReader(reader, found), weights_only=True, keep=found.kept)
-    for name, tensor in backend.model.state_dict().items():
-        assert torch.equal(tensor.cpu(), given.get(name, before[name])), name
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -30,12 +28,6 @@ def names(found) -> list[str]:
     return [f.path.name for f in found]
 
 
-def test_an_empty_or_absent_folder_has_none(tmp_path):
-    assert store.newest(tmp_path) == (None, [])
-    assert store.newest(tmp_path / "absent") == (None, [])
-    assert store.next_commit(tmp_path / "absent") == 1
-
-
 def test_newest_is_the_last_committed_never_the_highest_number(tmp_path):
     """After a batch change iteration 1500 may follow iteration 3000."""
     save_chain(tmp_path, 900, 1200, 300)
@@ -51,15 +43,6 @@ def test_the_hint_is_only_a_hint(tmp_path, hint):
     if hint:
         store.write_hint(tmp_path, tmp_path / hint)
     assert newest_name(tmp_path) == "iter_24.pth"
-
-
-def test_a_hint_to_nothing_is_not_an_empty_folder(tmp_path):
-    """All checkpoints are missing (a disk that is not mounted): no new start without a message."""
-    path = save(tmp_path)
-    shutil.rmtree(path)
-    found, rejected = store.newest(tmp_path)
-    assert found is None
-    assert [(r.path, r.problem) for r in rejected] == [(path, "last_checkpoint names it, and it is not there")]
 
 
 DAMAGE = {
@@ -85,14 +68,6 @@ def test_a_damaged_one_is_passed_over_and_named(tmp_path, kind, reason):
     assert names(rejected) == ["iter_24.pth"] and reason in str(rejected[0].problem)
 
 
-def test_none_usable(tmp_path):
-    save_chain(tmp_path, 12, 24)
-    flip_byte(tmp_path / "iter_12.pth" / "model.safetensors")
-    (tmp_path / "iter_24.pth" / FILE_NAME).unlink()
-    found, rejected = store.newest(tmp_path)
-    assert found is None and sorted(names(rejected)) == ["iter_12.pth", "iter_24.pth"]
-
-
 def test_checkpoints_that_a_resume_abandoned_are_not_used_again(tmp_path):
     """Back to 12 after a loss spike; a kill before the next save must not lead back to 36."""
     paths = save_chain(tmp_path, 12, 24, 36)
@@ -106,32 +81,6 @@ def test_checkpoints_that_a_resume_abandoned_are_not_used_again(tmp_path):
     assert newest_name(tmp_path) == "iter_18.pth"
     flip_byte(later / "model.safetensors")
     assert newest_name(tmp_path) == "iter_12.pth"  # not 36
-
-
-def test_an_abandoned_checkpoint_can_be_resumed_by_name(tmp_path):
-    paths = save_chain(tmp_path, 12, 24, 36)
-    go_on_from(tmp_path, paths[0])
-    save(tmp_path, "iter_18.pth", parent="iter_12.pth")
-    go_on_from(tmp_path, paths[2])
-    assert newest_name(tmp_path) == "iter_36.pth"
-    flip_byte(paths[2] / "model.safetensors")
-    assert newest_name(tmp_path) == "iter_24.pth"  # its ancestor, not 18
-
-
-def test_an_ordinary_resume_leaves_no_trace(tmp_path):
-    paths = save_chain(tmp_path, 12, 24)
-    go_on_from(tmp_path, paths[1])
-    assert not (tmp_path / store.LINEAGE).exists()
-    assert newest_name(tmp_path) == "iter_24.pth"
-
-
-def test_ancestors_survive_a_gap_in_the_chain(tmp_path):
-    """Retention deleted the parent of the resumed checkpoint; a milestone before it still belongs to this run."""
-    paths = save_chain(tmp_path, 12, 24, 36)
-    store.delete(paths[1])
-    go_on_from(tmp_path, paths[2])
-    flip_byte(paths[2] / "model.safetensors")
-    assert newest_name(tmp_path) == "iter_12.pth"
 
 
 def test_continuing_from_another_folder(tmp_path):
@@ -168,14 +117,6 @@ def test_a_damaged_lineage_is_an_error_with_a_remedy(tmp_path):
         store.newest(tmp_path)
 
 
-def test_unfinished_directories_are_no_checkpoints(tmp_path):
-    path = save(tmp_path)
-    shutil.copytree(path, tmp_path / f"iter_24.pth{store.STAGING}2")
-    shutil.copytree(path, tmp_path / f"iter_36.pth{store.DELETING}")
-    assert names(store.list_checkpoints(tmp_path)) == ["iter_12.pth"]
-    assert store.next_commit(tmp_path) == 2
-
-
 def test_sweep_removes_exactly_those(tmp_path):
     path = save(tmp_path)
     before = tree(path)
@@ -184,12 +125,7 @@ def test_sweep_removes_exactly_those(tmp_path):
         shutil.copytree(path, left)
     mine = tmp_path / "notes.tmp-1"  # a user's own folder
     mine.mkdir()
-    assert store.sweep(tmp_path, older_than_s=3600) == []  # another process may be writing it
-    hour_ago = time.time() - 3601
-    for inside in (unfinished[0], *unfinished[0].rglob("*")):
-        os.utime(inside, (hour_ago, hour_ago))
-    assert store.sweep(tmp_path, older_than_s=3600) == unfinished[:1]
-    assert store.sweep(tmp_path) == unfinished[1:]
+    assert store.sweep(tmp_path) == unfinished
     assert mine.is_dir() and tree(path) == before
     assert store.sweep(tmp_path / "absent") == []
 
@@ -264,37 +200,3 @@ def _failing(call, work_dir):
         raise OSError("stop")
 
     return fail
-
-
-def test_a_checkpoint_that_cannot_be_deleted_does_not_stop_training(tmp_path, monkeypatch):
-    save_chain(tmp_path, 12, 24, 36)
-
-    def busy(*arguments, **keywords):
-        raise OSError(16, "Device or resource busy")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rmdir", busy)
-        assert store.retain(tmp_path, max_keep=1) == []
-    assert newest_name(tmp_path) == "iter_36.pth"
-    store.sweep(tmp_path)
-    assert names(store.list_checkpoints(tmp_path)) == ["iter_36.pth"]
-
-
-def test_an_unreadable_file_is_a_reason_not_a_crash(tmp_path):
-    save_chain(tmp_path, 12, 24)
-    model = tmp_path / "iter_24.pth" / "model.safetensors"
-    manifest = Manifest.read(tmp_path / "iter_24.pth")
-    assert store.verify(tmp_path / "iter_24.pth", manifest, hashes=True) is None
-    model.unlink()
-    model.symlink_to("/proc/self/mem")  # is a file of 0 bytes, and reading it fails
-    entries = [e if e.path != "model.safetensors" else type(e)(e.path, 0, e.digest) for e in manifest.files]
-    manifest.files = entries
-    assert "cannot be read" in str(store.verify(tmp_path / "iter_24.pth", manifest, hashes=True))
-
-
-def test_the_manifest_is_json_that_other_tools_can_read(tmp_path):
-    state = json.loads((save(tmp_path) / FILE_NAME).read_text())
-    assert state["format_version"] == 2 and state["commit"] == 1 and state["iteration"] == 12
-    listed = {entry["path"] for entry in state["files"]}
-    present = {p.relative_to(tmp_path / "iter_12.pth").as_posix() for p in (tmp_path / "iter_12.pth").rglob("*.*")}
-    assert listed == present - {FILE_NAME}

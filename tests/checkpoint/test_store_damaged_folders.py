@@ -15,8 +15,6 @@ from tests.checkpoint.support import make_manifest, save
 from tools.checkpoints import main
 from unigen_ds.checkpoint import listing, store
 from unigen_ds.checkpoint.manifest import FILE_NAME
-from unigen_ds.checkpoint.store import Lineage
-from unigen_ds.core.errors import CheckpointError
 from unigen_ds.resume.plan import plan_resume
 
 DAMAGED = "iter_99.pth"
@@ -141,15 +139,6 @@ def test_a_wrong_manifest_is_named_or_read(work_dir, seed):
         except Exception as error:
             raise AssertionError(content[:3000]) from error
     assert named > 40
-
-
-@pytest.mark.parametrize(
-    "content", [b"[" * 200_000, b'{"start": null, "last_commit": 1e999, "abandoned": []}', b"[]", b"\xff"]
-)
-def test_a_damaged_lineage_is_a_named_error(tmp_path, content):
-    (tmp_path / "lineage.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"lineage\.json is damaged.*remove it"):
-        Lineage.read(tmp_path)
 
 
 def test_a_damaged_hint_is_no_hint(work_dir):

@@ -9,7 +9,6 @@ import pytest
 
 from tests.checkpoint.support import make_manifest
 from unigen_ds.checkpoint.manifest import FileEntry, Manifest
-from unigen_ds.core.errors import ResumeBlocked
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.data.batches.change import DataChange
 from unigen_ds.resume.checklist import learning_rates, run
@@ -121,30 +120,7 @@ def test_the_learning_rate_is_the_same_function_of_data_after_it():
     assert points[0][1]["default"] == pytest.approx(expected, rel=2e-3)  # mmengine's own off-by-one update is kept
 
 
-def test_hook_intervals_are_converted():
-    manifest = stored()
-    interval = found(manifest, proposal(manifest, Geometry(64, 2, 2)))["hooks.intervals"]
-    assert (interval.was, interval.now) == ("100 iterations of the first start", "200 of now")
-
-
-def test_a_second_change_on_top_of_the_first():
-    """128 x 1 x 2 -> 64 x 2 x 2 -> 256 x 1 x 1, all counted from the first start's epoch."""
-    manifest = stored(Geometry(64, 2, 2), iterations=3000)
-    findings = found(manifest, proposal(manifest, Geometry(256, 1, 1)))
-    assert findings["progress.position"].now.startswith("iteration 1,500 of 3,120 (390 an epoch): 3.85 epochs, 48.1%")
-    assert findings["batch.effective"].status == "ok"
-
-
 # ---- another effective batch ----------------------------------------------------------------------------------------
-
-
-def test_half_the_effective_batch_is_blocked_with_every_way_back():
-    manifest = stored()
-    batch = found(manifest, proposal(manifest, Geometry(64, 1, 2)))["batch.effective"]
-    assert batch.status == "block" and batch.guide == 3
-    assert "1 x 128, 2 x 64" in batch.remedy and "--on-batch-change keep-lr | linear | sqrt" in batch.remedy
-    with pytest.raises(ResumeBlocked, match=r"128 per device x 2 process\(es\) x 1 accumulated = 256; now: "):
-        refuse([batch])
 
 
 def test_two_to_three_processes_names_the_nearest():
@@ -166,22 +142,6 @@ def test_a_choice_lets_it_go_on_and_says_what_it_does(choice, factor):
 
 
 # ---- edited configs -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("edit", "reason"),
-    [
-        ({"lr": 2e-4}, "a learning rate was edited"),
-        ({"epochs": 10}, "the length of training was edited"),
-        ({"curve": [CURVE[0], {**CURVE[1], "eta_min": 1e-5}]}, "param_scheduler was edited"),
-    ],
-)
-def test_an_edited_schedule_is_followed_and_said(edit, reason):
-    manifest = stored()
-    findings = found(manifest, proposal(manifest, FIRST, schedules=schedules(manifest.ruler, **edit)))
-    assert findings["lr.curve"].status == "warn" and reason in findings["lr.curve"].why
-    if "epochs" in edit:
-        assert findings["progress.left"].status == "warn" and "614,400 are left" in findings["progress.left"].now
 
 
 def test_an_edit_of_what_is_past_changes_nothing_ahead():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from unigen_ds.backends.deepspeed.deepspeed import DeepSpeedBackend
-from unigen_ds.backends.fsdp.fsdp import FSDPBackend
 from unigen_ds.backends.single import SingleBackend
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.settings import TrainDataloader
@@ -53,15 +52,6 @@ def test_the_plans_keep_the_effective_batch(monkeypatch):
 def test_one_process_needs_another_backend_for_more():
     _, b, c, d = memory_plans(Geometry(4), backend=SingleBackend(), loader=LOADER, recomputes=None)
     assert (b.backend, c.backend, d.backend) == ("deepspeed:zero2", "deepspeed:zero2", "deepspeed:zero2_offload")
-
-
-def test_a_batch_of_one_cannot_be_made_smaller():
-    (d,) = memory_plans(
-        Geometry(1, 8), backend=FSDPBackend(sharding_strategy="NO_SHARD"), loader=LOADER, recomputes=False
-    )
-    assert d.name == "D" and d.backend == "fsdp:FULL_SHARD"
-    names = [p.name for p in memory_plans(Geometry(2), backend=SingleBackend(), loader=LOADER, recomputes=None)]
-    assert names == ["A", "B", "D"], "more processes leave one sequence for each"
 
 
 def test_an_odd_batch_is_cut_by_its_smallest_factor():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.support import flip_byte, make_manifest, save, save_chain
 from tests.processes import ROOT, popen
-from tests.text_run import text_config, words
 from tests.tiny import TINY, tiny_config
 from tools.train import main
 from unigen_ds.checkpoint import store
@@ -97,15 +95,6 @@ def test_a_named_checkpoint_is_resumed_in_full(tmp_path, key):
     assert plan.messages == (f"Resumed from the checkpoint {path}.",)
 
 
-def test_naming_an_older_one_says_what_is_left_behind(tmp_path):
-    """A load_from that a config still carries would otherwise cost all that was trained since."""
-    paths = save_chain(tmp_path, 12, 24, 36)
-    plan = plan_resume(tmp_path, resume=True, load_from=str(paths[0]))
-    assert plan.checkpoint == paths[0]
-    assert "not used any more: iter_24.pth, iter_36.pth" in plan.messages[1] and "--resume alone" in plan.messages[1]
-    assert len(plan_resume(tmp_path, resume=str(paths[2]), load_from=None).messages) == 1
-
-
 def test_auto_begins_as_load_from_says_and_then_goes_on_with_its_own(tmp_path):
     """One command for a queue that restarts it: neither back to what ``load_from`` names, nor from scratch."""
     other = str(save(tmp_path / "other"))
@@ -150,14 +139,6 @@ def test_a_resume_is_exact(tmp_path, given):
         )
 
 
-@pytest.mark.parametrize("resume", [True, False], ids=["resume", "weights"])
-def test_a_named_checkpoint_that_is_damaged_is_an_error_not_a_fallback(tmp_path, resume):
-    paths = save_chain(tmp_path / "other", 12, 24)
-    flip_byte(paths[1] / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"iter_24\.pth is damaged: .*hash differs"):
-        plan_resume(tmp_path / "run", resume=resume, load_from=str(paths[1]))
-
-
 # ---- names of a checkpoint ------------------------------------------------------------------------------------------
 
 
@@ -173,14 +154,6 @@ def test_relative_paths_and_links(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for given in ("work_dirs/run/iter_12.pth", "./work_dirs/../link/", "work_dirs/run/iter_12.pth/hooks.json"):
         assert checkpoint_directory(given) == path
-
-
-def test_a_path_that_is_none_is_explained(tmp_path):
-    with pytest.raises(CheckpointError, match="no/such does not exist"):
-        checkpoint_directory("no/such")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(CheckpointError, match="folder is not a checkpoint of this project"):
-        checkpoint_directory(str(tmp_path / "folder"))
 
 
 @pytest.mark.parametrize("key", ["resume", "load_from"])
@@ -225,17 +198,6 @@ def test_another_model_is_refused(parameters, said):
         check_model(parameters=parameters, config=CONFIG)
     check_model(parameters=rows(), config=CONFIG)
     check_model(parameters=rows(group="other"), config=CONFIG)
-
-
-def test_a_checkpoint_of_another_model_begins_with_its_type(tmp_path):
-    """Through the real start: it explains the names that are gone and new."""
-    Runner.from_cfg(text_config(tmp_path, [{"text": words(4, k)} for k in range(8)]), max_updates=1).train()
-    (other,) = (tmp_path / "run").glob("*.pth")
-    said = r"model\.type was 'DecoderLM' and is 'UnifiedModel'; "
-    for name, key, error in (("a", "resume", ResumeBlocked), ("b", "load_from", CheckpointError)):
-        config = tiny_config(tmp_path / name, tmp_path / "digits", **{key: str(other)})
-        with pytest.raises(error, match=rf"(12 parameters; now: |does not fit the model: ){said}"):
-            Runner.from_cfg(config).train()
 
 
 def test_another_optimizer_is_refused():
@@ -334,15 +296,6 @@ def written(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of every file but the text log, which tells of the refusal, and the lock."""
     files = [p for p in folder.rglob("*") if p.is_file() and p.suffix != ".log" and p.name != ".lock"]
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
-
-
-@pytest.mark.parametrize("what", BLOCKED)
-def test_another_training_is_refused_and_nothing_is_written(bench, what, capsys):
-    changed, said = BLOCKED[what]
-    before = written(bench.folder / "short")
-    assert bench.command("short", "--resume", **changed) == 3
-    assert said in (bench.folder / "short" / "train.log").read_text().splitlines()[-1]
-    assert written(bench.folder / "short") == before
 
 
 def test_what_may_change(bench):
@@ -464,36 +417,6 @@ def test_going_on_in_another_folder_survives_a_kill_before_the_first_save(bench)
     manifest = store.list_checkpoints(bench.folder / "elsewhere")[0].manifest
     assert manifest is not None and manifest.parent == str(start)
     assert bench.lines("elsewhere")[-1]["loss"] == bench.lines("straight")[5]["loss"]
-
-
-def test_a_stray_folder_in_a_checkpoint_does_no_harm(bench):
-    """Somebody evaluated into the checkpoint's directory."""
-    name = "stray"
-    path = copy(bench, name) / "iter_12.pth"
-    (path / "eval").mkdir()
-    (path / "eval" / "scores.json").write_text("{}")
-    shutil.copy(path / "model.safetensors", path / "a_merged.safetensors")
-    os.truncate(path / "a_merged.safetensors", 200)
-    bench.train(name, updates=5, resume=True)
-    assert bench.lines(name)[-1]["loss"] == bench.lines("straight")[4]["loss"]
-
-
-def test_a_hook_that_stops_the_run_after_the_checkpoint_hook_still_gets_its_save(bench):
-    """``request_stop`` promises a checkpoint, whatever the order of hooks."""
-    from unigen_ds.hooks.base import Hook
-
-    class Stop(Hook):
-        name = "profiler"  # runs last
-
-        def after_update(self, run, result):
-            if run.progress.updates == 2:
-                run.request_stop("enough")
-
-    config = tiny_config(bench.folder / "late", bench.folder / "digits", **OPTIONS)
-    runner = Runner.from_cfg(config, max_updates=10)
-    runner.hooks = [*runner.hooks, Stop()]
-    runner.train()
-    assert [f.path.name for f in store.list_checkpoints(bench.folder / "late")] == ["iter_6.pth"]
 
 
 def test_the_number_of_workers_may_change(bench):

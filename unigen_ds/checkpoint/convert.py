@@ -22,7 +22,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -107,18 +106,17 @@ def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
         foreign = read_foreign(directory, tag="." if directory.is_dir() else None)
         frozen = frozenset(row["name"] for row in foreign.parameters if not row["trainable"])
         return Source(directory, foreign.reader, None, frozen, dict(foreign.reader.tied))
-    manifest = store.verified(directory, wanted=_has_weights)
+
+    def has_weights(path: str) -> bool:  # a model for inference needs no other file
+        return path.rpartition("/")[0] in ("", EMA, TOKENIZER) and path != OPTIMIZER_FILE
+
+    manifest = store.verified(directory, wanted=has_weights)
     reader = store.open_reader(directory, manifest)
     average = store.open_shards(directory, manifest).get(EMA)
     tied = {alias: row["name"] for row in manifest.parameters for alias in row.get("tied", ())}
     frozen = frozenset(row["name"] for row in manifest.parameters if not row["trainable"])
     base = None if manifest.base is None else Base.from_state(manifest.base)
     return Source(directory, reader, average, frozen, {**reader.tied, **tied}, base)
-
-
-def _has_weights(path: str) -> bool:
-    """Whether a model for inference needs that file."""
-    return path.rpartition("/")[0] in ("", EMA, TOKENIZER) and path != OPTIMIZER_FILE
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,17 @@ def merge(
     if not entries:
         raise CheckpointError(f"{source.directory} contains no weights")
     form = _SAFETENSORS if safe_serialization else _TORCH
-    split = _split(entries, form, max_shard_size)
+    try:  # by the function of Hugging Face that DeepSpeed uses, so with its result
+        split = split_state_dict_into_shards_factory(
+            {entry.name: entry for entry in entries},
+            get_storage_size=lambda entry: entry.nbytes,
+            get_storage_id=lambda entry: entry.source if form.shares else None,
+            filename_pattern=form.file.replace(".", "{suffix}.", 1),
+            max_shard_size=max_shard_size,
+        )
+    except ValueError as error:
+        allowed = "a number of bytes, or one with a unit, like 5GB"
+        raise ConfigError(f"--max-shard-size {max_shard_size!r} is no size", allowed=allowed) from error
     by_name = {entry.name: entry for entry in entries}
     shards = {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
     needed = sum(map(form.size, shards.values()))
@@ -231,22 +239,6 @@ _SAFETENSORS = _Format(
 )
 
 
-def _split(entries: Sequence[Entry], form: _Format, max_shard_size: str | int) -> Any:
-    """Which tensor goes into which file: by the function of Hugging Face that DeepSpeed uses, so with its result."""
-    try:
-        return split_state_dict_into_shards_factory(
-            {entry.name: entry for entry in entries},
-            get_storage_size=lambda entry: entry.nbytes,
-            get_storage_id=lambda entry: entry.source if form.shares else None,
-            filename_pattern=form.file.replace(".", "{suffix}.", 1),
-            max_shard_size=max_shard_size,
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"--max-shard-size {max_shard_size!r} is no size", allowed="a number of bytes, or one with a unit, like 5GB"
-        ) from error
-
-
 def _counted(
     shards: Mapping[str, list[Entry]], what: str, total: int, progress: OnProgress | None
 ) -> Mapping[str, list[Entry]]:
@@ -268,7 +260,14 @@ def _counted(
 def _verify(staging: Path, shards: Mapping[str, list[Entry]]) -> None:
     """Compare every bit of the files with the source. Raises ``CheckpointError`` naming the tensor that differs."""
     for file, entries in shards.items():
-        written = _read_back(staging / file)
+        path = staging / file
+        written: dict[str, tuple[tuple[int, ...], Fetch]]
+        if path.suffix == ".safetensors":
+            reader = SafetensorsReader(staging, files=[file])
+            written = {name: (shape, partial(reader.read, kind, name)) for (kind, name), shape in reader.shapes.items()}
+        else:
+            state = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+            written = {name: (tuple(tensor.shape), slices_of(tensor)) for name, tensor in state.items()}
         if set(written) != {entry.name for entry in entries}:
             raise CheckpointError(f"{file}, read back, has other tensors than were written; nothing was changed")
         for entry in entries:
@@ -280,16 +279,8 @@ def _verify(staging: Path, shards: Mapping[str, list[Entry]]) -> None:
                 same = same and torch.equal(values.view(torch.uint8), piece.view(torch.uint8))
                 at += piece.numel()
             if not same:
-                raise CheckpointError(f"{entry.name} in {file}, read back, differs from the checkpoint",
-                                      remedy="merge again; if it happens again, the disk is faulty")  # fmt: skip
-
-
-def _read_back(path: Path) -> dict[str, tuple[tuple[int, ...], Fetch]]:
-    if path.suffix == ".safetensors":
-        reader = SafetensorsReader(path.parent, files=[path.name])
-        return {name: (shape, partial(reader.read, kind, name)) for (kind, name), shape in reader.shapes.items()}
-    state = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    return {name: (tuple(tensor.shape), slices_of(tensor)) for name, tensor in state.items()}
+                problem = f"{entry.name} in {file}, read back, differs from the checkpoint"
+                raise CheckpointError(problem, remedy="merge again; if it happens again, the disk is faulty")
 
 
 @contextmanager

@@ -130,15 +130,8 @@ class Fit:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, every name: ``load_report.json``."""
-        return {
-            "taken": len(self.sources),
-            "renamed": self.renamed,
-            "resized": self.resized,
-            "missing": self.missing,
-            "unexpected": self.unexpected,
-            "reshaped": self.reshaped,
-            "sizes": self.sizes,
-        }
+        kinds = ("renamed", "resized", *DIFFERENCES)
+        return {"taken": len(self.sources), **{kind: getattr(self, kind) for kind in kinds}}
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """(kind of difference, one line about it with the first names); nothing where there is none."""
@@ -219,7 +212,10 @@ def fit(
         source = chosen[name]
         if name in differing.reshaped and cfg.resizes((name, *others), source.shape, shape):
             result.resized[name] = differing.reshaped[name]
-        elif name in differing.reshaped and not _same_buffer(source, kind, shape):
+        elif name in differing.reshaped and not (
+            # of buffers only the number of elements is known, and plain weight files do not distinguish them
+            BUFFER in (source.kind, kind) and math.prod(source.shape) == math.prod(shape)
+        ):
             result.reshaped[name] = differing.reshaped[name]
             continue
         result.sources[kind, name] = source.kind, source.name
@@ -238,7 +234,10 @@ def _renaming(stored: Collection[str], parameters: Sequence[Sequence[str]], buff
     """
     longest = max((names[0] for names in parameters), key=len).split(".")
     parts = {name: name.split(".") for name in stored}
-    ends = {name: _common_end(of_name, longest) for name, of_name in parts.items()}
+    ends = {name: 0 for name in parts}  # how many members at the end are the same
+    for name, of_name in parts.items():
+        while ends[name] < min(len(of_name), len(longest)) and of_name[-1 - ends[name]] == longest[-1 - ends[name]]:
+            ends[name] += 1
     allowed = buffers.union(*parameters)
     for name, end in ends.items():
         if not end or end < max(ends.values()):
@@ -249,12 +248,6 @@ def _renaming(stored: Collection[str], parameters: Sequence[Sequence[str]], buff
         if renamed <= allowed and all(renamed.intersection(names) for names in parameters):
             return f"--cfg-options {shlex.quote(f'load_cfg.revise_keys={json.dumps([[pattern, new]])}')}"
     return ""
-
-
-def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many members at the end are the same."""
-    unlike = (k for k, (a, b) in enumerate(zip(reversed(one), reversed(other), strict=False)) if a != b)
-    return next(unlike, min(len(one), len(other)))
 
 
 def _by_revised_name(reader: ShardReader, stored: Sequence[Mapping[str, Any]], cfg: LoadSettings) -> dict[str, _Stored]:
@@ -279,13 +272,6 @@ def _equal(reader: ShardReader, one: _Stored, other: _Stored) -> bool:
         torch.equal(*(reader.read(each.kind, each.name, at, min(at + _PIECE, numel)) for each in (one, other)))
         for at in range(0, numel, _PIECE)
     )
-
-
-def _same_buffer(source: _Stored, kind: str, shape: Shape) -> bool:
-    """Whether a buffer has as many elements as the stored tensor: nothing else is known of buffers, and plain weight
-    files do not distinguish them from parameters.
-    """
-    return BUFFER in (source.kind, kind) and math.prod(source.shape) == math.prod(shape)
 
 
 class FittedReader:

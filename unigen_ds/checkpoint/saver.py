@@ -277,9 +277,8 @@ class Save:
             parts.append(f"and {len(failed) - _SHOWN} more ranks")
         text = f"could not write checkpoint {self.final}: {'; '.join(parts)}"
         if self._needed is not None and self.work_dir.is_dir():
-            text += (
-                f"; it needs {_size(self._needed)} and {_size(shutil.disk_usage(self.work_dir).free)} are free there"
-            )
+            free = shutil.disk_usage(self.work_dir).free
+            text += f"; it needs {self._needed:,} bytes and {free:,} bytes are free there"
         return SaveError(text, remedy=next((one.remedy for one in failed if one.remedy), None) or _REMEDY)
 
     def remove(self) -> None:
@@ -299,10 +298,6 @@ _REMEDY = (
 
 def _lacks_space(work_dir: Path, needed: int) -> bool:
     return shutil.disk_usage(work_dir).free < needed
-
-
-def _size(number: int) -> str:
-    return f"{number / 2**20:,.1f} MiB ({number:,} bytes)"
 
 
 def _free_name(path: Path) -> Path:

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -291,22 +290,18 @@ def _age_days(manifest: Manifest) -> float:
         return 0.0
 
 
-def sweep(work_dir: Path, *, older_than_s: float = 0.0) -> list[Path]:
-    """Remove what a killed save or deletion left. Called when a run starts, on rank 0, under the lock.
-
-    Without a lock (``WorkDirLock.exclusive``) another process may be saving: then only old ones are removed.
+def sweep(work_dir: Path) -> list[Path]:
+    """Remove what a killed save or deletion left. Called when a run starts, on rank 0, under the lock: without one
+    another process may be saving.
     """
     swept = remove_leftovers(work_dir)
     for path in sorted(work_dir.iterdir()) if work_dir.is_dir() else []:
-        if not (_is_name(path.name) and _is_unfinished(path.name) and path.is_dir()):
-            continue
-        try:
-            changed = max(p.stat().st_mtime for p in (path, *path.rglob("*")))
-            if time.time() - changed >= older_than_s:
+        if _is_name(path.name) and _is_unfinished(path.name) and path.is_dir():
+            try:
                 delete_inside(path, work_dir)
                 swept.append(path)
-        except OSError as error:
-            logger().warning("%s, left by an unfinished save, could not be removed: %s", path, error)
+            except OSError as error:
+                logger().warning("%s, left by an unfinished save, could not be removed: %s", path, error)
     return swept
 
 

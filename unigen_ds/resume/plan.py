@@ -179,15 +179,12 @@ def _lost(work_dir: Path, newest: store.Found | None) -> list[str]:
     done = newest.manifest.progress.updates if newest and newest.manifest else 0
     lost = max(0, last_update(run_of(work_dir) / METRICS_FILE) - done)
     hint = store.read_hint(work_dir)
-    known = hint is not None and ((work_dir / Path(hint).name).is_dir() or Path(hint).is_dir())
     again = f"{lost:,} updates after update {done:,}, which {METRICS_FILE} has, are trained again"
-    if hint is not None and not known:
+    if hint is None:
+        return [f"{NOT_RESUMED} the newest checkpoint: it is gone; {again}."] if lost else []
+    if not (work_dir / Path(hint).name).is_dir() and not Path(hint).is_dir():
         return [f"{NOT_RESUMED} {hint}: {store.HINT} names it, and it is not there; {again}."]
-    if not lost:
-        return []
-    return [
-        f"{again[0].upper()}{again[1:]}." if known else f"{NOT_RESUMED} the newest checkpoint: it is gone; {again}."
-    ]
+    return [f"The newest checkpoint is older than the log: {again}."] if lost else []
 
 
 def checkpoint_directory(text: str) -> Path:
@@ -206,11 +203,12 @@ def checkpoint_directory(text: str) -> Path:
     whole = store.STAGING not in path.name and not path.name.endswith(store.DELETING)
     if whole and (path / FILE_NAME).is_file():
         return path
-    location = locate(path) if whole else path
     inside = [each.path.name for each in store.list_checkpoints(path)] if path.is_dir() else []
-    hinted = location in [path / name for name in inside]  # by our own hint file, which a resume without a name uses
-    if whole and not hinted and ((location / FILE_NAME).is_file() or foreign.is_known(location)):
-        return location
+    if whole:
+        location = locate(path)
+        hinted = location in [path / name for name in inside]  # by our own hint: a resume without a name uses it
+        if not hinted and ((location / FILE_NAME).is_file() or foreign.is_known(location)):
+            return location
     if inside:
         return path
     if path.is_dir():

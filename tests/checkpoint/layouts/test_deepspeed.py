@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,32 +84,6 @@ def test_files_of_every_python_are_read(checkpoint, named):
     assert DeepSpeedReader(checkpoint).zero_stage == stage
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_moments_and_steps_cover_every_trained_parameter(name):
-    run = run_of(name)
-    reader = DeepSpeedReader(run.checkpoints[-1])
-    trained = {key for key in reader.names("master") if not key.startswith("frozen.")}
-    for kind in ("exp_avg", "exp_avg_sq"):
-        assert set(reader.names(kind)) == trained
-        for key in trained:
-            assert reader.numel(kind, key) == run.held[key].numel()
-            assert reader.read(kind, key, 0, run.held[key].numel()).abs().max() > 0
-    assert {float(reader.read("step", key, 0, 1)) for key in trained} == {2.0}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_any_range_may_be_read(name):
-    """Ranges that begin and end anywhere, also across the boundary between two ranks' files."""
-    run = run_of(name)
-    reader = DeepSpeedReader(run.checkpoints[-1])
-    whole = run.held["emb.weight"].flatten()
-    for start in range(0, whole.numel(), 37):
-        stop = min(start + 53, whole.numel())
-        assert torch.equal(reader.read("master", "emb.weight", start, stop), whole[start:stop])
-    with pytest.raises(CheckpointError, match=r"no elements"):
-        reader.read("master", "emb.weight", whole.numel() - 1, whole.numel() + 1)
-
-
 @pytest.mark.parametrize("name", ["zero1@2-fp32", "zero2@2-fp32", "zero2@2-bf16", "zero3@2-fp32", "zero3@2-bf16"])
 def test_deepspeeds_own_script_writes_the_same(name):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -155,16 +126,6 @@ def test_the_loss_scale_goes_through_the_file_and_back(checkpoint, overflows, go
     assert stored(second) == [first.cur_scale, good + 1]
 
 
-def test_deepspeed_is_not_imported():
-    directory = run_of("zero3@2-bf16").checkpoints[-1]
-    code = (
-        "import sys; from pathlib import Path; from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader as R;"
-        " r = R(Path(sys.argv[1])); r.read('master', 'emb.weight', 0, 5);"
-        " sys.exit(any(m.split('.')[0] == 'deepspeed' for m in sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(directory)], cwd=ROOT, check=False).returncode == 0
-
-
 @pytest.mark.parametrize("checkpoint", ["zero1@2-bf16", "zero2@2-fp32", "zero3@2-fp32"], indirect=True)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_rank_is_named(checkpoint, rank):
@@ -179,14 +140,4 @@ def test_a_missing_rank_is_named(checkpoint, rank):
 def test_missing_model_files_are_noticed(checkpoint):
     sorted(checkpoint.glob("*model_states.pt"))[-1].unlink()
     with pytest.raises(CheckpointError, match="model"):
-        DeepSpeedReader(checkpoint)
-
-
-@pytest.mark.parametrize("checkpoint", ["zero2@2-fp32", "zero3@2-fp32"], indirect=True)
-@pytest.mark.parametrize("kind", ["model", "optim"])
-@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
-def test_a_truncated_file_is_named(checkpoint, kind, kept):
-    path = sorted(checkpoint.glob(f"*{kind}_states.pt"))[-1]
-    os.truncate(path, int(path.stat().st_size * kept))
-    with pytest.raises(CheckpointError, match=path.name):
         DeepSpeedReader(checkpoint)

@@ -101,15 +101,6 @@ def test_the_choice_scales_the_curve_and_is_remembered(bench, choice, factor):
     assert newest.manifest.schedule["lr_scale"] == pytest.approx(factor)
 
 
-def test_going_back_undoes_a_linear_scale(bench):
-    bench.copy("short", "back")
-    bench.train("back", 5, **HALF, on_batch_change="linear")
-    bench.train("back", 6, resume=True, on_batch_change="linear")
-    last = bench.lines("back")[-1]
-    assert last["sequences"] == 48 + 2 * 8 + 16
-    assert last["lr"] == pytest.approx(lr(bench, "straight")[64], rel=1e-9)
-
-
 def test_a_batch_change_after_which_the_newer_name_has_the_smaller_number(bench):
     """2 x 8 -> iter_24 at update 6, then 8 x 2: iter_18 is newer than iter_24, and is taken."""
     bench.copy("short", "numbers")
@@ -123,15 +114,6 @@ def test_a_batch_change_after_which_the_newer_name_has_the_smaller_number(bench)
     assert runner.progress.updates == 11
     for one, two in zip(bench.lines("straight"), bench.lines("numbers"), strict=False):
         assert two["lr"] == one["lr"] and two["loss"] == pytest.approx(one["loss"], rel=1e-5)
-
-
-def test_a_limit_in_iterations_is_that_of_the_first_start(bench):
-    """12 iterations of 8 sequences are 6 updates, also after 8 x 2 -> 4 x 4, where an iteration has 4 sequences."""
-    limit = {"train_cfg__max_iters": 12, "train_cfg__max_epochs": None}
-    finer = {"train_dataloader__batch_size": 4, "optim_wrapper__accumulative_counts": 4}
-    bench.train("limit", 2, **limit)
-    assert bench.train("limit", 99, resume=True, **limit, **finer).progress.updates == 6
-    assert bench.lines("limit")[-1]["sequences"] == 96
 
 
 WARMUP = {"type": "LinearLR", "start_factor": 0.1, "begin": 0}

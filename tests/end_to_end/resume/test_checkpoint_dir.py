@@ -5,10 +5,7 @@ That every tool finds them, and that several processes use it: ``tests/end_to_en
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -17,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from tests.processes import ROOT
 from tests.text_run import text_config
 from tools.checkpoints import main as checkpoints
 from unigen_ds.checkpoint.home import home_of
@@ -81,20 +77,6 @@ def test_another_run_cannot_use_it(home: Path, tmp_path: Path, resume: bool | st
     )
 
 
-def test_not_at_the_same_time_either(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    hold = "import sys; from unigen_ds.checkpoint.home import WorkDirLock as L; from pathlib import Path\n"
-    hold += "lock = L(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", hold, str(folder)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        said = refused(tmp_path, checkpoint_dir=str(folder))
-        holder.communicate()
-    assert f"another process trains in {folder}" in said and "choose another --checkpoint-dir" in said
-    train(tmp_path, checkpoint_dir=str(folder))  # the work dir was unlocked again
-
-
 @pytest.mark.parametrize("resume", [False, True, "auto"])
 def test_a_run_is_not_started_where_it_would_not_see_its_checkpoints(
     home: Path, tmp_path: Path, resume: bool | str
@@ -108,25 +90,6 @@ def test_a_run_is_not_started_where_it_would_not_see_its_checkpoints(
     assert "Remedy: leave checkpoint_dir out to continue it" in said
 
 
-def test_after_a_move_of_the_work_dir_nothing_is_to_be_done(home: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "moved" / "run"
-    moved.parent.mkdir()
-    (tmp_path / "run").rename(moved)
-    train(tmp_path / "moved", updates=3, checkpoint_dir=str(home), resume=True)
-    assert (home / "work_dir.txt").read_text() == f"{moved}\n"
-    shutil.copytree(moved, tmp_path / "copy" / "run")
-    assert "has the checkpoints of the run in" in refused(tmp_path / "copy", checkpoint_dir=str(home), resume=True)
-
-
-def test_moved_checkpoints_go_on_where_they_are(home: Path, tmp_path: Path) -> None:
-    back = tmp_path / "run"
-    for name in ("iter_2.pth", "last_checkpoint"):
-        (home / name).rename(back / name)
-    train(tmp_path, updates=3, resume=True)
-    assert home_of(back) == back and not (back / "checkpoint_dir.txt").exists()
-    assert [found.path.name for found in list_checkpoints(back)] == ["iter_2.pth", "iter_3.pth"]
-
-
 def test_a_folder_that_is_gone_is_named(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(home)
     said = refused(tmp_path, checkpoint_dir=str(home), resume="auto")
@@ -135,35 +98,6 @@ def test_a_folder_that_is_gone_is_named(home: Path, tmp_path: Path, capsys: pyte
     assert f"write its present path into {tmp_path / 'run' / 'checkpoint_dir.txt'}" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="there is no such folder"):
         home_of(tmp_path / "run")
-
-
-def test_a_folder_for_each_named_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    named = {
-        "work_dir": str(tmp_path / "runs" / "{run_name}"), "visualizer": {"run_name": "{model}_{date}"},
-        "checkpoint_dir": str(tmp_path / "saved" / "{run_name}"),
-    }  # fmt: skip
-    first = train(tmp_path, **named)
-    again = train(tmp_path, updates=4, resume="auto", **named)
-    assert first.work_dir == again.work_dir and first.work_dir.name.startswith("DecoderLM_")
-    assert again.checkpoint_dir == tmp_path / "saved" / first.work_dir.name == home_of(first.work_dir)
-    assert "{run_name} in checkpoint_dir where work_dir has it" in refused(
-        tmp_path, **{**named, "work_dir": str(tmp_path / "one")}
-    )
-
-
-@pytest.mark.parametrize("weights_only", [False, True])
-def test_the_best_checkpoint_is_there_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], weights_only: bool
-) -> None:
-    hook = {"type": "EvaluateHook", "interval": 1, "unit": "update", "max_batches": 1, "save_best": "val/loss",
-            "best_weights_only": weights_only}  # fmt: skip
-    given = {"custom_hooks": [hook], "val_dataloader": {"split": 0.2}, "checkpoint_dir": str(tmp_path / "saved")}
-    train(tmp_path, **given)
-    best = Path((tmp_path / "saved" / "best_checkpoint").read_text().strip())
-    assert best.is_relative_to(tmp_path / "saved") and best.is_dir()
-    assert checkpoints(["best", str(tmp_path / "run")]) == 0 and str(best) in capsys.readouterr().out
-    train(tmp_path, updates=3, resume=True, **given)
-    assert "is not the best checkpoint any more" not in (tmp_path / "run" / "train.log").read_text()
 
 
 def aged(path: Path, days: float) -> None:

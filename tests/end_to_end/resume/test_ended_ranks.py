@@ -17,7 +17,6 @@ from tests.data.support import write_jsonl
 from tests.end_to_end.resume.test_launchers import TRAIN, torchrun
 from tests.processes import ENVIRONMENT, ROOT, popen, ranks, together
 from tests.text_run import CONFIG, WORDS, words
-from unigen_ds.system import announced
 from unigen_ds.system.dist import free_port
 
 HOOK = '''
@@ -159,26 +158,3 @@ def test_the_end_of_rank_0_is_reported_by_the_others(tmp_path: Path) -> None:
     first, second = ranks(written(tmp_path, "update 0 SIGKILL"))
     assert (first.status, second.status) == (-signal.SIGKILL, 1), first.ending + second.ending
     assert "[rank 1] rank 0 has ended" in second.text and "Traceback" not in second.text, second.ending
-
-
-def test_an_error_is_in_the_log_at_once_whatever_rank_0_does(tmp_path: Path) -> None:
-    """NCCL, a file system, a long computation: nothing there returns because another rank has ended."""
-    with started(written(tmp_path, "update 1 raise", "update 0 sleep")) as (first, second):
-        assert second.wait(timeout=120) == 1
-        assert "ERROR rank 1 has ended: RuntimeError: rank 1 fails alone" in log_of(tmp_path)
-        assert first.poll() is None
-
-
-@pytest.mark.parametrize(
-    ("text", "consequence"),
-    [
-        ("[/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5", True),
-        ("Application timeout caused pair closure", True),
-        ("Timed out waiting 5000ms for recv operation to complete", True),
-        ("DataLoader timed out after 10.0 seconds", False),
-        ("The size of tensor a (3) must match the size of tensor b (4)", False),
-    ],
-)
-def test_which_errors_are_those_of_a_connection(text: str, consequence: bool) -> None:
-    assert announced._is_consequence(RuntimeError(text)) is consequence
-    assert not announced._is_consequence(OSError(text)), "of a server of data"

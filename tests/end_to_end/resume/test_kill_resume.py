@@ -22,7 +22,6 @@ from tests.end_to_end.resume.kill_tools import (
     wait_for,
 )
 from unigen_ds.checkpoint import store
-from unigen_ds.system.journals import read_lines
 
 STRAIGHT = "straight"
 LAST = "iter_60.pth"
@@ -157,27 +156,6 @@ def test_a_signal_saves_and_the_resumed_run_is_the_same(bench):
         arguments = ("--resume",)
     resume(bench, name, start=f"iter_{3 * at}.pth")
     assert_same_run(bench, name)
-
-
-def test_a_finished_run_stays_as_it_is(bench):
-    work_dir = bench.copy(STRAIGHT, "finished")
-    assert bench.train("finished", "--resume", "--max-updates", "100").status == 0
-    assert metric_lines(work_dir)[-1]["update"] == UPDATES + 2
-    before = {path.name: tensor_files(path) for path in work_dir.glob("iter_*")}
-    lines = metric_lines(work_dir), read_lines(work_dir / "ledger.jsonl")
-    finished = bench.train("finished", "--resume", "--max-updates", "100")
-    assert finished.status == 0 and "Training complete after 22 updates" in finished.output
-    assert {path.name: tensor_files(path) for path in work_dir.glob("iter_*")} == before
-    assert (metric_lines(work_dir), read_lines(work_dir / "ledger.jsonl")) == lines
-
-
-def test_a_fresh_start_over_checkpoints_is_refused(bench):
-    work_dir = bench.work_dir(STRAIGHT)
-    before = snapshot(work_dir)
-    finished = bench.train(STRAIGHT, fresh=True)
-    assert finished.status == 2
-    assert "already holds checkpoints" in finished.output and "--resume" in finished.output
-    assert snapshot(work_dir) == before
 
 
 def snapshot(work_dir: Path) -> dict[str, tuple[int, int]]:

@@ -20,14 +20,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes import ROOT, Ended, forked_python, ranks, together
+from tests.processes import ROOT, Ended, forked_python, together
 from tests.tiny import tiny_config
 from tools import checkpoints, report, resume, train, zero_to_fp32
 from unigen_ds.checkpoint.store import Lineage, list_checkpoints
 from unigen_ds.config.python_text import config_text
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model
-from unigen_ds.system.dist import free_port, launcher_environment
+from unigen_ds.system.dist import free_port
 from unigen_ds.system.journals import read_lines
 
 UPDATES = 3
@@ -269,22 +269,6 @@ def test_only_a_stopped_job_that_nobody_cancelled_is_requeued(tmp_path, state, c
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[03-04,7]-ib,n1", "gpu03-ib"), ("g[7]", "g7"), ("", "127.0.0.1")],
-)
-def test_the_address_of_rank_0_under_slurm(monkeypatch, nodes, first):
-    for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "41234",
-                        "SLURM_STEP_NODELIST": nodes, "RANK": "0", "WORLD_SIZE": "1",
-                        "LOCAL_RANK": "0"}.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "x")  # so that it is put back as it was
-        monkeypatch.delenv(name)
-    launcher_environment("slurm")
-    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["RANK"]) == (first, "21234", "1")
-
-
-@pytest.mark.parametrize(
     ("name", "given", "said"),
     [
         ("train_torchrun.sh", {"num_nodes": "2"}, "num_nodes is 2, and master_addr is not set"),
@@ -308,18 +292,6 @@ def test_scripts_refuse_what_cannot_work(name, given, said):
     assert not said or (ended.status == 2 and said in ended.err)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "names"),
-    [("mpi", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"))],
-)
-def test_variables_of_other_launchers(tmp_path, data, losses, launcher, names):
-    command = [sys.executable, TRAIN, written_config(tmp_path, data), "--launcher", launcher]
-    command += ["--backend", "fsdp:NO_SHARD", "--max-updates", str(UPDATES)]
-    stale = {"MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # of a shell's own
-    variables = [dict(zip(names, (str(rank), "2", str(rank)), strict=True)) | stale for rank in range(2)]
-    assert_trained(tmp_path, together([command, command], variables), losses)
-
-
 def torchrun(*arguments: str) -> Ended:
     """Two processes of one torchrun."""
     [command] = agents(1, arguments, per_node=2)
@@ -333,25 +305,6 @@ def errors(ended: Ended) -> list[str]:
 
 LATE = "import os, time\nif os.environ['RANK'] == {late!r}:\n    time.sleep(3)\ntrain_cfg = dict(max_epoch=1)\n"
 ALONE = "import os\nif os.environ['RANK'] == '1':\n    train_cfg = dict(max_epoch=1)\n"
-
-
-@pytest.mark.parametrize(("launcher", "late"), [("torchrun", "0"), ("none", "1")])
-def test_a_wrong_config_is_reported_once(launcher: str, late: str, tmp_path: Path) -> None:
-    """Whichever process is the first to find it: torchrun stops the others as soon as one has ended."""
-    (tmp_path / "wrong.py").write_text(
-        "_base_ = ['" + written_config(tmp_path, tmp_path) + "']\n" + LATE.format(late=late)
-    )
-    arguments = [str(tmp_path / "wrong.py"), "--backend", "fsdp"]
-    if launcher == "torchrun":
-        ended = torchrun(*arguments)
-        assert len(errors(ended)) == 1 and "train_cfg.max_epoch'" in errors(ended)[0], ended.ending
-        assert ended.status == 1 and re.search(r"exitcode\s*: 2 ", ended.text), (
-            "torchrun's own, and the first process's"
-        )
-        return
-    first, second = ranks([sys.executable, TRAIN, *arguments])
-    assert (first.status, second.status) == (2, 2), first.ending + second.ending
-    assert len(errors(first)) == 1 and "train_cfg.max_epoch'" in first.text and second.text == "", second.ending
 
 
 def test_an_error_that_only_another_rank_has_is_reported_by_it(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 from ast import literal_eval
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,21 +131,6 @@ def test_a_file_inside_deepspeeds_folder_means_the_weights_of_all_ranks(
         assert [key for key, tensor in expected.items() if not torch.equal(state[key], tensor)] == [], (stage, name)
 
 
-@pytest.mark.parametrize(
-    ("stage", "name"), [(stage, name) for stage in FILES_OF_DEEPSPEED for name in FILES_OF_DEEPSPEED[stage]]
-)
-def test_a_file_of_deepspeeds_that_was_copied_alone_is_refused(
-    stage: str, name: str, data: Path, by_deepspeed: Path, tmp_path: Path,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    (tmp_path / "alone").mkdir()
-    (tmp_path / "alone" / name).write_bytes((by_deepspeed / stage / "global_step2" / name).read_bytes())
-    assert train_from(tmp_path / "alone" / name, data, tmp_path / "run") == 1
-    printed = capsys.readouterr().err
-    assert f"{tmp_path / 'alone'} lacks " in printed and "Remedy: copy the whole folder: " in printed
-    assert "Traceback" not in printed
-
-
 def test_a_head_stored_apart_is_not_taken_for_the_tied_one(
     data: Path, written: dict[str, Path], tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
@@ -164,41 +148,3 @@ class Evil:
 
     def __reduce__(self) -> Any:
         return os.system, (f"touch '{self.path}'",)
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_what_would_run_code_is_refused_and_never_run(data: Path, tmp_path: Path, zipped: bool) -> None:  # noqa: F811
-    mark, path = tmp_path / "executed", tmp_path / "evil.pth"
-    torch.save({"state_dict": {"w": torch.ones(2)}, "meta": Evil(mark)}, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(CheckpointError, match=r"evil\.pth (is refused|cannot be read)"):
-        load(data, tmp_path / "run", path)
-    assert not mark.exists()
-    torch.load(path, weights_only=False)
-    subprocess.run(["sleep", "0.2"])
-    assert mark.exists(), "the payload is real"
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"optimizer": {"state": {}}, "epoch": 1}, r"contains no weights \(optimizer, epoch\).*state_dict"),
-        (torch.nn.Linear(2, 2), r"is refused: it asks for a call|contains no weights"),
-    ],
-)
-def test_a_file_without_weights_is_named(data: Path, tmp_path: Path, content: Any, message: str) -> None:  # noqa: F811
-    torch.save(content, tmp_path / "other.pth")
-    with pytest.raises(CheckpointError, match=message):
-        load(data, tmp_path / "run", tmp_path / "other.pth")
-
-
-def test_a_shard_that_is_missing_is_named(data: Path, written: dict[str, Path], tmp_path: Path) -> None:  # noqa: F811
-    index = json.loads(written["their index"].read_text())
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"lacks model-00001-of-.*\.safetensors.*index\.json lists"):
-        load(data, tmp_path / "run", tmp_path)
-    index["weight_map"] = {"w": "../elsewhere.safetensors"}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="is no index of weight files"):
-        load(data, tmp_path / "run", tmp_path)
-    with pytest.raises(CheckpointError, match=r"it holds checkpoint-1: name one of them"):
-        load(data, tmp_path / "run", written["Trainer's checkpoint"].parent)

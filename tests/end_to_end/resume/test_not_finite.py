@@ -23,7 +23,6 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.system.dist import free_port
-from unigen_ds.system.outputs import all_finite
 
 LOUD = {**SAVES, "optim_wrapper__precision": "fp16", "loss_weights": {"text": 4096.0}, "train_cfg__max_updates": 18}
 """The gradient overflows at the first ten scales."""
@@ -136,19 +135,3 @@ def test_the_first_loss_scale_is_set(folder):
             Settings.from_config(
                 {"optim_wrapper": {"optimizer": {"lr": 1}, "precision": precision, "loss_scale": given}}
             )
-
-
-def test_all_finite():
-    large = torch.full((1000,), 3e38)
-    assert (
-        all_finite(large)
-        and all_finite(torch.full((10,), 6e4, dtype=torch.float16))
-        and all_finite(torch.ones(3, dtype=int))
-    )
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            tensor = torch.zeros(7, dtype=dtype)
-            assert all_finite(tensor)
-            tensor[3] = bad
-            assert not all_finite(tensor)
-    assert not all_finite(torch.tensor([torch.inf, -torch.inf]))

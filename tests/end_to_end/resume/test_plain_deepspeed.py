@@ -116,15 +116,6 @@ def test_the_precision_is_the_stored_one(folder, tmp_path, capsys, section):
     assert [precision[key] for key in ("status", "was", "now")] == ["warn", stored, "fp32"]
 
 
-def test_bare_weights_cannot_be_resumed(folder):
-    bare = folder / "bare"
-    bare.mkdir()
-    shutil.copy(folder / "straight" / "iter_24.pth" / "model.safetensors", bare)
-    for assume in (None, "batch_size=4,accumulative_counts=3,dp_size=1"):
-        with pytest.raises(ResumeBlocked, match=r"cannot be resumed: .*--load-from"):
-            train(folder, "bare_run", 8, resume=str(bare), assume=assume)
-
-
 def test_a_repeated_assume_adds():
     words = ["CONFIG", "--assume", "batch_size=4,dp_size=1", "--assume", "accumulative_counts=3"]
     for parser in (train_tool.parser(), tool.parser()):

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from tests.checkpoint.support import tree
 from tests.end_to_end.resume.test_launchers import written_config
-from tests.processes import ROOT, ranks, run
+from tests.processes import ranks
 from tests.tiny import tiny_config
 from tools.train import main
 from unigen_ds.checkpoint import manifest as manifest_module
@@ -254,7 +253,7 @@ def test_the_last_save_and_that_on_a_signal_end_with_status_4(small_disk, data, 
         signal.signal(signal.SIGTERM, before)
     printed = capsys.readouterr().err
     assert status == SaveError.exit_status == 4
-    assert re.search(r"could not write checkpoint \S+/run/iter_\d\.pth: .*it needs .* bytes\) are free", printed)
+    assert re.search(r"could not write checkpoint \S+/run/iter_\d\.pth: .*it needs .* bytes are free", printed)
     assert "Traceback" not in printed and not list((small_disk / "run").glob("*.pth*"))
 
 
@@ -317,15 +316,6 @@ def test_a_work_dir_that_is_moved_and_moved_back(tmp_path, data, capsys):
     assert printed.count("was moved or deleted during the run") == 1 and "Remedy: move it back" in printed
 
 
-def test_a_work_dir_that_is_deleted_is_one_sentence_and_status_4(tmp_path, data, capsys):
-    path = written_config(tmp_path, data, train_cfg={"max_updates": 3}, custom_imports={"imports": [__name__]},
-                          custom_hooks=[at(_1="delete")])  # fmt: skip
-    assert main([path, "--work-dir", str(tmp_path / "run")]) == 4
-    printed = capsys.readouterr().err
-    assert "was moved or deleted during the run" in printed and "Traceback" not in printed
-    assert not (tmp_path / "run").exists()
-
-
 @HOOKS.register_module()
 class WritesAtTheEndHook(Hook):
     """A user's hook that writes a result of its own."""
@@ -337,40 +327,4 @@ class WritesAtTheEndHook(Hook):
         (run.work_dir / "result.txt").write_text("1")
 
 
-def test_another_write_to_a_deleted_work_dir_is_the_same_sentence(tmp_path, data, capsys):
-    path = written_config(tmp_path, data, train_cfg={"max_updates": 3}, custom_imports={"imports": [__name__]},
-                          custom_hooks=[{"type": "WritesAtTheEndHook"}])  # fmt: skip
-    assert main([path, "--work-dir", str(tmp_path / "run")]) == 1
-    printed = capsys.readouterr().err
-    assert "was moved or deleted during the run" in printed and "Traceback" not in printed
-
-
 # ---- modes, leftovers, older checkpoints ----------------------------------------------------------------------------
-
-
-def test_files_follow_the_umask(tmp_path, data):
-    before = os.umask(0o027)
-    try:
-        ema = dict(type="EMAHook", momentum=0.1)
-        Runner.from_cfg(config(tmp_path, data, train_cfg={"max_updates": 1}, custom_hooks=[ema])).train()
-    finally:
-        os.umask(before)
-    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "iter_1.pth").rglob("*")}
-    assert len(modes) >= 7 and {mode for name, mode in modes.items() if "." in name} == {0o640}
-    assert {mode for name, mode in modes.items() if "." not in name} == {0o750}
-
-
-def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path, data):
-    code = (
-        "import os, signal, sys; from pathlib import Path; from unigen_ds.system.files import write_atomic\n"
-        "def die(path):\n    path.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "write_atomic(Path(sys.argv[1]) / 'samples.png', die)\n"  # which the run below does not write
-    )
-    assert run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT).returncode == -signal.SIGKILL
-    (left,) = tmp_path.iterdir()
-    alive = tmp_path / left.name.replace(left.name.rpartition(".")[2], str(os.getppid()))
-    others = [alive, tmp_path / ".mine.tmp-1", tmp_path / f".last_checkpoint.tmp-elsewhere.{2**22 - 1}"]
-    for path in others:
-        path.write_text("")
-    Runner.from_cfg(config(tmp_path, data, train_cfg={"max_updates": 1})).train()
-    assert not left.exists() and all(path.exists() for path in others)

@@ -179,17 +179,6 @@ def test_one_wandb_run_and_no_line_twice_after_a_kill(resumed: dict[str, Case]) 
     assert first.run.display_name.startswith("UnifiedModel-1x-")
 
 
-def test_wandb_has_every_row_before_a_checkpoint_that_counts(bench: Bench, killed: str) -> None:
-    """A kill of the whole job as soon as the checkpoint is committed: W&B's own process does not end its file."""
-    own = with_folders(bench, "committed")
-    died = own.train("committed", KILL_AT=f"renamed:step_{SAVE_EVERY_UPDATES}")
-    assert died.status == -signal.SIGKILL, died.output
-    (path,) = (bench.folder / "committed").glob("wandb/offline-run-*/*.wandb")
-    rows = [(kind_of(row), row["update"]) for row in read_wandb(path).rows]
-    assert [update for kind, update in rows if kind == "update"] == [*range(1, SAVE_EVERY_UPDATES + 1)]
-    assert [update for kind, update in rows if kind == "evaluation"] == [*range(1, SAVE_EVERY_UPDATES + 1)]
-
-
 def test_one_trackio_run_and_no_line_twice_after_a_kill(resumed: dict[str, Case]) -> None:
     lines = resumed["same"].trackio
     (name,) = {line["run"] for line in lines}
@@ -287,14 +276,6 @@ def losses(*updates: int, scale: float = 1.0) -> list[tuple[int, float]]:
     return [(number, number * scale) for number in updates]
 
 
-def test_a_run_goes_on_where_nothing_was_changed(tmp_path: Path) -> None:
-    """However far the kernels of a GPU are from each other."""
-    runs: dict[str, Any] = {}
-    update(started(tmp_path, runs), 1, 2, 3, 4)
-    update(started(tmp_path, runs, at=2, of="run0"), 3, 4, 5, scale=1.01)
-    assert runs == {"run0": [*losses(1, 2, 3, 4), (5, 5 * 1.01)]}
-
-
 def test_a_kill_before_the_first_save_repeats_nothing(tmp_path: Path) -> None:
     runs: dict[str, Any] = {}
     update(started(tmp_path, runs), 1, 2)
@@ -312,41 +293,3 @@ def test_pictures_and_losses_of_a_changed_run_are_sent_anew(tmp_path: Path) -> N
     lines = [[(number, float(number)), (number, "preview")] for number in (1, 2, 3)]
     assert runs["run0"] == [*chain.from_iterable(lines), "abandoned after update 1"]
     assert runs["run1"] == [(2, 4.0), (2, "preview"), (3, 6.0), (3, "preview")]
-
-
-def test_a_late_result_is_shown_once(tmp_path: Path) -> None:
-    runs: dict[str, Any] = {}
-    writer = started(tmp_path, runs)
-    update(writer, 1, 2, 3, 4)
-    writer.write({"mme": 1.0}, update=1, event="lmms_eval", at=4, axis="<step>")
-    writer = started(tmp_path, runs, at=2, of="run0")
-    update(writer, 3)
-    writer.write({"mme": 1.0}, update=1, event="lmms_eval", at=3, axis="<step>")
-    update(writer, 4, 5)
-    assert runs == {"run0": [*losses(1, 2, 3, 4), (1, "mme", "<step>"), *losses(5)]}
-
-
-def test_a_branch_that_was_killed_before_a_save_is_continued(tmp_path: Path) -> None:
-    runs: dict[str, Any] = {}
-    update(started(tmp_path, runs), 1, 2, 3)
-    update(started(tmp_path, runs, at=1, of="run0", lr=2.0), 2, 3, scale=2.0)
-    update(started(tmp_path, runs, at=1, of="run0", lr=2.0), 2, 3, 4, scale=2.0)
-    assert list(runs) == ["run0", "run1"] and runs["run1"] == losses(2, 3, 4, scale=2.0)
-    update(started(tmp_path, runs, at=2, of="run0"), 3)  # back to a checkpoint of the abandoned run
-    assert runs["run2"] == losses(3) and runs["run0"] == [*losses(1, 2, 3), "abandoned after update 1"]
-
-
-def test_a_change_at_the_last_line_continues_the_run(tmp_path: Path) -> None:
-    """A longer training, say: no line comes again."""
-    runs: dict[str, Any] = {}
-    update(started(tmp_path, runs), 1, 2)
-    update(started(tmp_path, runs, at=2, of="run0", lr=2.0), 3)
-    assert runs == {"run0": losses(1, 2, 3)}
-
-
-def test_another_work_dir_gets_a_run_of_its_own(tmp_path: Path) -> None:
-    runs: dict[str, Any] = {"run0": []}
-    update(started(tmp_path, runs, at=2, of="run0"), 3)
-    assert runs == {"run0": [], "run1": losses(3)}
-    (line, *_) = map(json.loads, (tmp_path / "tracking" / "Kept.jsonl").read_text().splitlines())
-    assert line["parent"] == "run0" and line["start"] == 2

@@ -61,8 +61,6 @@ class Case:
     """Of the data set."""
     picture: Path | None = None
     """A picture whose pixels are compared."""
-    vision: bool = False
-    """Whether images are conditions, for a vision-language model too."""
 
 
 def case(seed: int, number: int, folder: Path) -> Case:
@@ -542,32 +540,6 @@ def image_folder(draw: random.Random, folder: Path) -> Case:
     return Case("folder/csv", data, (file.name,))
 
 
-def saved_folder(draw: random.Random, folder: Path) -> Case:
-    """A folder of ``save_to_disk`` with changed files, written without the package ``datasets``."""
-    data = folder / "saved"
-    data.mkdir()
-    found = table(draw)
-    file = data / "data-00000-of-00001.arrow"
-    write_table(draw, found, file)
-    state: dict[str, Any] = {"_data_files": [{"filename": file.name}], "_fingerprint": "x", "_split": "train",
-                             "_indices_data_files": None, "_format_type": None}  # fmt: skip
-    how = draw.randrange(3)
-    if how == 0:
-        state = changed_record(draw, state)
-    (data / "state.json").write_text(dumps(state), encoding="utf-8")
-    if how == 1:
-        file.write_bytes(changed_bytes(draw, file.read_bytes(), most=3))
-    elif how == 2:
-        raw = dumps(changed_record(draw, {"splits": draw.choice([["train"], ["a", "b"], []])})).encode()
-        (data / "dataset_dict.json").write_bytes(raw if draw.random() < 0.7 else changed_bytes(draw, raw))
-        (data / "train").mkdir()
-        os.rename(data / "state.json", data / "train" / "state.json")
-        os.rename(file, data / "train" / file.name)
-    return Case(
-        "saved/" + ("state", "bytes", "splits")[how], data, ("saved", file.name, "state.json", "dataset_dict.json")
-    )
-
-
 # ---- images ---------------------------------------------------------------------------------------------------------
 
 
@@ -577,8 +549,7 @@ def pictures(draw: random.Random, folder: Path) -> Case:
     content, name, whole = wild_picture(draw)
     role, image = draw.choice(["generate", "understand"]), folder / f"image{draw.choice(['.png', name, ''])}"
     image.write_bytes(content)
-    vision = role == "understand" and draw.random() < 0.3
-    compared = image if whole and not vision else None
+    compared = image if whole else None
     if draw.random() < 0.6:
         record = {"image": image.name, "caption": "a picture"}
         if draw.random() < 0.2:
@@ -597,11 +568,11 @@ def pictures(draw: random.Random, folder: Path) -> Case:
             draw, pa.table({"image": [content, (folder / SMALL).read_bytes()], "text": ["a picture", "another"]}), file
         )
     return Case(f"image/{'whole' if whole else 'broken'}", file, (file.name, image.name), records=2, picture=compared,
-                options={"captions": role}, vision=vision)  # fmt: skip
+                options={"captions": role})  # fmt: skip
 
 
 MAKERS: list[tuple[Callable[[random.Random, Path], Case], float]] = [
     (json_values, 20), (json_literals, 5), (json_bytes, 8), (csv_values, 7), (csv_bytes, 5), (text_files, 4),
-    (table_bytes, 12), (table_values, 6), (tar_case, 10), (compressed, 5), (image_folder, 5), (saved_folder, 4),
+    (table_bytes, 12), (table_values, 6), (tar_case, 10), (compressed, 5), (image_folder, 5),
     (pictures, 16),
 ]  # fmt: skip

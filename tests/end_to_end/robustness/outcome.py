@@ -85,8 +85,6 @@ def outcome(given: Case, folder: Path, number: int) -> str:
         _compare(given, batches, processor, expected=_reference(given))
     if given.picture is not None and not batches[0].skipped:
         _compare_pixels(given, batches[0], processor)
-    if given.vision:
-        _vision(given, folder)
     return "skip" if skipped else "sample"
 
 
@@ -168,29 +166,6 @@ def _compare_pixels(given: Case, batch: PackedBatch, processor: Any) -> None:
             upright.convert("RGB").resize(found.shape[1::-1], Image.Resampling.BICUBIC), dtype=np.int64
         )
     assert np.abs(found - expected).max() <= _TOLERANCE, f"{form} {mode}: pixels {found}, by PIL {expected}"
-
-
-def _vision(given: Case, folder: Path) -> None:
-    """The same data set for a model with tiles."""
-    processor = _tiles()
-    found = UnifiedGenerationDataset(given.path, processor, name="data", cache_dir=folder / "cache", **given.options)
-    for i in range(len(found)):
-        collate([(Draw(0, i, 0),)], [found], processor, seq_length=10**9)
-
-
-@cache
-def _tiles() -> Any:
-    """A processor of a small ``VLM``."""
-    import tempfile
-
-    from tests.data.text.chat_support import character_tokenizer
-    from unigen_ds.data.text.tokenizers import ChatTokenizer
-    from unigen_ds.families.nanovlm.processor import VLMProcessor
-
-    with tempfile.TemporaryDirectory() as folder:
-        character_tokenizer().save_pretrained(folder)
-        tokenizer = ChatTokenizer(path=folder)
-    return VLMProcessor(tokenizer, tile_size=16, vit_patch_size=4, pixel_shuffle_factor=2, max_image_size=64)
 
 
 _UNPICKLED: list[str] = []

@@ -88,16 +88,6 @@ def test_cuts_of_an_update_are_the_same_training(outcomes, cut):
     assert mismatches(outcomes[CUTS[0]], outcomes[cut]) == []
 
 
-def test_micro_batches_have_uneven_targets(outcomes, data, tmp_path):
-    """The premise of the comparison: the shares of text and image targets differ between micro-batches."""
-    config = tiny_config(tmp_path, data, train_dataloader__batch_size=2, optim_wrapper__accumulative_counts=4)
-    loader = Runner.from_cfg(config)._parts.loader
-    counts = [m.batch.target_counts() for update, _ in zip(loader, range(5), strict=False) for m in update]
-    loader.close()
-    shares = [c["text"] / (c["text"] + c["image"]) for c in counts]
-    assert max(shares) > 1.3 * min(shares)
-
-
 def test_the_learning_rate_is_the_same_function_of_data(outcomes):
     for key in ("sequences", "samples", "tokens", "lr"):
         assert [line[key] for line in outcomes[(8, 1)].lines] == [line[key] for line in outcomes[(2, 4)].lines]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -117,20 +116,3 @@ def test_a_folder_of_that_name_comes_first(cache: Path, tmp_path: Path) -> None:
     assert folder_of("maker/decoder", where="x") == Path("maker/decoder")
     for given in ("maker/absent", "run/iter_3.pth", "./maker/decoder", "decoder", "/a/b", "a/b/c", "other/iter_3.pth"):
         assert folder_of(given, where="x") == Path(given), "no name of the hub: the caller reports it"
-
-
-@pytest.mark.parametrize(
-    ("given", "where"),
-    [
-        ({"model": {**MODEL, "pretrained": "maker/gone"}}, "model.pretrained 'maker/gone'"),
-        ({"tokenizer": {**TOKENIZER, "path": "maker/gone"}}, "tokenizer.path 'maker/gone'"),
-        ({"load_from": "maker/gone"}, "load_from 'maker/gone'"),
-    ],
-)
-def test_what_the_cache_has_not_is_named_with_its_key(
-    cache: Path, tmp_path: Path, given: dict[str, Any], where: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        train(tmp_path, **{"tokenizer": TOKENIZER, **given})
-    assert f"{where} is no folder here, and it cannot be loaded from the hub: " in str(caught.value)
-    assert "hf download maker/gone --local-dir FOLDER" in str(caught.value)

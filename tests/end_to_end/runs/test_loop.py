@@ -13,22 +13,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
 from tests.checkpoint.support import write_state
-from tests.text_run import WORDS, text_config
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.errors import ConfigError, DataError, TrainingError
+from unigen_ds.core.errors import DataError
 from unigen_ds.core.progress import Progress
-from unigen_ds.examples.digits.dataset import read_split, write_digits
+from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.runner import Runner, train_config
+from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
 
 RECORDS = 594
@@ -183,40 +179,6 @@ def test_calls_come_in_the_documented_order(two_epochs):
     ]
 
 
-def test_weights_move_between_the_last_forward_and_the_last_after_train_iter_only(two_epochs):
-    recorder = two_epochs.recorder
-    moved = {
-        (before, after)
-        for before, after, old, new in zip(
-            recorder.calls, recorder.calls[1:], recorder.weights, recorder.weights[1:], strict=False
-        )
-        if old != new
-    }
-    assert moved == {(f"before_train_iter {ACCUMULATE - 1}", f"after_train_iter {ACCUMULATE - 1}")}
-    assert len(set(recorder.weights)) == 1 + len(recorder.updates), "each update moves the weights"
-
-
-def test_the_weights_follow_the_curve(tmp_path, data):
-    """A learning rate that is 0 moves nothing: the curve reaches the optimizer, not only the log."""
-    still = {"type": "ConstantLR", "factor": 0.0, "begin": 0, "end": 3 * ACCUMULATE, "by_epoch": False}
-    recorder = trained(tmp_path, data, param_scheduler=[still], **limit(max_updates=4)).recorder
-    after = [
-        w for call, w in zip(recorder.calls, recorder.weights, strict=True) if call in ("before_train", "after_update")
-    ]
-    moved = [old != new for old, new in zip(after, after[1:], strict=False)]
-    assert moved == [result.hparams[0]["lr"] > 0 for _, result in recorder.updates] and len(set(moved)) == 2, moved
-
-
-def test_a_resume_is_told_before_training(tmp_path, data):
-    trained(tmp_path, data, max_updates=1, **limit(max_updates=2))
-    resumed = trained(tmp_path, data, resume=True, **limit(max_updates=2))
-    assert resumed.recorder.calls[:4] == ["before_run", "after_load_checkpoint", "before_train", "before_train_epoch 0"]
-    assert resumed.recorder.calls.count("after_update") == 1
-    # before_run still sees the fresh weights, after_load_checkpoint the loaded ones
-    first, second, third, *_ = resumed.recorder.weights
-    assert first != second == third
-
-
 class Breaks(Hook):
     """Raises in the second update, after the recorder (a hook of the same priority, given earlier) has seen it."""
 
@@ -225,62 +187,7 @@ class Breaks(Hook):
             raise RuntimeError("a user's hook broke")
 
 
-def test_an_error_is_told_instead_of_the_rest(tmp_path, data):
-    outcome = prepared(tmp_path, data, hooks=(dict(type=Breaks),), **limit(max_updates=4))
-    with pytest.raises(RuntimeError, match="a user's hook broke") as raised:
-        outcome.runner.train()
-    assert outcome.recorder.calls == [
-        *("before_run", "before_train", "before_train_epoch 0"), *ONE_UPDATE * 2, "on_exception",
-    ]  # fmt: skip
-    assert outcome.recorder.error is raised.value
-    assert checkpoints(tmp_path) == [], "nothing is saved from a state that nobody vouches for"
-
-
 # --- progress -----------------------------------------------------------------------------------------------------
-
-
-def tokens_of(runner: Runner, sample_id: str) -> int:
-    """Even records: four words drawn as 4 x 4 latent patches. Odd ones: an image read, and four words.
-
-    A text has a begin and an end token around it, an image too.
-    """
-    vit_side = 8 // runner.config["model"]["vit"]["patch_size"]
-    patches = 16 if int(sample_id.split(":")[1]) % 2 == 0 else vit_side**2
-    return (patches + 2) + (4 + 2)
-
-
-def test_progress_is_what_the_data_says(two_epochs):
-    sequences = tokens = 0
-    for number, (progress, result) in enumerate(two_epochs.recorder.updates, start=1):
-        assert result.sequences == (sequences, sequences + GLOBAL)
-        sequences += GLOBAL
-        update_tokens = sum(tokens_of(two_epochs.runner, i) for i in result.sample_ids)
-        tokens += update_tokens
-        assert result.tokens == update_tokens
-        assert progress == Progress(
-            sequences=sequences, samples=sequences, tokens=tokens, updates=number, epoch=sequences // EPOCH
-        )
-    assert number == 2 * EPOCH // GLOBAL == 29 and two_epochs.progress == progress
-
-
-def test_an_epoch_takes_no_sample_twice(two_epochs):
-    ids = two_epochs.sample_ids
-    assert ids == [i for batch in two_epochs.recorder.batches for i in batch.sample_ids]
-    epochs = [ids[:EPOCH], ids[EPOCH:]]
-    for number, epoch in enumerate(epochs):
-        assert len(set(epoch)) == EPOCH and {i.split(":")[2] for i in epoch} == {str(number)}
-    assert epochs[0] != [i[: i.rindex(":")] + ":0" for i in epochs[1]], "epochs differ in their order"
-
-
-def test_a_packed_epoch_takes_every_sample_once(tmp_path, data):
-    packing = dict(type="BestFitPacking", window=128)
-    settings = {"train_dataloader__packing": packing, "train_dataloader__batch_size": 8}
-    outcome = trained(tmp_path, data, **settings, **limit(max_epochs=2))
-    first = [i for i in outcome.sample_ids if i.endswith(":0")]
-    assert sorted(int(i.split(":")[1]) for i in first) == list(range(RECORDS))
-    assert outcome.progress.samples == len(outcome.sample_ids) > RECORDS
-    assert outcome.progress.tokens == sum(tokens_of(outcome.runner, i) for i in outcome.sample_ids)
-    assert outcome.progress.sequences == 16 * outcome.progress.updates
 
 
 # --- limits -------------------------------------------------------------------------------------------------------
@@ -303,16 +210,6 @@ def test_a_run_never_trains_on_more_than_asked(tmp_path, data, train_cfg, update
     assert outcome.runner.finished and outcome.runner.stop_reason is None
 
 
-def test_a_limit_in_tokens_ends_with_the_update_that_reaches_it(two_epochs, tmp_path, data):
-    """How many tokens the next update has is not known before it is loaded: it may go beyond by a part of an update."""
-    after = [progress.tokens for progress, _ in two_epochs.recorder.updates[:4]]
-    short = {"train_dataloader__seq_length": 24}  # as long as the longest record: the length of the run is an estimate
-    exact = trained(tmp_path / "exact", data, **short, **limit(max_tokens=after[2]))
-    beyond = trained(tmp_path / "beyond", data, **short, **limit(max_tokens=after[2] + 1))
-    assert (exact.progress.updates, exact.progress.tokens) == (3, after[2])
-    assert (beyond.progress.updates, beyond.progress.tokens) == (4, after[3])
-
-
 def test_max_updates_stops_hard_and_leaves_the_curve_alone(two_epochs, tmp_path, data):
     stopped = trained(tmp_path, data, max_updates=5, **limit(max_epochs=2))
     assert stopped.progress.updates == 5 and not stopped.runner.finished
@@ -324,26 +221,6 @@ def test_max_updates_stops_hard_and_leaves_the_curve_alone(two_epochs, tmp_path,
     text = (checkpoint / "config.py").read_text()
     assert compile(text, "config.py", "exec") and f"from {__name__} import Recorder" in text, "a class is imported"
     assert manifest.schedule == whole.schedule and manifest.schedule["total_sequences"] == 2 * EPOCH
-
-
-class Stops(Hook):
-    """Asks for a stop when update 2 is done; ``name`` gives it a row in the table of priorities."""
-
-    def __init__(self, name: str = "") -> None:
-        self.name = name
-
-    def after_update(self, run: Run, result: UpdateResult) -> None:
-        if run.progress.updates == 2:
-            run.request_stop("enough")
-
-
-@pytest.mark.parametrize("name", ["", "profiler"], ids=["before the checkpoint hook", "after the checkpoint hook"])
-def test_a_requested_stop_ends_with_this_update_and_a_checkpoint(tmp_path, data, name):
-    outcome = trained(tmp_path, data, hooks=(dict(type=Stops, name=name),), **limit(max_epochs=1))
-    assert outcome.progress.updates == len(outcome.recorder.updates) == 2
-    assert outcome.runner.stop_reason == "enough" and not outcome.runner.finished
-    assert outcome.recorder.calls.count("after_train") == outcome.recorder.calls.count("after_run") == 1
-    assert [Manifest.read(path).progress for path in checkpoints(tmp_path)] == [outcome.progress]
 
 
 # --- samples that cannot be decoded -------------------------------------------------------------------------------
@@ -364,6 +241,16 @@ def damaged(tmp_path_factory) -> tuple[Path, dict[str, str]]:
             lost[f"digits_val:{index}:0"] = file
         (root / file).write_bytes((root / file).read_bytes()[:45])
     return root, lost
+
+
+def tokens_of(runner: Runner, sample_id: str) -> int:
+    """Even records: four words drawn as 4 x 4 latent patches. Odd ones: an image read, and four words.
+
+    A text has a begin and an end token around it, an image too.
+    """
+    vit_side = 8 // runner.config["model"]["vit"]["patch_size"]
+    patches = 16 if int(sample_id.split(":")[1]) % 2 == 0 else vit_side**2
+    return (patches + 2) + (4 + 2)
 
 
 def test_undecodable_samples_are_counted_and_named(damaged, tmp_path):
@@ -400,25 +287,6 @@ def test_too_many_of_them_stop_the_run(damaged, tmp_path):
 # --- updates without a finite gradient ----------------------------------------------------------------------------
 
 
-class ContrastDigits:
-    """A user's own data set that scales each digit by its own contrast, and divides by zero where there is none."""
-
-    def __init__(self, root: str, blank: tuple[int, ...]) -> None:
-        self.images, self.digits = read_split(Path(root), "val")
-        for index in blank:
-            self.images[index] = 0.5
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        pixels = self.images[index]
-        with np.errstate(invalid="ignore"):
-            scaled = (pixels - pixels.min()) / (pixels.max() - pixels.min()) * 2.0 - 1.0
-        ids = [1, 6 + int(self.digits[index])]
-        return {"input_ids": ids, "labels": ids, "padded_images": torch.from_numpy(scaled)[None]}
-
-
 class Bytes(Hook):
     """After each update: the bytes of everything that a checkpoint of the engine would hold."""
 
@@ -437,68 +305,3 @@ class Bytes(Hook):
         folder.mkdir(parents=True)
         write_state(run.backend, folder)
         self.saved.append({path.name: path.read_bytes() for path in folder.iterdir()})
-
-
-def contrast_run(tmp_path: Path, data: Path, blank: tuple[int, ...], **overrides: Any) -> tuple[Outcome, Bytes]:
-    inner = dict(type=ContrastDigits, root=str(data), blank=blank)
-    dataset = dict(type="DatasetAdapter", dataset=inner, images="generate")
-    hooks = (dict(type=Bytes, folder=str(tmp_path / "bytes")),)
-    outcome = prepared(tmp_path / "run", data, hooks=hooks, train_dataloader__dataset=dataset, **overrides)
-    (saved,) = (hook for hook in outcome.runner.hooks if isinstance(hook, Bytes))
-    return outcome, saved
-
-
-def test_one_update_without_a_finite_gradient_changes_nothing(tmp_path, data):
-    outcome, saved = contrast_run(tmp_path, data, (50,), **limit(max_epochs=1))
-    outcome.runner.train()
-    (bad,) = (n for n, (_, r) in enumerate(outcome.recorder.updates) if "ContrastDigits:50:0" in r.sample_ids)
-    number = len(outcome.recorder.updates)
-    assert number == 7 and 0 < bad < number - 1, "with updates on both sides of it"
-    assert [result.applied for _, result in outcome.recorder.updates] == [n != bad for n in range(number)]
-    for n, (before, after) in enumerate(zip(saved.saved, saved.saved[1:], strict=False)):
-        assert set(after) == {"model.safetensors", "optimizer.safetensors"}
-        assert [before[name] == after[name] for name in after] == [n == bad] * 2
-    assert outcome.progress.skipped_updates == 1 and outcome.progress.updates == number
-    assert outcome.progress.sequences == number * GLOBAL, "its data is consumed"
-    assert [line["applied"] for line in outcome.lines] == [n != bad for n in range(number)]
-    assert [line["loss/image"] is None for line in outcome.lines] == [n == bad for n in range(number)]
-    weights: dict[str, Tensor] = dict(outcome.runner.backend.model.state_dict())
-    assert all(bool(weight.isfinite().all()) for weight in weights.values())
-
-
-def test_so_many_in_a_row_stop_the_run_and_name_their_sequences(tmp_path, data):
-    guard = dict(type="NanGuardHook", max_consecutive=3)
-    outcome, saved = contrast_run(tmp_path, data, tuple(range(297)), default_hooks__nan_guard=guard)
-    with pytest.raises(TrainingError) as error:
-        outcome.runner.train()
-    message = str(error.value)
-    assert message.startswith("3 updates in a row")
-    assert f"updates 1 to 3, sequences 0:{3 * GLOBAL}" in message
-    assert "ContrastDigits:" in message and outcome.recorder.error is error.value
-    assert outcome.progress.skipped_updates == outcome.progress.updates == 3
-    assert len({state["model.safetensors"] for state in saved.saved}) == 1
-    assert checkpoints(tmp_path / "run") == []
-
-
-def test_what_fills_no_iteration_and_no_update_is_counted(tmp_path: Path) -> None:
-    """Six samples in iterations of four, two of them an update, three epochs: an update and a half."""
-    loader = {"train_dataloader__batch_size": 4, "train_dataloader__packing": None}
-    given = {**loader, "optim_wrapper__accumulative_counts": 2, "train_cfg__max_epochs": 3}
-    records = [{"text": f"{word} two"} for word in WORDS[:6]]
-    config = text_config(tmp_path, records, **given)
-    train_config(config)
-    log = (tmp_path / "run" / "train.log").read_text(encoding="utf-8")
-    assert "2 of the 6 samples of an epoch fill no whole iteration of 4 sequences" in log
-    assert "The 4 sequences that are left until the end of train_cfg fill no update of 8." in log
-    whole = {**given, "train_dataloader__drop_last": False, "work_dir": str(tmp_path / "whole")}
-    train_config(text_config(tmp_path, records, **whole))
-    log = (tmp_path / "whole" / "train.log").read_text(encoding="utf-8")
-    assert "fill no" not in log and "Training complete after 3 updates" in log
-
-
-def test_weights_that_are_not_there_are_reported_before_the_data_is_read(tmp_path: Path) -> None:
-    missing = {"model": {"type": "DecoderLM", "pretrained": str(tmp_path / "nowhere")}}
-    config = text_config(tmp_path, [{"text": "one two"}], **missing)
-    with pytest.raises(ConfigError, match=r"model\.pretrained names .*nowhere', and there is no such file or folder"):
-        Runner.from_cfg(config)
-    assert not (tmp_path / ".unigen_index").exists()

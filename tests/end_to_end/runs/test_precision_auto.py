@@ -69,15 +69,6 @@ def test_a_device_that_cannot_keep_it_is_a_finding(
     assert "Checklist, precision: bf16 -> fp16. masters and moments are fp32 in all" in log(tmp_path)
 
 
-def test_what_is_given_is_not_chosen(tmp_path: Path, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    device(False)
-    train(tmp_path)
-    assert Manifest.read(tmp_path / "run" / "iter_2.pth").topology["precision"] == "fp32"
-    with pytest.raises(ConfigError, match=r"which .* cannot compute.*'auto'"):
-        monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Tesla T4")
-        train(tmp_path / "b", optim_wrapper__precision="bf16")
-
-
 def test_an_evaluation_computes_as_the_training_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, val_dataloader={"split": 0.3}, **AUTO)
     out = str(tmp_path / "result.json")

@@ -16,11 +16,10 @@ from tests.data.text.chat_support import character_tokenizer
 from tests.end_to_end.engines.pictures import write_drawings, write_talks
 from tests.end_to_end.engines.texts import write_decoder
 from tests.golden_files import BAGEL, NANOVLM
-from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model
-from unigen_ds.runner.settings.tree import Settings, load_config
+from unigen_ds.runner.settings.tree import load_config
 from unigen_ds.system.journals import read_lines
 
 WORDS = ("zero", "one", "two", "three", "four", "draw", "a", "handwritten", "this", "is")
@@ -75,33 +74,6 @@ def test_a_recipe_of_nanovlm_trains(data: Path, tmp_path: Path) -> None:
     assert model.keys() == again.keys() and all(torch.equal(model[key], again[key]) for key in model)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "match"),
-    [
-        ("nanovlm_230m", {"model.pretrained": str(NANOVLM), "tokenizer.path": "{data}/chat"},
-         r"does not fit the model .*Remedy: leave sizes out of the section model, or set them to None"),
-        ("bagel_7b_fsdp", {"model.pretrained": "{data}/bagel", "tokenizer.path": "{data}/bagel",
-                           "model.llm": {"num_hidden_layers": 3}, **SMALL_IMAGES},
-         r"missing: language_model\.model\.layers\.2\."),
-        ("bagel_7b_fsdp", {"model.pretrained": str(NANOVLM), "tokenizer.path": "{data}/bagel"},
-         r"nanoVLM's directory, and not for model\.type 'UnifiedModel'.*Remedy: model\.type='VLM'\.$"),
-        ("decoder_lm_90m", {"model.pretrained": "{data}/llama", "tokenizer.path": "{data}/bagel"},
-         r"does not fit the model .*Remedy: leave sizes out"),
-    ],
-)  # fmt: skip
-def test_sizes_of_a_recipe_that_contradict_its_weights_are_named(
-    data: Path, tmp_path: Path, name: str, changes: dict[str, Any], match: str
-) -> None:
-    given = {key: v.format(data=data) if isinstance(v, str) else v for key, v in changes.items()}
-    drawn = name.startswith("bagel")
-    given["train_dataloader.dataset.data_path"] = str(data / ("drawings" if drawn else "talks") / "mixed.jsonl")
-    if name == "decoder_lm_90m":
-        write_decoder(data / "llama")
-        given["train_dataloader.dataset.data_path"] = str(data / "talks" / "texts.jsonl")
-    with pytest.raises((ConfigError, CheckpointError), match=match):
-        Runner.from_cfg(load_config(name, {**SMALL, **given, "work_dir": str(tmp_path / "run")}))
-
-
 def test_the_larger_decoder_trains(tmp_path: Path) -> None:
     """From a tiny Llama; its layers are computed again in the backward pass."""
     write_decoder(tmp_path / "llama")
@@ -115,14 +87,6 @@ def test_the_larger_decoder_trains(tmp_path: Path) -> None:
         "train_dataloader.seq_length": 48,
     })  # fmt: skip
     assert [line["update"] for line in lines] == [1, 2] and "First update: losses text" in log
-
-
-def test_the_smaller_nanovlm_has_its_size() -> None:
-    """That of ``nanoVLM-230M-8k``: 85.9 M of the vision tower, 134.5 M of the language model, 7.1 M between them."""
-    settings = Settings.from_config(load_config("nanovlm_230m", {"work_dir": "run"}))
-    with torch.device("meta"):
-        model = settings.model.build()
-    assert sum(p.numel() for p in model.parameters()) == 228_063_936 and model.patches_per_tile == 32 * 32
 
 
 @pytest.mark.parametrize(("name", "engine"), [("bagel_7b_fsdp", "fsdp"), ("bagel_7b_zero3", "deepspeed"),

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 
 from tests.text_run import text_config, words
-from unigen_ds.system.log import hide_known
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -38,34 +35,3 @@ def test_a_start_under_deepspeed_has_our_lines_alone(tmp_path: Path) -> None:
     lines = [*found.stdout.splitlines(), *found.stderr.splitlines()]
     ours = re.compile(r"\d\d:\d\d:\d\d (INFO|WARNING) ")
     assert [line for line in lines if not ours.match(line)] == [] and len(lines) > 3
-
-
-def test_other_lines_of_the_libraries_are_shown(caplog: pytest.LogCaptureFixture) -> None:
-    renamed = "`torch.distributed.{}` is deprecated. Please use another."
-    with warnings.catch_warnings(record=True) as found:
-        warnings.resetwarnings()
-        hide_known()
-        for category, name, module in (
-            (FutureWarning, "reduce_scatter_tensor", "torch.distributed.c10d_logger"),  # hidden
-            (FutureWarning, "all_gather_into_tensor", "my.own"),
-            (UserWarning, "all_gather_into_tensor", "torch.distributed.c10d_logger"),
-            (FutureWarning, "all_reduce_coalesced", "torch.distributed.c10d_logger"),
-        ):
-            warnings.warn_explicit(renamed.format(name), category, "f.py", 1, module=module)
-    assert [(one.category, str(one.message)) for one in found] == [
-        (FutureWarning, renamed.format("all_gather_into_tensor")),
-        (UserWarning, renamed.format("all_gather_into_tensor")),
-        (FutureWarning, renamed.format("all_reduce_coalesced")),
-    ]
-    known = "Setting accelerator to CPU. If you have GPU"
-    log = logging.getLogger("DeepSpeed")
-    log.addHandler(caplog.handler)  # DeepSpeed's own logger does not pass records on
-    try:
-        for level, text in ((logging.WARNING, known), (logging.ERROR, known), (logging.WARNING, "another")):
-            log.log(level, text)
-    finally:
-        log.removeHandler(caplog.handler)
-    assert {(record.levelname, record.getMessage()) for record in caplog.records} == {
-        ("ERROR", known),
-        ("WARNING", "another"),
-    }

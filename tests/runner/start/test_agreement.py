@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.processes import ranks
 from tests.runner.start.differing_ranks import DIFFERENT, SAME
-from unigen_ds.runner.start.agreement import _files
 
 Found = list[dict[str, str]]
 NAMED = {
@@ -56,12 +54,3 @@ def test_both_ranks_end_with_the_key_and_both_values(found: Found, name: str) ->
 def test_what_a_node_has_of_its_own_may_differ(found: Found, name: str) -> None:
     """Folders, caches, threads, workers, and what only rank 0 writes: the runs train."""
     assert [one.get(name, "not reached") for one in found] == ["", ""]
-
-
-def test_weights_are_compared_by_names_and_sizes(tmp_path: Path) -> None:
-    """Of the folder that each rank reads, wherever that is."""
-    for name in ("model.safetensors", "vae/a.bin", "notes.txt", ".cache/huggingface/b.json"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"12345")
-    assert _files(tmp_path) == {"model.safetensors": 5, "vae/a.bin": 5}
-    assert _files(tmp_path / "model.safetensors") == {".": 5}

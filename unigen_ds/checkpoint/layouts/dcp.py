@@ -12,7 +12,7 @@ import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
@@ -103,7 +103,10 @@ class DCPReader(PieceReader):
                 continue
             if index.fqn not in chunks:  # once for each tensor, not once for each part of it
                 chunks[index.fqn] = {tuple(chunk.offsets): chunk for chunk in reversed(tensor.chunks)}
-            chunk = _chunk(tensor, index, chunks[index.fqn])
+            offset = tuple(index.offset or ())
+            chunk = chunks[index.fqn].get(offset) if offset else next(iter(tensor.chunks), None)
+            if chunk is None:
+                raise CheckpointError(f"the checkpoint's .metadata has no chunk of {index.fqn} at {offset}")
             row = math.prod(tensor.size[1:])
             if tuple(chunk.sizes[1:]) != tuple(tensor.size[1:]):
                 raise CheckpointError(f"{directory}: {index.fqn} is not split along its first dimension")
@@ -158,14 +161,6 @@ def _check_files(directory: Path, entries: Iterable[Any]) -> None:
             raise CheckpointError(f"{path} is missing")
         if path.stat().st_size < end:
             raise CheckpointError(f"{path} is incomplete: it has {path.stat().st_size} bytes of {end}")
-
-
-def _chunk(tensor: Any, index: Any, by_offset: Mapping[tuple[int, ...], Any]) -> Any:
-    offset = tuple(index.offset or ())
-    chunk = by_offset.get(offset) if offset else next(iter(tensor.chunks), None)
-    if chunk is not None:
-        return chunk
-    raise CheckpointError(f"the checkpoint's .metadata has no chunk of {index.fqn} at {offset}")
 
 
 def _fetch(path: Path, offset: int, length: int, numel: int, dtype: torch.dtype) -> Fetch:

@@ -55,7 +55,13 @@ class DeepSpeedReader(PieceReader):
     ) -> None:
         super().__init__()
         names = [path.name for path in directory.iterdir()] if files is None else list(files)
-        _check_parallel(directory, names)
+        for name in sorted(names):
+            if re.match(r"(?:zero_pp_rank_\d+_)?mp_rank_(?!00_)\d+_|layer_\d+|expp?_rank_|.*expert_\d+", name):
+                raise CheckpointError(
+                    f"{directory / name} is a part of a model split by tensor, pipeline or expert parallelism",
+                    allowed="ZeRO stages 0 to 3",
+                    remedy="merge it with the tool of the trainer that wrote it",
+                )
         model, optim = ([self._load(path) for path in _by_rank(directory, kind, names)] for kind in (_MODEL, _OPTIM))
         optim = [content["optimizer_state_dict"] for content in optim]
         if not model or (not optim and model[0].get("param_shapes") is not None):
@@ -68,12 +74,21 @@ class DeepSpeedReader(PieceReader):
         self.tied = dict(model[0].get("shared_params") or {})
         self.frozen: set[str] = set()
         self.groups = {name: i for i, group in enumerate(model[0].get("param_shapes") or ()) for name in group}
-        self.zero_stage = _stage(optim[0]) if optim else 0
+        self.zero_stage = 0
+        if optim:
+            values = getattr(optim[0].get("zero_stage"), "values", None) or ()
+            self.zero_stage = 3 if "fp32_flat_groups" in optim[0] else 1
+            if values:
+                self.zero_stage = _STAGES.index(values[1]) if len(values) == 2 else int(values[0])
         self._add_buffers(model[0])
         if not optim:
             self._add_module(model[0]["module"])
             return
-        _check_ranks(directory, optim)
+        count = optim[0]["partition_count"]  # ZeRO-1/2: one number for each group
+        number = max(count) if isinstance(count, (list, tuple)) else int(count)
+        if len(optim) != number:
+            missing = f"{directory} lacks the optimizer file of rank {len(optim)}"
+            raise CheckpointError(f"{missing}: {number} ranks wrote it, {len(optim)} are here")
         if self.zero_stage == 3 and len(optim) != len(model):
             raise CheckpointError(f"{directory} has {len(model)} model files and {len(optim)} optimizer files")
         self._add_frozen(model)
@@ -168,14 +183,6 @@ class DeepSpeedReader(PieceReader):
             self.add(LOSS_SCALE, LOSS_SCALE, 0, 2, slices_of(pair))
 
 
-def _stage(state: Mapping[str, Any]) -> int:
-    """The ZeRO stage an optimizer file was written by."""
-    values = getattr(state.get("zero_stage"), "values", None)
-    if values:
-        return _STAGES.index(values[1]) if len(values) == 2 else int(values[0])
-    return 3 if "fp32_flat_groups" in state else 1
-
-
 def _moments(optimizer: Mapping[str, Any], group: int) -> dict[str, Tensor]:
     """Moments of one group as flat tensors. Some optimizers keep the step as a number, or with the group's settings."""
     state = {kind: v for kind, v in optimizer["state"].get(group, {}).items() if isinstance(v, (Tensor, int, float))}
@@ -189,17 +196,6 @@ def _moments(optimizer: Mapping[str, Any], group: int) -> dict[str, Tensor]:
     }
 
 
-def _check_parallel(directory: Path, names: Sequence[str]) -> None:
-    """Raises ``CheckpointError`` where the model was split by other means than ZeRO."""
-    for name in sorted(names):
-        if re.match(r"(?:zero_pp_rank_\d+_)?mp_rank_(?!00_)\d+_|layer_\d+|expp?_rank_|.*expert_\d+", name):
-            raise CheckpointError(
-                f"{directory / name} is a part of a model that was split by tensor, pipeline or expert parallelism",
-                allowed="ZeRO stages 0 to 3",
-                remedy="merge it with the tool of the trainer that wrote it",
-            )
-
-
 def _by_rank(directory: Path, pattern: re.Pattern[str], names: Iterable[str]) -> list[Path]:
     """Files in rank order. Raises ``CheckpointError`` where one of them is missing."""
     files = {int(m.group(1) or 0): directory / name for name in names if (m := pattern.match(name))}
@@ -210,16 +206,6 @@ def _by_rank(directory: Path, pattern: re.Pattern[str], names: Iterable[str]) ->
             remedy="copy the whole folder: each rank's file holds a part of the weights",
         )
     return [files[rank] for rank in sorted(files)]
-
-
-def _check_ranks(directory: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ``CheckpointError`` where files at the end are missing: every file has the number of ranks that wrote."""
-    count = ranks[0]["partition_count"]  # ZeRO-1/2: one number for each group
-    number = max(count) if isinstance(count, (list, tuple)) else int(count)
-    if len(ranks) != number:
-        raise CheckpointError(
-            f"{directory} lacks the optimizer file of rank {len(ranks)}: {number} ranks wrote it, {len(ranks)} are here"
-        )
 
 
 def _zero3_part(numel: int, rank: int, world_size: int) -> tuple[int, int, int]:

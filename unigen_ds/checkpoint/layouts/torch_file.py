@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import MASTER, Fetch, PieceReader, slices_of
+from unigen_ds.core.shards import MASTER, PieceReader, slices_of
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which trainers keep the model's state dict, next to the optimizer's."""
@@ -68,10 +68,13 @@ def _refusal(name: str) -> CheckpointError:
     )
 
 
-def _inert_class(path: str) -> tuple[type, str]:
+def _stand_in(path: str) -> Any:
+    """What is put at a name of a file. A mapping is none: torch's unpickler fills nothing else."""
+    if path in _DICTS:
+        return lambda *values: next((dict(value) for value in values if isinstance(value, dict)), {})
     package, name = path.partition(".")[0], path.rpartition(".")[2]
     stored_by_call = path in _FUNCTIONS or (package in _TRAINERS and name[:1].isupper())
-    return type(name, (Inert if stored_by_call else _NotCalled,), {"path": path}), path
+    return type(name, (Inert if stored_by_call else _NotCalled,), {"path": path})
 
 
 def load_file(path: Path) -> Any:
@@ -83,18 +86,13 @@ def load_file(path: Path) -> Any:
         for name in unknown:
             if name.partition(".")[0] in _BLOCKED:
                 raise _refusal(name)
-        # a mapping instead of an inert class: torch's unpickler fills nothing else
-        stand_ins: list[Any] = [(_dict_of, name) if name in _DICTS else _inert_class(name) for name in unknown]
+        stand_ins: list[Any] = [(_stand_in(name), name) for name in unknown]
         with torch.serialization.safe_globals(stand_ins):
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except CheckpointError as error:
         raise CheckpointError(f"{path} is refused: {error.problem}", remedy=error.remedy) from error
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _dict_of(*values: Any) -> dict[Any, Any]:
-    return next((dict(value) for value in values if isinstance(value, dict)), {})
 
 
 # Weights in plain form: by torch itself, mmengine, accelerate, transformers, or a merge. A state dict at the top of a
@@ -117,15 +115,21 @@ class TorchReader(PieceReader):
             state = _state_dict(content, path)
             if state is not content:
                 self.others += [str(key) for key in content if content[key] is not state]
-            tensors |= {name: (tensor, path) for name, tensor in state.items() if isinstance(tensor, Tensor)}
+            tensors |= {str(name): (tensor, path) for name, tensor in state.items() if isinstance(tensor, Tensor)}
         first: dict[tuple[int, ...], str] = {}
-        for name, (tensor, path) in without_prefixes(tensors).items():
+        for prefix in PREFIXES:
+            if tensors and all(name.startswith(prefix) for name in tensors):
+                tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
+        for name, (tensor, path) in tensors.items():
             memory = (tensor.data_ptr(), tensor.numel(), *tensor.stride())
             if tensor.numel() and memory in first:
                 self.tied = {**self.tied, name: first[memory]}
                 continue
             first[memory] = name
-            self.add(MASTER, name, 0, tensor.numel(), _fetch(tensor, name), source=str(path), shape=tensor.shape)
+            if tensor.layout is not torch.strided or tensor.is_quantized:
+                raise CheckpointError(f"{name} is a {tensor.layout} tensor", allowed="dense tensors")
+            fetch = slices_of(tensor if tensor.is_contiguous() else tensor.contiguous())
+            self.add(MASTER, name, 0, tensor.numel(), fetch, source=str(path), shape=tensor.shape)
 
 
 def _state_dict(content: Any, path: Path) -> Mapping[str, Any]:
@@ -141,18 +145,3 @@ def _state_dict(content: Any, path: Path) -> Mapping[str, Any]:
             remedy="save model.state_dict(); a whole model is a pickle of classes, which is not executed",
         )
     return state
-
-
-def without_prefixes(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """``found`` without those of ``PREFIXES`` that every name has."""
-    names = {str(name): value for name, value in tensors.items()}
-    for prefix in PREFIXES:
-        if names and all(name.startswith(prefix) for name in names):
-            names = {name.removeprefix(prefix): value for name, value in names.items()}
-    return names
-
-
-def _fetch(tensor: Tensor, name: str) -> Fetch:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise CheckpointError(f"{name} is a {tensor.layout} tensor", allowed="dense tensors")
-    return slices_of(tensor) if tensor.is_contiguous() else lambda start, stop: tensor.reshape(-1)[start:stop]

@@ -149,7 +149,6 @@ class Runner:
         folders = {"work_dir": self.work_dir, "checkpoint_dir": self.checkpoint_dir}
         if same(*folders.values()):
             folders.pop("checkpoint_dir")
-        hour = 3600.0
         try:
             for key, folder in folders.items():
                 self._locks.append(WorkDirLock(folder, key=key))
@@ -159,7 +158,7 @@ class Runner:
             self._unlock_folders()
             raise
         for lock, folder in zip(self._locks, folders.values(), strict=True):
-            for path in store.sweep(folder, older_than_s=0.0 if lock.exclusive else hour):
+            for path in store.sweep(folder) if lock.exclusive else ():
                 logger().info("Removed %s, left by an interrupted save or deletion.", path)
         return identifier
 
@@ -367,8 +366,7 @@ class Parameters:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._built = backend.named_parameters()
-        self._held = [*self._built.values()]
-        self._trained = [parameter.requires_grad for parameter in self._held]
+        self._trained = [parameter.requires_grad for parameter in self._built.values()]
         owners = (module._parameters for module in backend.model.modules())
         self._owners = [(owner, name, p) for owner in owners for name, p in owner.items()]
 
@@ -376,21 +374,20 @@ class Parameters:
         """Raise ``ConfigError`` where ``hook`` has changed them. Called after each of its methods."""
         if hook.name in PRIORITY and type(hook).__module__.startswith("unigen_ds."):
             return
-        changes = []
-        if [parameter.requires_grad for parameter in self._held] != self._trained:
-            flags = zip(self._built.items(), self._trained, strict=True)
-            changes = [f"sets requires_grad={not was} of {name}" for (name, p), was in flags if p.requires_grad != was]
+        built = self._built
+        changes = [
+            f"sets requires_grad={not was} of {name}"
+            for (name, parameter), was in zip(built.items(), self._trained, strict=True)
+            if parameter.requires_grad != was
+        ]
         if point in _RARE or (point == "after_update" and self._are_others()):
-            now, built = self._backend.named_parameters(), self._built
+            now = self._backend.named_parameters()
             changes += [f"adds {name}" for name in now if name not in built]
             changes += [f"removes {name}" for name in built if name not in now]
             changes += [f"replaces {name}" for name, p in now.items() if built.get(name, p) is not p]
         if changes:
-            more = f" (and {len(changes) - 1} more changes)" if len(changes) > 1 else ""
-            late = point == "after_update" and not changes[0].startswith("sets ")
-            others = " (or a hook before it in this update)" if late else ""
             raise ConfigError(
-                f"{hook.name or type(hook).__name__}.{point}{others} {changes[0]}{more}, after the engine was built",
+                f"{hook.name or type(hook).__name__}.{point} {changes[0]}, after the engine was built",
                 allowed="hooks that leave the model's parameters as they are",
                 remedy="model.freeze, or optim_wrapper.paramwise_cfg.groups=[dict(pattern=..., lr=0)], freezes; a model"
                 " with other parameters is a class of your own (docs/extending.md)",

@@ -79,12 +79,16 @@ class EvaluationSubject:
     base: str | None = None
 
     @cached_property
+    def directory(self) -> Path:
+        """The folder or the file that ``path`` means."""
+        return self.path if self.published is not None else locate(self.path, self.tag)
+
+    @cached_property
     def manifest(self) -> Manifest | None:
         """Of the checkpoint, where it is one of this project."""
         if self.published is not None:
             return None
-        directory = locate(self.path, self.tag)
-        return Manifest.read(directory) if (directory / FILE_NAME).is_file() else None
+        return Manifest.read(self.directory) if (self.directory / FILE_NAME).is_file() else None
 
     @cached_property
     def published(self) -> Any:
@@ -98,9 +102,8 @@ class EvaluationSubject:
     @property
     def name(self) -> str:
         """What the provenance calls it."""
-        path = self.path if self.published is not None else locate(self.path, self.tag)
         update = "" if self.manifest is None else f" (update {self.manifest.progress.updates})"
-        return f"{path}{update}{' EMA' if self.ema else ''}"
+        return f"{self.directory}{update}{' EMA' if self.ema else ''}"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", folder_of(self.path, where="MODEL"))
@@ -112,12 +115,13 @@ class EvaluationSubject:
             return dict(self.config)
         if self.published is not None:
             return dict(self.published.config(self.path))
-        directory = locate(self.path, self.tag)
-        return dict(self_contained(config_of(directory), directory))
+        return dict(self_contained(config_of(self.directory), self.directory))
 
     def as_the_hook(self) -> EvaluationSubject:
         """The same with the answers of the config's ``EvaluateHook`` for metrics, where nothing else is given."""
-        hook = _hook_of(self._given)
+        hooks = (*(self._given.get("custom_hooks") or ()), *dict(self._given.get("default_hooks") or {}).values())
+        kinds = [(one, str(one.get("type")).rpartition(".")[2]) for one in hooks if isinstance(one, Mapping)]
+        hook = next((one for one, kind in kinds if kind == "EvaluateHook"), None)
         if not self.metrics or hook is None:
             return self
         own, given = dict(hook.get("generation") or {}), dict(self.generation)
@@ -173,8 +177,7 @@ class EvaluationSubject:
         if self.config is not None:
             import_custom(self.config)
         elif self.published is None:
-            directory = locate(self.path, self.tag)
-            import_stored(config_of(directory), directory, allow=self.allow_custom_imports)
+            import_stored(config_of(self.directory), self.directory, allow=self.allow_custom_imports)
 
     def open(self) -> tuple[WholeModel, list[Validation]]:
         """The model on this process's device, in the precision of the training, and the data. Not collective."""
@@ -259,10 +262,3 @@ def evaluate(given: EvaluationSubject) -> Evaluation:
         engine, sets, metrics, checkpoint=given.name, max_batches=given.max_batches,
         max_samples=given.max_samples, answering=answering, made_by={"precision": engine.precision},
     )  # fmt: skip
-
-
-def _hook_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The ``EvaluateHook`` of a config, as it is written there."""
-    given = (*(config.get("custom_hooks") or ()), *dict(config.get("default_hooks") or {}).values())
-    hooks = [hook for hook in given if isinstance(hook, Mapping)]
-    return next((hook for hook in hooks if str(hook.get("type")).rpartition(".")[2] == "EvaluateHook"), None)

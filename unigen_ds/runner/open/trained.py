@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from unigen_ds.checkpoint.base_files import Folders, find_base
-from unigen_ds.checkpoint.convert import Source, read_source
+from unigen_ds.checkpoint.base_files import find_base
+from unigen_ds.checkpoint.convert import read_source
 from unigen_ds.checkpoint.foreign import locate
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.saver import TOKENIZER
@@ -68,8 +68,11 @@ def open_model(
             return build_model(settings, processor, seed=0), processor
         except ConfigError as error:  # the config is the directory's, nobody wrote it
             raise CheckpointError(f"{path}: {error.problem}", allowed=error.allowed, remedy=error.remedy) from error
-    if config is None:
-        _import_layout(path, tag, allow=allow_custom_imports)
+    directory = locate(path, tag)
+    if config is None and (directory / FILE_NAME).is_file():
+        manifest = Manifest.read(directory)
+        if manifest.layout not in LAYOUTS.module_dict:  # one of the modules that its config names may register it
+            import_stored(manifest.config, directory, allow=allow_custom_imports)
     source = read_source(path, tag=tag)
     given: Mapping[str, Any]
     if config is None:
@@ -77,13 +80,20 @@ def open_model(
         import_stored(given, source.directory, allow=allow_custom_imports)
         config = self_contained(given, source.directory)
     else:
-        given = config = _of_weights(config, source)
-    if source.base is not None:
-        config = on_base(config, find_base(source.base, given=base, checkpoint=source.directory), given=given)
+        names = (name for kind in source.reader.kinds() for name in source.reader.names(kind))
+        if config.get("lora") and not any(".lora_" in name for name in names):  # what tools/export.py --merge wrote
+            logger().info("%s has no adapters, so lora of the config is not used.", source.directory)
+            config = {**config, "lora": None}
+        given = config
+    if source.base is not None:  # its files are read as in the training
+        read = {key: value for key, value in given["model"].items() if key in _OF_FILES}
+        folders = find_base(source.base, given=base, checkpoint=source.directory)
+        config = {**config, "model": {**config["model"], **read, "pretrained": folders}}
     elif base is not None:
         raise ConfigError(f"--base {base} has no effect: {source.directory} holds no adapters", remedy="leave it out")
     uncompiled = {key: value for key, value in config["model"].items() if key != "compile"}
-    settings, seed = ModelSettings.of({**config, "model": uncompiled}), _seed_of(config)
+    settings = ModelSettings.of({**config, "model": uncompiled})
+    seed = int((config.get("randomness") or {}).get("seed") or 0)
     processor = build_processor(settings, seed=seed)
     model = build_model(settings, processor, seed=seed)
     ema = source.average is not None and not raw
@@ -118,15 +128,6 @@ def check_device(device: torch.device | str) -> None:
         ) from error
 
 
-def _of_weights(config: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
-    """The config of a training of adapters, for what ``tools/export.py --merge`` wrote of it."""
-    names = (name for kind in source.reader.kinds() for name in source.reader.names(kind))
-    if not config.get("lora") or any(".lora_" in name for name in names):
-        return config
-    logger().info("%s has no adapters, so lora of the config is not used.", source.directory)
-    return {**config, "lora": None}
-
-
 def self_contained(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """The config of a checkpoint without the folders that it names: the sizes as the model was built, the tokenizer
     that was saved with it.
@@ -142,17 +143,6 @@ def self_contained(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any
 
 _OF_FILES = ("pretrained", "copy_init_moe")
 """Keys of a model that need its published files."""
-
-
-def on_base(config: Mapping[str, Any], folders: Folders, *, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the files of the base as ``model.pretrained``, read as in the training (``given``)."""
-    read = {key: value for key, value in given["model"].items() if key in _OF_FILES}
-    return {**config, "model": {**config["model"], **read, "pretrained": folders}}
-
-
-def _seed_of(config: Mapping[str, Any]) -> int:
-    """``randomness.seed`` of a stored config, or of a given one, which may leave it to the run."""
-    return int((config.get("randomness") or {}).get("seed") or 0)
 
 
 def config_of(directory: Path) -> dict[str, Any]:
@@ -174,36 +164,17 @@ def config_of(directory: Path) -> dict[str, Any]:
 def import_stored(config: Mapping[str, Any], directory: Path, *, allow: bool) -> None:
     """Import the modules that the config of the checkpoint in ``directory`` names. Raises ``ConfigError`` where that
     would execute code that is not allowed.
-    """
-    if not allow:
-        _refuse_imports(config, directory)
-    import_custom(config)
 
-
-def _refuse_imports(config: Mapping[str, Any], directory: Path) -> None:
-    """A checkpoint may come from anywhere, and an import executes code. Allowed are modules that are imported already
+    A checkpoint may come from anywhere, and an import executes code. Allowed are modules that are imported already
     and those of this package, which are found in its own folder whatever the working directory contains.
     """
-    own = ("unigen_ds.",)
-    modules = [name for name in custom_modules(config) if name not in sys.modules and not name.startswith(own)]
-    if modules:
+    names = [name for name in custom_modules(config) if name not in sys.modules and not name.startswith("unigen_ds.")]
+    if names and not allow:
         raise ConfigError(
-            f"the config in {directory} imports {', '.join(modules)} (custom_imports), which would execute their code",
+            f"the config in {directory} imports {', '.join(names)} (custom_imports), which would execute their code",
             remedy="--allow-custom-imports if you trust them, or name a config of your own: --config CONFIG",
         )
-
-
-def _import_layout(path: Path, tag: str | None, *, allow: bool) -> None:
-    """Import the modules of a checkpoint whose layout no imported module reads: one of them may register it.
-
-    Raises as ``open_model`` does.
-    """
-    directory = locate(path, tag)
-    if not (directory / FILE_NAME).is_file():
-        return
-    manifest = Manifest.read(directory)
-    if manifest.layout not in LAYOUTS.module_dict:
-        import_stored(manifest.config, directory, allow=allow)
+    import_custom(config)
 
 
 @torch.no_grad()

@@ -45,19 +45,17 @@ def check_settings(settings: Settings, *, max_updates: int | None) -> None:
     """Raise ``RanksDiffer`` on all ranks where one has other settings, packages or code. Collective."""
     if dist.world_size() == 1:
         return
-    values = dict(_leaves(json_values(Settings.completed(settings.given), _named)))
-    kept = {
-        key: value
-        for key, value in values.items()
-        if not key.startswith(_OWN) and not key.endswith(_OWN_LAST) and not _is_local(value)
-    }
-    backend_config = values.get("backend.config")
-    if isinstance(backend_config, str) and Path(backend_config).is_file():
-        kept["backend.config"] = Path(backend_config).read_text(encoding="utf-8", errors="replace")
-    code = {f"code of {name}": _code(name) for name in settings.custom_imports.imports}
-    own: dict[str, Any] = {f"version of {name}": version for name, version in current_versions().items()}
-    own |= {"max_updates": max_updates, "code of unigen_ds": source_digest()}
-    _compare({**kept, **code, **own})
+    facts: dict[str, Any] = {}
+    for key, value in _leaves(json_values(Settings.completed(settings.given), _named)):
+        if not (key.startswith(_OWN) or key.endswith(_OWN_LAST) or _is_local(value)):
+            facts[key] = value
+        elif key == "backend.config" and Path(value).is_file():
+            facts[key] = Path(value).read_text(encoding="utf-8", errors="replace")
+    for name in settings.custom_imports.imports:  # modules that register a user's own classes; of a package all files
+        path = getattr(sys.modules.get(name), "__file__", None)
+        facts[f"code of {name}"] = None if path is None else source_digest(Path(path))
+    facts |= {f"version of {name}": version for name, version in current_versions().items()}
+    _compare({**facts, "max_updates": max_updates, "code of unigen_ds": source_digest()})
 
 
 def check_data(settings: Settings, data: Data, *, total_sequences: float) -> None:
@@ -85,7 +83,12 @@ def _compare(own: Mapping[str, Any]) -> None:
     highest, lowest = dist.max_floats([number, -number])
     if highest == -lowest:
         return
-    ranks = dist.gather_objects({key: _short(text) for key, text in texts.items()})
+    short = {
+        key: text if len(text) <= _LONGEST else
+        f"{text[:_LONGEST]}... ({len(text)} characters, digest {hashlib.sha256(text.encode()).hexdigest()[:8]})"
+        for key, text in texts.items()
+    }  # fmt: skip
+    ranks = dist.gather_objects(short)
     lines: list[str] = []
     everywhere = set.intersection(*map(set, ranks))
     for key in sorted({key for one in ranks for key in one}, key=lambda key: (key not in everywhere, key)):
@@ -93,23 +96,16 @@ def _compare(own: Mapping[str, Any]) -> None:
         for rank, one in enumerate(ranks):
             having[one.get(key, "not there")].append(rank)
         if len(having) > 1:
-            lines.append(f"{key}: " + "; ".join(f"{_of(of_text)}: {text}" for text, of_text in having.items()))
+            values = []
+            for text, of_text in having.items():
+                rest = f" and {len(of_text) - 8} more" if len(of_text) > 8 else ""
+                values.append(f"rank {', '.join(map(str, of_text[:8]))}{rest}: {text}")
+            lines.append(f"{key}: {'; '.join(values)}")
     more = f"\n  and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
     raise RanksDiffer(
         "the processes differ:\n  " + "\n  ".join(lines[:_MOST]) + more,
         remedy="start all of them with the same config, files, packages and code",
     )
-
-
-def _of(ranks: list[int]) -> str:
-    numbers = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {numbers}"
-
-
-def _short(text: str) -> str:
-    if len(text) <= _LONGEST:
-        return text
-    return f"{text[:_LONGEST]}... ({len(text)} characters, digest {hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -135,12 +131,6 @@ def _is_local(value: Any) -> bool:
     if isinstance(value, list):
         return bool(value) and all(map(_is_local, value))
     return isinstance(value, str) and value.startswith(("/", "~", "./", "../"))
-
-
-def _code(module: str) -> str | None:
-    """Of a module that registers a user's own classes; of a package all files."""
-    path = getattr(sys.modules.get(module), "__file__", None)
-    return None if path is None else source_digest(Path(path))
 
 
 def _files(path: Path) -> dict[str, int]:

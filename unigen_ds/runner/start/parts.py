@@ -103,7 +103,14 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         backend.load_tensors(initial, weights_only=True)
     seed_everything(settings.seed, rank=dist.rank())
     if dist.is_main():
-        _log_start(start, schedules, geometry)
+        logger, per_epoch = log.logger(), start.ruler.sequences_per_epoch
+        for warns, line in start_lines(data.stream):
+            logger.log(WARNING if warns else INFO, line)
+        for line in schedules.warnings() if manifest is None else ():
+            logger.warning("%s.", line)
+        for line in chain.from_iterable(one.start_lines() for one in data.validation):
+            logger.info(line)
+        logger.info("Effective batch: %s sequences per update; %d per epoch.", geometry, per_epoch)
     loading = settings.train_dataloader
     return Parts(
         settings=settings,
@@ -188,15 +195,3 @@ def _plan(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[Res
                 number, len(findings))  # fmt: skip
     refuse(findings)
     return plan, start, findings
-
-
-def _log_start(start: Start, schedules: Schedules, geometry: Geometry) -> None:
-    """Log what the data and the schedules are. On rank 0."""
-    logger = log.logger()
-    for warns, line in start_lines(start.data.stream):
-        logger.log(WARNING if warns else INFO, line)
-    for line in schedules.warnings() if start.manifest is None else ():
-        logger.warning("%s.", line)
-    for line in chain.from_iterable(one.start_lines() for one in start.data.validation):
-        logger.info(line)
-    logger.info("Effective batch: %s sequences per update; %d per epoch.", geometry, start.ruler.sequences_per_epoch)

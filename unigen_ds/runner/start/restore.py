@@ -20,7 +20,6 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import ShardReader
 from unigen_ds.hooks.base import Hook
 from unigen_ds.resume.finding import model_findings, other_model, other_sizes, refuse
-from unigen_ds.resume.plan import ResumePlan
 from unigen_ds.runner.start.parts import Parts
 from unigen_ds.system import dist
 from unigen_ds.system.files import write_text_atomic
@@ -37,7 +36,12 @@ def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
     checkpoint, manifest = parts.plan.checkpoint, parts.start.manifest
     if checkpoint is None:
         return None
-    reader, stored, stored_config = _stored_tensors(parts.plan)
+    if parts.plan.manifest is not None:
+        reader: ShardReader = store.open_reader(checkpoint, parts.plan.manifest)
+        stored, stored_config = parts.plan.manifest.parameters, parts.plan.manifest.config
+    else:
+        foreign = read_foreign(checkpoint)
+        reader, stored, stored_config = foreign.reader, foreign.parameters, {"model": foreign.sizes}
     if manifest is None:
         fit_weights(parts, reader, stored, stored_config)
         return None
@@ -95,14 +99,3 @@ def _restore_hooks(hooks: Sequence[Hook], checkpoint: Path, manifest: Manifest) 
     dropped = sorted(set(states) - {hook.name for hook in hooks})
     if dropped:
         logger().warning("State of hooks that this config does not have is dropped: %s.", ", ".join(dropped))
-
-
-def _stored_tensors(plan: ResumePlan) -> tuple[ShardReader, list[dict[str, Any]], Mapping[str, Any]]:
-    """The tensors of the checkpoint that a plan names, its parameter table and what is known of its config, with or
-    without a manifest.
-    """
-    assert plan.checkpoint is not None, "nothing to load"
-    if plan.manifest is not None:
-        return store.open_reader(plan.checkpoint, plan.manifest), plan.manifest.parameters, plan.manifest.config
-    foreign = read_foreign(plan.checkpoint)
-    return foreign.reader, foreign.parameters, {"model": foreign.sizes}
