@@ -26,7 +26,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "published": cases.published,
     "decoder": cases.decoder,
     "lora": lambda full: [*lora_cases.lora(full=full), *lora_cases.others()],
-    "memory": cases.memory,
+    "memory": lambda full: cases.memory(),
     "layouts": lambda full: cases.layouts(),
     "inspected": lambda full: cases.inspected(),
     "partial": lambda full: cases.partial(),

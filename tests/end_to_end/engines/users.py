@@ -498,7 +498,6 @@ class MemoryHook(Hook):
             "gathered": a["before_backward"] - a["before_forward"],
             "trainable": sum(logical_numel(p) for p in model if p.requires_grad),
             "frozen": sum(logical_numel(p) for p in model if not p.requires_grad),
-            "largest": max(logical_numel(p) for p in model if p.requires_grad),
         }
         (run.work_dir / f"memory_{dist.rank()}.json").write_text(json.dumps(counts), encoding="utf-8")
 
