@@ -452,15 +452,6 @@ def partial() -> list[Job]:
     return jobs
 
 
-def inspected() -> list[Job]:
-    """One update, after which ``InspectHook`` says which private attributes of DeepSpeed are there."""
-    jobs = []
-    for engine, precision in (("zero1", "fp32"), ("zero1", "bf16"), ("zero2", "fp32"), ("zero3", "fp32")):
-        overrides = config(engine, 1, optim_wrapper__precision=precision, custom_hooks=[{"type": "InspectHook"}])
-        jobs.append(Job(f"inspected/{engine}@1-{precision}", [Phase(1, overrides, 1)]))
-    return jobs
-
-
 def layouts() -> list[Job]:
     """Small checkpoints of the user's own model, for the tests of the readers."""
     runs = [("zero1", 2, "fp32"), ("zero1", 2, "bf16"), ("zero2", 2, "fp32"), ("zero2", 2, "bf16")]

@@ -28,7 +28,6 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "lora": lambda full: [*lora_cases.lora(full=full), *lora_cases.others()],
     "memory": lambda full: cases.memory(),
     "layouts": lambda full: cases.layouts(),
-    "inspected": lambda full: cases.inspected(),
     "partial": lambda full: cases.partial(),
     "watched": feature_cases.watched,
     "mmengine_hooks": feature_cases.mmengine_hooks,
