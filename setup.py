@@ -18,7 +18,7 @@ DEEPSPEED = re.search(
 assert DEEPSPEED is not None
 VERSIONS = re.search(
     r"^ALLOWED = (\{.+?\})$",
-    (ROOT / "unigen_ds" / "system" / "versions.py").read_text(encoding="utf-8"),
+    (ROOT / "unigen_ds" / "system" / "machine.py").read_text(encoding="utf-8"),
     re.MULTILINE,
 )
 assert VERSIONS is not None

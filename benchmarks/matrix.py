@@ -26,7 +26,6 @@ from shared.record import write_result
 
 from tests.end_to_end.engines import cases, lora_cases, mixture_cases, model_cases
 from tests.end_to_end.engines.exactness import inexact, misdealt, sequences, windowed
-from tests.end_to_end.engines.formula import expected
 from tests.end_to_end.engines.groups import GROUPS, jobs_of
 from tests.end_to_end.engines.launch import (
     METRICS,
@@ -213,27 +212,6 @@ def check_published(launched: Launched, name: str) -> Row:
     return Row("", name, {**row.figures, "other at the start": len(other)}, row.good and not other)
 
 
-def check_memory(launched: Launched, name: str) -> Row:
-    engine, _, rest = name.removeprefix("memory/").partition("@")
-    world, _, precision = rest.partition("-")
-    ranks = launched.outcome(name).memory()
-    worst = max(ranks, key=lambda m: m["total"])
-    sizes = {key: worst[key] for key in ("trainable", "frozen", "largest")}
-    formula = expected(engine, int(world), precision, **sizes)
-    unit = 4.0 * worst["trainable"]
-    figures = {
-        "parameters": worst["parameters"] / unit,
-        "formula p": formula.parameters / unit,
-        "gradients": max(worst["sharded"], worst["gradients"]) / unit,
-        "formula g": formula.gradients / unit,
-        "optimizer": worst["optimizer"] / unit,
-        "formula o": formula.optimizer / unit,
-        "beside": formula.extra / unit,
-        "counted / formula": worst["total"] / formula.total,
-    }
-    return Row("", name, figures, all(0.98 <= m["total"] / formula.total <= 1.06 for m in ranks))
-
-
 TITLES: dict[str, tuple[str, Check]] = {
     "equivalence": ("20 updates in fp32, compared with one process", lambda r, n: near(r, n, "single@1")),
     "resume": (
@@ -273,7 +251,6 @@ TITLES: dict[str, tuple[str, Check]] = {
         "A language model of transformers' classes from published weights, compared with one process",
         lambda r, n: near(r, n, "decoder/single@1"),
     ),
-    "memory": ("Bytes per rank in units of the fp32 weights; the rank with the most", check_memory),
     "models": (
         "The vision-language model, and the unified model with FLUX's autoencoder, in fp32, compared with one process",
         lambda r, n: near(r, n, n.partition("/")[0] + "/single@1"),

@@ -17,7 +17,7 @@ from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import EXP_AVG, EXP_AVG_SQ, STEP, shard_key
+from unigen_ds.core.shards import EXP_AVG, shard_key
 from unigen_ds.optim.optimizer import LossScale, OptimizerConfig, ParamGroup
 
 
@@ -222,16 +222,6 @@ def test_fp16_overflow_halves_the_scale_and_skips():
     assert not torch.equal(state(backend)["first.weight"], before["first.weight"])
 
 
-def test_the_reported_norm_is_without_the_scale():
-    half, full = make(precision="fp16"), make()
-    for backend in (half, full):
-        backend.model.eval()
-    small = 1e-6
-    assert float(train(half, 0, scale=small).grad_norm) == pytest.approx(
-        float(train(full, 0, scale=small).grad_norm), rel=0.02
-    )
-
-
 CLIP = 0.005
 
 
@@ -322,14 +312,6 @@ def test_swapped_restores_after_an_error(error):
     assert_equal(state(backend), before)
 
 
-def test_masters_are_views():
-    backend = make()
-    shard = next(s for s in backend.master_shards() if s.name == "last.weight")
-    assert (shard.shape, shard.flat_start, shard.numel, shard.primary) == ((3, 7), 0, 21, True)
-    shard.data.fill_(4.0)
-    assert torch.equal(backend.model.last.weight, torch.full((3, 7), 4.0))  # type: ignore[union-attr,arg-type]
-
-
 # ---- save and load --------------------------------------------------------------------------------------------------
 
 
@@ -349,31 +331,6 @@ def test_round_trip_goes_on_to_the_last_bit(tmp_path, precision):
     assert_equal(state(other), state(backend))
     if precision == "fp16":
         assert other._scale == backend._scale
-
-
-def test_the_step_and_the_moments_are_there_by_name(tmp_path):
-    backend = make()
-    train(backend, 0, 1, 2)
-    write_state(backend, tmp_path)
-    reader = SafetensorsReader(tmp_path, parameters=[n for n, _ in backend.model.named_parameters()])
-    trained = sorted(n for n, p in backend.model.named_parameters() if p.requires_grad)
-    for kind in (EXP_AVG, EXP_AVG_SQ, STEP):
-        assert reader.names(kind) == trained
-    assert reader.read(STEP, "last.weight", 0, 1).tolist() == [3.0]
-    moments = backend._optimizer.state[backend.model.last.weight]  # type: ignore[union-attr,index]
-    assert torch.equal(reader.read(EXP_AVG, "last.weight", 0, 21), moments["exp_avg"].reshape(-1))
-    assert "frozen.weight" in reader.names("master") and "norm.running_var" in reader.names("buffer")
-
-
-def test_weights_only_leaves_the_optimizer_empty(tmp_path):
-    backend, other = make(), make(seed=1)
-    train(backend, 0, 1)
-    write_state(backend, tmp_path)
-    reader = SafetensorsReader(tmp_path, parameters=[n for n, _ in other.model.named_parameters()])
-    other.load_tensors(reader, weights_only=True)
-    assert_equal(state(other), dict(backend.model.state_dict()) and {
-        name: value for name, value in state(backend).items() if "|" not in name
-    })  # fmt: skip
 
 
 def test_before_the_first_applied_update_there_are_no_moments(tmp_path):

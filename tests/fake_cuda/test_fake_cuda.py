@@ -39,7 +39,7 @@ FIRST = {("value read", "hooks/guard/first_update.py:<listcomp>")}
 SAVE = {
     *EPOCH, ("value read", "runner/loop/updates.py:losses"),
     ("value read", "hooks/log/logger.py:_read_norms"),
-    ("cuda.get_rng_state", "system/seeding.py:rng_state"), ("cuda.set_rng_state", "system/seeding.py:_set_cuda_state"),
+    ("cuda.get_rng_state", "system/seeding.py:rng_state"), ("cuda.set_rng_state", "system/seeding.py:set_rng_state"),
 }  # fmt: skip
 """At a save: the losses of the last update at its new weights, which leave the generators as they are, the sums of the
 epoch so far, and the gradient norms since the last log line."""
@@ -204,7 +204,7 @@ def test_objects_are_sent_from_the_host(reports: Reports, name: str) -> None:
 def test_a_generator_that_the_checkpoint_has_not_is_reported(reports: Reports, name: str) -> None:
     """Written by one process on the CPU."""
     if case_of(name).world == 1:
-        assert "The stored random state is of a run without CUDA" in reports(name)["log"]
+        assert "The stored random state is of a run on a CPU" in reports(name)["log"]
     else:
         assert "The checkpoint is of another number of processes" in reports(name)["log"]
 

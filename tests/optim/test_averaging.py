@@ -14,11 +14,11 @@ from torch import nn
 from tests.tiny import tiny_config
 from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
-from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EMA, Shard, shard_key
 from unigen_ds.hooks.base import Hook
-from unigen_ds.hooks.evaluate.ema import EMAHook, ema_of
+from unigen_ds.hooks.evaluate.ema import ema_of
 from unigen_ds.optim.averaging import ShardEMA
 from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
 from unigen_ds.runner import Runner
@@ -58,33 +58,6 @@ def test_it_follows_the_formula(momentum):
         torch.testing.assert_close(shard.data.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_it_has_the_bits_of_a_loop_over_the_tensors():
-    """One call for all tensors, or ``lerp_`` on each: an average started with one continues equally with the other."""
-    backend = backend_of((7, 5), (33,), (), (1,), (128, 3))
-    ema = ShardEMA(backend.master_shards(), momentum=0.003)
-    looped = [shard.data.clone() for shard in ema.shards]
-    for number in range(20):
-        for shard, average in zip(backend.master_shards(), looped, strict=True):
-            shard.data.add_(torch.randn_like(shard.data))
-            average.copy_(shard.data) if number == 0 else average.lerp_(shard.data, 0.003)
-        ema.update(backend.master_data())
-    assert all(torch.equal(shard.data, average) for shard, average in zip(ema.shards, looped, strict=True))
-
-
-def test_it_shares_no_memory_with_the_weights():
-    backend = backend_of((4,))
-    ema = ShardEMA(backend.master_shards(), momentum=0.5)
-    kept = ema.shards[0].data.clone()
-    backend.master_shards()[0].data.zero_()
-    assert torch.equal(ema.shards[0].data, kept)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 1.0, -0.1, 2.0])
-def test_momentum_must_lie_between(momentum):
-    with pytest.raises(ConfigError, match="EMA momentum is"):
-        ShardEMA([], momentum=momentum)
-
-
 def shard(name: str, whole: torch.Tensor, start: int, stop: int) -> Shard:
     return Shard(name, tuple(whole.shape), start, whole.reshape(-1)[start:stop].clone())
 
@@ -106,11 +79,6 @@ def test_what_is_missing_or_reshaped_is_named(tmp_path):
         ShardEMA([shard("v", torch.zeros(3), 0, 3)], momentum=0.1).load(reader)
     with pytest.raises(CheckpointError, match=r"reshaped: w \(20,\) for \(12,\)"):
         ShardEMA([shard("w", torch.zeros(3, 4), 0, 12)], momentum=0.1).load(reader)
-
-
-def test_two_beginnings_are_refused():
-    with pytest.raises(ConfigError, match="both begin_iter and begin_epoch"):
-        EMAHook(begin_iter=3, begin_epoch=1)
 
 
 # ---- in a real run --------------------------------------------------------------------------------------------------
@@ -179,13 +147,3 @@ def test_a_skipped_update_does_not_move_it(tmp_path, data):
     assert watch.applied == [True, True, False, True, True]
     moved = [weights for weights, applied in zip(watch.weights, watch.applied, strict=True) if applied]
     torch.testing.assert_close(average_of(runner), by_hand(moved, 0.1), rtol=1e-5, atol=1e-6)
-
-
-def test_swapped_computes_with_the_average(tmp_path, data):
-    runner, watch = train(tmp_path, data, updates=3)
-    hook = ema_of(runner)
-    assert hook is not None
-    with hook.swapped(runner):
-        inside = torch.cat([s.data for s in runner.backend.master_shards()]).double()
-    assert torch.equal(inside, average_of(runner))
-    assert torch.equal(torch.cat([s.data for s in runner.backend.master_shards()]), watch.weights[-1])

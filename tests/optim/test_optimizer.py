@@ -35,10 +35,6 @@ def test_by_name(name: str, arguments: dict) -> None:
         assert {key: group[key] for key in arguments} == arguments
 
 
-def test_adamw_is_the_default() -> None:
-    assert type(build_torch_optimizer(OptimizerConfig(), groups())) is torch.optim.AdamW
-
-
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
 def test_steps_as_the_plain_optimizer_and_leaves_a_frozen_group(name: str) -> None:
     pairs = groups()

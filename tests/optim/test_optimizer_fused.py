@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.tiny import tiny_config
-from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.store import list_checkpoints
 from unigen_ds.checks.resume import inspect_resume
 from unigen_ds.runner import Runner
@@ -41,14 +40,6 @@ def weights(runner: Runner) -> list[torch.Tensor]:
     return [shard.data.clone() for shard in runner.backend.master_shards()]
 
 
-def forget(work_dir: Path) -> None:
-    """The newest checkpoint, as written by versions without this record."""
-    path = list_checkpoints(work_dir)[-1].path
-    manifest = Manifest.read(path)
-    manifest.config["optim_wrapper"]["optimizer"].pop("fused", None)
-    (path / FILE_NAME).write_text(manifest.to_json())
-
-
 def test_a_new_run_is_fused_and_stays_so(tmp_path, data):
     straight = train(tmp_path / "straight", data, updates=4)
     assert kernels(straight) == {True} and recorded(tmp_path / "straight") is True
@@ -60,20 +51,3 @@ def test_a_new_run_is_fused_and_stays_so(tmp_path, data):
     resumed = train(tmp_path / "run", data, updates=4, resume=True)
     assert kernels(resumed) == {True} and recorded(tmp_path / "run") is True
     assert all(map(torch.equal, weights(straight), weights(resumed)))
-
-
-def test_a_checkpoint_without_the_record_continues_bit_equal_and_not_fused(tmp_path, data):
-    plain = {"optim_wrapper__optimizer__fused": False}
-    straight = train(tmp_path / "straight", data, updates=5, **plain)
-    assert kernels(straight) == {False} and recorded(tmp_path / "straight") is False
-    train(tmp_path / "run", data, updates=2, **plain)
-    forget(tmp_path / "run")
-    resumed = train(tmp_path / "run", data, updates=5, resume=True)
-    assert kernels(resumed) <= {False, None} and recorded(tmp_path / "run") is None
-    assert all(map(torch.equal, weights(straight), weights(resumed)))
-
-
-@pytest.mark.parametrize("optimizer", [{"type": "SGD", "lr": 0.1}, {"type": "AdamW", "lr": 0.1, "foreach": True}])
-def test_other_optimizers_and_other_choices_are_left_alone(tmp_path, data, optimizer):
-    runner = Runner.from_cfg(tiny_config(tmp_path, data, optim_wrapper__optimizer=optimizer))
-    assert kernels(runner) == {None}

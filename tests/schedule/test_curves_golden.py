@@ -34,11 +34,6 @@ def test_every_value(curve: dict) -> None:
     assert ours(curve) == pytest.approx(curve["values"], rel=1e-12, abs=0.0)
 
 
-@pytest.mark.parametrize("curve", CURVES, ids=lambda c: f"{c['max_steps']} updates")
-def test_end_in_updates(curve: dict) -> None:
-    assert ours(curve, end=curve["max_steps"], warmup_ratio=WARMUP_RATIO, min_ratio=MIN_RATIO) == ours(curve)
-
-
 def test_the_overshoot_is_kept() -> None:
     """A warm-up of 0.3 updates: the first update has 1 / 0.3 of the base rate. Rounding it would change the curve."""
     found = []

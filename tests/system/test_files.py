@@ -11,7 +11,6 @@ from tests.processes import ROOT
 from unigen_ds.system import files
 from unigen_ds.system.files import (
     delete_inside,
-    file_digest,
     quick_digest,
     rename_into_place,
     temporary_beside,
@@ -20,14 +19,6 @@ from unigen_ds.system.files import (
 )
 
 MIB = 1 << 20
-
-
-def test_write_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    write_text_atomic(path, "one")
-    write_text_atomic(path, "zwei ä")
-    assert path.read_text(encoding="utf-8") == "zwei ä"
-    assert os.listdir(tmp_path) == ["a.txt"]
 
 
 def test_an_error_keeps_what_was_there(tmp_path: Path) -> None:
@@ -61,16 +52,6 @@ def test_a_new_name_is_on_disk_where_it_must_last(
     (tmp_path / "made" / "file").touch()
     rename_into_place(tmp_path / "made", tmp_path / "final", durable=durable)
     assert flushed == [str(tmp_path)] * durable and not (tmp_path / "made").exists()
-
-
-def test_file_digest_sees_every_byte(tmp_path: Path) -> None:
-    path = tmp_path / "big"
-    content = bytearray(os.urandom(2 * MIB + 17))
-    path.write_bytes(content)
-    before = file_digest(path)
-    content[MIB + 3] ^= 1
-    path.write_bytes(content)
-    assert before.startswith("xxh3_128:") and len(before) == 41 and file_digest(path) != before
 
 
 def test_quick_digest_is_whole_for_small_files_and_sampled_for_large_ones(tmp_path: Path) -> None:

@@ -139,11 +139,3 @@ def test_a_worker_that_hangs_is_an_error_after_the_timeout() -> None:
     with pytest.raises(TrainingError, match=r"timed out after 0\.5 seconds.*train_dataloader\.timeout"):
         next(workers)
     workers.close()
-
-
-def test_workers_end_with_what_holds_them() -> None:
-    workers = Workers(odd, count(5), 1, ahead=1)
-    next(workers)
-    (process,) = workers._processes
-    del workers
-    assert process.exitcode == -signal.SIGKILL

@@ -12,7 +12,7 @@ import abc
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -267,13 +267,21 @@ class Backend(abc.ABC):
         buffers = {name: buffer for name, buffer in self.buffers().items() if name not in keep}
         trainable = self.trainable_sizes()
         sizes = {name: numel for name, numel in {**trainable, **self.frozen_sizes()}.items() if name not in keep}
-        numels = {name: buffer.numel() for name, buffer in buffers.items()}
-        state = {kind: {name: trainable[name] for name in self.kept_for(kind)} for kind in moments}
         counted = self.kept_for(STEP) if counts else ()
-        misfits = {kind: state_misfit(reader, kind, of_kind) for kind, of_kind in state.items()}
-        misfits |= {STEP: state_misfit(reader, STEP, dict.fromkeys(counted, 1))} if counts else {}
-        weights = [tensor_misfit(reader, kind, of_model) for kind, of_model in ((MASTER, sizes), (BUFFER, numels))]
-        refuse_misfit("the checkpoint", *weights, **misfits)
+        state = {kind: {name: trainable[name] for name in self.kept_for(kind)} for kind in moments}
+        state |= {STEP: dict.fromkeys(counted, 1)} if counts else {}
+
+        def differences(kind: str, own: Mapping[str, int], names: Iterable[str]) -> Misfit:
+            stored = {name: (reader.numel(kind, name),) for name in sorted(names)}
+            return misfit(stored, {name: (numel,) for name, numel in own.items()})
+
+        weights = (MASTER, sizes), (BUFFER, {name: buffer.numel() for name, buffer in buffers.items()})
+        refuse_misfit(
+            "the checkpoint",
+            *(differences(kind, own, reader.names(kind)) for kind, own in weights),
+            # of the optimizer: state of parameters that are not trained is ignored
+            **{kind: differences(kind, own, set(reader.names(kind)) & set(own)) for kind, own in state.items()},
+        )
         for shard in shards:
             read_into(reader, MASTER, shard)
         for name, buffer in buffers.items():
@@ -316,9 +324,6 @@ class Backend(abc.ABC):
         """Release resources. Not collective: safe after an error."""
 
 
-# Reading a checkpoint's tensors into shards, and what of it does not fit the model, by name.
-
-
 def read_into(reader: ShardReader, kind: str, shard: Shard) -> None:
     """Fill a shard from a checkpoint, whatever ranges the checkpoint is stored in. Raises ``CheckpointError`` where an
     average of squares is negative.
@@ -329,21 +334,6 @@ def read_into(reader: ShardReader, kind: str, shard: Shard) -> None:
             problem = f"the checkpoint's {kind} of {shard.name} has negative values or NaN, which no optimizer writes"
             raise CheckpointError(problem, remedy="resume from another checkpoint; --load-from loads weights alone")
         shard.data.copy_(values)
-
-
-def tensor_misfit(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> Misfit:
-    """Compare the stored tensors of a kind with ``sizes``, by name and number of elements."""
-    return misfit({name: (reader.numel(kind, name),) for name in sorted(reader.names(kind))}, _shapes(sizes))
-
-
-def state_misfit(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> Misfit:
-    """Compare the stored optimizer state with ``sizes``; that of parameters which are not trained is ignored."""
-    present = set(reader.names(kind)) & set(sizes)
-    return misfit({name: (reader.numel(kind, name),) for name in present}, _shapes(sizes))
-
-
-def _shapes(sizes: Mapping[str, int]) -> dict[str, Shape]:
-    return {name: (numel,) for name, numel in sizes.items()}
 
 
 def _bytes_of_ranks(sizes: Sequence[float], *, whole: float) -> str:

@@ -46,7 +46,7 @@ from unigen_ds.system.files import (
     temporary_beside,
     write_digests,
 )
-from unigen_ds.system.outputs import Entry, Output, safetensors_output, torch_output, write_output
+from unigen_ds.system.outputs import Entry, save_entries, save_torch
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 
@@ -183,14 +183,17 @@ def merge(
         raise ConfigError(f"--max-shard-size {max_shard_size!r} is no size", allowed=allowed) from error
     by_name = {entry.name: entry for entry in entries}
     shards = {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
-    needed = sum(map(form.size, shards.values()))
+    sizes = [*map(form.size, shards.values())]
+    needed = sum(sizes)
     try:
         with _staged(out) as staging:
-            if shutil.disk_usage(staging).free < needed:  # now, and not after hours of writing
+            if (
+                shutil.disk_usage(staging).free < needed + max(sizes) * form.shares
+            ):  # now, and not after hours of writing
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             written = _counted(shards, "writing", needed, progress)
             for file, of_file in written.items():
-                write_output(staging, form.output(file, of_file))
+                form.save(staging / file, of_file)
             if split.is_sharded:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
                 text = json.dumps(index, indent=2, sort_keys=True) + "\n"
@@ -215,7 +218,7 @@ class _Format:
 
     file: str
     index: str
-    output: Callable[[str, Sequence[Entry]], Output]
+    save: Callable[[Path, Sequence[Entry]], None]
     shares: bool
     """Whether tied names share their bytes."""
 
@@ -230,11 +233,11 @@ class _Format:
         return re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?", name) is not None
 
 
-_TORCH = _Format("pytorch_model.bin", "pytorch_model.bin.index.json", torch_output, shares=True)
+_TORCH = _Format("pytorch_model.bin", "pytorch_model.bin.index.json", save_torch, shares=True)
 _SAFETENSORS = _Format(
     "model.safetensors",
     "model.safetensors.index.json",
-    partial(safetensors_output, metadata={"format": "pt"}),
+    partial(save_entries, metadata={"format": "pt"}),
     shares=False,
 )
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from unigen_ds.core.errors import ConfigError
 
-Unit = Literal["epoch", "iteration", "update", "sequence", "sample", "token"]
 UNITS: tuple[str, ...] = ("epoch", "iteration", "update", "sequence", "sample", "token")
 
 

@@ -1,5 +1,5 @@
 """Parameters -> groups with their learning rates, an optimizer for them, and their moving average.
 
 In: a model's named parameters and ``OptimizerConfig``. Out: a ``torch.optim.Optimizer`` that every engine can shard.
-Start with ``optimizer.py``; whether a user's own optimizer is element-wise is tested in ``optimizer_state.py``.
+Start with ``optimizer.py``; a model's parameters are grouped in ``param_groups.py``.
 """

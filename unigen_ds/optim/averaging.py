@@ -22,18 +22,11 @@ Momentum = Annotated[float, Gt(0), Lt(1), Allowed("a number above 0 and below 1;
 """Argument of a component: weight of a new value in an average."""
 
 
-def check_momentum(momentum: float) -> float:
-    """``momentum`` itself. Raises ``ConfigError`` where no average has it."""
-    if not 0.0 < momentum < 1.0:
-        raise ConfigError(f"EMA momentum is {momentum}", allowed="between 0 and 1; the decay is 1 - momentum")
-    return momentum
-
-
 class ShardEMA:
     """The average of ``shards``, split exactly as they are. ``num_updates`` counts how often it moved."""
 
     def __init__(self, shards: Sequence[Shard], *, momentum: float) -> None:
-        self.momentum = check_momentum(momentum)
+        self.momentum = momentum
         self.num_updates = 0
         self.shards = [replace(shard, data=shard.data.detach().clone()) for shard in shards]
         self._data = [shard.data for shard in self.shards]

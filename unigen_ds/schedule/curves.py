@@ -157,25 +157,57 @@ class Curve:
 
     def place(self, *, ruler: Ruler, total_sequences: float) -> PlacedCurve:
         """This curve in sequences (tokens stay tokens), with the geometry of the first start."""
-        begin, end = self._range(ruler, total_sequences)
+        unit, epoch = self.counted_in, float(ruler.sequences_per_epoch)
+        if self.staircase:
+            step = epoch
+        elif unit in ("sequence", "token"):
+            step = 0.0
+        else:
+            step = float(ruler.to_sequences(1, "iteration" if unit == "iteration" else "update"))
+
+        def data(value: float) -> float:
+            """In the curve's axis; 0.07 epochs of 100 are 7, not 7.000000000000001."""
+            amount = value if unit == "token" else ruler.to_sequences(value, unit)
+            return float(round(amount)) if abs(amount - round(amount)) < 1e-6 else float(amount)
+
+        def whole_steps(amount: float) -> float:
+            """Rounded down to whole steps, as mmengine does: 0.1 of 781 iterations are 78.
+
+            Only where an epoch is a whole number of steps; where it is not (packing), mmengine has no counterpart and
+            the exact fraction of the epoch is meant.
+            """
+            if self.convert_to_iter_based and ruler.sequences_per_epoch % step == 0:
+                return amount // step * step
+            return amount
+
+        begin, end = data(self.begin), None
+        limit = MMENGINE_INF if unit in ("epoch", "iteration") else math.inf
+        if self.end is not None and self.end < limit:
+            end = data(self.end)
+            if self.staircase and (begin % epoch or end % epoch):
+                raise ConfigError(
+                    f"begin is {self.begin} and end is {self.end} epochs",
+                    allowed="whole epochs for a curve that changes once per epoch",
+                    remedy="add convert_to_iter_based=True",
+                )
+            if whole_steps(begin) < whole_steps(end):
+                begin, end = whole_steps(begin), whole_steps(end)
+        else:  # it ends with the training
+            begin = whole_steps(begin)
+            if self.staircase:  # the epoch in which training stops counts as a whole one
+                end = math.ceil(total_sequences / epoch - 1e-9) * epoch
+            elif unit != "token":
+                end = float(total_sequences)
         if end is None and self.needs_end:
-            raise ConfigError(
-                f"end is {self.end!r} with unit 'token'", remedy="give the end in tokens: it cannot be known in advance"
-            )
+            problem = f"end is {self.end!r} with unit 'token'"
+            raise ConfigError(problem, remedy="give the end in tokens: it cannot be known in advance")
         if end is not None and end <= begin:
             raise ConfigError(
-                f"begin is {self.begin} {self.counted_in}(s), the range ends after {end:g} sequences",
+                f"begin is {self.begin} {unit}(s), the range ends after {end:g} sequences",
                 remedy="begin before the end of training, or train longer",
             )
-        return PlacedCurve(
-            type=type(self).__name__,
-            axis="token" if self.counted_in == "token" else "sequence",
-            begin=begin,
-            end=end,
-            step=self._step(ruler),
-            staircase=self.staircase,
-            arguments=self.arguments(lambda value: self._data(value, ruler)),
-        )
+        axis = "token" if unit == "token" else "sequence"
+        return PlacedCurve(type(self).__name__, axis, begin, end, step, self.staircase, self.arguments(data))
 
     def arguments(self, to_data: Callable[[float], float]) -> dict[str, Any]:
         """The subclass's own arguments; those that are positions go through ``to_data``."""
@@ -191,54 +223,6 @@ class Curve:
     def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
         """The closed form. Pure: called by ``PlacedCurve.map`` on every rank, at every update."""
         raise NotImplementedError
-
-    def _data(self, value: float, ruler: Ruler) -> float:
-        """``value`` in the curve's axis; 0.07 epochs of 100 are 7, not 7.000000000000001."""
-        amount = value if self.counted_in == "token" else ruler.to_sequences(value, self.counted_in)
-        whole = round(amount)
-        return float(whole) if abs(amount - whole) < 1e-6 else float(amount)
-
-    def _step(self, ruler: Ruler) -> float:
-        if self.staircase:
-            return float(ruler.sequences_per_epoch)
-        if self.counted_in in ("sequence", "token"):
-            return 0.0
-        return float(ruler.to_sequences(1, "iteration" if self.counted_in == "iteration" else "update"))
-
-    def _range(self, ruler: Ruler, total_sequences: float) -> tuple[float, float | None]:
-        begin = self._data(self.begin, ruler)
-        if self._ends_with_training:
-            end = None if self.counted_in == "token" else float(total_sequences)
-            if self.staircase:  # the epoch in which training stops counts as a whole one
-                end = math.ceil(total_sequences / ruler.sequences_per_epoch - 1e-9) * float(ruler.sequences_per_epoch)
-            return self._whole_steps(begin, ruler), end
-        assert self.end is not None
-        end = self._data(self.end, ruler)
-        if self.staircase and (begin % ruler.sequences_per_epoch or end % ruler.sequences_per_epoch):
-            raise ConfigError(
-                f"begin is {self.begin} and end is {self.end} epochs",
-                allowed="whole epochs for a curve that changes once per epoch",
-                remedy="add convert_to_iter_based=True",
-            )
-        whole = self._whole_steps(begin, ruler), self._whole_steps(end, ruler)
-        return whole if whole[0] < whole[1] else (begin, end)
-
-    @property
-    def _ends_with_training(self) -> bool:
-        if self.end is None or math.isinf(self.end):
-            return True
-        return self.counted_in in ("epoch", "iteration") and self.end >= MMENGINE_INF
-
-    def _whole_steps(self, amount: float, ruler: Ruler) -> float:
-        """Round down to whole steps, as mmengine does: 0.1 of 781 iterations are 78.
-
-        Only where an epoch is a whole number of steps; where it is not (packing), mmengine has no counterpart and
-        the exact fraction of the epoch is meant.
-        """
-        step = self._step(ruler)
-        if self.convert_to_iter_based and ruler.sequences_per_epoch % step == 0:
-            return amount // step * step
-        return amount
 
 
 @CURVES.register_module()

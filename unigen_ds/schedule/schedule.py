@@ -13,19 +13,32 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from unigen_ds.config.registry import CURVES
-from unigen_ds.config.section import Component, argument_defaults
+from unigen_ds.config.section import LISTED, Component, Of, Section, argument_defaults
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.progress import Progress, Ruler
 from unigen_ds.schedule.curves import PlacedCurve
-from unigen_ds.schedule.settings import curves_of
 
 VERSION = 1
+Curve = Annotated[Component, Of(CURVES)]
 _OVERSHOOT = 1.1
 """Times the configured learning rate that need no warning."""
+
+
+class CurveList(Section):
+    """The curves alone, for a use without a whole config."""
+
+    param_scheduler: Annotated[tuple[Curve, ...], LISTED] = Field(default=())
+
+
+def curves_of(param_scheduler: Any) -> tuple[Component, ...]:
+    """Curves from what a config has: None, a mapping, or a list of mappings. Raises ``ConfigError``."""
+    return CurveList.parse({"param_scheduler": param_scheduler}).param_scheduler
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,12 @@ class Schedules:
         if not (0 < lr_scale < math.inf):
             raise ConfigError(f"lr_scale is {lr_scale!r}", allowed="a positive number")
         curves = curves_of(param_scheduler)
-        placed = [_place(curve, ruler=ruler, total_sequences=total_sequences) for curve in curves]
+        placed: list[PlacedCurve] = []
+        for curve in curves:
+            try:
+                placed.append(curve.build().place(ruler=ruler, total_sequences=total_sequences))
+            except ConfigError as error:
+                raise error.at(curve.where) from error
         if len({curve.axis for curve in placed}) == 1:  # sequences and tokens have no common order
             placed.sort(key=lambda curve: curve.begin)
         return cls(
@@ -91,14 +109,13 @@ class Schedules:
 
         A group whose learning rate is 0 is frozen: it stays at 0, whatever ``eta_min`` is.
         """
-        return [{"name": name, "lr": self._lr(lr, progress) * self.lr_scale} for name, lr in self.base]
-
-    def _lr(self, base: float, progress: Progress) -> float:
-        value = base
-        if base:
-            for curve in self.curves:
+        groups = []
+        for name, base in self.base:
+            value = base
+            for curve in self.curves if base else ():
                 value = curve.map(value, base=base, progress=progress)
-        return value
+            groups.append({"name": name, "lr": value * self.lr_scale})
+        return groups
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values, lossless."""
@@ -138,24 +155,13 @@ def config_text(curves: Sequence[Component]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return json_values(value, _canonical)
-
-
-def _canonical(value: Any) -> Any:
-    return float(value) if type(value) is int else value  # an end of 4 and one of 4.0 are the same schedule
+    """As JSON; an end of 4 and one of 4.0 are the same schedule."""
+    return json_values(value, lambda leaf: float(leaf) if type(leaf) is int else leaf)
 
 
 def _completed(text: str) -> Any:
     """The curves of a ``config_text`` with every default."""
     return [{**_plain(argument_defaults(CURVES.module_dict.get(one["type"]))), **one} for one in json.loads(text)]
-
-
-def _place(curve: Component, *, ruler: Ruler, total_sequences: float) -> PlacedCurve:
-    try:
-        placed: PlacedCurve = curve.build().place(ruler=ruler, total_sequences=total_sequences)
-    except ConfigError as error:
-        raise error.at(curve.where) from error
-    return placed
 
 
 def _base(groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]:

@@ -49,12 +49,14 @@ def make_directory(path: Path) -> None:
 
 
 def _pid_space() -> str:
-    facts = [socket.gethostname()]
-    for read in (Path("/proc/sys/kernel/random/boot_id").read_text, lambda: os.readlink("/proc/self/ns/pid")):
-        try:
-            facts.append(read())
-        except OSError:  # then every process is on its own: nothing of another one counts as left by a dead one
-            facts.append(secrets.token_hex(8))
+    try:
+        facts = (
+            socket.gethostname(),
+            Path("/proc/sys/kernel/random/boot_id").read_text(),
+            os.readlink("/proc/self/ns/pid"),
+        )
+    except OSError:  # then every process is on its own: nothing of another one counts as left by a dead one
+        return secrets.token_hex(6)
     return hashlib.blake2b("\n".join(facts).encode(), digest_size=6).hexdigest()
 
 

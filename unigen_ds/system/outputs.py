@@ -3,34 +3,31 @@
 An engine returns what a rank has to write as ``StateFiles`` (no disk access, collectives allowed); the saver then
 writes it (disk access, no collectives). So an error of the disk can leave no rank in a collective. ``HashedFile``
 computes the hash while it writes (xxh3_128, about 6 GB/s), so that no byte is read back; files are made with ``open``'s
-mode 0666, so the umask decides who may read them. Files of tensors, safetensors or ``torch.save`` archives, are written
-from ``Entry``s in pieces of at most 16 MiB.
+mode 0666, so the umask decides who may read them. Files of tensors are written from ``Entry``s in pieces of at most
+16 MiB.
 """
 
 from __future__ import annotations
 
-import io
+import errno
 import json
 import math
 import os
-import pickle
 import struct
-import zipfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, TypeVar
+from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.system.files import ALGORITHM
+from unigen_ds.system.files import ALGORITHM, fsync_path
 
-T = TypeVar("T")
 _BUFFER = 1 << 20
 _PIECE = 16 << 20
 
@@ -41,13 +38,6 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 """dtype -> its name in a safetensors file."""
-_STORAGES = {
-    torch.float64: torch.DoubleStorage, torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage, torch.int64: torch.LongStorage, torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage, torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-}  # fmt: skip
-"""dtype -> the class that a ``torch.save`` archive names."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +172,10 @@ def safetensors_output(path: str, entries: Iterable[Entry], metadata: Mapping[st
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     size = 0
     for entry in ordered:
+        if entry.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{entry.name} has dtype {entry.dtype}", allowed=", ".join(map(str, DTYPE_NAMES)))
         offsets = [size, size + entry.nbytes]
-        table[entry.name] = {"dtype": _name_of(entry, DTYPE_NAMES), "shape": list(entry.shape), "data_offsets": offsets}
+        table[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
         size += entry.nbytes
     header = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
@@ -196,76 +188,32 @@ def safetensors_output(path: str, entries: Iterable[Entry], metadata: Mapping[st
     return Output(path, 8 + len(header) + size, write)
 
 
-def _name_of(entry: Entry, names: Mapping[torch.dtype, T]) -> T:
-    """Return the name of the dtype of ``entry`` in a format."""
-    if entry.dtype not in names:
-        raise CheckpointError(f"{entry.name} has dtype {entry.dtype}", allowed=", ".join(map(str, names)))
-    return names[entry.dtype]
+def save_torch(path: Path, entries: Sequence[Entry]) -> None:
+    """A ``torch.save`` archive of a dict of tensors: tied names share one storage.
 
-
-def torch_output(path: str, entries: Sequence[Entry]) -> Output:
-    """A ``torch.save`` archive of a dict of tensors, as torch itself writes it: tied names share one storage."""
+    torch reads them from a mapped file beside it, so the memory needed does not grow with them.
+    """
     storages = {entry.source: entry for entry in entries}
-    keys = {source: str(number) for number, source in enumerate(storages)}
-    stem = path.rpartition(".")[0]
-
-    def write(stream: HashedFile) -> None:
-        file: Any = stream  # it need not seek
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-            archive.writestr(zipfile.ZipInfo(f"{stem}/data.pkl"), _pickled(entries, keys))
-            archive.writestr(zipfile.ZipInfo(f"{stem}/byteorder"), b"little")
-            for source, entry in storages.items():
-                info = _aligned(f"{stem}/data/{keys[source]}", entry.nbytes, stream.tell())
-                with archive.open(info, "w") as record:
-                    entry.write(record)
-            archive.writestr(zipfile.ZipInfo(f"{stem}/version"), b"3\n")
-
-    return Output(path, sum(entry.nbytes for entry in storages.values()), write)
-
-
-def _aligned(name: str, size: int, position: int) -> zipfile.ZipInfo:
-    """A record whose content begins at a multiple of 64 bytes: ``torch.load(mmap=True)`` maps it in place."""
-    info = zipfile.ZipInfo(name)
-    info.CRC, info.compress_size = 0, 0
-    info.file_size = size  # decides whether its header has the 64-bit form
-    padding = -(position + len(info.FileHeader(size * 1.05 > zipfile.ZIP64_LIMIT)) + 4) % 64
-    info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    return info
-
-
-class _Storage:
-    """The pickle's reference to the bytes of a tensor."""
-
-    def __init__(self, key: str, entry: Entry) -> None:
-        self.key, self.entry = key, entry
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles entries as torch pickles tensors: a rebuild of a view of a storage in another record."""
-
-    def __init__(self, stream: IO[bytes], keys: Mapping[str, str]) -> None:
-        super().__init__(stream, protocol=2)
-        self._keys = keys
-
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, _Storage):
-            return "storage", _name_of(obj.entry, _STORAGES), obj.key, "cpu", obj.entry.numel
-        return None
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, Entry):
-            strides = [math.prod(obj.shape[i + 1 :]) for i in range(len(obj.shape))]
-            storage = _Storage(self._keys[obj.source], obj)
-            no_hooks: OrderedDict[str, Any] = OrderedDict()
-            return torch._utils._rebuild_tensor_v2, (storage, 0, obj.shape, tuple(strides), False, no_hooks)
-        return NotImplemented
-
-
-def _pickled(entries: Sequence[Entry], keys: Mapping[str, str]) -> bytes:
-    stream = io.BytesIO()
-    first: dict[str, Entry] = {}
-    _Pickler(stream, keys).dump({entry.name: first.setdefault(entry.source, entry) for entry in entries})
-    return stream.getvalue()
+    mapped = path.with_name(f"{path.name}.mapped")
+    tensors: dict[str, Tensor] = {}
+    try:
+        with mapped.open("wb") as stream:
+            for entry in storages.values():
+                entry.write(stream)
+        offset = 0
+        for source, entry in storages.items():
+            if not entry.nbytes:  # which cannot be mapped
+                tensors[source] = torch.empty(entry.shape, dtype=entry.dtype)
+                continue
+            content = np.memmap(mapped, np.uint8, "r+", offset, (entry.nbytes,))
+            tensors[source] = torch.from_numpy(content).view(entry.dtype).view(entry.shape)
+            offset += entry.nbytes
+        torch.save({entry.name: tensors[entry.source] for entry in entries}, path)
+        fsync_path(path)
+    except RuntimeError as error:  # of torch's writer
+        raise OSError(errno.EIO, f"torch cannot write it: {error}", str(path)) from error
+    finally:
+        mapped.unlink(missing_ok=True)
 
 
 def bytes_output(path: str, content: bytes) -> Output:
@@ -301,7 +249,11 @@ def write_output(directory: Path, output: Output) -> tuple[int, str, Any]:
 
 def save_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """``safetensors.torch.save_file``, but durable, and readable by whom the umask allows."""
-    entries = [Entry.of(name, tensor) for name, tensor in tensors.items()]
+    save_entries(path, [Entry.of(name, tensor) for name, tensor in tensors.items()], metadata)
+
+
+def save_entries(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
+    """The same of entries."""
     write_output(path.parent, safetensors_output(path.name, entries, metadata))
 
 

@@ -75,7 +75,15 @@ class Workers:
             self._processes.append(process)
             others.close()  # so that no later process has it: then the pipe ends with its worker
         self._tasks: Iterator[Any] = iter(tasks)  # now: it may start threads, which do not survive a fork
-        self._thread = None if arrived is None else ThreadPoolExecutor(1, initializer=_as_here())
+        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+        def begin() -> None:
+            """A thread that uses one core and the accelerator of this one."""
+            torch.set_num_threads(1)
+            if device is not None:
+                torch.accelerator.set_device_index(device)
+
+        self._thread = None if arrived is None else ThreadPoolExecutor(1, initializer=begin)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -161,21 +169,22 @@ def _end(owner: int, processes: list[BaseProcess], pipes: list[Connection]) -> N
             pipe.close()
 
 
-def _as_here() -> Callable[[], None]:
-    """Return what a thread calls first to use the accelerator of this one, and one core."""
-    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-
-    def begin() -> None:
-        torch.set_num_threads(1)
-        if device is not None:
-            torch.accelerator.set_device_index(device)
-
-    return begin
-
-
 def _work(pipe: Connection, make: Callable[[Any], Any], number: int) -> None:
-    """A worker. Threads receive and send, so that neither side waits for the other while both send."""
-    _start()
+    """A worker, with one thread to compute. Threads receive and send, so that neither side waits for the other while
+    both send.
+
+    Schedulers and launchers signal every process of a job. The main process decides what a signal means, after it has
+    saved a checkpoint, say; a worker ends when the main process ends it, or has ended itself.
+    """
+    gc.freeze()  # what the main process has made is not searched for cycles, which would also copy all of its pages
+    torch.set_num_threads(1)
+    os.environ[TOKENIZERS] = "false"  # whatever a user has set: threads of a tokenizer do not survive a fork
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "sigtimedwait"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_for, args=(os.getppid(),), daemon=True).start()
     for seed in (random.seed, torch.manual_seed, np.random.seed):  # no part of this package draws from these
         seed(number)
     tasks: SimpleQueue[Any] = SimpleQueue()
@@ -199,24 +208,6 @@ def _forever(forward: Callable[[], None]) -> None:
             forward()
     finally:
         os._exit(1)  # the main process has ended
-
-
-def _start() -> None:
-    """One thread a worker; and a signal to the job must not end workers before the run has saved its checkpoint.
-
-    Schedulers and launchers signal every process of a job. The main process decides what a signal means; a worker ends
-    when the main process ends it (or has ended itself, which the loader's own watchdog notices).
-    """
-    gc.freeze()  # what the main process has made is not searched for cycles, which would also copy all of its pages
-    torch.set_num_threads(1)
-    os.environ[TOKENIZERS] = "false"  # whatever a user has set: threads of a tokenizer do not survive a fork
-    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(signal, "sigtimedwait"):
-        parent = os.getppid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_for, args=(parent,), daemon=True).start()
 
 
 def _end_for(parent: int) -> None:

@@ -400,22 +400,23 @@ def decoder(*, full: bool) -> list[Job]:
     return jobs
 
 
-def memory(*, full: bool) -> list[Job]:
+MEMORY = (("single", 1), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2),
+          ("HYBRID_SHARD", 4))  # fmt: skip
+
+
+def memory() -> list[Job]:
     """Larger, so that a batch's own tensors do not count; three updates of one or two sequences an iteration."""
     sizes = {
         "model__llm__hidden_size": 128, "model__llm__intermediate_size": 512, "model__llm__num_hidden_layers": 3,
         "model__freeze": ["vae", "vit"], "custom_hooks": [{"type": "CountedBytesHook"}, {"type": "MemoryHook"}],
     }  # fmt: skip
-    buckets = {"reduce_bucket_size": 20000, "allgather_bucket_size": 20000}
     jobs = []
-    runs = [("single", 1, "fp32")] + [(e, w, "fp32") for e in ENGINES for w in ((1, 2, 4) if full else (2,))]
-    runs += [("HYBRID_SHARD", 4, "fp32")]
-    runs += [("single", 1, "bf16")] + [(e, 2, "bf16") for e in ENGINES] if full else []
-    for engine, world, precision in runs:
+    for engine, world in MEMORY:
         geometry = (2, 2) if engine == "zero2" else (1, 2)  # with one sequence its ranks need the same
-        overrides = {**config(engine, world, geometry=geometry), **sizes, "optim_wrapper__precision": precision}
+        overrides = {**config(engine, world, geometry=geometry), **sizes}
+        buckets = {"reduce_bucket_size": 20000, "allgather_bucket_size": 20000}
         overrides["backend"] = with_buckets(ALL[engine], buckets)
-        jobs.append(Job(f"memory/{engine}@{world}-{precision}", [Phase(world, overrides, 3)]))
+        jobs.append(Job(f"memory/{engine}@{world}", [Phase(world, overrides, 3)]))
     return jobs
 
 
@@ -448,15 +449,6 @@ def partial() -> list[Job]:
     for engine, world in (("single", 1), ("zero3", 2), ("FULL_SHARD", 2)):
         phase = Phase(world, config(engine, world, **larger, load_cfg=load_cfg), 0)
         jobs.append(Job(f"partial/{engine}@{world}", [phase], resumes="partial/source"))
-    return jobs
-
-
-def inspected() -> list[Job]:
-    """One update, after which ``InspectHook`` says which private attributes of DeepSpeed are there."""
-    jobs = []
-    for engine, precision in (("zero1", "fp32"), ("zero1", "bf16"), ("zero2", "fp32"), ("zero3", "fp32")):
-        overrides = config(engine, 1, optim_wrapper__precision=precision, custom_hooks=[{"type": "InspectHook"}])
-        jobs.append(Job(f"inspected/{engine}@1-{precision}", [Phase(1, overrides, 1)]))
     return jobs
 
 

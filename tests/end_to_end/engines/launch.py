@@ -72,11 +72,8 @@ class Outcome:
         return [json.loads(line) for line in text.splitlines()]
 
     def memory(self) -> list[dict[str, int]]:
-        """Bytes counted by each rank (``users.MemoryHook``), and their ``total``."""
-        found = [json.loads(path.read_text()) for path in sorted(self.folder.glob("memory_*.json"))]
-        for m in found:
-            m["total"] = m["parameters"] + max(m["sharded"], m["gradients"]) + m["optimizer"]
-        return found
+        """Bytes counted by each rank (``users.MemoryHook``)."""
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("memory_*.json"))]
 
     def counted(self) -> list[dict[str, int]]:
         """The highest sum of tensor bytes of each rank, and what is held between updates (``CountedBytesHook``)."""

@@ -9,24 +9,22 @@ from tests.end_to_end.engines.model_cases import VLM, of_transformers
 
 CHAINS: dict[str, tuple[tuple[str, int], ...]] = {
     "dora": (("zero2", 2), ("FULL_SHARD", 2), ("zero3", 2), ("zero1", 2)),
-    "bf16": (("zero3", 2), ("FULL_SHARD", 2)),
     "qlora": (("zero3", 2), ("FULL_SHARD", 2)),
 }
 """Engines and processes of a run."""
-MORE: dict[str, tuple[tuple[str, int], ...]] = {kind: (("zero1", 2), ("zero2", 2)) for kind in ("bf16", "qlora")}
+MORE: dict[str, tuple[tuple[str, int], ...]] = {"qlora": (("zero1", 2), ("zero2", 2))}
 """Those that follow in the whole matrix."""
 LINK = 2
 """Updates of an engine."""
 _DECODER = r"self_attn\.(q|v)_proj|down_proj"
-LAYERS = {"dora": _DECODER, "bf16": _DECODER, "qlora": r"language_model.*(q|v)_proj|connector"}
+LAYERS = {"dora": _DECODER, "qlora": r"language_model.*(q|v)_proj|connector"}
 _CHANGES: dict[str, dict[str, Any]] = {
     "dora": {"model": DECODER, "processor": None},
-    "bf16": {"model": DECODER, "processor": None, "optim_wrapper__precision": "bf16"},
     "qlora": {
         **VLM, "model__freeze": ["llm", "vit"], "model__quantize": {"llm": "nf4"}, "optim_wrapper__precision": "bf16",
     },
 }  # fmt: skip
-_DATA = {"dora": "digits/text.jsonl", "bf16": "digits/text.jsonl", "qlora": "talks/mixed.jsonl"}
+_DATA = {"dora": "digits/text.jsonl", "qlora": "talks/mixed.jsonl"}
 
 
 def _phase(kind: str, engine: tuple[str, int], last: int, **more: Any) -> Phase:

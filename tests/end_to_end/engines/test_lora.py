@@ -1,6 +1,4 @@
-"""Adapters under the engines: on files of a published directory DoRA in fp32 and LoRA in bf16, and LoRA on packed
-weights in bf16.
-"""
+"""Adapters under the engines: DoRA in fp32 on files of a published directory, and LoRA on packed weights in bf16."""
 
 from __future__ import annotations
 

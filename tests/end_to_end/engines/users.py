@@ -26,7 +26,7 @@ from unigen_ds.checkpoint import saver, store
 from unigen_ds.checks.memory.counted import CountedBytes
 from unigen_ds.config.registry import FAMILIES, HOOKS, MODELS
 from unigen_ds.core.batch import LossTerms, PackedBatch
-from unigen_ds.core.errors import ConfigError, SaveError
+from unigen_ds.core.errors import SaveError
 from unigen_ds.core.shards import tied_names
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.families.bagel.family import Bagel
@@ -311,22 +311,6 @@ class FullDiskHook(Hook):
 
 
 @HOOKS.register_module()
-class InspectHook(Hook):
-    """Writes which of the private names of DeepSpeed that ``backends/deepspeed/deepspeed.py`` uses are really there."""
-
-    def after_update(self, run: Run, result: UpdateResult) -> None:
-        backend: Any = run.backend
-        zero, parameter = backend._zero, next(p for p in backend.model.module.parameters() if p.requires_grad)
-        found = {
-            "class": type(zero).__name__,
-            "zero": sorted(name for name in dir(zero)),
-            "parameter": sorted(name for name in dir(parameter)),
-            "linear": F.linear.__name__,
-        }
-        (run.work_dir / "inspected.json").write_text(json.dumps(found), encoding="utf-8")
-
-
-@HOOKS.register_module()
 class StructureHook(Hook):
     """Per rank, after the last update: the sharding units, the piece of every weight that is held here, and how many
     graphs ``torch.compile`` made.
@@ -362,39 +346,6 @@ class RunnerSeen(mmengine.hooks.Hook):
             runner.save_checkpoint(runner.work_dir, "mine.pth")
         if runner.iter == 4 and runner.rank == runner.world_size - 1:
             runner.train_loop.stop_training = True
-
-
-@HOOKS.register_module()
-class ChangingHook(Hook):
-    """Changes parameters before the training and after its first update, asks whether a hook that did so is refused
-    (``changes_<rank>.json``), and takes it back.
-    """
-
-    def before_train(self, run: Run) -> None:
-        self._change(run, "before_train")
-
-    def after_update(self, run: Run, result: UpdateResult) -> None:
-        if run.progress.updates == 1:
-            self._change(run, "after_update")
-
-    def _change(self, run: Run, point: str) -> None:
-        check, model = run._parameters.check, run.backend.model  # type: ignore[attr-defined]
-        check(self, point)  # nothing is changed
-        layer = next(module for module in model.modules() if isinstance(module, nn.Linear))
-        weight, found = layer.weight, []
-        for change, undo in (
-            (lambda: weight.requires_grad_(False), lambda: weight.requires_grad_(True)),
-            (lambda: setattr(layer, "weight", nn.Parameter(torch.ones(2))), lambda: setattr(layer, "weight", weight)),
-            (lambda: setattr(layer, "more", nn.Linear(1, 1, bias=False)), lambda: delattr(layer, "more")),
-        ):
-            change()
-            try:
-                check(self, point)
-            except ConfigError as error:
-                found.append(str(error).split(", after the engine")[0])
-            undo()
-        with (run.work_dir / f"changes_{dist.rank()}.jsonl").open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(found) + "\n")
 
 
 @HOOKS.register_module()
@@ -498,7 +449,6 @@ class MemoryHook(Hook):
             "gathered": a["before_backward"] - a["before_forward"],
             "trainable": sum(logical_numel(p) for p in model if p.requires_grad),
             "frozen": sum(logical_numel(p) for p in model if not p.requires_grad),
-            "largest": max(logical_numel(p) for p in model if p.requires_grad),
         }
         (run.work_dir / f"memory_{dist.rank()}.json").write_text(json.dumps(counts), encoding="utf-8")
 

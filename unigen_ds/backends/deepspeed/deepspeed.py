@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -50,18 +49,6 @@ from unigen_ds.optim.optimizer import (
 )
 from unigen_ds.system import dist
 from unigen_ds.system.outputs import StateFiles
-
-
-@dataclass(frozen=True)
-class _Fragment:
-    """A local piece of a parameter: its offsets in the flat buffer ``flat`` and in the parameter."""
-
-    name: str
-    shape: tuple[int, ...]
-    flat: int
-    offset: int
-    numel: int
-    start: int
 
 
 def _choose_accelerator() -> None:
@@ -337,29 +324,26 @@ class DeepSpeedBackend(Backend):
                 return list(getattr(self._zero, attribute))
         raise AssertionError(f"unknown ZeRO optimizer {type(self._zero).__name__}; tested: DeepSpeed {TESTED_VERSION}")
 
-    def _fragments(self) -> list[_Fragment]:
-        """The offsets of the local piece of every trainable parameter."""
-        find = self._fragment_zero3 if self.stage == 3 else self._fragment_zero12
-        fragments = (find(name, self._parameters[name]) for name in self._trainable)
-        return [fragment for fragment in fragments if fragment is not None]
-
-    def _fragment_zero12(self, name: str, parameter: Any) -> _Fragment | None:
-        mapping = parameter._hp_mapping
-        if mapping is None:
-            return None
-        low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
-        return _Fragment(name, self._names[name], mapping.param_group_index, high.start, low.numel, low.start)
-
-    def _fragment_zero3(self, name: str, parameter: Any) -> _Fragment | None:
-        flat, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
-        start, numel = _zero3_part(parameter)
-        return _Fragment(name, self._names[name], flat, int(offset), numel, start) if numel > 0 else None
+    def _fragments(self) -> Iterator[tuple[str, int, int, int, int]]:
+        """Of the local piece of each trained parameter: its name, the number of the flat buffer, the offset there, the
+        first element of the parameter, and how many there are.
+        """
+        for name in self._trainable:
+            parameter = self._parameters[name]
+            if self.stage == 3:
+                flat, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
+                start, numel = _zero3_part(parameter)
+                if numel > 0:
+                    yield name, flat, int(offset), start, numel
+            elif (mapping := parameter._hp_mapping) is not None:
+                low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+                yield name, mapping.param_group_index, high.start, low.start, low.numel
 
     def _shards(self, flats: Sequence[Tensor]) -> list[Shard]:
         """The pieces of the parameters in flat buffers, which are split as those of the masters."""
         return [
-            Shard(f.name, f.shape, f.start, flats[f.flat].detach().narrow(0, f.offset, f.numel))
-            for f in self._fragments()
+            Shard(name, self._names[name], start, flats[flat].detach().narrow(0, offset, numel))
+            for name, flat, offset, start, numel in self._fragments()
         ]
 
     def master_shards(self) -> list[Shard]:
@@ -416,16 +400,16 @@ class DeepSpeedBackend(Backend):
         """One step count per flat buffer: parameters that share one must agree."""
         flats = self._flats()
         by_flat: dict[int, set[float]] = {}
-        for fragment in self._fragments():
-            by_flat.setdefault(fragment.flat, set()).add(steps[fragment.name])
-        for number, flat in enumerate(flats):
+        for name, flat, *_ in self._fragments():
+            by_flat.setdefault(flat, set()).add(steps[name])
+        for number, buffer in enumerate(flats):
             counts = by_flat.get(number) or set(steps.values())
             if len(counts) > 1:
                 raise CheckpointError(
                     f"parameters of one optimizer group have different Adam steps: {sorted(counts)}",
                     remedy="ZeRO keeps one step per group; resume with FSDP or single, or put them into own groups",
                 )
-            self._state(flat)[STEP] = step_count(self._state(flat)[STEP], counts.pop())
+            self._state(buffer)[STEP] = step_count(self._state(buffer)[STEP], counts.pop())
         if self.stage != 3:
             self._zero._lazy_init_hp_params_optimizer_state()
 

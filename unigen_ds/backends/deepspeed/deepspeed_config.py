@@ -75,6 +75,14 @@ OWNED = {"scheduler": "param_scheduler", "optimizer": "optim_wrapper.optimizer"}
 """Sections that our config has under every engine, and its name for each."""
 
 
+_REFUSED = (
+    ("data_types", "buffer_dtype", "fp32", "the autoencoder would be rounded, under this engine alone"),
+    ("torch_autocast", "enabled", False, "no other engine has it; optim_wrapper.precision is for all"),
+    ("bf16", "check_grad_overflow", True, "one non-finite gradient would make all weights non-finite"),
+)
+"""Section, key, its one value besides ``"auto"``, and why."""
+
+
 def check_ds_config(config: Mapping[str, Any]) -> None:
     """Refuse what cannot work, from the file alone. Raises ``ConfigError``."""
     for section in ("zero_optimization", "bf16", "fp16", "data_types", "torch_autocast"):
@@ -91,23 +99,11 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
                 f"the DeepSpeed config has a {section} ({value}), and so has ours ({owner})",
                 remedy=f"delete {section!r} from the JSON: {owner} is used, under every engine",
             )
-    buffers = (config.get("data_types") or {}).get("buffer_dtype", AUTO)
-    if buffers not in (AUTO, None, "fp32"):
-        raise ConfigError(
-            f"data_types.buffer_dtype is {buffers!r}: the autoencoder would be rounded, under this engine alone",
-            allowed="fp32",
-            remedy="delete it from the DeepSpeed config",
-        )
-    if (config.get("torch_autocast") or {}).get("enabled", AUTO) not in (AUTO, None, False):
-        raise ConfigError(
-            "the DeepSpeed config enables torch_autocast, which no other engine has",
-            remedy="delete it from the JSON and set optim_wrapper.precision",
-        )
-    if (config.get("bf16") or {}).get("check_grad_overflow") is False:
-        raise ConfigError(
-            "bf16.check_grad_overflow is false: one non-finite gradient would make all weights non-finite",
-            remedy="delete it from the DeepSpeed config",
-        )
+    for section, key, allowed, why in _REFUSED:
+        value = (config.get(section) or {}).get(key, AUTO)
+        if value not in (AUTO, None, allowed):
+            problem = f"the DeepSpeed config has {section}.{key} = {value!r}: {why}"
+            raise ConfigError(problem, allowed=repr(allowed), remedy="delete it from the JSON")
 
 
 def fill(config: Mapping[str, Any], *, geometry: Geometry, optimizer: OptimizerConfig) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from unigen_ds.optim.settings import Finite, OptimWrapper
 from unigen_ds.runner.settings.custom_imports import CustomImports, import_custom, importable
 from unigen_ds.runner.settings.environment import Environment
 from unigen_ds.runner.settings.family_settings import PROCESSOR_KEYS, channel_problems, family_of_model, family_problems
-from unigen_ds.schedule.settings import Curve
+from unigen_ds.schedule.schedule import Curve
 from unigen_ds.system.log import notice
 from unigen_ds.tracking.settings import Visualizer
 
