@@ -123,13 +123,6 @@ def test_nothing_that_does_not_fit_is_silent(directory: Path) -> None:
         assert text in str(caught.value)
 
 
-def test_tables_may_be_absent(directory: Path, model: UnifiedModel) -> None:
-    weights = {n: t for n, t in load_file(directory / FILES[2]).items() if not n.endswith("pos_embed")}
-    save_file(weights, directory / FILES[2])
-    made = UnifiedModel(pretrained=str(directory), max_latent_size=model.max_latent_size)
-    torch.testing.assert_close(made.latent_pos_embed.pos_embed, model.latent_pos_embed.pos_embed, atol=1e-6, rtol=0)
-
-
 @pytest.fixture
 def parts(tmp_path: Path) -> dict[str, str]:
     """The golden weights as three directories: a plain Qwen2 with a tied head, a whole SigLIP, an autoencoder."""
@@ -221,13 +214,6 @@ def test_a_config_that_means_other_numbers_is_refused(
         UnifiedModel(pretrained=str(directory))
 
 
-def test_plain_rotary_angles_may_be_stated(directory: Path) -> None:
-    config = json.loads((directory / CONFIGS[0]).read_text())
-    stated = {"rope_parameters": {"rope_type": "default", "rope_theta": config.pop("rope_theta")}, "rope_scaling": None}
-    (directory / CONFIGS[0]).write_text(json.dumps(config | stated))
-    UnifiedModel(pretrained=str(directory))
-
-
 def test_another_layer_of_the_vision_tower_is_read(tmp_path: Path, model: UnifiedModel) -> None:
     """-2 as BAGEL: two layers of the three that its config counts. -3: one, whose output is what the second reads."""
     shallow = UnifiedModel(pretrained=str(BAGEL), vit_select_layer=-3)
@@ -242,14 +228,6 @@ def test_another_layer_of_the_vision_tower_is_read(tmp_path: Path, model: Unifie
     assert again.vit_select_layer == -3 and len(again.vit_model.vision_model.encoder.layers) == 1
     rebuilt = UnifiedModel(**shallow.arguments())
     assert rebuilt.vit_select_layer == -3 and len(rebuilt.vit_model.vision_model.encoder.layers) == 1
-
-
-def test_a_layer_that_the_directory_does_not_have_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"missing: vit_model\.vision_model\.encoder\.layers\.2\."):
-        UnifiedModel(pretrained=str(BAGEL), vit_select_layer=-1)
-    with pytest.raises(ConfigError, match=r"model\.vit_select_layer is 0") as caught:
-        UnifiedModel(pretrained=str(BAGEL), vit_select_layer=0)
-    assert "-1" in str(caught.value)
 
 
 def test_all_layers_of_a_vision_tower_of_others(tmp_path: Path, model: UnifiedModel) -> None:

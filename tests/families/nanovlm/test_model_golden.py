@@ -6,7 +6,6 @@ samples only increases the rotary position. Every size, id and setting is read f
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from tests.golden_files import GOLDEN, NANOVLM, read_json
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
+from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.data.batches.collate import pack_documents
 from unigen_ds.data.images.transforms import patchify
 from unigen_ds.data.samples.sample import Loaded
@@ -206,16 +205,6 @@ def test_settings_change_no_number(model, rows, processor, settings):
         frozen = "freeze" in settings and not name.startswith("connector.")
         expected = None if frozen else model.get_parameter(name).grad
         assert parameter.grad is None if expected is None else torch.equal(parameter.grad, expected), name
-
-
-def test_tiles_of_another_size_are_refused(model, rows, processor):
-    """A batch made for other sizes is an error with this reason; images are not put at wrong positions."""
-    batch = shared(rows, processor)
-    with pytest.raises(DataError, match="patches"):
-        model(dataclasses.replace(batch, vit_lengths=(1, *batch.vit_lengths)))
-    one_less = dataclasses.replace(batch, vit_index=batch.vit_index[1:])
-    with pytest.raises(DataError, match="image positions"):
-        model(one_less)
 
 
 def test_every_parameter_takes_part_without_an_image(model, rows, processor):

@@ -11,7 +11,7 @@ import torch
 from tests.data.support import image, picture, talk, text, write_jsonl
 from tests.data.text.chat_support import CONFIG, META, character_tokenizer
 from unigen_ds.core.batch import CAUSAL
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import DataError
 from unigen_ds.data.batches.collate import collate
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.images.image_files import open_image
@@ -140,12 +140,3 @@ def test_fingerprint_follows_what_changes_a_plan(tokenizer, tmp_path) -> None:
     others.append(make(tokenizer, resize_to_max_side_len=True))
     assert make(tokenizer, seed=1).fingerprint == one.fingerprint
     assert len({p.fingerprint for p in (one, *others)}) == 5
-
-
-def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path) -> None:
-    plain = character_tokenizer()
-    plain.chat_template = None
-    plain.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="chat template"):
-        ChatTokenizer(path=str(tmp_path))
-    assert ChatTokenizer(path=str(tmp_path), chat_template="{{ messages[0].content }}").chat.chat_template

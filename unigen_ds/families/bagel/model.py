@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache, cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,7 +37,7 @@ from unigen_ds.families.bagel.published import (
 )
 from unigen_ds.models import flow
 from unigen_ds.models.attention import Attend, plan_attention
-from unigen_ds.models.flops import attention_flops, encode_flops, linear_flops, trains
+from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.layers import (
     MLPConnector,
     PositionTable,
@@ -390,7 +390,6 @@ class UnifiedModel(PretrainedModel):
             + cost["image_target"] * batch.image_target_index.numel()
             + image_attention * vit["num_hidden_layers"]
             + text_attention * len(backbone.layers)
-            + sum(self._encode_flops(channels=batch.vae_images.shape[1], grid=grid) for grid in batch.latent_shapes)
         )
 
     @cached_property
@@ -403,7 +402,3 @@ class UnifiedModel(PretrainedModel):
             "text_target": linear_flops(self.language_model.lm_head, input_grad=True),
             "image_target": linear_flops(self.llm2vae, input_grad=True),
         }
-
-    @cached_property
-    def _encode_flops(self) -> Callable[..., float]:
-        return cache(partial(encode_flops, self.sizes["vae"], patch=self.latent_patch_size))
