@@ -27,8 +27,8 @@ from unigen_ds.data.samples.sample import Sample
 from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.data.text.tokenizers import ModelTokenizer
 from unigen_ds.families.auto import attention
-from unigen_ds.families.auto.family import CausalDirectory, ImagesDirectory
-from unigen_ds.families.auto.model import CausalLM
+from unigen_ds.families.auto.family import AutoDirectory
+from unigen_ds.families.auto.model import CausalLM, ImageTextToText
 from unigen_ds.families.directories import published_format
 from unigen_ds.models.attention import Bucket, SDPAPlan
 from unigen_ds.runner.settings.tree import ModelSettings
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(folder: Path, kind: str, **model: Any) -> tuple[Any, Any]:
     """The model and its processor, as a run builds them."""
-    found = (ImagesDirectory() if kind in IMAGES else CausalDirectory()).config(folder / kind)
+    found = AutoDirectory(ImageTextToText if kind in IMAGES else CausalLM).config(folder / kind)
     settings = ModelSettings.of({**found, "model": {**found["model"], **model}})
     processor = build_processor(settings, seed=0)
     return build_model(settings, processor, seed=0), processor
@@ -359,10 +359,10 @@ def test_what_cannot_work_is_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_which_format_a_folder_has(folder: Path, tmp_path: Path) -> None:
     """Llama and Qwen2 are a ``DecoderLM``'s, as ever."""
-    names = {kind: type(published_format(folder / kind)).__name__ for kind in (*LANGUAGE, *IMAGES)}
-    assert names["llama"] == "TransformersDirectory"
-    assert {names[kind] for kind in LANGUAGE if kind != "llama"} == {"CausalDirectory"}
-    assert {names[kind] for kind in IMAGES} == {"ImagesDirectory"}
+    for kind in (*LANGUAGE, *IMAGES):
+        found: Any = published_format(folder / kind)
+        expected = "ImageTextToText" if kind in IMAGES else "DecoderLM" if kind == "llama" else "CausalLM"
+        assert found.config(folder / kind)["model"]["type"] == expected
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
     assert published_format(tmp_path) is None
 

@@ -235,7 +235,7 @@ def test_directories_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**config, "lm_n_blocks": config["lm_n_blocks"] + 1}))
     with pytest.raises(CheckpointError, match=rf"does not fit the model: missing: .*layers\.{config['lm_n_blocks']}\."):
         VLM(pretrained=str(tmp_path))
-    with pytest.raises(ConfigError, match="hidden_size"):
+    with pytest.raises(ConfigError, match="lm_hidden_dim"):
         save_nanovlm(model, tmp_path, config={**config, "lm_hidden_dim": 2 * config["lm_hidden_dim"]})
     for wrong in ({"vit_cls_flag": True}, {"lm_attn_scaling": 2.0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):

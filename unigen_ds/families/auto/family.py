@@ -13,16 +13,17 @@ from unigen_ds.families.auto.inference import ModelInferencer
 from unigen_ds.families.auto.loading import build, read_config, read_weights
 from unigen_ds.families.auto.model import CausalLM, ImageTextToText, TransformersModel
 from unigen_ds.families.auto.processor import ModelProcessor
-from unigen_ds.families.base import TRANSFORMERS_WEIGHTS, ConversationFamily, PublishedFormat, stated
+from unigen_ds.families.base import TRANSFORMERS_WEIGHTS, ConversationFamily, PublishedFormat, published_folder, stated
 from unigen_ds.models.weights import Pretrained
-from unigen_ds.system.files import copy_files, new_directory
 
 
 class AutoDirectory(PublishedFormat):
     """``config.json`` of a kind of model that transformers has, safetensors, and its tokenizer and processor."""
 
     general = True
-    model: ClassVar[type[TransformersModel]]
+
+    def __init__(self, model: type[TransformersModel]) -> None:
+        self.model, self.name = model, f"a directory of transformers' {model.auto}"
 
     def recognises(self, folder: Path) -> bool:
         """Compare the class that ``config.json`` names, or else its kind of model, with those of transformers."""
@@ -43,26 +44,9 @@ class AutoDirectory(PublishedFormat):
         self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
     ) -> None:
         """Write the model by ``save_pretrained`` of transformers, with the tokenizer and processor of the training."""
-        with new_directory(out) as folder:
+        without = ("config.json", *TRANSFORMERS_WEIGHTS)
+        with published_folder(out, processor.tokenizer, source, without=without) as folder:
             model.to("cpu", dtype).transformers_model.save_pretrained(folder, max_shard_size=max_shard_size)
-            if source is None:
-                processor.tokenizer.save_pretrained(str(folder))
-            else:
-                copy_files(source, folder, wanted=_is_beside_the_model)
-
-
-def _is_beside_the_model(name: str) -> bool:
-    return name != "config.json" and not name.endswith(TRANSFORMERS_WEIGHTS)
-
-
-class CausalDirectory(AutoDirectory):
-    name = "a directory of transformers' AutoModelForCausalLM"
-    model = CausalLM
-
-
-class ImagesDirectory(AutoDirectory):
-    name = "a directory of transformers' AutoModelForImageTextToText"
-    model = ImageTextToText
 
 
 def _auto_of(stored: Mapping[str, Any]) -> str | None:
@@ -98,7 +82,7 @@ class AutoCausal(_OfTransformers):
     """Texts, read and written, by any language model of transformers."""
 
     model = CausalLM
-    published = (CausalDirectory(),)
+    published = (AutoDirectory(CausalLM),)
 
 
 @FAMILIES.register_module()
@@ -106,4 +90,4 @@ class AutoImages(_OfTransformers):
     """Texts and images, read, and texts, written, by any such model of transformers."""
 
     model = ImageTextToText
-    published = (ImagesDirectory(),)
+    published = (AutoDirectory(ImageTextToText),)

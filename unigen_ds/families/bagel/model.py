@@ -68,7 +68,14 @@ def route(x: Tensor, num_und: int, und: Callable[[Tensor], Tensor], gen: Callabl
     return torch.cat([und(x[:num_und]), gen(x[num_und:])])
 
 
-class MoTAttention(nn.Module):
+class Routed(nn.Module):
+    """A module with two sets of layers: ``<name>`` for text and ViT tokens, ``<name>_moe_gen`` for latent tokens."""
+
+    def _route(self, x: Tensor, num_und: int, name: str) -> Tensor:
+        return route(x, num_und, getattr(self, name), getattr(self, name + "_moe_gen"))
+
+
+class MoTAttention(Routed):
     """Joint attention of both experts: Qwen2 with q/k norm, and a second set of projections for latent tokens."""
 
     def __init__(self, width: int, num_heads: int, num_kv_heads: int, eps: float) -> None:
@@ -82,9 +89,6 @@ class MoTAttention(nn.Module):
             self.add_module("q_norm" + suffix, RMSNorm(self.head_width, eps=eps))
             self.add_module("k_norm" + suffix, RMSNorm(self.head_width, eps=eps))
 
-    def _route(self, x: Tensor, num_und: int, name: str) -> Tensor:
-        return route(x, num_und, getattr(self, name), getattr(self, name + "_moe_gen"))
-
     def forward(self, x_TD: Tensor, num_und: int, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         q, k, v = (
             self._route(x_TD, num_und, name).unflatten(-1, (-1, self.head_width))
@@ -95,7 +99,7 @@ class MoTAttention(nn.Module):
         return self._route(attend(q, k, v).flatten(1), num_und, "o_proj")
 
 
-class MoTLayer(nn.Module):
+class MoTLayer(Routed):
     """One decoder layer; dropout (0 in BAGEL) acts on both residual branches."""
 
     def __init__(
@@ -108,9 +112,6 @@ class MoTLayer(nn.Module):
             self.add_module("input_layernorm" + suffix, RMSNorm(width, eps=eps))
             self.add_module("post_attention_layernorm" + suffix, RMSNorm(width, eps=eps))
         self.dropout = nn.Dropout(dropout)
-
-    def _route(self, x: Tensor, num_und: int, name: str) -> Tensor:
-        return route(x, num_und, getattr(self, name), getattr(self, name + "_moe_gen"))
 
     def forward(self, x_TD: Tensor, num_und: int, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         normed = self._route(x_TD, num_und, "input_layernorm")
