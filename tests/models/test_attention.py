@@ -18,8 +18,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models.batches import packed, random_documents
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
 from unigen_ds.data.order.packing import BestFitPacking
-from unigen_ds.models.attention import AttentionPlan, SDPAPlan, plan_attention, plan_full_attention
-from unigen_ds.models.flex import BLOCK, VARIANTS, FlexPlan, compile_attention
+from unigen_ds.models.attention import (
+    BLOCK,
+    VARIANTS,
+    AttentionPlan,
+    FlexPlan,
+    SDPAPlan,
+    compile_attention,
+    plan_attention,
+    plan_full_attention,
+)
 
 TEXT_ALONE = [[(CAUSAL, 9)], [(CAUSAL, 4), (CAUSAL, 5)], [(CAUSAL, 2)], [(CAUSAL, 1)]]
 ONE_DOCUMENT = [[(CAUSAL, 5), (FULL, 6), (NOISE, 4), (CAUSAL, 3), (NOISE, 4)]]

@@ -21,7 +21,7 @@ from unigen_ds.data.batches.collate import pack_documents
 from unigen_ds.data.samples.splits import TextSplit
 from unigen_ds.families.auto.loading import read_config
 from unigen_ds.families.bagel.processor import UnifiedProcessor
-from unigen_ds.families.decoder_lm.model import DecoderLM
+from unigen_ds.families.decoder_lm.family import DecoderLM
 from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
 from unigen_ds.runner.settings.tree import load_config
 
