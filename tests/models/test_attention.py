@@ -185,15 +185,6 @@ def test_the_cost_follows_the_documents() -> None:
     assert costs[1] / costs[0] < 2.6
 
 
-def test_text_alone_and_equal_images_need_no_mask_and_no_copy() -> None:
-    text = plan_attention(packed(TEXT_ALONE), use_flex=False)
-    assert all(bucket.mask is None and bucket.is_causal for bucket in text.buckets)
-    tiles = plan_full_attention([16] * 5, torch.device("cpu"), use_flex=False)
-    assert tiles.slot_T is None and [bucket.mask for bucket in tiles.buckets] == [None]
-    mixed = plan_attention(packed(ONE_DOCUMENT), use_flex=False)
-    assert mixed.slot_T is None and [bucket.is_causal for bucket in mixed.buckets] == [False]
-
-
 def test_the_compiled_function_serves_all_that_a_run_asks_of_it() -> None:
     """A language model and a ViT, training and evaluation, lengths as packing makes them, one block or several: more
     variants than torch's own limit of 8, beyond which it would run uncompiled without a message.

@@ -23,9 +23,6 @@ STRIPS = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 """Hides earlier answers, as templates of thinking models do."""
-REFUSES = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
-)
 
 
 def processor(folder: Path, template: str | None = None, **given: Any) -> ModelProcessor:
@@ -99,11 +96,6 @@ def test_the_last_answer_alone(tmp_path: Path) -> None:
         assert made.fingerprint != processor(tmp_path, template).fingerprint
     with pytest.raises(ConfigError, match="learn"):
         processor(tmp_path, learn="first")
-
-
-def test_a_template_that_refuses_a_conversation(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"here: the model's chat template refuses the conversation: no system role"):
-        processor(tmp_path, REFUSES).plan([Turn("system", "text", "a"), *TALK], "here")
 
 
 def test_a_document_is_no_conversation(tmp_path: Path) -> None:
@@ -221,11 +213,3 @@ def test_a_directory_without_an_image_processor(tmp_path: Path) -> None:
     tokenizer(template=CHATML).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="has no image processor"):
         ModelProcessor(ModelTokenizer(path=str(tmp_path)), reads_images=True, seed=0)
-
-
-def test_an_end_token_that_is_the_unknown_one(tmp_path: Path) -> None:
-    """As of GPT-2 and its successors."""
-    made = tokenizer()
-    made.unk_token = "</s>"
-    made.save_pretrained(tmp_path)
-    assert ModelTokenizer(path=str(tmp_path)).eos_id == 3

@@ -13,8 +13,9 @@ from unigen_ds.families.auto.inference import ModelInferencer
 from unigen_ds.families.auto.loading import build, read_config, read_weights
 from unigen_ds.families.auto.model import CausalLM, ImageTextToText, TransformersModel
 from unigen_ds.families.auto.processor import ModelProcessor
-from unigen_ds.families.base import TRANSFORMERS_WEIGHTS, ConversationFamily, PublishedFormat, published_folder, stated
+from unigen_ds.families.base import TRANSFORMERS_WEIGHTS, ConversationFamily, PublishedFormat, stated
 from unigen_ds.models.weights import Pretrained
+from unigen_ds.system.files import copy_files, new_directory
 
 
 class AutoDirectory(PublishedFormat):
@@ -44,9 +45,16 @@ class AutoDirectory(PublishedFormat):
         self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
     ) -> None:
         """Write the model by ``save_pretrained`` of transformers, with the tokenizer and processor of the training."""
-        without = ("config.json", *TRANSFORMERS_WEIGHTS)
-        with published_folder(out, processor.tokenizer, source, without=without) as folder:
+        with new_directory(out) as folder:
             model.to("cpu", dtype).transformers_model.save_pretrained(folder, max_shard_size=max_shard_size)
+            if source is None:  # after the model: the ids that end an answer are the tokenizer's
+                processor.tokenizer.save_pretrained(str(folder))
+            else:
+                copy_files(
+                    source,
+                    folder,
+                    wanted=lambda name: name != "config.json" and not name.endswith(TRANSFORMERS_WEIGHTS),
+                )
 
 
 def _auto_of(stored: Mapping[str, Any]) -> str | None:
