@@ -27,7 +27,6 @@ from unigen_ds.checkpoint.base_files import read_base
 from unigen_ds.config.overrides import plain_values
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.image_files import image_header
-from unigen_ds.families.bagel.published import read_pretrained
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.family_settings import family_problems
@@ -262,8 +261,6 @@ def test_a_base_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="has no files of weights: adapters need a base"):
         read_base(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"has a config.json and no ema.safetensors.* pretrained=dict\(llm='"):
-        read_pretrained(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -79,14 +79,14 @@ def test_a_recipe_of_nanovlm_trains(data: Path, tmp_path: Path) -> None:
     ("name", "changes", "match"),
     [
         ("nanovlm_230m", {"model.pretrained": str(NANOVLM), "tokenizer.path": "{data}/chat"},
-         r"does not fit the model .*Remedy: leave sizes out of the section model, or set them to None"),
+         r"does not fit the model: .*Remedy: leave sizes out of the section model, or set them to None"),
         ("bagel_7b_fsdp", {"model.pretrained": "{data}/bagel", "tokenizer.path": "{data}/bagel",
                            "model.llm": {"num_hidden_layers": 3}, **SMALL_IMAGES},
          r"missing: language_model\.model\.layers\.2\."),
         ("bagel_7b_fsdp", {"model.pretrained": str(NANOVLM), "tokenizer.path": "{data}/bagel"},
          r"nanoVLM's directory, and not for model\.type 'UnifiedModel'.*Remedy: model\.type='VLM'\.$"),
         ("decoder_lm_90m", {"model.pretrained": "{data}/llama", "tokenizer.path": "{data}/bagel"},
-         r"does not fit the model .*Remedy: leave sizes out"),
+         r"does not fit the model: .*Remedy: leave sizes out"),
     ],
 )  # fmt: skip
 def test_sizes_of_a_recipe_that_contradict_its_weights_are_named(
