@@ -5,6 +5,7 @@ Parameters have transformers' names, so a merged checkpoint is a state dict of `
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,8 @@ from unigen_ds.models.settings import check_heads
 from unigen_ds.models.weights import read_json
 
 MODEL_TYPES = ("llama", "qwen2")
+_NOT_THE_MODELS = {"use_cache", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id"}
+"""Keys of a config that no layer reads."""
 
 
 @MODELS.register_module()
@@ -86,6 +89,15 @@ class DecoderLM(CausalLM):
         for layer in self.model.layers if dropout else ():
             for branch in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 branch.register_forward_hook(partial(_dropout, p=dropout))
+
+    def arguments(self) -> dict[str, Any]:
+        """The sizes as arguments of the constructor, which then needs no ``pretrained``; no tokens: the tokenizer's."""
+        from transformers import PreTrainedConfig
+
+        config: Any = self.transformers_model.config
+        own, common = ({field.name for field in dataclasses.fields(each)} for each in (config, PreTrainedConfig))
+        values = {key: config.to_dict().get(key) for key in sorted(own - common - _NOT_THE_MODELS)}
+        return {"llm": {"model_type": config.model_type, **{k: v for k, v in values.items() if v is not None}}}
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
         """Normal(0, ``initializer_range``), as transformers. Norms one, biases zero."""
