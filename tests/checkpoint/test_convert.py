@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import errno
 import json
 import os
 import signal
@@ -26,9 +24,7 @@ from tests.end_to_end.engines.users import OddModel
 from tests.processes import ROOT, run
 from unigen_ds.checkpoint.convert import merge, read_source
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.system.outputs import Entry, safetensors_output, save_torch, torch_output, write_output
-from unigen_ds.core.shards import Shard
-from unigen_ds.system.files import DIGESTS, stored_digests
+from unigen_ds.system.outputs import Entry, save_torch
 
 runs = want("layouts")
 pytestmark = pytest.mark.timeout(3600)

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.golden_files import BAGEL, BAGEL_META, atol, read_json
-from unigen_ds.core.errors import ConfigError
+from tests.golden_files import BAGEL, BAGEL_META, atol
 from unigen_ds.models import FluxAutoencoder
 
 
@@ -50,23 +49,3 @@ def test_encode(vae: FluxAutoencoder, golden: dict[str, Tensor]) -> None:
 def test_decode(vae: FluxAutoencoder, golden: dict[str, Tensor]) -> None:
     for kind in ("mean", "sampled"):
         close("vae.recon", vae.decode(golden[f"latent_{kind}"]), golden[f"recon_from_{kind}"])
-
-
-@torch.no_grad()
-def test_a_padded_pack_as_the_public_code_encodes_it(vae: FluxAutoencoder) -> None:
-    """Padding changes the result: therefore the model encodes the images of each size separately."""
-    golden = load_file(BAGEL / "train.safetensors")
-    images, noise = golden["padded_images"], golden["vae_noise"]
-    close("padded_latent", vae.encode(images, noise), golden["padded_latent"])
-    shapes = read_json(BAGEL / "train.json")["vae_image_shapes"]
-    number, (_, height, width) = min(enumerate(shapes), key=lambda pair: pair[1][1] * pair[1][2])
-    if (height, width) == images.shape[-2:]:
-        return  # all images have one size: nothing is padded
-    h, w = height // vae.downsample, width // vae.downsample
-    alone = vae.encode(images[number : number + 1, :, :height, :width], noise[number : number + 1, :, :h, :w])
-    assert (alone[0] - golden["padded_latent"][number, :, :h, :w]).abs().max() > 1000 * atol("bagel/padded_latent")
-
-
-def test_widths_are_checked() -> None:
-    with pytest.raises(ConfigError, match="multiples of 32"):
-        FluxAutoencoder(base_channels=48)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.golden_files import BAGEL
 from tests.tiny import tiny_config
@@ -25,7 +24,6 @@ from unigen_ds.families.nanovlm.published import save_nanovlm
 from unigen_ds.models.flops import linear_flops
 from unigen_ds.models.quantized import QuantizedLinear, plain_state_dict, quantize_frozen
 from unigen_ds.runner import Runner
-from unigen_ds.runner.open.trained import open_model
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import build_data, build_loader, build_model
 from unigen_ds.system.files import DIGESTS
@@ -94,14 +92,6 @@ def test_the_result_and_the_gradient_are_those_of_the_unpacked_weight(scheme: st
     assert packed(x[:0]).shape == (0, 24)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_no_cast_touches_packed_weights(scheme: str) -> None:
-    packed = QuantizedLinear(linear(24, 40), scheme)
-    before = {name: t.clone() for name, t in packed.named_buffers()}
-    packed.to(torch.bfloat16).half()
-    assert all(torch.equal(t, before[name]) for name, t in packed.named_buffers())
-
-
 def saved_bytes(layer: nn.Module, x: Tensor) -> int:
     """Bytes that autograd keeps for the backward pass, without parameters and buffers of the layer."""
     own = {t.untyped_storage().data_ptr() for t in (x, *layer.parameters(), *layer.buffers())}
@@ -124,24 +114,6 @@ def test_the_unpacked_weight_is_not_kept_between_the_passes(scheme: str) -> None
     unpacking = nn.Module()
     unpacking.forward = lambda x: x @ packed.weight.T  # type: ignore[method-assign]
     assert saved_bytes(unpacking, x) == 4 * 512 * 512  # the test would detect it
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_checkpointed_and_compiled(scheme: str) -> None:
-    """Traced as one graph, forward and backward; the compiler itself would need 15 s here."""
-    layer = nn.Sequential(QuantizedLinear(linear(24, 40), scheme), nn.GELU(), nn.Linear(24, 8))
-    x = torch.randn(6, 40, requires_grad=True)
-
-    def run(forward: Any) -> list[Tensor]:
-        y = forward(x)
-        return [y, *torch.autograd.grad(y.square().sum(), (x, layer[2].weight))]
-
-    plain = run(layer)
-    again = run(lambda x: checkpoint(layer, x, use_reentrant=False))
-    compiled = run(torch.compile(layer, fullgraph=True, backend="aot_eager"))
-    for expected, recomputed, fused in zip(plain, again, compiled, strict=True):
-        assert torch.equal(expected, recomputed)
-        torch.testing.assert_close(expected, fused, atol=1e-5, rtol=1e-5)
 
 
 # --- models -------------------------------------------------------------------------------------------------------
@@ -180,14 +152,6 @@ def test_a_tied_embedding_is_left_alone() -> None:
     assert model.language_model.lm_head.weight is model.language_model.model.embed_tokens.weight
 
 
-def test_a_model_without_memory_has_the_same_buffers() -> None:
-    """The checklist of a resume uses such a model."""
-    with torch.device("meta"):
-        shapes = {name: (t.shape, t.dtype) for name, t in vlm(quantize={"llm": "nf4", "vit": "int8"}).named_buffers()}
-    real = vlm(quantize={"llm": "nf4", "vit": "int8"})
-    assert shapes == {name: (t.shape, t.dtype) for name, t in real.named_buffers()} and shapes
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -201,12 +165,6 @@ def test_a_model_without_memory_has_the_same_buffers() -> None:
 def test_what_cannot_work_is_refused(build: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(**arguments)
-
-
-def test_the_autoencoder_is_refused() -> None:
-    """It consists of convolutions."""
-    with pytest.raises(ConfigError, match=r"unknown config key 'model\.quantize\.vae'"):
-        unified(quantize={"vae": "int8"})
 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +198,6 @@ def test_so_does_nanovlms(tmp_path: Path) -> None:
 
 # --- runs ---------------------------------------------------------------------------------------------------------
 
-WIDER = {"model__llm__hidden_size": 128, "model__llm__intermediate_size": 256}
 QUANTIZE = {"llm": "nf4", "vit": "int8"}
 
 
@@ -268,28 +225,6 @@ def train(cfg: Any, updates: int) -> Runner:
 def straight(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Runner, Path]:
     folder = tmp_path_factory.mktemp("straight")
     return train(config(folder, data), 4), folder
-
-
-@pytest.mark.parametrize(("scheme", "bound"), [("nf4", 0.2), ("int8", 0.02)])
-def test_the_error_of_a_models_output(scheme: str, bound: float, data: Path, tmp_path: Path) -> None:
-    """Relative L2 of the final hidden states of real digits, every linear layer of three parts packed: 0.17 and 0.011
-    with random weights.
-    """
-    parts = {"llm": scheme, "vit": scheme, "connector": scheme}
-    plain_cfg, packed_cfg = (
-        settings(tmp_path, data, model__freeze=[*FREEZE, "connector"], model__quantize=quantize, **WIDER)
-        for quantize in ({}, parts)
-    )
-    geometry = Geometry(4)
-    made = build_data(plain_cfg, geometry=geometry, ruler=None)
-    loader = build_loader(plain_cfg.train_dataloader, made, geometry=geometry, dp_rank=0, cursor=Cursor())
-    batch: PackedBatch = next(iter(loader))[0].batch
-    plain, packed = (build_model(cfg, made.processor, seed=cfg.seed).eval() for cfg in (plain_cfg, packed_cfg))
-    t_L = torch.full(batch.timesteps.shape, 0.5)
-    with torch.no_grad():
-        expected, found = (m.hidden_states(batch, batch.flow_noise, t_L)[0] for m in (plain, packed))
-    error = float((found - expected).norm() / expected.norm())
-    assert bound / 20 < error < bound
 
 
 def test_other_parts_move_and_packed_bytes_do_not(straight: tuple[Runner, Path], data: Path) -> None:
@@ -338,10 +273,3 @@ def test_other_packing_is_refused(
         train(config(folder, data, model__quantize=quantize, resume=True), 6)
     with pytest.raises(CheckpointError, match="does not fit the model"):
         train(config(tmp_path, data, model__quantize=quantize, load_from=str(folder / "iter_4.pth")), 6)
-
-
-def test_a_checkpoint_opens_for_drawing(straight: tuple[Runner, Path]) -> None:
-    runner, folder = straight
-    model, _ = open_model(folder)
-    for name, tensor in runner.backend.model.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name

@@ -30,7 +30,6 @@ from unigen_ds.core.shards import (
     MASTER,
     STEP,
     Misfit,
-    Shape,
     Shard,
     ShardReader,
     misfit,

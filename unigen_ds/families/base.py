@@ -28,7 +28,7 @@ from unigen_ds.system.files import copy_files, new_directory
 class PublishedFormat:
     """A directory in which others publish such models."""
 
-    name: ClassVar[str]
+    name: str
     """For messages: ``nanoVLM's directory``."""
     pretrained: ClassVar[bool] = True
     """Whether ``model.pretrained`` of ``config`` reads the weights; otherwise they are read as a checkpoint's."""

@@ -2,23 +2,18 @@
 
 A linear layer costs 2 a weight and row forward, as much for the gradient of its input and as much for that of its
 weight, each where it is needed: 6 where all is trained, 2 for a frozen vision tower. Attention counts whole squares of
-document lengths (it may compute half of that where it is causal), and nothing counts twice that is computed again in
-the backward pass. So a rate measures how fast the training is, not how busy the device is (Chowdhery et al., 2022).
+document lengths (it may compute half of that where it is causal). Nothing counts twice that is computed again in the
+backward pass, and a frozen autoencoder does not count. So a rate measures how fast the training is, not how busy the
+device is (Chowdhery et al., 2022).
 
 Sizes are those of the modules, not of the parameters: an engine may have left a rank an empty shard of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-
-from unigen_ds.config.registry import AUTOENCODERS, build
 
 
 def trains(module: nn.Module) -> bool:
@@ -43,15 +38,3 @@ def linear_flops(module: nn.Module, *, input_grad: bool) -> float:
 def attention_flops(lengths: Sequence[int], width: int, *, grad: bool) -> float:
     """Operations of one layer's scores and sums, forward and with ``grad`` backward, for documents of ``lengths``."""
     return 4.0 * width * sum(length**2 for length in lengths) * (3 if grad else 1)
-
-
-def encode_flops(spec: Mapping[str, Any], *, patch: int, channels: int, grid: tuple[int, int]) -> float:
-    """Operations of encoding one image of ``grid`` latent patches: counted by a run without data."""
-    with torch.device("meta"), torch.no_grad():
-        vae = build(AUTOENCODERS, spec, where="model.vae")
-        height, width = (patch * side for side in grid)
-        images = torch.empty(1, channels, height * vae.downsample, width * vae.downsample)
-        noise = torch.empty(1, vae.latent_channels, height, width)
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            vae.encode(images, noise)
-    return float(counter.get_total_flops())

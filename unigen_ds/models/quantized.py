@@ -115,8 +115,7 @@ def quantize_frozen(parts: Mapping[str, nn.Module], schemes: Mapping[str, str | 
     """Replace the linear layers of the named ``parts`` in place; call it when weights are loaded and parts are frozen.
 
     Kept as they are: the output head, and layers whose weight is tied to another module's.
-    Raises ``ConfigError`` where a scheme or a part is unknown, or a part is trained or has no such layer, and where
-    bitsandbytes is missing.
+    Raises ``ConfigError`` where a scheme or a part is unknown, or a part is trained, and where bitsandbytes is missing.
     """
     Quantize.parse(schemes, where="model.quantize")
     for part, scheme in schemes.items():
@@ -126,24 +125,22 @@ def quantize_frozen(parts: Mapping[str, nn.Module], schemes: Mapping[str, str | 
             raise ConfigError(
                 f"model.quantize names {part!r}, which is trained", remedy=f"add {part!r} to model.freeze as well"
             )
-        linears = _linears(parts[part])
-        if not linears:
-            raise ConfigError(f"model.quantize names {part!r}, which has no linear layer", remedy="leave it out")
-        pack(parts[part], linears, scheme)
+        names = [n for n, layer in parts[part].named_modules() if type(layer) is nn.Linear and n != _KEPT]
+        pack(parts[part], [name for name in names if name not in shared_weights(parts[part], names)], scheme)
 
 
 def pack(part: nn.Module, names: Iterable[str], scheme: str) -> None:
     """Replace the named linear layers, which are frozen, in place. Raises ``ConfigError`` without bitsandbytes."""
-    _import_bitsandbytes()
+    try:
+        import bitsandbytes  # noqa: F401 - registers ``torch.ops.bitsandbytes``
+    except ImportError as error:
+        raise ConfigError(
+            f"model.quantize needs bitsandbytes: {error}", remedy="pip install 'unigen_ds[quantize]'"
+        ) from error
     for name in names:
         layer = part.get_submodule(name)
         if isinstance(layer, nn.Linear):  # else it is packed
             part.set_submodule(name, QuantizedLinear(layer, scheme))
-
-
-def _linears(part: nn.Module) -> list[str]:
-    names = [name for name, layer in part.named_modules() if type(layer) is nn.Linear and name != _KEPT]
-    return [name for name in names if name not in shared_weights(part, names)]
 
 
 def shared_weights(model: nn.Module, names: Iterable[str]) -> list[str]:
@@ -151,16 +148,6 @@ def shared_weights(model: nn.Module, names: Iterable[str]) -> list[str]:
     owners = Counter(id(p) for layer in model.modules() for p in layer.parameters(recurse=False))
     layers = {name: model.get_submodule(name) for name in names}
     return [name for name, layer in layers.items() if type(layer) is nn.Linear and owners[id(layer.weight)] > 1]
-
-
-def _import_bitsandbytes() -> None:
-    """Its import registers ``torch.ops.bitsandbytes``."""
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"model.quantize needs bitsandbytes: {error}", remedy="pip install 'unigen_ds[quantize]'"
-        ) from error
 
 
 def unpacked(layer: QuantizedLinear) -> nn.Linear:

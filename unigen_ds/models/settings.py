@@ -7,8 +7,8 @@ the files are read (``Section.filled``).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -84,7 +84,7 @@ class Lora(Section):
     r: int = Field(default=16, ge=1, description="rank: rows of A and columns of B")
     alpha: Number = Field(default=32, gt=0, description="the adapters' share is multiplied by `alpha / r`")
     dropout: Number = Field(default=0.0, ge=0, lt=1, description="on what the adapters read")
-    target_modules: str | tuple[str, ...] = Field(
+    target_modules: str | Sequence[str] = Field(
         description="regular expression, or a list of them, searched in the names of linear layers:"
         " `r'language_model.*(q|v)_proj'`; the output head stays as it is. What matches nothing is an error that lists"
         " the names"
@@ -97,18 +97,10 @@ class Lora(Section):
         " that `model.quantize` names",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _listed(cls, given: Any) -> Any:
-        """Configs have lists."""
-        if isinstance(given, Mapping) and isinstance(given.get("target_modules"), list):
-            return {**given, "target_modules": tuple(given["target_modules"])}
-        return given
-
     @property
     def patterns(self) -> tuple[str, ...]:
         """``target_modules`` as expressions that compile."""
-        return (self.target_modules,) if isinstance(self.target_modules, str) else self.target_modules
+        return (self.target_modules,) if isinstance(self.target_modules, str) else tuple(self.target_modules)
 
     @model_validator(mode="after")
     def _compiles(self) -> Self:

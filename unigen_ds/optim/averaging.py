@@ -15,7 +15,6 @@ from annotated_types import Gt, Lt
 from torch import Tensor
 
 from unigen_ds.config.values import Allowed
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import EMA, Shard, ShardReader, misfit, refuse_misfit
 
 Momentum = Annotated[float, Gt(0), Lt(1), Allowed("a number above 0 and below 1; the decay is 1 - momentum")]

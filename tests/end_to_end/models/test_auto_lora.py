@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from tests.data.support import image, talk, text, write_jsonl
-from tests.families.tiny_transformers import write_images, write_language
-from unigen_ds.checkpoint.manifest import Manifest
+from tests.families.tiny_transformers import write_images
 from unigen_ds.models.quantized import QuantizedLinear
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.publish import export_checkpoint
@@ -23,7 +22,6 @@ from unigen_ds.system.journals import read_lines
 
 pytest.importorskip("bitsandbytes")
 PeftModel = pytest.importorskip("peft").PeftModel
-REVISION = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = """
 model = dict(type={type!r}, pretrained={name!r})
 tokenizer = dict(type="ModelTokenizer", path={name!r})
@@ -48,31 +46,6 @@ def trained(folder: Path, *, kind: str, name: Path | str, data: Path, lora: dict
     losses = [line["loss"] for line in read_lines(folder / "run" / "metrics.jsonl") if "loss" in line]
     assert len(losses) == 2
     return folder / "run" / "iter_2.pth"
-
-
-def test_a_language_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its cache, without a network. The checkpoint is opened where the hub's name means nothing."""
-    cache = tmp_path / "hub" / "models--org--tiny"
-    base = cache / "snapshots" / REVISION
-    write_language(base, "qwen3")
-    (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text(REVISION, encoding="utf-8")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    data = write_jsonl(tmp_path / "data.jsonl", [talk(text("user", "is it a"), text("assistant", "red"))] * 12)
-    lora = {"r": 4, "alpha": 16, "target_modules": r"self_attn\.[qkvo]_proj", "use_dora": True}
-    checkpoint = trained(tmp_path, kind="qwen3", name="org/tiny", data=data, lora=lora)
-    record = Manifest.read(checkpoint).base or {}
-    assert record["revision"] == REVISION and record["path"] == str(base)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "elsewhere"))
-    ours = open_model(checkpoint)[0].eval()
-    export_checkpoint(checkpoint, tmp_path / "adapters")
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapters").eval()
-    ids = torch.tensor([[5, 30, 31, 40]])
-    with torch.no_grad():
-        expected = ours.transformers_model(ids).logits  # type: ignore[operator]
-        torch.testing.assert_close(theirs(ids).logits, expected, atol=1e-5, rtol=1e-5)
-        assert (AutoModelForCausalLM.from_pretrained(base)(ids).logits - expected).abs().max() > 1e-3
 
 
 def test_a_packed_model_that_reads_images(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from tests.golden_files import BAGEL, NANOVLM
 from tools.evaluate import main as evaluate
 from tools.export import main as export
 from tools.generate import main as generate
-from tools.inspect_data import main as inspect_data
 from tools.zero_to_fp32 import main as merge
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.data.batches.loader import pack_documents
@@ -135,23 +134,6 @@ def compare_logits(work_dir: Path, theirs: Any, shown: Path | None) -> None:
         torch.testing.assert_close(model.eval().logits(batch)[: len(expected)], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_loss_does_not_depend_on_how_an_update_is_split(data: Path, tmp_path: Path) -> None:
-    """Neither on the packing, nor on whether documents share a row in the model."""
-    found = []
-    ways: list[dict[str, Any]] = [
-        {"train_dataloader__batch_size": 8, "optim_wrapper__accumulative_counts": 1},
-        {"train_dataloader__batch_size": 2, "optim_wrapper__accumulative_counts": 4},
-        {"train_dataloader__batch_size": 4, "optim_wrapper__accumulative_counts": 2, "model__packing": False},
-    ]
-    for number, way in enumerate(ways):
-        given = config(data, "llava", tmp_path / str(number), train_dataloader__packing=None, **way)
-        Runner.from_cfg(given, max_updates=4).train()
-        found.append([*losses(tmp_path / str(number)).values()])
-    assert len(found[0]) == 4
-    for other in found[1:]:
-        assert other == pytest.approx(found[0], rel=1e-4)
-
-
 def test_the_checkpoint_needs_no_other_folder(data: Path, finished: dict[str, Path], tmp_path: Path) -> None:
     """It answers without the directory that the training began with."""
     for kind in ("qwen3", "llava"):
@@ -225,16 +207,6 @@ def test_transformers_loads_what_is_exported(data: Path, finished: dict[str, Pat
     ).train()
     first = losses(tmp_path / "next")[1]
     assert first < 0.5 * losses(finished[kind])[1]
-
-
-def test_weights_of_another_training_of_the_same_model(data: Path, finished: dict[str, Path], tmp_path: Path) -> None:
-    """``load_from`` a published directory of transformers, whose names are those of an earlier version."""
-    given = config(data, "llava", tmp_path / "run", model__pretrained=None, load_from=str(data / "llava"))
-    stored = json.loads((data / "llava" / "config.json").read_text())
-    given["model"]["config"] = stored
-    del given["model"]["pretrained"]
-    Runner.from_cfg(given, max_updates=1).train()
-    assert losses(tmp_path / "run")[1] == losses(finished["llava"])[1]
 
 
 def test_from_the_config_alone(data: Path, tmp_path: Path) -> None:
@@ -339,11 +311,3 @@ def test_the_recipes_train(data: Path, tmp_path: Path, name: str, kind: str) -> 
     assert made["model"]["activation_checkpointing"], "7 B parameters, or sequences of 4,096 tokens"
     Runner.from_cfg(made, max_updates=2).train()
     assert [*losses(tmp_path / "run")] == [1, 2]
-
-
-def test_the_data_is_inspected(data: Path, tmp_path: Path) -> None:
-    """Also micro-batches without any image, which have tokens that no record has."""
-    config(data, "llava", tmp_path / "run", train_dataloader__batch_size=1, train_dataloader__packing=None)
-    assert inspect_data([str(tmp_path / "run.py"), "--html", str(tmp_path / "page.html"), "--num", "8"]) == 0
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "colour" in page and "green" in page

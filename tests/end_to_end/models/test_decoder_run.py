@@ -13,7 +13,7 @@ from tools.export import main as export
 from tools.generate import main as generate
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.text.tokenizers import WordTokenizer
-from unigen_ds.families.decoder_lm.model import DecoderLM
+from unigen_ds.families.decoder_lm.family import DecoderLM
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_inferencer
 from unigen_ds.runner.settings.tree import ModelSettings, load_config

@@ -25,8 +25,7 @@ from unigen_ds.checkpoint.convert import merge
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.data.text.tokenizers import WordTokenizer
-from unigen_ds.families.decoder_lm.family import TransformersDirectory
-from unigen_ds.families.decoder_lm.model import DecoderLM
+from unigen_ds.families.decoder_lm.family import DecoderLM, TransformersDirectory
 from unigen_ds.models.quantized import QuantizedLinear
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.publish import export_checkpoint

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import reduce
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.data.support import image, picture, talk, text, write_jsonl
 from tests.data.text.chat_support import CONFIG as NANOVLM_CONFIG
@@ -18,11 +15,9 @@ from tests.data.text.chat_support import NANOVLM, character_tokenizer
 from tests.text_run import KeepBatches
 from unigen_ds.config.registry import TRANSFORMS
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.data.records.records import Turn
-from unigen_ds.evaluation.generation import own_prompt
 from unigen_ds.families.nanovlm.family import ChatInferencer
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import vlm_arguments
@@ -114,20 +109,6 @@ def test_it_begins_with_the_weights_of_a_published_directory(data, tmp_path) -> 
         assert torch.equal(trained[name], parameter), name
 
 
-def test_a_larger_vocabulary_begins_with_that_of_a_published_directory(data, tmp_path) -> None:
-    """The embeddings are one tensor, of which the directory stores the head alone."""
-    old = load_file(NANOVLM / "model.safetensors")["decoder.head.weight"]
-    model = {"type": "VLM", **vlm_arguments(NANOVLM_CONFIG)}
-    model["llm"]["vocab_size"] = len(old) + 3
-    changes = {"model": model, "processor": {"max_image_size": model["vit"]["image_size"]}}
-    changes |= {"train_dataloader__seq_length": 400, "load_cfg": {"resize_vocab": True}, "load_from": str(NANOVLM)}
-    runner = Runner.from_cfg(config(data, tmp_path / "x", **changes), max_updates=0)
-    runner.train()
-    grown = runner.backend.model.language_model.lm_head.weight
-    assert torch.equal(grown[:-3], old) and grown[-3:].equal(old.double().mean(0).float().expand(3, -1))
-    assert grown is runner.backend.model.language_model.model.embed_tokens.weight
-
-
 @TRANSFORMS.register_module(force=True)
 class Negated:
     """A random change of a user's own: -x, so that it is seen in every number."""
@@ -169,25 +150,6 @@ def test_random_changes_of_pictures_are_made_in_training_alone(data, tmp_path) -
     sample = processor.plan([Turn("user", "image", str(data / "dark.png")), Turn("user", "text", "?")], reply=True)
     (shown,) = [split.load(processor, None) for split in sample.splits if split.num_encoded]
     assert (shown.vit_patches >= 0).all(), "a prompt is shown as it is"
-
-
-@TRANSFORMS.register_module()
-class Gray:
-    unit_range = True
-
-    def __call__(self, image, generator):
-        return (image * image.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(0, keepdim=True).expand_as(image)
-
-
-def test_changes_of_all_pictures_of_a_record(data, tmp_path) -> None:
-    """A colour change is in the range of the pixels; one that is not random shows which it was."""
-    plain = batches(config(data, tmp_path / "plain"))
-    changes = {"processor": {"max_image_size": 32, "augment": [{"type": "Gray"}]}}
-    for own, other in zip(batches(config(data, tmp_path / "grey", **changes)), plain, strict=True):
-        pixels, before = own.vit_patches.reshape(-1, 3), other.vit_patches.reshape(-1, 3)
-        torch.testing.assert_close(pixels, (before @ torch.tensor([0.299, 0.587, 0.114]))[:, None].expand(-1, 3))
-        assert own.sample_ids == other.sample_ids
-    assert sum(len(batch.vit_patches) for batch in plain) > 0
 
 
 def test_tiles_of_a_sample_and_of_a_sequence_have_limits_and_what_exceeds_is_counted(data, tmp_path) -> None:
@@ -274,29 +236,3 @@ def test_a_transform_of_ones_own_resizes_the_pictures_of_a_vlm(data, tmp_path) -
     assert tiles == len(pictures) < sum(len(batch.vit_lengths) for batch in plain), "one tile each"
     assert not any(batch.skipped for batch in own)
     assert min(float(batch.vit_patches.min()) for batch in own) < 0, "in [-1, 1], as an ImageTransform gives them"
-
-
-def test_a_transform_that_does_not_fit_the_tiles_is_refused(data, tmp_path) -> None:
-    own = {"type": "ImageTransform", "max_size": 32, "min_size": 16, "stride": 8}
-    with pytest.raises(ConfigError, match=r"processor\.vit_transform has stride 8") as caught:
-        Runner.from_cfg(config(data, tmp_path / "a", processor={"vit_transform": own}))
-    assert "a multiple of the tile, 16" in str(caught.value)
-    both = {"vit_transform": {**own, "stride": 16}, "max_image_size": 32}
-    with pytest.raises(ConfigError, match="processor sets vit_transform, and max_image_size"):
-        Runner.from_cfg(config(data, tmp_path / "b", processor=both))
-
-
-def test_previews_show_the_own_texts_and_pictures_of_a_record(data, tmp_path):
-    """Not what the chat template makes of them; with records of a split, whose numbers are others."""
-    hook = {"type": "PreviewHook", "interval": 1, "num_held_out": 2, "max_new_tokens": 2}
-    overrides = {"custom_hooks": [hook], "val_dataloader": {"split": 0.4}, "train_cfg": {"max_updates": 1}}
-    Runner.from_cfg(config(data, tmp_path / "run", **overrides)).train()
-    rows = json.loads((tmp_path / "run/previews/1.json").read_text())
-    shown = {(row["prompt"], row["reference"], *row["images"]) for row in rows}
-    asked = {("?", name, str(data / f"{name}.png")) for name in NAMES}
-    assert len(rows) == 2 and shown <= {*asked, ("hi", "yo")} and shown & asked
-    multi = [Turn("system", "text", "s"), Turn("user", "text", "a"), Turn("assistant", "text", "b"),
-             Turn("user", "image", "p.png"), Turn("user", "text", "c"), Turn("assistant", "text", "d"),
-             Turn("assistant", "text", "e")]  # fmt: skip
-    assert own_prompt(SimpleNamespace(turns=lambda index: multi), 0) == "s\na\nb\nc"
-    assert own_prompt(SimpleNamespace(), 0) is None

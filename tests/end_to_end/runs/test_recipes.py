@@ -16,6 +16,7 @@ from tests.data.text.chat_support import character_tokenizer
 from tests.end_to_end.engines.pictures import write_drawings, write_talks
 from tests.end_to_end.engines.texts import write_decoder
 from tests.golden_files import BAGEL, NANOVLM
+from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model
@@ -72,6 +73,33 @@ def test_a_recipe_of_nanovlm_trains(data: Path, tmp_path: Path) -> None:
     assert json.loads((written / "config.json").read_text(encoding="utf-8"))["lm_chat_template"] == TEMPLATE
     model, again = (open_model(path)[0].state_dict() for path in (tmp_path / "run", written))
     assert model.keys() == again.keys() and all(torch.equal(model[key], again[key]) for key in model)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("nanovlm_230m", {"model.pretrained": str(NANOVLM), "tokenizer.path": "{data}/chat"},
+         r"does not fit the model: .*Remedy: leave sizes out of the section model, or set them to None"),
+        ("bagel_7b_fsdp", {"model.pretrained": "{data}/bagel", "tokenizer.path": "{data}/bagel",
+                           "model.llm": {"num_hidden_layers": 3}, **SMALL_IMAGES},
+         r"missing: language_model\.model\.layers\.2\."),
+        ("bagel_7b_fsdp", {"model.pretrained": str(NANOVLM), "tokenizer.path": "{data}/bagel"},
+         r"nanoVLM's directory, and not for model\.type 'UnifiedModel'.*Remedy: model\.type='VLM'\.$"),
+        ("decoder_lm_90m", {"model.pretrained": "{data}/llama", "tokenizer.path": "{data}/bagel"},
+         r"does not fit the model: .*Remedy: leave sizes out"),
+    ],
+)  # fmt: skip
+def test_sizes_of_a_recipe_that_contradict_its_weights_are_named(
+    data: Path, tmp_path: Path, name: str, changes: dict[str, Any], match: str
+) -> None:
+    given = {key: v.format(data=data) if isinstance(v, str) else v for key, v in changes.items()}
+    drawn = name.startswith("bagel")
+    given["train_dataloader.dataset.data_path"] = str(data / ("drawings" if drawn else "talks") / "mixed.jsonl")
+    if name == "decoder_lm_90m":
+        write_decoder(data / "llama")
+        given["train_dataloader.dataset.data_path"] = str(data / "talks" / "texts.jsonl")
+    with pytest.raises((ConfigError, CheckpointError), match=match):
+        Runner.from_cfg(load_config(name, {**SMALL, **given, "work_dir": str(tmp_path / "run")}))
 
 
 def test_the_larger_decoder_trains(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tools.generate import main
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.data.text.tokenizers import ChatTokenizer
 from unigen_ds.families.bagel.model import UnifiedModel
-from unigen_ds.families.decoder_lm.model import DecoderLM
+from unigen_ds.families.decoder_lm.family import DecoderLM
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model

@@ -23,9 +23,6 @@ STRIPS = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 """Hides earlier answers, as templates of thinking models do."""
-REFUSES = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
-)
 
 
 def processor(folder: Path, template: str | None = None, **given: Any) -> ModelProcessor:
@@ -101,27 +98,12 @@ def test_the_last_answer_alone(tmp_path: Path) -> None:
         processor(tmp_path, learn="first")
 
 
-def test_a_template_that_refuses_a_conversation(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"here: the model's chat template refuses the conversation: no system role"):
-        processor(tmp_path, REFUSES).plan([Turn("system", "text", "a"), *TALK], "here")
-
-
-def test_a_system_message_is_read_and_not_learned(tmp_path: Path) -> None:
-    text, targets = learned(processor(tmp_path), [Turn("system", "text", "a"), *TALK[:2]])
-    assert text.startswith("<|im_start|>system\na<|im_end|>\n") and targets == "red<|im_end|>\n"
-
-
 def test_a_document_is_no_conversation(tmp_path: Path) -> None:
     """All of it is learned, with the end token; no template."""
     made = processor(tmp_path)
     text, targets = learned(made, [assistant("it is red")])
     assert (text, targets) == ("it is red</s>", " is red</s>"), "this tokenizer puts nothing before a text"
     assert made.plan([assistant("a")]).plain and not made.plan(TALK).plain
-
-
-def test_the_prompt_of_an_answer(tmp_path: Path) -> None:
-    text, targets = learned(processor(tmp_path), TALK[:3], reply=True)
-    assert text.endswith("is it<|im_end|>\n<|im_start|>assistant\n") and targets == "red<|im_end|>\n"
 
 
 def test_a_user_cannot_spell_a_turn(tmp_path: Path) -> None:
@@ -231,16 +213,3 @@ def test_a_directory_without_an_image_processor(tmp_path: Path) -> None:
     tokenizer(template=CHATML).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="has no image processor"):
         ModelProcessor(ModelTokenizer(path=str(tmp_path)), reads_images=True, seed=0)
-
-
-def test_another_tokenizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="ModelTokenizer"):
-        ModelProcessor(object(), seed=0)  # type: ignore[arg-type]
-
-
-def test_an_end_token_that_is_the_unknown_one(tmp_path: Path) -> None:
-    """As of GPT-2 and its successors."""
-    made = tokenizer()
-    made.unk_token = "</s>"
-    made.save_pretrained(tmp_path)
-    assert ModelTokenizer(path=str(tmp_path)).eos_id == 3

@@ -27,8 +27,8 @@ from unigen_ds.data.samples.sample import Sample
 from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.data.text.tokenizers import ModelTokenizer
 from unigen_ds.families.auto import attention
-from unigen_ds.families.auto.family import CausalDirectory, ImagesDirectory
-from unigen_ds.families.auto.model import CausalLM
+from unigen_ds.families.auto.family import AutoDirectory
+from unigen_ds.families.auto.model import CausalLM, ImageTextToText
 from unigen_ds.families.directories import published_format
 from unigen_ds.models.attention import Bucket, SDPAPlan
 from unigen_ds.runner.settings.tree import ModelSettings
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(folder: Path, kind: str, **model: Any) -> tuple[Any, Any]:
     """The model and its processor, as a run builds them."""
-    found = (ImagesDirectory() if kind in IMAGES else CausalDirectory()).config(folder / kind)
+    found = AutoDirectory(ImageTextToText if kind in IMAGES else CausalLM).config(folder / kind)
     settings = ModelSettings.of({**found, "model": {**found["model"], **model}})
     processor = build_processor(settings, seed=0)
     return build_model(settings, processor, seed=0), processor
@@ -176,14 +176,6 @@ def test_operations_are_those_of_torchs_counter(
     assert model.flops(batch) > 0
 
 
-def test_parameters_have_transformers_names(folder: Path) -> None:
-    model, _ = opened(folder, "qwen3")
-    their = theirs(folder, "qwen3")
-    assert [*model.state_dict()] == [*their.state_dict()]
-    their.load_state_dict(model.state_dict())
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
 def test_a_model_that_cannot_keep_documents_apart_gets_rows(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,23 +242,6 @@ def test_packed_documents_need_no_memory_for_pairs_of_two_of_them(folder: Path) 
     (inside, small, largest), (whole, large, mask) = found
     torch.testing.assert_close(inside, whole)
     assert mask >= 2048**2 > 4 * largest and large > 2 * small
-
-
-def test_positions_must_begin_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents that are apart, with wrong positions: a learned position table, say."""
-    model, processor = opened(folder, "qwen3")
-    batch = batch_of([processor.plan(each) for each in talks(folder, "qwen3")], processor)
-    rotary = model.model.rotary_emb
-
-    def spread(module: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        found = options.get("position_ids", given[-1])
-        changed = found * 3 if len(found) == 1 else found  # all in one row
-        return (given[0],), {"position_ids": changed}
-
-    handle = rotary.register_forward_pre_hook(spread, with_kwargs=True)
-    model(batch)
-    handle.remove()
-    assert not model.packing
 
 
 def test_text_alone_trains_the_vision_tower_by_nothing(folder: Path) -> None:
@@ -384,10 +359,10 @@ def test_what_cannot_work_is_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_which_format_a_folder_has(folder: Path, tmp_path: Path) -> None:
     """Llama and Qwen2 are a ``DecoderLM``'s, as ever."""
-    names = {kind: type(published_format(folder / kind)).__name__ for kind in (*LANGUAGE, *IMAGES)}
-    assert names["llama"] == "TransformersDirectory"
-    assert {names[kind] for kind in LANGUAGE if kind != "llama"} == {"CausalDirectory"}
-    assert {names[kind] for kind in IMAGES} == {"ImagesDirectory"}
+    for kind in (*LANGUAGE, *IMAGES):
+        found: Any = published_format(folder / kind)
+        expected = "ImageTextToText" if kind in IMAGES else "DecoderLM" if kind == "llama" else "CausalLM"
+        assert found.config(folder / kind)["model"]["type"] == expected
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
     assert published_format(tmp_path) is None
 
@@ -410,26 +385,3 @@ def test_a_name_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert patterns <= {"json", "jinja", "txt", "model", "safetensors"}
     with pytest.raises(ConfigError, match=r"cannot be loaded from the hub: offline.*hf download someone/other"):
         CausalLM(pretrained="someone/other")
-
-
-def test_a_value_of_none_in_a_config_is_kept(tmp_path: Path) -> None:
-    """A Mistral without a sliding window, whose default has one: the checkpoint's config makes the same model."""
-    write_language(tmp_path / "mistral", "mistral", sliding_window=None)
-    model = CausalLM(pretrained=str(tmp_path / "mistral"))
-    again = CausalLM(**json.loads(json.dumps(model.arguments())))
-    assert again.transformers_model.config.sliding_window is None
-    assert again.arguments() == model.arguments()
-
-
-def test_the_same_weights_once_more_in_a_folder(folder: Path, tmp_path: Path) -> None:
-    """As Mistral's have them, in the names of another program; and a sharded folder that lacks a file."""
-    write_language(tmp_path / "mistral", "mistral")
-    save_file({"tok_embeddings.weight": torch.zeros(2, 2)}, tmp_path / "mistral" / "consolidated.safetensors")
-    model = CausalLM(pretrained=str(tmp_path / "mistral"))
-    assert torch.equal(model.lm_head.weight, theirs(folder, "mistral").lm_head.weight)
-    model.transformers_model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
-    again = CausalLM(pretrained=str(tmp_path / "shards"))
-    assert torch.equal(model.lm_head.weight, again.lm_head.weight)
-    next((tmp_path / "shards").glob("*.safetensors")).unlink()
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        CausalLM(pretrained=str(tmp_path / "shards"))

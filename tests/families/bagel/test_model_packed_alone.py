@@ -62,16 +62,6 @@ def inside(model: UnifiedModel, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     return clean, hidden[index_of]
 
 
-def test_the_samples_are_of_many_kinds(batches) -> None:
-    """The assumption of the tests: several sizes of ViT images and of latents in one batch, and samples without any."""
-    packed, alone = batches
-    assert len(set(packed.vit_lengths)) > 1 and len(set(packed.latent_shapes)) > 2
-    assert any(not b.vit_lengths and not b.latent_shapes for b in alone)
-    assert any(not b.text_target_index.numel() for b in alone)
-    assert any(len(b.latent_shapes) > 1 for b in alone)
-    assert len(set(packed.document_lengths)) > 4
-
-
 def test_hidden_states_and_latents(model, batches) -> None:
     packed, alone = batches
     latents, hidden = inside(model, packed)

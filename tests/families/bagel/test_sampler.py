@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,13 +10,12 @@ from PIL import Image
 from torch import Tensor
 
 from tests.tiny import tiny_config
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.samples.splits import ImageSplit, LoadedImage, TextSplit
 from unigen_ds.examples.digits.dataset import draw_prompt
 from unigen_ds.families.bagel.flow_settings import RENORMS, FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
-from unigen_ds.families.bagel.sampler import draw, read
+from unigen_ds.families.bagel.sampler import draw
 from unigen_ds.models.flow import unpatchify_latent
 from unigen_ds.runner import Runner
 from unigen_ds.system.seeding import generator
@@ -95,49 +92,3 @@ def test_steps_written_out(trained: Any, num_timesteps: int, shift: float, scale
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def ends(model: Any, eos: int, when: Callable[[int, int], bool]) -> Iterator[list[int]]:
-    """The head says the end token where ``when(step, row)`` and nowhere else; yields the rows of each step."""
-    rows: list[int] = []
-
-    def bend(module: Any, inputs: Any, logits: Tensor) -> Tensor:
-        bent = logits.clone()
-        bent[:, eos] = float("-inf")
-        for row in range(len(bent)):
-            if when(len(rows), row):
-                bent[row, eos] = float("inf")
-        rows.append(len(bent))
-        return bent
-
-    handle = model.language_model.lm_head.register_forward_hook(bend)
-    try:
-        yield rows
-    finally:
-        handle.remove()
-
-
-def test_reading_stops_at_the_end_token(trained: Any) -> None:
-    model, processor, images = trained
-    eos = processor.tokenizer.eos_id
-    with ends(model, eos, lambda step, row: False) as rows:
-        two_tokens = read(model, processor, images, max_new_tokens=2)
-    assert rows == [3, 3]
-    with ends(model, eos, lambda step, row: step == 2 or (step == 0 and row == 1)) as rows:
-        said = read(model, processor, images, max_new_tokens=9)
-    assert rows == [3, 2, 2], "the second image ends at once, the others after two tokens, and no step follows"
-    assert said == [two_tokens[0], "", two_tokens[2]], "an image is read as if it were alone"
-
-
-def test_what_cannot_work_is_refused(trained: Any) -> None:
-    model, processor, images = trained
-    with pytest.raises(ConfigError, match="num_timesteps"):
-        FlowSettings(num_timesteps=1)
-    with pytest.raises(ConfigError, match="text_channel"):
-        FlowSettings(renorm="other")
-    with pytest.raises(ConfigError, match="multiples of 2"):
-        draw(model, processor, PROMPTS, size=(8, 7), flow=FlowSettings(), seed=0)
-    blind = UnifiedProcessor(processor.tokenizer)
-    with pytest.raises(ConfigError, match="no vit_transform"):
-        read(model, blind, images)

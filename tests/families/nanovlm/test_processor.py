@@ -11,7 +11,6 @@ import torch
 from tests.data.support import image, picture, talk, text, write_jsonl
 from tests.data.text.chat_support import CONFIG, META, character_tokenizer
 from unigen_ds.core.batch import CAUSAL
-from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.images.image_files import open_image, patchify
@@ -110,25 +109,10 @@ def test_an_image_that_does_not_fit_goes_with_all_that_follows(tmp_path, tokeniz
     assert not any(isinstance(split, TiledSplit) for split in shortened.splits) and shortened.num_tokens < 10
 
 
-def test_a_broken_picture_is_a_named_skip(tmp_path, tokenizer) -> None:
-    (tmp_path / "bad.png").write_bytes(b"no picture")
-    processor = make(tokenizer)
-    data = dataset(tmp_path, processor, talk(image("user", "bad.png"), text("assistant", "no")))
-    batch = collate([[Draw(0, 0, 0)]], [data], processor, seq_length=400)
-    assert [skip["path"] for skip in batch.skipped] == [str(tmp_path / "bad.png")]
-    assert batch.target_counts()["text"] == 0 and not batch.vit_lengths
-    assert data.counts().unreadable.tolist() == [1]
-
-
 def test_a_text_that_names_the_image_token_shows_no_image(tokenizer) -> None:
     record = talk(text("user", "a<|image|>b"), text("assistant", "c"))
     sample = make(tokenizer).plan(parse_record(record, "here"))
     assert all(tokenizer.image_id not in split.ids for split in sample.splits)
-
-
-def test_an_image_to_be_generated_is_refused(tmp_path, tokenizer) -> None:
-    with pytest.raises(DataError, match=r"train\.jsonl:1.*generated"):
-        dataset(tmp_path, make(tokenizer), {"text_prompt": "draw", "image_path": "x.png"})
 
 
 def test_fingerprint_follows_what_changes_a_plan(tokenizer, tmp_path) -> None:
@@ -139,12 +123,3 @@ def test_fingerprint_follows_what_changes_a_plan(tokenizer, tmp_path) -> None:
     others.append(make(tokenizer, resize_to_max_side_len=True))
     assert make(tokenizer, seed=1).fingerprint == one.fingerprint
     assert len({p.fingerprint for p in (one, *others)}) == 5
-
-
-def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path) -> None:
-    plain = character_tokenizer()
-    plain.chat_template = None
-    plain.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="chat template"):
-        ChatTokenizer(path=str(tmp_path))
-    assert ChatTokenizer(path=str(tmp_path), chat_template="{{ messages[0].content }}").chat.chat_template

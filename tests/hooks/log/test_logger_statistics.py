@@ -17,7 +17,7 @@ from tests.processes import together
 from unigen_ds.config.registry import MODELS
 from unigen_ds.core.batch import Batch, LossTerms, PackedBatch
 from unigen_ds.core.progress import Progress
-from unigen_ds.families.decoder_lm.model import DecoderLM
+from unigen_ds.families.decoder_lm.family import DecoderLM
 from unigen_ds.hooks.log.logger import LoggerHook
 from unigen_ds.hooks.log.measurements import FEWEST, GradNormWatch
 from unigen_ds.hooks.log.timer import IterTimerHook

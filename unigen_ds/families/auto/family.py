@@ -22,7 +22,9 @@ class AutoDirectory(PublishedFormat):
     """``config.json`` of a kind of model that transformers has, safetensors, and its tokenizer and processor."""
 
     general = True
-    model: ClassVar[type[TransformersModel]]
+
+    def __init__(self, model: type[TransformersModel]) -> None:
+        self.model, self.name = model, f"a directory of transformers' {model.auto}"
 
     def recognises(self, folder: Path) -> bool:
         """Compare the class that ``config.json`` names, or else its kind of model, with those of transformers."""
@@ -45,24 +47,14 @@ class AutoDirectory(PublishedFormat):
         """Write the model by ``save_pretrained`` of transformers, with the tokenizer and processor of the training."""
         with new_directory(out) as folder:
             model.to("cpu", dtype).transformers_model.save_pretrained(folder, max_shard_size=max_shard_size)
-            if source is None:
+            if source is None:  # after the model: the ids that end an answer are the tokenizer's
                 processor.tokenizer.save_pretrained(str(folder))
             else:
-                copy_files(source, folder, wanted=_is_beside_the_model)
-
-
-def _is_beside_the_model(name: str) -> bool:
-    return name != "config.json" and not name.endswith(TRANSFORMERS_WEIGHTS)
-
-
-class CausalDirectory(AutoDirectory):
-    name = "a directory of transformers' AutoModelForCausalLM"
-    model = CausalLM
-
-
-class ImagesDirectory(AutoDirectory):
-    name = "a directory of transformers' AutoModelForImageTextToText"
-    model = ImageTextToText
+                copy_files(
+                    source,
+                    folder,
+                    wanted=lambda name: name != "config.json" and not name.endswith(TRANSFORMERS_WEIGHTS),
+                )
 
 
 def _auto_of(stored: Mapping[str, Any]) -> str | None:
@@ -98,7 +90,7 @@ class AutoCausal(_OfTransformers):
     """Texts, read and written, by any language model of transformers."""
 
     model = CausalLM
-    published = (CausalDirectory(),)
+    published = (AutoDirectory(CausalLM),)
 
 
 @FAMILIES.register_module()
@@ -106,4 +98,4 @@ class AutoImages(_OfTransformers):
     """Texts and images, read, and texts, written, by any such model of transformers."""
 
     model = ImageTextToText
-    published = (ImagesDirectory(),)
+    published = (AutoDirectory(ImageTextToText),)

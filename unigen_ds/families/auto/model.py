@@ -398,16 +398,16 @@ def _freeze_by_name(model: nn.Module, patterns: Sequence[str]) -> None:
     Raises ``ConfigError`` for a pattern that cannot be read or matches nothing, and where nothing remains.
     """
     parameters = [*model.named_parameters(remove_duplicate=False)]
-    for number, pattern in enumerate(patterns):
-        where = f"model.freeze[{number}]"
+    for pattern in patterns:
         try:
-            compiled = re.compile(pattern)
+            matches = [parameter for name, parameter in parameters if re.search(pattern, name)]
         except re.error as error:
-            raise ConfigError(f"{where} {pattern!r} is no regular expression: {error}") from error
-        matches = [parameter for name, parameter in parameters if compiled.search(name)]
+            raise ConfigError(f"model.freeze: {pattern!r} is no regular expression: {error}") from error
         if not matches:
             parts = dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in parameters)
-            raise ConfigError(f"{where} {pattern!r} matches no parameter", allowed=f"a part of {', '.join(parts)}")
+            raise ConfigError(
+                f"model.freeze: {pattern!r} matches no parameter", allowed=f"a part of {', '.join(parts)}"
+            )
         for parameter in matches:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for _, parameter in parameters):

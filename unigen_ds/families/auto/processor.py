@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from unigen_ds.config.registry import checked
@@ -28,20 +27,8 @@ from unigen_ds.families.chat import Chat, ChatProcessor
 
 _UNREADABLE = (32, 32)
 """Size of an image whose header cannot be read; its sample is left out."""
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """An image of a conversation, and the part of the text that is its own."""
-
-    path: str
-    header: ImageHeader
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> tuple[int, int]:
-        return self.header.size or _UNREADABLE
+_Placed = tuple[str, ImageHeader, int, int]
+"""An image of a conversation: its path and header, and where its own part of the text begins and ends."""
 
 
 class ModelProcessor(ChatProcessor):
@@ -163,7 +150,7 @@ class ModelProcessor(ChatProcessor):
             own = self.pictures.text(header.size or _UNREADABLE)
             longer = len(own) - len(self.pictures.token)
             moved = [bound + longer if bound > start else bound for bound in moved]
-            images.append(_Placed(path, header, start, start + len(own)))
+            images.append((path, header, start, start + len(own)))
             text += own + piece
         return RenderedChat(text, tuple(moved)), images
 
@@ -172,17 +159,9 @@ class ModelProcessor(ChatProcessor):
     ) -> Iterator[tuple[int, int, Split]]:
         """A token is an image's where it begins inside of the image's text."""
         done = 0
-        for image in chat.images:
-            first = next((i for i in range(done, len(ids)) if starts[i] >= image.start), len(ids))
-            done = last = next((i for i in range(first, len(ids)) if starts[i] >= image.stop), len(ids))
-            header = image.header
-            split = PictureSplit(
-                image.path,
-                tuple(ids[first:last]),
-                tuple(labels[first:last]),
-                image.size,
-                error=header.error,
-                touched=self.touches(header),
-                content=header.content,
-            )
-            yield first, last, split
+        for path, header, start, stop in chat.images:
+            first = next((i for i in range(done, len(ids)) if starts[i] >= start), len(ids))
+            done = last = next((i for i in range(first, len(ids)) if starts[i] >= stop), len(ids))
+            state = {"error": header.error, "touched": self.touches(header), "content": header.content}
+            tokens, size = (tuple(ids[first:last]), tuple(labels[first:last])), header.size or _UNREADABLE
+            yield first, last, PictureSplit(path, *tokens, size, **state)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache, cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,7 +37,7 @@ from unigen_ds.families.bagel.published import (
 )
 from unigen_ds.models import flow
 from unigen_ds.models.attention import Attend, plan_attention
-from unigen_ds.models.flops import attention_flops, encode_flops, linear_flops, trains
+from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.layers import (
     MLPConnector,
     PositionTable,
@@ -68,7 +68,14 @@ def route(x: Tensor, num_und: int, und: Callable[[Tensor], Tensor], gen: Callabl
     return torch.cat([und(x[:num_und]), gen(x[num_und:])])
 
 
-class MoTAttention(nn.Module):
+class Routed(nn.Module):
+    """A module with two sets of layers: ``<name>`` for text and ViT tokens, ``<name>_moe_gen`` for latent tokens."""
+
+    def _route(self, x: Tensor, num_und: int, name: str) -> Tensor:
+        return route(x, num_und, getattr(self, name), getattr(self, name + "_moe_gen"))
+
+
+class MoTAttention(Routed):
     """Joint attention of both experts: Qwen2 with q/k norm, and a second set of projections for latent tokens."""
 
     def __init__(self, width: int, num_heads: int, num_kv_heads: int, eps: float) -> None:
@@ -82,9 +89,6 @@ class MoTAttention(nn.Module):
             self.add_module("q_norm" + suffix, RMSNorm(self.head_width, eps=eps))
             self.add_module("k_norm" + suffix, RMSNorm(self.head_width, eps=eps))
 
-    def _route(self, x: Tensor, num_und: int, name: str) -> Tensor:
-        return route(x, num_und, getattr(self, name), getattr(self, name + "_moe_gen"))
-
     def forward(self, x_TD: Tensor, num_und: int, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         q, k, v = (
             self._route(x_TD, num_und, name).unflatten(-1, (-1, self.head_width))
@@ -95,7 +99,7 @@ class MoTAttention(nn.Module):
         return self._route(attend(q, k, v).flatten(1), num_und, "o_proj")
 
 
-class MoTLayer(nn.Module):
+class MoTLayer(Routed):
     """One decoder layer; dropout (0 in BAGEL) acts on both residual branches."""
 
     def __init__(
@@ -108,9 +112,6 @@ class MoTLayer(nn.Module):
             self.add_module("input_layernorm" + suffix, RMSNorm(width, eps=eps))
             self.add_module("post_attention_layernorm" + suffix, RMSNorm(width, eps=eps))
         self.dropout = nn.Dropout(dropout)
-
-    def _route(self, x: Tensor, num_und: int, name: str) -> Tensor:
-        return route(x, num_und, getattr(self, name), getattr(self, name + "_moe_gen"))
 
     def forward(self, x_TD: Tensor, num_und: int, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         normed = self._route(x_TD, num_und, "input_layernorm")
@@ -390,7 +391,6 @@ class UnifiedModel(PretrainedModel):
             + cost["image_target"] * batch.image_target_index.numel()
             + image_attention * vit["num_hidden_layers"]
             + text_attention * len(backbone.layers)
-            + sum(self._encode_flops(channels=batch.vae_images.shape[1], grid=grid) for grid in batch.latent_shapes)
         )
 
     @cached_property
@@ -403,7 +403,3 @@ class UnifiedModel(PretrainedModel):
             "text_target": linear_flops(self.language_model.lm_head, input_grad=True),
             "image_target": linear_flops(self.llm2vae, input_grad=True),
         }
-
-    @cached_property
-    def _encode_flops(self) -> Callable[..., float]:
-        return cache(partial(encode_flops, self.sizes["vae"], patch=self.latent_patch_size))

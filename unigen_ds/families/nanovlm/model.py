@@ -25,7 +25,7 @@ from unigen_ds.config.registry import MODELS, checked
 from unigen_ds.config.section import Section
 from unigen_ds.config.values import Number
 from unigen_ds.core.batch import LossTerms, PackedBatch
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.families.nanovlm.published import EXTRA_TOKENS, read_pretrained
 from unigen_ds.models.attention import Attend
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
@@ -206,20 +206,10 @@ class VLM(PretrainedModel):
         """Input embeddings ``[T, D]``. The vision tower runs even without a patch, so that every parameter
         takes part in every micro-batch with a zero gradient, which ZeRO and FSDP need.
         """
-        if any(length != self.patches_per_tile for length in batch.vit_lengths):
-            raise DataError(
-                f"images of {sorted(set(batch.vit_lengths))} patches", allowed=f"tiles of {self.patches_per_tile}"
-            )
         text = self.language_model.model.embed_tokens(batch.text_ids)
         patches = self.vision_model(batch.vit_patches.to(text.dtype), batch.vit_position_ids, batch.vit_lengths)
-        image = self.connector(patches)
-        if len(image) != batch.vit_index.numel():
-            raise DataError(
-                f"{batch.vit_index.numel()} image positions for {len(image)} image tokens",
-                remedy="make the batch with a VLMProcessor of the model's sizes",
-            )
         row_of = torch.argsort(torch.cat([batch.text_index, batch.vit_index]))
-        return torch.cat([text, image])[row_of]
+        return torch.cat([text, self.connector(patches)])[row_of]
 
     def shard_units(self) -> list[nn.Module]:
         """Modules an engine may shard and wrap one by one, in forward order; the root holds the rest."""

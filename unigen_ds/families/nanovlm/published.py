@@ -167,13 +167,9 @@ def save_nanovlm(model: Any, directory: Path, *, config: Mapping[str, Any]) -> N
 
     ``config``: its ``config.json``, whose sizes must be the model's.
     """
-    arguments = vlm_arguments(config)
-    for part, has in (("llm", model.llm_config), ("vit", model.vit_config)):
-        wrong = {key: value for key, value in arguments[part].items() if has[key] != value}
-        if wrong:
-            raise ConfigError(f"config.json has {part} sizes {wrong}", allowed=f"the model's: {has}")
-    if arguments["pixel_shuffle_factor"] != model.connector.factor:
-        raise ConfigError("config.json has another pixel shuffle factor", allowed=str(model.connector.factor))
+    for key, value in nanovlm_sizes(model).items():
+        if config.get(key, value) != value:
+            raise ConfigError(f"{key} of config.json is {config[key]}", allowed=f"{value}, the model's")
     tensors = to_nanovlm(plain_state_dict(model), patch_size=model.vit_config["patch_size"])
     backbone = model.language_model.model
     index = torch.arange(0, backbone.head_width, 2, dtype=torch.float32)
