@@ -162,7 +162,7 @@ def planned(model: str, folder: Path, *, data: str, world: int, engine: str | No
     """One engine, None: the recipe's own, as plain values; ``seconds`` by the clock and of all processes together."""
     from unigen_ds.checks.memory.fits import Reserve, report_values
     from unigen_ds.checks.memory.planned import plan_memory
-    from unigen_ds.checks.resume import announced
+    from unigen_ds.checks.resume import as_launched
     from unigen_ds.config.backend_option import with_backend
     from unigen_ds.core.errors import ConfigError
     from unigen_ds.core.quantities import size
@@ -172,7 +172,7 @@ def planned(model: str, folder: Path, *, data: str, world: int, engine: str | No
     given = overrides(model, folder, data=data)
     asked = {"model": model, "devices": world, "engine": engine}
     try:
-        with announced(world, per_node=per_node):
+        with as_launched(world, per_node=per_node):
             settings = load_settings(RECIPES[model][0], with_backend(given, engine) if engine else given)
         report = plan_memory(settings, world_size=world, per_node=per_node, alternatives=False)
     except ConfigError as error:  # this engine is not for so many processes

@@ -30,7 +30,7 @@ import unigen_ds.examples.emoji  # noqa: E402
 import unigen_ds.runner.start.build  # noqa: E402, F401 - registers everything else
 from unigen_ds.config import registry  # noqa: E402
 from unigen_ds.config.section import Section, section_of  # noqa: E402
-from unigen_ds.config.values import Allowed, argument_hints, described, nested  # noqa: E402
+from unigen_ds.config.values import Allowed, argument_hints, describe_hint, nested_section  # noqa: E402
 from unigen_ds.core.batch import DEFAULT_WEIGHT  # noqa: E402
 from unigen_ds.data.sources.base import RecordSource  # noqa: E402
 from unigen_ds.families.base import families  # noqa: E402
@@ -58,7 +58,9 @@ def rows(section: type[Section], prefix: str) -> Iterator[str]:
 
 def meaning(info: FieldInfo) -> str:
     """The description, and the limits of a number."""
-    limits = described(info.annotation, info.metadata) if any(isinstance(one, LIMITS) for one in info.metadata) else ""
+    limits = (
+        describe_hint(info.annotation, info.metadata) if any(isinstance(one, LIMITS) for one in info.metadata) else ""
+    )
     return (info.description or "").replace("|", "\\|") + (f" ({limits})" if limits else "")
 
 
@@ -80,7 +82,7 @@ def table(keys: str) -> str:
 def section_table(name: str) -> str:
     """Of the keys of a component's argument: ``UnifiedModel.llm``."""
     kind, _, argument = name.partition(".")
-    section: Any = nested(argument_hints(components()[kind])[argument])
+    section: Any = nested_section(argument_hints(components()[kind])[argument])
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows(section, f"model.{argument}")]) + "\n"
 
 
@@ -155,7 +157,7 @@ def argument_table(cls: type, shown: Iterable[inspect.Parameter], *, prefix: str
     for one in shown:
         text = texts.get(one.name, "").removesuffix(".").replace("``", "`").replace("|", "\\|")
         text = text.replace(f"]({PAGE.name}#", "](#")
-        limits = f" ({described(hints[one.name])})" if limited(hints.get(one.name)) else ""
+        limits = f" ({describe_hint(hints[one.name])})" if limited(hints.get(one.name)) else ""
         lines.append(f"| `{prefix}{one.name}` | {default_cell(one)} | {text}{limits} |")
     return "\n".join(lines) + "\n"
 

@@ -12,7 +12,7 @@ import pytest
 from tests.old_names import GUIDES, ROOT, SOURCE, listed, old_names
 from tests.test_docs import components
 from tools import checkpoints, evaluate, export, generate, inspect_data, migrate, report, resume, train, zero_to_fp32
-from unigen_ds.config.file import shipped
+from unigen_ds.config.file import shipped_configs
 from unigen_ds.core.choices import GUIDES as CHOICES
 from unigen_ds.runner.settings.tree import known_keys
 
@@ -112,7 +112,7 @@ def test_components_files_and_options_that_the_page_names_exist() -> None:
     }
     assert len(files) > 15 and [name for name in files if not (ROOT / name).exists()] == []
     recipes = {match for text in codes() for match in re.findall(r"tools/train\.py (\w+_\w+)$", text)}
-    assert not recipes - {*shipped()} - {"my_config"}
+    assert not recipes - {*shipped_configs()} - {"my_config"}
     options = {option for tool in TOOLS for action in tool.parser()._actions for option in action.option_strings}
     used = {
         match

@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     from unigen_ds.data.batches.statistics import describe  # after parsing: --help does not wait for torch
     from unigen_ds.report.document import check_writable
-    from unigen_ds.system.log import unwritten
+    from unigen_ds.system.log import pending_notices
 
     config = data_sections(arguments.config, arguments.cfg_options)
     _check_there(arguments)
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         check_writable(arguments.html)
     settings, data = build_inspected(config, world_size=arguments.world_size, manifest=manifest)
     stream = data.stream
-    for text in unwritten():
+    for text in pending_notices():
         print(f"note: {text}", file=sys.stderr)
     if arguments.html:
         report = write_html(settings, data, arguments.html, _range_of(arguments, stream), arguments.config)

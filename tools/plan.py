@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from unigen_ds.checks.memory.fits import Reserve, report_lines, report_values
     from unigen_ds.checks.memory.planned import plan_memory
-    from unigen_ds.checks.resume import announced
+    from unigen_ds.checks.resume import as_launched
     from unigen_ds.config.backend_option import with_backend
     from unigen_ds.config.overrides import parse_override, stated_world_size
     from unigen_ds.runner.settings.tree import Settings, read_config
@@ -71,7 +71,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.config, overrides)
     world_size = arguments.world_size or stated_world_size(config.values)
     per_node = arguments.per_node or min(8, world_size)
-    with announced(world_size, per_node=per_node):
+    with as_launched(world_size, per_node=per_node):
         settings = Settings.from_config(config)
     report = plan_memory(settings, world_size=world_size, per_node=per_node, alternatives=not arguments.only)
     reserve = Reserve(

@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
                 with contextlib.suppress(ImportError):
                     from unigen_ds.system import announced
 
-                    reported = announced.is_reported(announced.explained(error, first=True))
+                    reported = announced.is_reported(announced.explain(error, first=True))
             if not reported:
                 print(f"error: {error}", file=sys.stderr)
             return error.exit_status
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if is_out_of_memory(error):
             print(advice(settings, sys.argv[1:] if argv is None else argv), file=sys.stderr)
-        cause = announced.explained(error, first=True)
+        cause = announced.explain(error, first=True)
         announced.for_torchrun(cause)
         if not isinstance(cause, UnigenError):
             raise

@@ -20,7 +20,7 @@ from unigen_ds.data.batches.loader import UpdateLoader
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.overflow import Overflow
-from unigen_ds.data.datasets.streamed_units import fitted
+from unigen_ds.data.datasets.streamed_units import fit
 from unigen_ds.data.order.order import GlobalOrder
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 
@@ -58,7 +58,7 @@ def stream_sides(folder: Path, number: int, *, cold: bool) -> Sides:
 
 def _read(data: UnifiedGenerationDataset, processor: UnifiedProcessor, number: int) -> int:
     """Rows of a pass."""
-    order = GlobalOrder([len(fitted(data, Overflow(SEQ_LENGTH)))], [1.0], seed=0)
+    order = GlobalOrder([len(fit(data, Overflow(SEQ_LENGTH)))], [1.0], seed=0)
     stream = SequenceStream([data], order, packer=None, seq_length=SEQ_LENGTH)
     loading = UpdateLoader(stream, processor=processor, geometry=Geometry(BATCH, 1, 1), num_workers=0)
     rows = sum(micro.batch.num_samples for [micro] in islice(loading, number // BATCH))

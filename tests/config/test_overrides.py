@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unigen_ds.config.file import shipped
+from unigen_ds.config.file import shipped_configs
 from unigen_ds.config.overrides import config_path
 from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.errors import ConfigError, several
@@ -151,7 +151,7 @@ def test_a_shipped_config_is_found_by_its_name(tmp_path: Path) -> None:
     assert SHIPPED.replace(" or ", ", ") in str(caught.value)
     with pytest.raises(ConfigError, match="did you mean 'unified_digits'"):
         config_path("unifed_digits")
-    assert sorted(shipped()) == SHIPPED.replace(" or ", ", ").split(", ")
+    assert sorted(shipped_configs()) == SHIPPED.replace(" or ", ", ").split(", ")
 
 
 @pytest.mark.parametrize(

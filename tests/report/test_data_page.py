@@ -278,7 +278,7 @@ def test_the_size_of_the_page_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_picture_is_at_most_128_pixels_large() -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (256, 512, 3), np.uint8)
-    content, kind = sequences._encoded(pixels)
+    content, kind = sequences._encode(pixels)
     assert kind == "jpeg" and len(content) < 20_000 and sequences._thumbnail((512, 256)) == (128, 64)
     assert sequences._thumbnail((8, 8)) == (64, 64) and sequences._thumbnail((1, 20_000)) == (1, 128)
 

@@ -21,9 +21,9 @@ from tests.tiny import tiny_config
 from tools.plot_run import main as plot
 from tools.report import main
 from unigen_ds.evaluation.provenance import REQUIRED, Result, write_results
-from unigen_ds.report.charts import MOST_POINTS, reduced, smoothed
+from unigen_ds.report.charts import MOST_POINTS, reduce_points, smoothed
 from unigen_ds.report.goodput import PARTS, idle_before, spent_by_start
-from unigen_ds.report.reading import masked, read_work_dir
+from unigen_ds.report.reading import mask_secrets, read_work_dir
 from unigen_ds.runner import Runner
 
 SAVES = {"default_hooks__checkpoint__interval": 3, "default_hooks__checkpoint__by_epoch": False}
@@ -564,7 +564,7 @@ def test_plots_of_one_run_and_of_several(runs: Runs, tmp_path: Path, capsys: pyt
 
 def test_secrets_are_masked(runs: Runs, tmp_path: Path) -> None:
     config = {"tokenizer": {"path": "x"}, "writers": [{"api_key": "abc", "name": "n"}], "hub": {"password": None}}
-    assert masked(config) == {**config, "writers": [{"api_key": "***", "name": "n"}]}
+    assert mask_secrets(config) == {**config, "writers": [{"api_key": "***", "name": "n"}]}
     folder = copied(runs.other, tmp_path / "run")
     start, *rest = lines_of(folder / "timeline.jsonl")
     start["config"]["writer"] = {"api_key": "hidden-value"}
@@ -578,7 +578,7 @@ def test_secrets_are_masked(runs: Runs, tmp_path: Path) -> None:
 def test_long_curves_keep_their_extremes() -> None:
     points = [(float(x), 1.0) for x in range(10 * MOST_POINTS)]
     points[1234], points[4321] = (1234.0, 9.0), (4321.0, -9.0)
-    kept = reduced(points)
+    kept = reduce_points(points)
     assert len(kept) <= MOST_POINTS + 2 and {points[0], points[-1], points[1234], points[4321]} <= set(kept)
     assert [x for x, _ in kept] == sorted(x for x, _ in kept)
     line = [(float(x), 2.0 * x) for x in range(400)]

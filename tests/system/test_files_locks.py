@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import popen
-from unigen_ds.system.files import held
+from unigen_ds.system.files import hold_lock
 
 HOLD = """
 import os, sys, time
@@ -43,14 +43,14 @@ def test_a_killed_process_holds_nothing_although_a_child_of_it_lives_on(tmp_path
     process.kill()
     process.wait()
     assert is_free(path)
-    with held(path) as problem:
+    with hold_lock(path) as problem:
         assert problem is None and not is_free(path)
     assert is_free(path) and path.exists(), "the file stays: two processes could lock two files of one name"
 
 
 def test_where_the_file_cannot_be_made_the_caller_is_given_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with held(tmp_path / "file" / "lock") as problem:
+    with hold_lock(tmp_path / "file" / "lock") as problem:
         assert isinstance(problem, OSError)
 
 
@@ -63,6 +63,6 @@ def test_a_file_system_without_locks_leaves_no_file_that_later_starts_would_wait
 
     monkeypatch.setattr(fcntl, "flock", none)
     for _ in range(2):
-        with held(tmp_path / "lock") as problem:
+        with hold_lock(tmp_path / "lock") as problem:
             assert problem is not None and problem.errno == code
             assert not (tmp_path / "lock").exists() or (tmp_path / "lock").stat().st_size == 0, "no mark of an owner"

@@ -14,7 +14,7 @@ from tests.data.support import make_stream, mixed_dataset
 from tests.processes import ROOT, run
 from tests.tiny import TINY, tiny_config
 from tools.inspect_data import check_ledger, lines_of, main
-from unigen_ds.data.batches.change import continued
+from unigen_ds.data.batches.change import continue_stream
 from unigen_ds.data.batches.statistics import derive
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.order.order import Cursor
@@ -178,7 +178,7 @@ def test_a_ledger_over_changed_data(tmp_path: Path, window: int | None, choice: 
     old = make_stream([mixed_dataset(tmp_path / "old", 17, name="a")], window=window)
     present = make_stream([mixed_dataset(tmp_path / "new", 22, name="a")], window=window, sequences_per_epoch=17)
     cursor: Cursor = old.seek(8)
-    new, _ = continued({"cursor": cursor.state_dict(), **old.identity}, present, on_change=choice)
+    new, _ = continue_stream({"cursor": cursor.state_dict(), **old.identity}, present, on_change=choice)
     lines = ledger_lines(old, 0, 2) + ledger_lines(new, 8, 12)
     path = tmp_path / "ledger.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -84,7 +84,7 @@ class SingleBackend(TorchOptimizerBackend):
                 clip_grads_with_norm_([self._masters[name] for name in self._trainable], self._cfg.max_norm, norm)
             self._optimizer.step()
             self.refresh_copies()
-        return self._stepped(norm, applied=applied)
+        return self._step_result(norm, applied=applied)
 
     @torch.no_grad()
     def refresh_copies(self) -> None:

@@ -78,7 +78,7 @@ class TorchOptimizerBackend(Backend):
     def _update(self) -> None:
         self._optimizer.step()
 
-    def _stepped(self, norm: Tensor, *, applied: bool) -> StepResult:
+    def _step_result(self, norm: Tensor, *, applied: bool) -> StepResult:
         """The end and the result of ``step``; the loss scale follows it."""
         self._optimizer.zero_grad(set_to_none=True)
         if applied and not self._state_checked:

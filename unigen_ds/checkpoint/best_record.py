@@ -89,7 +89,7 @@ def best_of(directory: Path) -> tuple[Path, Best] | None:
         if not current:
             raise CheckpointError(f"no complete checkpoint found in {directory}")
         newest = current[-1].path
-    manifest = store.verified(newest, wanted=lambda path: path == HOOKS_FILE)
+    manifest = store.verify_manifest(newest, wanted=lambda path: path == HOOKS_FILE)
     try:
         state = read_hook_states(newest, manifest).get(HOOK)
         best = None if state is None else Best.from_state_dict(state)

@@ -110,7 +110,7 @@ def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
     def has_weights(path: str) -> bool:  # a model for inference needs no other file
         return path.rpartition("/")[0] in ("", EMA, TOKENIZER) and path != OPTIMIZER_FILE
 
-    manifest = store.verified(directory, wanted=has_weights)
+    manifest = store.verify_manifest(directory, wanted=has_weights)
     reader = store.open_reader(directory, manifest)
     average = store.open_shards(directory, manifest).get(EMA)
     tied = {alias: row["name"] for row in manifest.parameters for alias in row.get("tied", ())}
@@ -186,12 +186,12 @@ def merge(
     sizes = [*map(form.size, shards.values())]
     needed = sum(sizes)
     try:
-        with _staged(out) as staging:
+        with _staging_folder(out) as staging:
             if (
                 shutil.disk_usage(staging).free < needed + max(sizes) * form.shares
             ):  # now, and not after hours of writing
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            written = _counted(shards, "writing", needed, progress)
+            written = _report_bytes(shards, "writing", needed, progress)
             for file, of_file in written.items():
                 form.save(staging / file, of_file)
             if split.is_sharded:
@@ -199,7 +199,7 @@ def merge(
                 text = json.dumps(index, indent=2, sort_keys=True) + "\n"
                 (staging / form.index).write_text(text, encoding="utf-8")
             if verify:
-                _verify(staging, _counted(shards, "verifying", sum(e.nbytes for e in entries), progress))
+                _verify(staging, _report_bytes(shards, "verifying", sum(e.nbytes for e in entries), progress))
             write_digests(staging, keep={k: v for k, v in stored_digests(out).items() if not form.is_own(k)})
             _publish(staging, out, form)
     except OSError as error:
@@ -242,7 +242,7 @@ _SAFETENSORS = _Format(
 )
 
 
-def _counted(
+def _report_bytes(
     shards: Mapping[str, list[Entry]], what: str, total: int, progress: OnProgress | None
 ) -> Mapping[str, list[Entry]]:
     """The same entries, which report to ``progress`` the bytes that are read from them."""
@@ -287,7 +287,7 @@ def _verify(staging: Path, shards: Mapping[str, list[Entry]]) -> None:
 
 
 @contextmanager
-def _staged(out: Path) -> Iterator[Path]:
+def _staging_folder(out: Path) -> Iterator[Path]:
     """A folder on the disk of ``out``, removed at the end unless it was renamed."""
     out = out.resolve()
     home = out if out.is_dir() else out.parent

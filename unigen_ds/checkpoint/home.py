@@ -73,9 +73,9 @@ def check_home(work_dir: Path, home: Path) -> None:
         )
     owner = _line(home / OWNER)
     if owner is not None and not same(Path(owner), work_dir) and same(Path(_line(Path(owner) / HINT) or owner), home):
-        raise _taken(home, Path(owner), work_dir)
+        raise _folder_conflict(home, Path(owner), work_dir)
     if not same(work_dir, home) and (home / METRICS_FILE).exists():
-        raise _taken(home, home, work_dir)
+        raise _folder_conflict(home, home, work_dir)
 
 
 def claim(work_dir: Path, home: Path) -> None:
@@ -115,7 +115,7 @@ def same(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
 
 
-def _taken(home: Path, owner: Path, work_dir: Path) -> ConfigError:
+def _folder_conflict(home: Path, owner: Path, work_dir: Path) -> ConfigError:
     return ConfigError(
         f"{home} has the checkpoints of the run in {owner}, and this run is in {work_dir}",
         allowed="a folder of checkpoints for each run",

@@ -162,7 +162,7 @@ class Manifest:
             state["geometry"] = Geometry(**state["geometry"])
             state["ruler"] = Ruler.from_state_dict(state["ruler"])
             state["files"] = [FileEntry(**entry) for entry in state["files"]]
-            manifest = _checked(cls(**state))
+            manifest = _check_types(cls(**state))
             if problems := contradictions(manifest, iteration):
                 raise CheckpointError(f"{path} contradicts itself: {'; '.join(problems)}")
             return manifest
@@ -184,7 +184,7 @@ def contradictions(manifest: Manifest, iteration: int | None) -> list[str]:
     return problems
 
 
-def _checked(manifest: Manifest) -> Manifest:
+def _check_types(manifest: Manifest) -> Manifest:
     """``manifest``, or ``TypeError`` or ``ValueError``: wrong values are found here, not where they are used."""
     for name, kinds in _KINDS.items():
         value = getattr(manifest, name)

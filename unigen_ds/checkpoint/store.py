@@ -96,7 +96,7 @@ def missing(path: Path) -> CheckpointError:
                            "name a checkpoint")  # fmt: skip
 
 
-def verified(
+def verify_manifest(
     directory: Path,
     *,
     wanted: Callable[[str], bool] = lambda path: True,

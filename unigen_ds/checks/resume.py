@@ -68,7 +68,7 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
     settings = settings.with_resume(AUTO)
     template, why = settings.work_dir, None
     if PLACE in (template or ""):
-        with announced(world_size or settings.world_size or dist.env_world_size()):
+        with as_launched(world_size or settings.world_size or dist.env_world_size()):
             run = name_and_folder(settings, build_engine(settings)[1])
         settings, why = settings.named(run.name, run.folder), run.why
     plan = plan_start(settings, hashes=verify)
@@ -79,7 +79,7 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
             remedy="name one with --checkpoint, or the folder with --work-dir",
         )
     saved = plan.manifest.geometry.dp_size if plan.manifest else dist.env_world_size()
-    with announced(world_size or settings.world_size or saved):
+    with as_launched(world_size or settings.world_size or saved):
         backend, geometry = build_engine(settings)
         settings = settle(settings, plan, backend=backend, geometry=geometry)
         build_hooks(settings)
@@ -94,7 +94,7 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
 
 
 @contextmanager
-def announced(world_size: int, *, per_node: int | None = None) -> Iterator[None]:
+def as_launched(world_size: int, *, per_node: int | None = None) -> Iterator[None]:
     """Inside, the environment is that of a launcher with this many processes, ``per_node`` of them on a node."""
     with environment({"WORLD_SIZE": str(world_size)}):
         if per_node is None and dist.env_processes_per_node() is None:

@@ -51,7 +51,7 @@ class _SafeYaml(YamlHandler):
         return yaml.load(file, Loader=_Loader)
 
 
-def shipped() -> dict[str, Path]:
+def shipped_configs() -> dict[str, Path]:
     """Name -> path of each config of the package, in the ``configs/`` of a family or an example."""
     return {p.stem: p for p in sorted(PACKAGE.glob("**/configs/*.py"), key=lambda p: p.stem)}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
-from unigen_ds.config.file import plain_names, read_file, shipped, unread_names
+from unigen_ds.config.file import plain_names, read_file, shipped_configs, unread_names
 from unigen_ds.config.registry import registered_name
 from unigen_ds.config.translation import Change, hint, translate
 from unigen_ds.core.errors import ConfigError, UnknownKey, close, suggestion
@@ -49,7 +49,7 @@ def config_path(name: str | Path) -> Path:
     path = Path(name)
     if path.suffix in (".py", ".yaml", ".yml", ".json") and path.exists():
         return path.resolve()
-    configs = shipped()
+    configs = shipped_configs()
     if str(name) in configs:
         return configs[str(name)]
     what = f"has the suffix {path.suffix!r}" if path.is_file() else "is neither a file nor a shipped config"

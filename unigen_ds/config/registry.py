@@ -19,7 +19,7 @@ from mmengine.registry import Registry
 
 from unigen_ds.config.backend_option import backend_hint, backend_spec
 from unigen_ds.config.translation import argument_hint
-from unigen_ds.config.values import argument_hints, described, fits, nested, shown
+from unigen_ds.config.values import argument_hints, describe_hint, fits, format_value, nested_section
 from unigen_ds.core.errors import ConfigError, DataError, UnknownKey, nearest, raise_any
 from unigen_ds.system.log import notice
 
@@ -267,14 +267,16 @@ def argument_problems(
                 errors.append(UnknownKey(key, section=where, valid=valid, hint=argument_hint(key), problem=problem))
     hints = {key: hint for key, hint in argument_hints(cls).items() if key in parameters}
     for key, hint in {**{key: hints[key] for key in arguments if key in hints}, **hints}.items():
-        value, part = arguments.get(key, parameters[key].default), nested(hint)
+        value, part = arguments.get(key, parameters[key].default), nested_section(hint)
         many = isinstance(value, (list, tuple)) and getattr(part, "many", False)
         if part is not None and (value is None or isinstance(value, Mapping) or many):
             elsewhere = bool(arguments.get(part.rest_from))
             errors += part.argument_problems(value, where=f"{where}.{key}", elsewhere=elsewhere)
         elif key in arguments and value is not parameters[key].default and (part or not fits(value, hint)):
-            allowed = "a list of dict(type='...', ...), or one of them" if hasattr(part, "many") else described(hint)
-            errors.append(ConfigError(f"{where}.{key} is {shown(value)}", allowed=allowed))
+            allowed = (
+                "a list of dict(type='...', ...), or one of them" if hasattr(part, "many") else describe_hint(hint)
+            )
+            errors.append(ConfigError(f"{where}.{key} is {format_value(value)}", allowed=allowed))
     return errors
 
 

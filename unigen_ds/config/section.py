@@ -25,7 +25,7 @@ from unigen_ds.config.registry import argument_defaults as argument_defaults
 from unigen_ds.config.registry import component_problems, find
 from unigen_ds.config.registry import plain as plain
 from unigen_ds.config.translation import hint
-from unigen_ds.config.values import argument_hints, as_tuple, described, nested
+from unigen_ds.config.values import argument_hints, as_tuple, describe_hint, nested_section
 from unigen_ds.core.errors import ConfigError, UnknownKey, raise_any
 
 
@@ -54,12 +54,12 @@ class Of:
             return config
         if self.problems(config, where=""):
             raise PydanticCustomError("component", "not a component", {"of": self})
-        spec = self._typed(config)
+        spec = self._validate(config)
         cls, kind = find(self.registry, spec, where=""), spec["type"] if "type" in config else None
         arguments = {key: value for key, value in spec.items() if key != "type"}
         return Component(cls, arguments, kind, registry=self.registry, provided=self.provided)
 
-    def _typed(self, config: Any) -> Any:
+    def _validate(self, config: Any) -> Any:
         if not isinstance(config, Mapping):
             return config
         spec = {"type": self.default, **config} if self.default else config
@@ -67,7 +67,7 @@ class Of:
 
     def problems(self, config: Any, *, where: str) -> list[ConfigError]:
         """What is wrong with ``dict(type=..., **arguments)``."""
-        spec = self._typed(config)
+        spec = self._validate(config)
         if isinstance(spec, Mapping) and (both := sorted(set(self.provided) & set(spec))):
             problem = f"{where}.{both[0]} cannot be given here: it follows from the rest of the config"
             return [ConfigError(problem, remedy="leave it out")]
@@ -75,7 +75,7 @@ class Of:
 
     def completed(self, config: Any) -> Any:
         """See ``Section.completed``."""
-        spec = self._typed(config)
+        spec = self._validate(config)
         if not isinstance(spec, Mapping):
             return config
         try:
@@ -84,7 +84,7 @@ class Of:
             return config
         config = {key: value for key, value in spec.items() if key != "type"}
         values = {**Component(cls, provided=self.provided).plain(), **config}
-        parts = {key: nested(hint) for key, hint in argument_hints(cls).items() if key in values}
+        parts = {key: nested_section(hint) for key, hint in argument_hints(cls).items() if key in values}
         return {
             key: part.argument_completed(value, elsewhere=bool(config.get(part.rest_from)))
             if (part := parts.get(key)) is not None
@@ -152,7 +152,7 @@ class Section(BaseModel):
             section = cls.model_validate(config)
         except ValidationError as error:
             problems = [one for one in error.errors() if missing or one["type"] != "missing"]
-            return None, _explained(cls, config, problems, where)
+            return None, _translate_errors(cls, config, problems, where)
         for component, path in _components(section, where):
             object.__setattr__(component, "where", path)  # just created, and not yet used elsewhere
         return section, []
@@ -271,7 +271,7 @@ class SettingErrors(ValueError):
         self.errors = errors
 
 
-def _explained(cls: type[Section], config: Any, problems: Sequence[Any], where: str) -> list[ConfigError]:
+def _translate_errors(cls: type[Section], config: Any, problems: Sequence[Any], where: str) -> list[ConfigError]:
     """Pydantic's errors as ours, in the order of the config; a value that fails in several ways only once."""
     by_path: dict[tuple[str, str], ConfigError] = {}
     missing: list[str] = []
@@ -334,4 +334,4 @@ def _explain(root: type[Section], config: Any, one: Any, *, where: str) -> Itera
         yield path, raised
     else:
         hints = hints or ((info.annotation, info.metadata) if info is not None else (section, ()))
-        yield path, ConfigError(f"{path or 'the config'} is {value!r}", allowed=described(*hints))
+        yield path, ConfigError(f"{path or 'the config'} is {value!r}", allowed=describe_hint(*hints))

@@ -73,7 +73,7 @@ def strict(hint: Any) -> Any:
     """A hint as pydantic is to check it."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
-        metadata = [one for one in inner[1:] if not _is_model(one)]  # a section is ``nested``
+        metadata = [one for one in inner[1:] if not _is_model(one)]  # a section is ``nested_section``
         return _subscript(Annotated, (strict(inner[0]), *metadata)) if metadata else strict(inner[0])
     if origin in (Union, types.UnionType):
         return Union[tuple(strict(one) for one in inner)]  # noqa: UP007
@@ -113,34 +113,34 @@ def fits(value: Any, hint: Any) -> bool:
     return True
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as an error names it; an array or a tensor by its type and shape alone."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"a {type(value).__name__} of {value.dtype} with shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple)) and any(hasattr(one, "shape") for one in value):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     return repr(value)
 
 
-def described(hint: Any, metadata: Sequence[Any] = ()) -> str:
+def describe_hint(hint: Any, metadata: Sequence[Any] = ()) -> str:
     """A hint in words: ``int | None`` with a limit is "a whole number of at least 1, or None"."""
     allowed = [one for one in metadata if isinstance(one, Allowed)]
     if allowed:
         return str(allowed[0])
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
-        return described(inner[0], (*_flat(inner[1:]), *metadata))
+        return describe_hint(inner[0], (*_flat(inner[1:]), *metadata))
     if origin in (Union, types.UnionType):
-        return " or ".join(described(one, () if one is type(None) else metadata) for one in inner)
+        return " or ".join(describe_hint(one, () if one is type(None) else metadata) for one in inner)
     if origin is Literal:
         return ", ".join(map(repr, inner))
     if origin is tuple and inner and inner[1:] != (...,):
-        kinds = dict.fromkeys(described(one) for one in inner)
+        kinds = dict.fromkeys(describe_hint(one) for one in inner)
         return f"a list of {len(inner)}, each {next(iter(kinds))}" if len(kinds) == 1 else f"a list of {len(inner)}"
     if origin in (Sequence, list, tuple):
         every, limits = _plain(inner[0]) if inner else (None, ())
         if every is Literal:
-            return f"a list of {described(inner[0])}"
+            return f"a list of {describe_hint(inner[0])}"
         return f"a list of {_WORDS[every][1]}{_limits(limits)}" if every in _WORDS else "a list"
     if _is_model(origin):
         return f"dict({', '.join(f'{name}=' for name in origin.model_fields)})"
@@ -171,7 +171,7 @@ def _limits(metadata: Sequence[Any]) -> str:
     return " and".join(words)
 
 
-def nested(hint: Any) -> Any:
+def nested_section(hint: Any) -> Any:
     """The section or the ``Of`` in the hint of an argument, which checks a mapping itself (``config/section.py``: its
     methods ``argument_*``); None: it has none.
     """

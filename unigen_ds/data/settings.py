@@ -80,7 +80,7 @@ class TrainDataloader(Section):
     )
 
     @model_validator(mode="after")
-    def _sized(self) -> TrainDataloader:
+    def _check_size(self) -> TrainDataloader:
         if self.batch_size is None and self.global_batch_size is None:
             allowed = "sequences per device per iteration"
             raise ConfigError("train_dataloader has no batch_size", allowed=allowed)

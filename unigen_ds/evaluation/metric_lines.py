@@ -16,7 +16,7 @@ def known_sequences(updates: Iterable[Line]) -> list[tuple[float, float]]:
     return [(0.0, 0.0), *((line["update"], n) for line in updates if (n := number(line.get("sequences"))))]
 
 
-def interpolated(known: Sequence[tuple[float, float]], x: float) -> float | None:
+def interpolate(known: Sequence[tuple[float, float]], x: float) -> float | None:
     """y at ``x`` between (x, y) in order; None beyond the last."""
     at = bisect.bisect_left(known, (x, -math.inf))
     if at == len(known):

@@ -10,7 +10,7 @@ from pathlib import Path
 from unigen_ds.core.errors import DataError
 from unigen_ds.evaluation.metric_lines import (
     Line,
-    interpolated,
+    interpolate,
     known_sequences,
     lines_of_updates,
     number,
@@ -63,13 +63,13 @@ def plot_curves(metrics_files: Path | Mapping[str, Path], path: Path) -> None:
             axis.legend(fontsize=8)
     if several:  # one for all panels, beside none of their curves
         drawn_lines = figure.axes[0].lines
-        labels = [shortened(str(line.get_label())) for line in drawn_lines]
+        labels = [shorten(str(line.get_label())) for line in drawn_lines]
         columns = 1 if max(map(len, labels)) > 40 else 2
         figure.legend(drawn_lines, labels, loc="outside lower center", ncols=columns, fontsize=8)
     figure.savefig(path, dpi=90)
 
 
-def shortened(name: str, *, most: int = 80) -> str:
+def shorten(name: str, *, most: int = 80) -> str:
     """Shorten a name to ``most`` characters: the middle is left out, since names often differ at one of the ends."""
     end = (most - 1) // 2
     return name if len(name) <= most else f"{name[:end]}…{name[-end:]}"
@@ -82,7 +82,7 @@ def _validation(valid: list[Line], updates: list[Line]) -> dict[str, list[tuple[
     known, curves = known_sequences(updates), {}
     for key in validation_losses(key for line in valid for key in line):
         values = {line["update"]: n for line in valid if "update" in line and (n := number(line.get(key))) is not None}
-        pairs = [(interpolated(known, update), value) for update, value in sorted(values.items())]
+        pairs = [(interpolate(known, update), value) for update, value in sorted(values.items())]
         if points := [(at, value) for at, value in pairs if at is not None]:
             curves[key] = points
     return curves

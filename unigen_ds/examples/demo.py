@@ -20,7 +20,7 @@ from unigen_ds.system.log import logger
 _MARKER = "complete"
 
 
-def prepared(root: Path, write: Callable[[Path], None], *, note: str, argument: str) -> Path:
+def prepare(root: Path, write: Callable[[Path], None], *, note: str, argument: str) -> Path:
     """Call ``write`` with a folder that becomes ``root``, unless ``root`` is there; returns ``root``.
 
     The folder appears complete or not at all, and where several processes start together the first one succeeds.

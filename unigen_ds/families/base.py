@@ -236,7 +236,7 @@ def published_folder(out: Path, tokenizer: Any, source: Path | None, *, without:
         yield folder
 
 
-def stated(path: Path) -> dict[str, Any]:
+def read_statement(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a directory; {} where there is none, or a damaged one."""
     try:
         return stored_object(path)

@@ -14,7 +14,7 @@ from annotated_types import Ge
 from PIL import Image
 from torch import Tensor
 
-from unigen_ds.config.values import Allowed, shown
+from unigen_ds.config.values import Allowed, format_value
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.samples.sample import Loaded
 
@@ -91,7 +91,7 @@ def _picture(one: Any, where: str, *, allowed: str) -> Image.Image | Path:
         return Path(one)
     if isinstance(one, np.ndarray) and one.dtype == np.uint8 and one.size and one.shape[2:] in ((), (3,)):
         return Image.fromarray(one)
-    raise ConfigError(f"{where} is {shown(one)}", allowed=allowed)
+    raise ConfigError(f"{where} is {format_value(one)}", allowed=allowed)
 
 
 def as_file(picture: Image.Image | Path, path: Path) -> Path:

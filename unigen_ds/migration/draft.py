@@ -182,23 +182,23 @@ class Draft:
     def text(self, *, start: str) -> str:
         """Return the whole file. ``start``: the command that trains with it."""
         notes = [
-            f"{_quoted(self.what)}, translated by tools/migrate.py. Train with it:",
+            f"{_quote(self.what)}, translated by tools/migrate.py. Train with it:",
             "",
-            f"    {_quoted(start)}",
+            f"    {_quote(start)}",
             "",
         ]
-        notes += [line for note in self.notes for line in _wrapped(f"* {_quoted(note)}", following="  ")]
+        notes += [line for note in self.notes for line in _wrap(f"* {_quote(note)}", following="  ")]
         lines = ['"""' + notes[0], *notes[1:], '"""', ""]
         if self.omissions:
             lines += [f"# NOT CARRIED OVER ({len(self.omissions)}):"]
             for source, why in self.omissions:
-                lines += _wrapped(f"# {_plain(source)}", following="#   ")
-                lines += _wrapped(f"#     {_plain(why)}", following="#     ")
+                lines += _wrap(f"# {_plain(source)}", following="#   ")
+                lines += _wrap(f"#     {_plain(why)}", following="#     ")
             lines += [""]
         if self.origins:
             lines += ["# CARRIED OVER; every other value is that of the guide or of this project:"]
             for path, source in self.origins.items():
-                lines += _wrapped(f"#     {_plain(source)}: {path}", following="#         ")
+                lines += _wrap(f"#     {_plain(source)}: {path}", following="#         ")
             lines += [""]
         for path, value in leaves(self.values):
             if not isinstance(value, (str, float, int, list, tuple, dict, NoneType)):
@@ -231,10 +231,10 @@ def _plain(line: str) -> str:
     return " ".join(line.split()).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
 
 
-def _quoted(line: str) -> str:
+def _quote(line: str) -> str:
     """The same in a docstring."""
     return _plain(line).replace("\\", "\\\\").replace('"""', "'''")
 
 
-def _wrapped(line: str, *, following: str = "") -> list[str]:
+def _wrap(line: str, *, following: str = "") -> list[str]:
     return textwrap.wrap(line, _WIDTH, subsequent_indent=following, break_long_words=False, break_on_hyphens=False)

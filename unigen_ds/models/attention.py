@@ -64,7 +64,7 @@ class SDPAPlan:
         if not self.buckets:  # no token at all: keep the graph, so that every parameter gets a (zero) gradient
             return q_THE + 0.0 * (k_THE + v_THE).repeat_interleave(groups, 1)
         sizes = [rows * length for rows, length in (bucket.shape for bucket in self.buckets)]
-        queries, keys, values = (self._padded(x, sum(sizes)).split(sizes) for x in (q_THE, k_THE, v_THE))
+        queries, keys, values = (self._pad(x, sum(sizes)).split(sizes) for x in (q_THE, k_THE, v_THE))
         parts = []
         for bucket, *qkv in zip(self.buckets, queries, keys, values, strict=True):
             q, k, v = (x.unflatten(0, bucket.shape).transpose(1, 2) for x in qkv)
@@ -75,7 +75,7 @@ class SDPAPlan:
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         return joined if self.slot_T is None else joined.index_select(0, self.slot_T)
 
-    def _padded(self, x_THE: Tensor, num_slots: int) -> Tensor:
+    def _pad(self, x_THE: Tensor, num_slots: int) -> Tensor:
         if self.slot_T is None:
             return x_THE
         return x_THE.new_zeros((num_slots, *x_THE.shape[1:])).index_copy(0, self.slot_T, x_THE)

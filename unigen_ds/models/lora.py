@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import MASTER, ShardReader, first_names, persistent_buffers
-from unigen_ds.models.quantized import QuantizedLinear, pack, shared_weights, unpacked
+from unigen_ds.models.quantized import QuantizedLinear, pack, shared_weights, unpack
 from unigen_ds.models.settings import Lora
 from unigen_ds.models.weights import InitialWeights
 from unigen_ds.system.log import logger
@@ -38,7 +38,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 @dataclass(frozen=True)
 class Adapted:
-    """A record of ``add_adapters``, kept as the attribute ``adapted`` of the model."""
+    """A record of ``add_adapters``, kept as the attribute ``adapter_record`` of the model."""
 
     lora: Lora
     layers: tuple[str, ...]
@@ -47,7 +47,7 @@ class Adapted:
     """Parameters and buffers, under their present names, that the base's files have whole."""
 
 
-def adapted(model: nn.Module) -> Adapted | None:
+def adapter_record(model: nn.Module) -> Adapted | None:
     """Return the record of a model with adapters; None where it has none."""
     state: Adapted | None = model.__dict__.get("adapted")
     return state
@@ -63,7 +63,7 @@ def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
     if lora.quantize is not None:
         names = candidates(model)
         pack(model, [name for name in names if name not in shared_weights(model, names)], lora.quantize)
-    layers = chosen(model, lora.patterns)
+    layers = choose_layers(model, lora.patterns)
     weights = {name: model.get_submodule(name) for name in layers}
     files: frozenset[str] = getattr(model, "from_files", frozenset())
     meta = any(parameter.is_meta for parameter in model.parameters())
@@ -107,7 +107,7 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def chosen(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
+def choose_layers(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
     """Names of the layers that the patterns choose, in the order of the model. Raises ``ConfigError``."""
     layers = candidates(model)
     kinds = [*dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name) for name in layers)]
@@ -201,7 +201,7 @@ class AdapterWeights(InitialWeights):
 
 def base_tensors(model: nn.Module) -> frozenset[str]:
     """Frozen parameters and buffers that the base's files have: what checkpoints leave out. Empty without adapters."""
-    own = adapted(model)
+    own = adapter_record(model)
     if own is None:
         return frozenset()
     tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
@@ -225,19 +225,19 @@ def hold_base_in(model: nn.Module, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
     """Replace each adapted layer by one linear layer of the same result, in place. Packed weights are unpacked."""
-    own = adapted(model)
+    own = adapter_record(model)
     assert own is not None, "a model with adapters"
     for name in own.layers:
         wrapper: Any = model.get_submodule(name)
         if isinstance(wrapper.base_layer, QuantizedLinear):
-            wrapper.base_layer = unpacked(wrapper.base_layer)
+            wrapper.base_layer = unpack(wrapper.base_layer)
         wrapper.merge(safe_merge=True)
         for hooks in _HOOKS:
             setattr(wrapper.base_layer, hooks, getattr(wrapper, hooks))
         model.set_submodule(name, wrapper.base_layer)
     for name, rest in [*model.named_modules()]:
         if isinstance(rest, QuantizedLinear):
-            model.set_submodule(name, unpacked(rest))
+            model.set_submodule(name, unpack(rest))
     for key in ("adapted", "initial_weights", "peft_config"):
         model.__dict__.pop(key, None)
 
@@ -257,7 +257,7 @@ def write_adapters(model: nn.Module, folder: Path, *, base: Any) -> None:
     ``base``: what the config names as the model that they belong to.
     """
     peft = _import_peft()
-    own = adapted(model)
+    own = adapter_record(model)
     assert own is not None, "a model with adapters"
     config = _peft_config(own.lora, own.layers)
     config.base_model_name_or_path, config.inference_mode = str(base), True

@@ -150,7 +150,7 @@ def shared_weights(model: nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name, layer in layers.items() if type(layer) is nn.Linear and owners[id(layer.weight)] > 1]
 
 
-def unpacked(layer: QuantizedLinear) -> nn.Linear:
+def unpack(layer: QuantizedLinear) -> nn.Linear:
     """A plain layer, in fp32 and with memory of its own, that has the unpacked weight."""
     linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
     linear.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)

@@ -146,13 +146,13 @@ class Optimizer(Section, extra="allow"):
 
     @model_validator(mode="before")
     @classmethod
-    def _named(cls, given: Any) -> Any:
+    def _by_name(cls, given: Any) -> Any:
         """A class by its name where it is torch's."""
         kind = given.get("type") if isinstance(given, Mapping) else None
         return {**given, "type": kind.__name__} if isinstance(kind, type_) and is_torchs(kind) else given
 
     @model_validator(mode="after")
-    def _known(self) -> Optimizer:
+    def _check_known(self) -> Optimizer:
         try:
             cls, adamw = optimizer_class(self.type), self.adamw
             by_element = element_wise(self.type)

@@ -117,7 +117,7 @@ def chart(
     first, last = curves[0].points[0][1], curves[0].points[-1][1]
     values = [
         {"n": one.name, "c": one.colour % NUM_COLOURS,
-         "p": [[float(f"{value:.6g}") for value in point] for point in reduced(one.points)]}
+         "p": [[float(f"{value:.6g}") for value in point] for point in reduce_points(one.points)]}
         for one in curves if one.style != "faint"
     ]  # fmt: skip
     paths: list[tuple[str, str]] = []
@@ -185,7 +185,7 @@ class Frame:
 
     def path(self, points: Points) -> str:
         """The line through the points, a dot for a single one."""
-        ends = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in reduced(points)]
+        ends = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in reduce_points(points)]
         return "M" + "L".join(ends) + ("h0" if len(ends) == 1 else "")
 
 
@@ -200,7 +200,7 @@ def smoothed(points: Points) -> list[tuple[float, float]]:
     return means
 
 
-def reduced(points: Points) -> Points:
+def reduce_points(points: Points) -> Points:
     """Return about ``MOST_POINTS`` at most: the smallest and the largest value of each interval, in their order."""
     if len(points) <= MOST_POINTS:
         return points

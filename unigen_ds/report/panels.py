@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from unigen_ds.evaluation.metric_lines import Line, interpolated, known_sequences, number, validation_losses
+from unigen_ds.evaluation.metric_lines import Line, interpolate, known_sequences, number, validation_losses
 from unigen_ds.report.charts import Figure, Mark, Series, chart
 from unigen_ds.report.document import value_text
 from unigen_ds.report.goodput import changes
@@ -152,7 +152,7 @@ def overlay(runs: Mapping[str, WorkDir]) -> list[Figure]:
             return points(run.updates, key, x="sequences")
         known = known_sequences(run.updates)
         values = [(one.update, one.values.get(run.validation_loss)) for one in run.evaluations]
-        pairs = [(interpolated(known, update), value) for update, value in values if update is not None]
+        pairs = [(interpolate(known, update), value) for update, value in values if update is not None]
         return sorted((x, y) for x, y in pairs if x is not None and y is not None)
 
     figures = []

@@ -157,7 +157,7 @@ def read_work_dir(path: Path) -> WorkDir:
         previews=_previews(path),
         log=log,
         load_report=json_object(path / REPORT_FILE, problems) if (path / REPORT_FILE).exists() else None,
-        config=masked(config),
+        config=mask_secrets(config),
         config_text=_text(path / CONFIG_FILE, problems),
         problems=problems,
     )
@@ -176,12 +176,12 @@ def run_names(work_dirs: Sequence[Path]) -> dict[str, Path]:
     return dict(zip(names, work_dirs, strict=True))
 
 
-def masked(config: Mapping[str, Any]) -> dict[str, Any]:
+def mask_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config without the values of keys that name a secret: a report may be passed to others."""
 
     def of(key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return masked(value)
+            return mask_secrets(value)
         if isinstance(value, list):
             return [of("", inner) for inner in value]
         return "***" if value and _SECRET.search(key) else value

@@ -127,7 +127,7 @@ def _picture(image: ShownImage, left: _Left) -> dict[str, Any]:
     caption = f"{pixels}{plural(image.num_tokens, 'token')}"
     uri = None
     if image.pixels is not None:
-        content, kind = _encoded(image.pixels)
+        content, kind = _encode(image.pixels)
         if len(content) <= left.pictures:
             left.pictures -= len(content)
             uri = data_uri(content, kind)
@@ -146,7 +146,7 @@ def _thumbnail(size: tuple[int, int]) -> tuple[int, int]:
     return size[0] * factor, size[1] * factor
 
 
-def _encoded(pixels: Any) -> tuple[bytes, str]:
+def _encode(pixels: Any) -> tuple[bytes, str]:
     """PNG where it is small, else JPEG."""
     picture = Image.fromarray(pixels)
     if max(picture.size) > LARGEST:

@@ -17,7 +17,7 @@ from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import RESUME_CHECKS
 from unigen_ds.core.progress import Geometry, Progress
-from unigen_ds.resume.finding import Finding, Proposal, Status, edited_settings, model_findings, shown
+from unigen_ds.resume.finding import Finding, Proposal, Status, edited_settings, format_first, model_findings
 from unigen_ds.resume.geometry import geometries_text
 from unigen_ds.schedule.schedule import Schedules
 
@@ -189,7 +189,7 @@ def check_edited(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     edits = edited_settings(proposal.complete(manifest.config), proposal.complete(proposal.config))
     if edits:
         why = "it holds from here on; nothing else in this list shows it"
-        yield Finding("config.edited", "warn", "as stored", shown(edits), why)
+        yield Finding("config.edited", "warn", "as stored", format_first(edits), why)
     else:
         yield Finding("config.edited", "ok", "as stored", "no other setting that changes what is learned")
 
@@ -214,7 +214,7 @@ def check_data(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     if not change.differences:
         yield Finding("data.unchanged", "ok", length, "the same records, order and packing")
         return
-    words = shown([text for _, text in change.differences])
+    words = format_first([text for _, text in change.differences])
     if choice == "restart" or (choice == "append" and change.only_appended):
         then = "a new epoch of the new data begins" if choice == "restart" else "they join from the next epoch on"
         if change.holds_out_trained:

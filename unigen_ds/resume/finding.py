@@ -111,7 +111,7 @@ def refuse(findings: Iterable[Finding]) -> None:
         )
 
 
-def shown(found: Sequence[str]) -> str:
+def format_first(found: Sequence[str]) -> str:
     """The first few, and how many more."""
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return "; ".join(found[:_SHOWN]) + more
@@ -234,7 +234,7 @@ def model_findings(
             findings[index] = replace(
                 findings[index],
                 status="block",
-                now=shown(differences),
+                now=format_first(differences),
                 why="the model differs from that of the checkpoint",
                 remedy="set model back; --load-from CKPT starts another training from the weights, if they fit",
             )

@@ -132,7 +132,7 @@ def _plan(
         name = str(folder_of(name, where="load_from"))
     path = checkpoint_directory(name)
     if (path / FILE_NAME).is_file():
-        manifest = store.verified(path, hashes=hashes, listing=listing)
+        manifest = store.verify_manifest(path, hashes=hashes, listing=listing)
     elif path.is_dir() and (inside := listing if same(path, work_dir) else store.list_checkpoints(path)):
         of_run = _newest(path, inside, hashes=hashes)
         assert of_run.checkpoint is not None and of_run.manifest is not None, "else it raises"
@@ -166,7 +166,7 @@ def _newest(work_dir: Path, listing: Sequence[store.Found], *, hashes: bool) -> 
             remedy="repair them, name the one to resume from with --resume CKPT, or remove them; a run never starts"
             " from scratch without a message",
         )
-    messages += _lost(work_dir, checkpoint)
+    messages += _repeated_updates(work_dir, checkpoint)
     if checkpoint is None:
         fresh = f"No checkpoint found in {work_dir}: training starts from scratch."
         return ResumePlan("fresh", messages=(*messages, fresh))
@@ -174,7 +174,7 @@ def _newest(work_dir: Path, listing: Sequence[store.Found], *, hashes: bool) -> 
     return ResumePlan("resume", checkpoint.path, checkpoint.manifest, tuple(messages))
 
 
-def _lost(work_dir: Path, newest: store.Found | None) -> list[str]:
+def _repeated_updates(work_dir: Path, newest: store.Found | None) -> list[str]:
     """That updates are trained again: a warning where the newest checkpoint was deleted, or there is none."""
     done = newest.manifest.progress.updates if newest and newest.manifest else 0
     lost = max(0, last_update(run_of(work_dir) / METRICS_FILE) - done)

@@ -102,7 +102,7 @@ class Schedules:
 
     def same_curves(self, other: Schedules) -> bool:
         """Whether both came from the same curves: a default made explicit is no difference."""
-        return _completed(self.config) == _completed(other.config)
+        return _complete(self.config) == _complete(other.config)
 
     def at(self, progress: Progress) -> list[dict[str, Any]]:
         """``{'name', 'lr'}`` of each group for the update that begins at ``progress``.
@@ -159,7 +159,7 @@ def _plain(value: Any) -> Any:
     return json_values(value, lambda leaf: float(leaf) if type(leaf) is int else leaf)
 
 
-def _completed(text: str) -> Any:
+def _complete(text: str) -> Any:
     """The curves of a ``config_text`` with every default."""
     return [{**_plain(argument_defaults(CURVES.module_dict.get(one["type"]))), **one} for one in json.loads(text)]
 

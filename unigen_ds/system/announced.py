@@ -3,7 +3,7 @@
 A rank that fails writes its error there and waits until rank 0 has it. Rank 0 reports the errors of all ranks in its
 ``train.log``; a thread reads them, because the main thread may compute or wait, and a launcher that stops all processes
 once one has ended would stop it before it has looked. An error of a connection is a consequence of another rank's end:
-``explained`` replaces it with that rank's error, or names the ranks that do not answer. An error that every rank finds
+``explain`` replaces it with that rank's error, or names the ranks that do not answer. An error that every rank finds
 by itself (of the config, say) is reported by rank 0 alone.
 """
 
@@ -41,7 +41,7 @@ _OF_CONNECTION = re.compile(
 _failed, _reported, _stopped = threading.Event(), threading.Event(), threading.Event()
 """Whether this rank has an error; whether rank 0 has reported one; whether this process ends."""
 _REPORTED = "_reported_by_rank_0"
-"""Attribute of what ``explained`` has returned."""
+"""Attribute of what ``explain`` has returned."""
 
 
 class RankEnded(TrainingError):
@@ -57,17 +57,17 @@ def say(error: BaseException) -> None:
 
 
 def is_reported(error: BaseException) -> bool:
-    """Whether rank 0 has reported an error that ``explained`` has returned."""
+    """Whether rank 0 has reported an error that ``explain`` has returned."""
     return bool(getattr(error, _REPORTED, False))
 
 
 @contextmanager
-def shared() -> Iterator[None]:
-    """The other ranks learn of an error inside; it is ``explained``."""
+def share_errors() -> Iterator[None]:
+    """The other ranks learn of an error inside; it is ``explain``."""
     try:
         yield
     except BaseException as error:
-        if (cause := explained(error)) is not error:
+        if (cause := explain(error)) is not error:
             raise cause from error
         raise
 
@@ -95,7 +95,7 @@ def arrive(*, timeout_s: float) -> None:
         raise cause
 
 
-def explained(error: BaseException, *, first: bool = False) -> BaseException:
+def explain(error: BaseException, *, first: bool = False) -> BaseException:
     """Let the other ranks know the error that ends this one. Returns what to raise: another error where this one is a
     consequence. ``first``: also before the ranks have a store. Nothing happens in one process.
     """
@@ -106,7 +106,7 @@ def explained(error: BaseException, *, first: bool = False) -> BaseException:
         if store is None:
             return error
         _failed.set()
-        cause, reported = _explained(error, store)
+        cause, reported = _explain(error, store)
     except Exception as lost:  # of the store
         cause, reported = error, False
         if _is_consequence(error) and not dist.has_store():
@@ -115,7 +115,7 @@ def explained(error: BaseException, *, first: bool = False) -> BaseException:
     return cause
 
 
-def _explained(error: BaseException, store: Any) -> tuple[BaseException, bool]:
+def _explain(error: BaseException, store: Any) -> tuple[BaseException, bool]:
     rank, world_size, text = dist.env_rank(), dist.env_world_size(), _text(error)
     everywhere = getattr(error, "everywhere", False)
     store.set(f"error/{rank}", text)
@@ -130,7 +130,7 @@ def _explained(error: BaseException, store: Any) -> tuple[BaseException, bool]:
             say(error)
         _reported.set()
         store.set("heard", text)
-        if dist.has_store() and not dist.joined():  # the others read it before this process ends
+        if dist.has_store() and not dist.is_joined():  # the others read it before this process ends
             _wait(lambda: store.add("errors", 0) == world_size)
         return error, True
     heard = _wait(lambda: store.check(["heard"]))

@@ -84,7 +84,7 @@ def env_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def joined() -> bool:
+def is_joined() -> bool:
     """Whether this process is in a process group: collectives work."""
     return td.is_initialized()
 

@@ -278,7 +278,7 @@ def quick_digest(path: Path, *, blocks: int = 64) -> str:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[OSError | None]:
+def hold_lock(path: Path) -> Iterator[OSError | None]:
     """Wait until this process holds the lock of ``path``; a context.
 
     Its value is None, or why no lock is held: the file system has none, or the file cannot be made (a read-only folder,

@@ -58,7 +58,7 @@ def notice(text: str) -> None:
         logger().info(text)
 
 
-def unwritten() -> list[str]:
+def pending_notices() -> list[str]:
     """Texts of ``notice`` that no log has: of a tool, which makes none. Each once."""
     texts = [text for text, level in _waiting.items() if level == logging.INFO]
     for text in texts:

@@ -119,7 +119,7 @@ class Workers:
             try:
                 self._pipes[number].send(task)
             except OSError as error:
-                raise self._lost(error) from None
+                raise self._worker_error(error) from None
             self._turn += 1
             self._results.append(self._thread.submit(self._receive, number) if self._thread else number)
 
@@ -137,12 +137,12 @@ class Workers:
                 raise EOFError
             result = pipe.recv()
         except (EOFError, OSError) as error:
-            raise self._lost(error) from None
+            raise self._worker_error(error) from None
         if self._arrived is None or isinstance(result, (ExceptionWrapper, UnigenError)):
             return result
         return self._arrived(result)
 
-    def _lost(self, error: Exception) -> Exception:
+    def _worker_error(self, error: Exception) -> Exception:
         """Return an error with what a user can do where a worker has ended, or ``error`` where none has."""
         ended = wait([process.sentinel for process in self._processes], _END_S)
         for number, process in enumerate(self._processes):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.data.support import make_processor, make_stream, mixed_records, write_jsonl
 from unigen_ds.core.errors import DataError, ResumeBlocked
-from unigen_ds.data.batches.change import compare, continued
+from unigen_ds.data.batches.change import compare, continue_stream
 from unigen_ds.data.batches.statistics import derive
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.cache.array_cache import fingerprint
@@ -117,7 +117,7 @@ def test_append_in_mid_epoch_is_exactly_once(sources: Sources, window: int | Non
     present = built(sources(a=23, b=12, **third), old, window=window)
     change = compare(stored(old, cursor), present)
     assert change.only_appended and "a had 17 records and has 23" in str(change)
-    new, at = continued(stored(old, cursor), present, on_change="append")
+    new, at = continue_stream(stored(old, cursor), present, on_change="append")
     assert at == cursor and new.sequences_per_epoch == old.sequences_per_epoch
     rows = before + epochs(new, at, 4)
     sizes = (23, 12, *third.values())
@@ -132,14 +132,14 @@ def test_a_resume_after_the_change_has_the_same_rows_from_any_cursor(sources: So
     old = make_stream(sources(a=17, b=9), window=window)
     _, cursor = mid_epoch(old, 1, 3)
     make_stream(sources(a=20, b=12), window=window)  # a separate run, which must not use the other's cached plan
-    new, _ = continued(stored(old, cursor), built(sources(a=20, b=12), old, window=window), on_change="append")
+    new, _ = continue_stream(stored(old, cursor), built(sources(a=20, b=12), old, window=window), on_change="append")
     rows = epochs(new, Cursor(), 4)
     cursors = [Cursor(), *(after for _, _, after in rows)]
     assert [new.seek(i) for i in range(len(cursors))] == cursors
     names = [[d.sample_id(new.names) for d in row] for _, row, _ in rows]
     for i in range(cursor.sequences, len(rows) - 1, 7):
         again = built(sources(a=20, b=12), old, window=window)  # without the flag: the change is recorded
-        later, at = continued(stored(new, cursors[i]), again)
+        later, at = continue_stream(stored(new, cursors[i]), again)
         assert at == cursors[i] and later.phases == new.phases
         assert take(later, 9, at) == take(new, 9, at)
         assert derive(later, i, i + 2) == names[i : i + 2]
@@ -152,12 +152,12 @@ def test_appended_twice(sources: Sources) -> None:
         rows, cursor = mid_epoch(stream, 0, 2)
         for sizes in ({"a": 13, "b": 4}, {"a": 13, "b": 9}):  # the first of them is replaced before it begins
             present = built(sources(**sizes), stream, window=window)
-            stream, _ = continued(stored(stream, cursor), present, on_change="append")
+            stream, _ = continue_stream(stored(stream, cursor), present, on_change="append")
         assert [phase.first_epoch for phase in stream.phases] == [0, 1]
         rows += epochs(stream, cursor, 2)
         cursor = rows[-1][2]
         present = built(sources(a=17, b=10), stream, window=window)
-        stream, _ = continued(stored(stream, cursor), present, on_change="append")
+        stream, _ = continue_stream(stored(stream, cursor), present, on_change="append")
         rows += epochs(stream, cursor, 4)
         # the cursor is between two epochs: the next one has all records
         assert by_epoch(rows) == {0: once(11, 4), 1: once(13, 9), 2: once(17, 10), 3: once(17, 10)}
@@ -170,12 +170,12 @@ def test_unpacked_epochs_are_rounded_by_the_first_geometry(sources: Sources) -> 
     old = make_stream(sources(a=17, b=9), sequences_per_iteration=4)
     rows, cursor = mid_epoch(old, 0, 6)
     present = built(sources(a=22, b=9), old, sequences_per_iteration=4)
-    new, _ = continued(stored(old, cursor), present, on_change="append")
+    new, _ = continue_stream(stored(old, cursor), present, on_change="append")
     lengths = Counter(epoch for epoch, _, _ in rows + epochs(new, cursor, 3))
     assert lengths == {0: 24, 1: 28, 2: 28} and new.sequences_per_epoch == 24
     assert new.tokens_per_sequence == old.tokens_per_sequence
     # the decision is kept: a later resume does not round again
-    later, _ = continued(stored(new, cursor), built(sources(a=22, b=9), old, sequences_per_iteration=5))
+    later, _ = continue_stream(stored(new, cursor), built(sources(a=22, b=9), old, sequences_per_iteration=5))
     assert later.phases == new.phases
 
 
@@ -184,7 +184,7 @@ def test_weighted_ids_never_come_twice(sources: Sources, window: int | None, wei
     old = make_stream(sources(a=17, b=5), window=window, weights=weights)
     rows, cursor = mid_epoch(old, 1, 4)
     present = built(sources(a=19, b=7), old, window=window, weights=weights)
-    new, _ = continued(stored(old, cursor), present, on_change="append")
+    new, _ = continue_stream(stored(old, cursor), present, on_change="append")
     rows += epochs(new, cursor, 4)
     assert len(set(ids(new, rows))) == len(ids(new, rows))
     # in the new phase each source starts from its beginning: all of a before any record of it repeats
@@ -198,7 +198,7 @@ def test_weighted_ids_never_come_twice(sources: Sources, window: int | None, wei
     assert len(passes[1, first]) == min(drawn, 7)
     other = built(sources(a=19, b=7), old, window=window, weights=[2.0, 1.0])
     with pytest.raises(ResumeBlocked, match="the weights were"):
-        continued(stored(old, cursor), other, on_change="append")
+        continue_stream(stored(old, cursor), other, on_change="append")
 
 
 def edited(folder: Path, records: list[Any], name: str, change: Any, *, processor: Any = None) -> Any:
@@ -228,9 +228,9 @@ def test_what_was_not_only_appended_is_refused(
     present = built([other], old, window=6)
     assert not compare(stored(old, cursor), present).only_appended
     with pytest.raises(ResumeBlocked, match="a was not only appended to"):
-        continued(stored(old, cursor), present, on_change="append")
+        continue_stream(stored(old, cursor), present, on_change="append")
     with pytest.raises(ResumeBlocked, match="choose --on-data-change restart"):
-        continued(stored(old, cursor), present)
+        continue_stream(stored(old, cursor), present)
 
 
 @pytest.mark.parametrize(("was", "now"), [(None, 5), (6, None), (6, 4)])
@@ -238,7 +238,7 @@ def test_restart_begins_a_new_epoch_of_any_data(sources: Sources, was: int | Non
     old = make_stream(sources(a=17, b=9), window=was)
     before, cursor = mid_epoch(old, 1, 4)
     present = built(sources(b=12, a=5), old, window=now, seed=8, seq_length=80, sequences_per_iteration=4)
-    new, at = continued(stored(old, cursor), present, on_change="restart")
+    new, at = continue_stream(stored(old, cursor), present, on_change="restart")
     assert at == Cursor(2, 0, 0, cursor.sequences) and new.sequences_per_epoch == old.sequences_per_epoch
     rows = epochs(new, at, 5)
     if now is not None:
@@ -246,7 +246,7 @@ def test_restart_begins_a_new_epoch_of_any_data(sources: Sources, was: int | Non
     assert set(Counter(epoch for epoch, _, _ in rows)) == {2, 3, 4}
     assert not set(ids(old, before)) & set(ids(new, rows))
     for i, (_, _, position) in enumerate(rows[:20], start=1):
-        again, found = continued(stored(new, position), present)
+        again, found = continue_stream(stored(new, position), present)
         assert found == position and take(again, 3, position) == take(new, 3, position)
         assert again.seek(cursor.sequences + i) == position
     for lost in (lambda: new.seek(cursor.sequences - 1), lambda: next(new.rows(Cursor(1, 0, 0, 30)))):
@@ -257,13 +257,13 @@ def test_restart_begins_a_new_epoch_of_any_data(sources: Sources, was: int | Non
 def test_append_after_a_restart(sources: Sources) -> None:
     old = make_stream(sources(a=17))
     before, cursor = mid_epoch(old, 0, 4)
-    new, at = continued(stored(old, cursor), built(sources(b=9), old, window=4), on_change="restart")
+    new, at = continue_stream(stored(old, cursor), built(sources(b=9), old, window=4), on_change="restart")
     # immediately, before any sample was used: the restarted phase is replaced
-    more, same = continued(stored(new, at), built(sources(b=12), old, window=4), on_change="append")
+    more, same = continue_stream(stored(new, at), built(sources(b=12), old, window=4), on_change="append")
     assert same == at and [phase.first_epoch for phase in more.phases] == [1]
     assert more.seek(at.sequences) == at and by_epoch(epochs(more, at, 2)) == {1: once(12)}
     rows = epochs(new, at, 2)[:2]
-    more, same = continued(stored(new, rows[-1][2]), built(sources(b=12), old, window=4), on_change="append")
+    more, same = continue_stream(stored(new, rows[-1][2]), built(sources(b=12), old, window=4), on_change="append")
     rows += epochs(more, same, 4)
     assert by_epoch(rows) == {1: once(9), 2: once(12), 3: once(12)}
     assert [more.seek(after.sequences) for _, _, after in rows] == [after for _, _, after in rows]
@@ -289,13 +289,13 @@ def test_the_text_of_differences(sources: Sources) -> None:
     assert set(differs(sources(a=17, c=9))) == {"names"}
     assert differs(sources(a=17, b=12)) == {"sizes": "b had 9 records and has 12"}
     with pytest.raises(ResumeBlocked, match=r"append .* or --on-data-change restart"):
-        continued(was, built(sources(a=17, b=12), old, window=6))
+        continue_stream(was, built(sources(a=17, b=12), old, window=6))
     for more in ({"seed": 4}, {"window": 7}, {"seq_length": 97}):
         present = built(sources(a=17, b=12), old, **{"window": 6, **more})
         with pytest.raises(ResumeBlocked, match="cannot be appended"):
-            continued(was, present, on_change="append")
+            continue_stream(was, present, on_change="append")
     with pytest.raises(ResumeBlocked, match="new ones may only follow"):
-        continued(was, built(sources(c=5, a=17, b=9), old, window=6), on_change="append")
+        continue_stream(was, built(sources(c=5, a=17, b=9), old, window=6), on_change="append")
 
 
 ROWS = {

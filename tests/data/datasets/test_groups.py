@@ -14,7 +14,7 @@ import pytest
 
 from tests.data.support import make_stream
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError, ResumeBlocked
-from unigen_ds.data.batches.change import compare, continued
+from unigen_ds.data.batches.change import compare, continue_stream
 from unigen_ds.data.batches.statistics import describe, group_report, start_lines
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.cache.array_cache import fingerprint
@@ -219,15 +219,15 @@ def test_groups_are_part_of_the_data() -> None:
     assert [fact for fact, _ in compare(stored, stream(groups=other)).differences] == ["weights"]
     longer = stream(sources(images=40), sequences_per_epoch=first.sequences_per_epoch)
     with pytest.raises(ResumeBlocked, match="drawn had 31 records and has 40"):
-        continued(stored, longer)
+        continue_stream(stored, longer)
     for choice in ("append", "restart"):
-        went_on, cursor = continued(stored, longer, on_change=choice)  # type: ignore[arg-type]
+        went_on, cursor = continue_stream(stored, longer, on_change=choice)  # type: ignore[arg-type]
         before = [d for row, _ in islice(first.rows(), 71) for d in row]
         after = [d for row, _ in islice(went_on.rows(cursor), 400) for d in row]
         assert len({*before, *after}) == len(before) + len(after), "no (record, pass) twice"
         assert any(d.source == 0 and d.index >= 31 for d in after)
         again = json.loads(json.dumps({"cursor": cursor.state_dict(), **went_on.identity}))
-        resumed, at = continued(again, longer)
+        resumed, at = continue_stream(again, longer)
         assert [r for r, _ in islice(resumed.rows(at), 400)] == [r for r, _ in islice(went_on.rows(cursor), 400)]
 
 

@@ -32,7 +32,7 @@ from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.overflow import Overflow
 from unigen_ds.data.datasets.streamed import SPAN
-from unigen_ds.data.datasets.streamed_units import ShardWalk, fitted
+from unigen_ds.data.datasets.streamed_units import ShardWalk, fit
 from unigen_ds.data.order.order import Cursor, GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
 from unigen_ds.data.sources import shard_files
@@ -373,7 +373,7 @@ def test_a_moved_copy_and_another_limit_are_the_same_data(tmp_path: Path, shards
 
 def test_a_cursor_of_other_blocks_is_refused(shards: Path) -> None:
     dataset = UnifiedGenerationDataset(shards, make_processor(), streaming=MIXED)
-    order = GlobalOrder([len(fitted(dataset, Overflow(96)))], [1.0], seed=3)
+    order = GlobalOrder([len(fit(dataset, Overflow(96)))], [1.0], seed=3)
     stream = SequenceStream([dataset], order, packer=BestFitPacking(24), seq_length=96)
     *_, (_, cursor) = itertools.islice(stream.rows(), 30)
     assert cursor.blocks[0] > 0 and Cursor.from_state_dict(cursor.state_dict()) == cursor

@@ -27,7 +27,7 @@ from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.models.flux_vae import FluxAutoencoder
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import Settings, load_config, load_settings
-from unigen_ds.runner.start.stages import completed
+from unigen_ds.runner.start.stages import complete_config
 from unigen_ds.schedule.curves import CosineAnnealingLR, LinearLR, WarmupCosineLR
 from unigen_ds.system.log import NAME
 
@@ -229,10 +229,12 @@ def test_a_default_made_explicit_is_no_edit(plain: dict[str, Any], tmp_path: Pat
 
 def test_a_stored_config_of_unknown_content_is_completed_without_an_error() -> None:
     strange = {"model": {"type": "<class 'gone.Model'>"}, "was_once": 1, "train_cfg": None, "custom_hooks": "no list"}
-    found = completed(strange)
+    found = complete_config(strange)
     assert found["model"] == strange["model"] and found["was_once"] == 1
     assert found["optim_wrapper"]["paramwise_cfg"]["norm_decay_mult"] == 1.0
-    assert completed({"optim_wrapper": {}}) == {"optim_wrapper": {}}, "what another trainer left is no whole config"
+    assert complete_config({"optim_wrapper": {}}) == {"optim_wrapper": {}}, (
+        "what another trainer left is no whole config"
+    )
 
 
 def test_every_key_with_its_value_and_where_it_comes_from(

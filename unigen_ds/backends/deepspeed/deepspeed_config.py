@@ -117,11 +117,11 @@ def fill(config: Mapping[str, Any], *, geometry: Geometry, optimizer: OptimizerC
         "gradient_clipping": (optimizer.max_norm or 0.0, "optim_wrapper.clip_grad.max_norm"),
     }
     for key, (value, where) in ours.items():
-        filled[key] = _agreed(filled.get(key, AUTO), value, key, where)
+        filled[key] = _agree_on(filled.get(key, AUTO), value, key, where)
     for precision in ("bf16", "fp16"):
         section = dict(filled.get(precision) or {})
         chosen = optimizer.precision == precision
-        section["enabled"] = _agreed(
+        section["enabled"] = _agree_on(
             section.get("enabled", AUTO), chosen, f"{precision}.enabled", "optim_wrapper.precision"
         )
         filled[precision] = {k: v for k, v in section.items() if v != AUTO}
@@ -134,7 +134,7 @@ def fill(config: Mapping[str, Any], *, geometry: Geometry, optimizer: OptimizerC
             ("loss_scale_window", interval, "optim_wrapper.loss_scale.growth_interval"),
         ):
             if value is not None:
-                filled["fp16"][key] = _agreed(filled["fp16"].get(key, AUTO), value, f"fp16.{key}", where)
+                filled["fp16"][key] = _agree_on(filled["fp16"].get(key, AUTO), value, f"fp16.{key}", where)
     if optimizer.precision != "fp32":  # gradients are summed and reduced in fp32, as under every engine
         filled["data_types"] = {**(filled.get("data_types") or {}), "grad_accum_dtype": "fp32"}
         filled.setdefault("communication_data_type", "fp32")
@@ -173,7 +173,7 @@ def check_by_deepspeed(filled: Mapping[str, Any]) -> None:
         logger().warning("DeepSpeed does not use %r of its config: %s", key, nearest(key, reads))
 
 
-def _agreed(value: Any, ours: Any, key: str, where: str) -> Any:
+def _agree_on(value: Any, ours: Any, key: str, where: str) -> Any:
     if value not in (AUTO, None) and value != ours:
         raise ConfigError(
             f"the DeepSpeed config has {key} = {value!r}, ours has {where} = {ours!r}",

@@ -47,14 +47,16 @@ class CapturedSave:
         """DeepSpeed calls it by keyword: the names are its own."""
         state_dict = {**state_dict, STAMP: self._stamp}
         if self._left_out:
-            state_dict = {key: self._kept(value) if key in _NAMED else value for key, value in state_dict.items()}
+            state_dict = {
+                key: self._without_left_out(value) if key in _NAMED else value for key, value in state_dict.items()
+            }
 
         def write(stream: HashedFile) -> None:
             torch.save(state_dict, stream)  # type: ignore[arg-type] # a writer without fileno
 
         self.outputs.append(Output(PurePath(path).name, nested_bytes(state_dict), write))
 
-    def _kept(self, content: Any) -> Any:
+    def _without_left_out(self, content: Any) -> Any:
         """Return a mapping or a list without the names of ``left_out``."""
         if isinstance(content, Mapping):
             rest = [(name, value) for name, value in content.items() if name not in self._left_out]

@@ -203,7 +203,7 @@ class FSDPBackend(TorchOptimizerBackend):
                 factor = torch.clamp(self._cfg.max_norm / (norm + 1e-6), max=1.0)
                 torch._foreach_mul_(local, factor.to(local[0].device))
             self._update()
-        return self._stepped(norm, applied=applied)
+        return self._step_result(norm, applied=applied)
 
     def _update(self) -> None:
         """An optimizer that is not element-wise gets whole matrices, every other one the shards."""

@@ -28,7 +28,7 @@ from unigen_ds.checks.dry_run.this_machine import (
     count_processes,
 )
 from unigen_ds.checks.dry_run.usable_settings import NOWHERE, usable_settings
-from unigen_ds.checks.resume import announced
+from unigen_ds.checks.resume import as_launched
 from unigen_ds.config.paths import expand_paths
 from unigen_ds.config.registry import DRY_RUN_CHECKS, TOKENIZERS, build
 from unigen_ds.config.section import Component
@@ -57,7 +57,7 @@ def check_config(known: Known) -> Iterator[Checked]:
     known.given = config.values
     with suppress(ConfigError):  # reported by ``check_job``
         count_processes(known)
-    with announced(known.world_size, per_node=known.per_node):
+    with as_launched(known.world_size, per_node=known.per_node):
         try:
             settings = Settings.from_config(config)
             yield ok(f"{known.asked.config}: every key and value")

@@ -25,7 +25,7 @@ from unigen_ds.checks.dry_run.first_batches import FirstBatches, Kind, titles
 from unigen_ds.checks.dry_run.known import Checked, Known, ok, problem, untraced, warning
 from unigen_ds.checks.memory.counted import PLAIN, CountedBytes, in_processes
 from unigen_ds.checks.memory.planned import preload
-from unigen_ds.checks.memory.traced import copied, fake_group, one_update, prepare, without_compile
+from unigen_ds.checks.memory.traced import copy_batch, fake_group, one_update, prepare, without_compile
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.progress import Geometry
 from unigen_ds.runner.settings.tree import Settings
@@ -105,7 +105,7 @@ def record_calls(settings: Settings, processor: Any, batches: Sequence[Batch], g
     def update(batch: Batch) -> list[Call]:
         recorded = _Recorded(backend.model)
         with recorded.recording():
-            one_update(backend, [copied(batch)], settings.term_weights)
+            one_update(backend, [copy_batch(batch)], settings.term_weights)
         return recorded.calls
 
     with fake_group(geometry.dp_size), counted, without_compile():

@@ -17,7 +17,7 @@ import torch.distributed as td
 
 from unigen_ds.checks.dry_run.checks import LOCAL, all_checks
 from unigen_ds.checks.dry_run.known import Asked, Checked, Known, Unknown, problem, problems_of, unchecked
-from unigen_ds.checks.resume import announced
+from unigen_ds.checks.resume import as_launched
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.system import dist, log
 from unigen_ds.system.machine import wrong_numbers
@@ -39,11 +39,11 @@ def dry_run(asked: Asked) -> list[Checked] | None:
         if unknown := [name for name in asked.skip if name not in checks]:
             raise ConfigError(f"--skip {unknown[0]}", allowed=", ".join(checks))
         if dist.env_world_size() > 1 and known.world_size == dist.env_world_size():
-            gathered = _gathered(own)
+            gathered = _gather_from_ranks(own)
             if dist.env_rank() != 0:
                 return None
             own += gathered
-        with announced(known.world_size, per_node=known.per_node):
+        with as_launched(known.world_size, per_node=known.per_node):
             own += _results(known, (name for name in checks if name not in LOCAL))
     return own
 
@@ -72,7 +72,7 @@ def _is_listed(known: Known, name: str, text: str) -> bool:
     return is_listed
 
 
-def _gathered(own: list[Checked]) -> list[Checked]:
+def _gather_from_ranks(own: list[Checked]) -> list[Checked]:
     """What other ranks have found on their machines, with their rank; on rank 0, else nothing. Collective."""
     if dist.env_rank() == 0:
         others = dist.env_world_size() - 1

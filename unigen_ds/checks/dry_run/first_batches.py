@@ -17,7 +17,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from unigen_ds.checks.memory.traced import copied
+from unigen_ds.checks.memory.traced import copy_batch
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.progress import Geometry
@@ -107,7 +107,7 @@ class FirstBatches:
         examples = self.examples.get(counts.kind, [])
         sizes = [(one.num_images, one.num_tokens) for one in examples]
         if not sizes or not min(sizes) <= (batch.num_images, batch.num_tokens) <= max(sizes):
-            ordered = sorted([*examples, copied(batch)], key=lambda one: (one.num_images, one.num_tokens))
+            ordered = sorted([*examples, copy_batch(batch)], key=lambda one: (one.num_images, one.num_tokens))
             self.examples[counts.kind] = [ordered[0], *ordered[1:][-1:]]
         self.skipped += batch.skipped
 

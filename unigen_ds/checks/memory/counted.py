@@ -87,7 +87,7 @@ class CountedBytes(TorchDispatchMode):
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = _INPLACE_RESIZE(storage, size)
-            counted._resized(storage)
+            counted._resize(storage)
             return result
 
         self._kept.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
@@ -140,7 +140,7 @@ class CountedBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._held:
             return
-        self._held[key] = (weakref.ref(storage, lambda _: self._freed(key)), storage.nbytes())
+        self._held[key] = (weakref.ref(storage, lambda _: self._free(key)), storage.nbytes())
         self._change(storage.nbytes())
 
     def add_all(self, tensors: Iterable[Tensor]) -> None:
@@ -155,14 +155,14 @@ class CountedBytes(TorchDispatchMode):
             if type(thing) in (Tensor, torch.nn.Parameter, FakeTensor):
                 self.add(thing)
 
-    def _freed(self, key: int) -> None:
+    def _free(self, key: int) -> None:
         nbytes = self._held.pop(key)[1]
         if key in self._on_host:
             self._on_host.discard(key)
             self.host -= nbytes
         self._change(-nbytes)
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
+    def _resize(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._held:
             reference, before = self._held[key]

@@ -20,7 +20,7 @@ from rich.progress import Progress as RichBar
 
 from unigen_ds.checks.memory.counted import in_processes
 from unigen_ds.checks.memory.traced import Traced, fake_group, highest, trace
-from unigen_ds.checks.resume import announced
+from unigen_ds.checks.resume import as_launched
 from unigen_ds.config.backend_option import backend_spec
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError
@@ -125,7 +125,7 @@ def plan_memory(
 ) -> MemoryReport:
     """Plan a run of ``world_size`` processes. Raises ``ConfigError`` and ``DataError`` where a start would."""
     per_node = per_node or min(8, world_size)
-    with announced(world_size, per_node=per_node):
+    with as_launched(world_size, per_node=per_node):
         settings = Settings.from_config(config)
         settings = settings.with_seed(settings.randomness.seed or 0)
         settings = settings.with_precision(settled_precision(settings.optim_wrapper.precision))

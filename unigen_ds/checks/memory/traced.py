@@ -125,7 +125,7 @@ def trace(
         average = [Shard(s.name, s.shape, s.flat_start, s.data) for s in backend.master_shards()]
         with backend.swapped(average) if copies else nullcontext(), torch.no_grad():
             for batch in batches:
-                backend.model(copied(batch))
+                backend.model(copy_batch(batch))
         del average
         end("evaluate")
         backend.model.train()
@@ -149,7 +149,7 @@ def trace(
             largest=max((shard.data.nbytes for shard in shards), default=0),
             parameters=sum(numel for numel, _ in sizes),
             trainable=sum(numel for numel, trained in sizes if trained),
-            saved=_saved(backend, len(kinds) + averages),
+            saved=_checkpoint_bytes(backend, len(kinds) + averages),
             unlike=backend.unlike_ranks(),
         )
         del shards
@@ -212,13 +212,13 @@ def one_update(backend: Backend, micro_batches: Sequence[Batch], loss_weights: M
     terms: Any = None
     for i, batch in enumerate(micro_batches):
         with backend.accumulate(last=i == len(micro_batches) - 1):
-            terms = backend.model(copied(batch))
+            terms = backend.model(copy_batch(batch))
             backend.backward(terms.weighted(loss_weights, dict.fromkeys(terms.sums, 1.0)))
     del terms
     backend.step()
 
 
-def copied(batch: Batch) -> Batch:
+def copy_batch(batch: Batch) -> Batch:
     """With new tensors, which are counted, and whose memory no loader uses again."""
     return batch.changed(Tensor.clone)
 
@@ -233,7 +233,7 @@ def _moment_kinds(cfg: OptimizerConfig) -> tuple[str, ...]:
     return tuple(sorted(kind for kind, value in state if isinstance(value, Tensor) and value.shape == matrix.shape))
 
 
-def _saved(backend: Backend, copies: int) -> int:
+def _checkpoint_bytes(backend: Backend, copies: int) -> int:
     """Bytes of a checkpoint: fp32 weights and ``copies`` more of those that are trained, what is frozen, buffers."""
     left_out = backend.left_out
     frozen = {shard.name: shard.data.element_size() for shard in backend.frozen_shards()}

@@ -135,7 +135,7 @@ def _weights_text(facts: Mapping[str, Any]) -> str:
     return f"{weights}, of the groups {groups}" if groups else f"{weights}"
 
 
-def continued(
+def continue_stream(
     stored: Mapping[str, Any], stream: SequenceStream, *, on_change: OnDataChange = "refuse"
 ) -> tuple[SequenceStream, Cursor]:
     """The stream in the phases of the run, and the cursor to continue at.

@@ -33,7 +33,7 @@ from unigen_ds.data.datasets.dataset import PlannedDataset, source_names
 from unigen_ds.data.datasets.filtering import filtering_of
 from unigen_ds.data.datasets.groups import Blend, check_mandatory
 from unigen_ds.data.datasets.overflow import Overflow
-from unigen_ds.data.datasets.streamed_units import ShardWalk, StreamedFitted, fitted
+from unigen_ds.data.datasets.streamed_units import ShardWalk, StreamedFitted, fit
 from unigen_ds.data.datasets.subset import division_of, whole_of
 from unigen_ds.data.order.order import Cursor, Draw, GlobalOrder, Phase
 from unigen_ds.data.order.packing import Packer
@@ -78,7 +78,7 @@ class SequenceStream:
     ) -> None:
         if seq_length < 1:
             raise ConfigError(f"seq_length is {seq_length}", allowed="at least 1 token")
-        self.fitted = tuple(fitted(dataset, overflow or Overflow(seq_length)) for dataset in datasets)
+        self.fitted = tuple(fit(dataset, overflow or Overflow(seq_length)) for dataset in datasets)
         assert tuple(map(len, self.fitted)) == order.sizes, "the order is that of other data sets"
         self.datasets, self.order, self.packer, self.seq_length = tuple(datasets), order, packer, seq_length
         self.sources = tuple(whole_of(dataset) for dataset in datasets)
@@ -196,7 +196,7 @@ class SequenceStream:
         """Which phase an epoch belongs to."""
         number = bisect([phase.first_epoch for phase in self.phases], epoch) - 1
         if number < 0:
-            raise _replaced(f"epoch {epoch} of the data")
+            raise _replaced_error(f"epoch {epoch} of the data")
         return number
 
     def epoch_order(self, epoch: int) -> GlobalOrder:
@@ -214,7 +214,7 @@ class SequenceStream:
         filtering = {name: filtering_of(dataset) for name, dataset in zip(self.names, self.datasets, strict=True)}
         filters = {name: list(one.settings) for name, one in filtering.items() if one is not None and one.settings}
         return {
-            **self._fingerprinted,
+            **self._facts_of_order,
             **({"filters": filters} if filters else {}),
             "records": records,
             "rules": dict(RULE_VERSIONS),
@@ -224,7 +224,7 @@ class SequenceStream:
         }
 
     @property
-    def _fingerprinted(self) -> dict[str, Any]:
+    def _facts_of_order(self) -> dict[str, Any]:
         touched = sorted({item for source in self.fitted for item in source.touched.items()})
         division = division_of(self.datasets)
         return {
@@ -246,7 +246,7 @@ class SequenceStream:
     @property
     def fingerprint(self) -> str:
         """Changes whenever any row of a phase of all the present data may change."""
-        return fingerprint(sorted(self._fingerprinted.items()))
+        return fingerprint(sorted(self._facts_of_order.items()))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -450,7 +450,7 @@ class SequenceStream:
         known = [(phase.first_sequence, phase.first_epoch) for phase in self.phases]
         before = [(first, epoch) for first, epoch in known if first is not None and first <= sequence]
         if not before:
-            raise _replaced(f"sequence {sequence}")
+            raise _replaced_error(f"sequence {sequence}")
         first, epoch = before[-1]
         left, window = sequence - first, 0
         if self.packer is None:
@@ -468,7 +468,7 @@ def _wrong_cursor(problem: str) -> CheckpointError:
     return CheckpointError(f"the data cursor {problem}", remedy=remedy)
 
 
-def _replaced(what: str) -> DataError:
+def _replaced_error(what: str) -> DataError:
     return DataError(
         f"{what} is from before the data was replaced (--on-data-change restart)",
         remedy="the data of that time, with a checkpoint of that time",

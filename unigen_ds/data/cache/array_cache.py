@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unigen_ds.system.files import held, write_atomic
+from unigen_ds.system.files import hold_lock, write_atomic
 from unigen_ds.system.log import logger
 
 FOLDER = ".unigen_index"
@@ -182,7 +182,7 @@ def load_or_write(cache: Path, key: str, fill: Callable[[ArrayFile], None]) -> A
             fill(new)
             arrays.update(new.finish(key))
 
-    with held(cache.with_name(f".{cache.name}.lock")):  # or without, where the folder has no locks
+    with hold_lock(cache.with_name(f".{cache.name}.lock")):  # or without, where the folder has no locks
         if (known := load_arrays(cache, key)) is not None:
             return known  # another process was first
         try:

@@ -118,7 +118,7 @@ class DatasetAdapter(ScannedDataset):
         return self._read_once()[1] if self._has_lengths else super().content_digests()
 
     @cached_property
-    def _scanned(self) -> tuple[Counts, Array, str]:
+    def _scan(self) -> tuple[Counts, Array, str]:
         return self._of_lengths() if self._has_lengths else self._read_once()
 
     def _read_once(self) -> tuple[Counts, Array, str]:
@@ -161,11 +161,11 @@ class DatasetAdapter(ScannedDataset):
     def unusable(self) -> Sequence[BadRecord]:
         if self.on_record_error == "error":
             return ()
-        _ = self._scanned
+        _ = self._scan
         return self._bad
 
     def _of_lengths(self) -> tuple[Counts, Array, str]:
-        """``_scanned`` of the data set's own ``lengths()``. Every token but the first counts as a target."""
+        """``_scan`` of the data set's own ``lengths()``. Every token but the first counts as a target."""
         lengths, rows = self.dataset.lengths(), []
         if len(lengths) != len(self):
             raise DataError(

@@ -256,7 +256,7 @@ class ScannedDataset:
         raise NotImplementedError(f"{type(self).__name__}.sample")
 
     @cached_property
-    def _scanned(self) -> tuple[Counts, Array, str]:
+    def _scan(self) -> tuple[Counts, Array, str]:
         return self._read_all()
 
     def _read_all(self) -> tuple[Counts, Array, str]:
@@ -279,7 +279,7 @@ class ScannedDataset:
         return ()
 
     def counts(self) -> Counts:
-        return self._scanned[0]
+        return self._scan[0]
 
     def lengths(self) -> tuple[Array, Array]:
         return self.counts().tokens, self.counts().tiles
@@ -287,14 +287,14 @@ class ScannedDataset:
     @property
     def fingerprint(self) -> str:
         """Of the ``repr`` of every sample: of ids, labels and image sizes; pixels are not read."""
-        return fingerprint(len(self), self._scanned[2])
+        return fingerprint(len(self), self._scan[2])
 
     def prefix_digest(self, number: int) -> str:
-        return prefix_digest(self._scanned[1], number)
+        return prefix_digest(self._scan[1], number)
 
     def content_digests(self) -> Array:
         """[N] of the ``repr`` of each sample, and of its counts."""
-        return self._scanned[1]
+        return self._scan[1]
 
 
 def check_readable(datasets: Sequence[PlannedDataset], names: Sequence[str]) -> None:

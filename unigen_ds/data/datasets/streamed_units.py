@@ -139,7 +139,7 @@ class ShardWalk:
             at = self._before(number)
 
 
-def fitted(dataset: PlannedDataset, overflow: Overflow) -> Fitted:
+def fit(dataset: PlannedDataset, overflow: Overflow) -> Fitted:
     """``Fitted`` of any data set."""
     return StreamedFitted(dataset, overflow) if is_streamed(dataset) else Fitted(dataset, overflow)
 

@@ -120,7 +120,7 @@ class ColorJitter:
         return torch.lerp(_grey(image), image, saturation).clamp(0, 1)
 
 
-def misplaced(cls: type, where: str, *, changes: bool) -> list[ConfigError]:
+def transform_problems(cls: type, where: str, *, changes: bool) -> list[ConfigError]:
     """An error where a transform that sets a size is to change images (``changes``), or the other way round."""
     wrong = hasattr(cls, "largest_side") if changes else not hasattr(cls, "size")
     if not wrong:
@@ -139,7 +139,7 @@ def _grey(image: Tensor) -> Tensor:
     return (image * image.new_tensor(_LUMINANCE)[:, None, None]).sum(0, keepdim=True)
 
 
-def changed(image: Tensor, changes: Sequence[Augment], key: tuple[object, ...], *, lowest: float) -> Tensor:
+def apply_changes(image: Tensor, changes: Sequence[Augment], key: tuple[object, ...], *, lowest: float) -> Tensor:
     """``image`` after the changes, each keyed by ``key`` and its number. Its values are from ``lowest`` to 1.
 
     Raises ``DataError`` where a change of a user's own returns another shape.

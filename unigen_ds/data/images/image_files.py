@@ -150,7 +150,7 @@ class ImageContent:
     @cached_property
     def decoded(self) -> Image.Image:
         """As of ``open_image``."""
-        return _decoded(self)
+        return _decode(self)
 
 
 AnyImage = str | Path | ImageContent
@@ -187,7 +187,7 @@ class ImageHeader:
 def image_header(path: AnyImage) -> ImageHeader:
     """From the header alone. An unreadable image does not raise."""
     try:
-        with _opened(path, "read") as image:
+        with _open_header(path, "read") as image:
             orientation, size = _orientation(image), image.size
             turned = orientation > 1
             if image.format == "TIFF":  # PIL turns it while it is decoded, and has its size after that
@@ -209,11 +209,11 @@ def open_image(path: AnyImage) -> Image.Image:
 
     Raises ``UnreadableImage`` naming the path; a truncated file is refused, not greyed out.
     """
-    return path.decoded if isinstance(path, ImageContent) else _decoded(path)
+    return path.decoded if isinstance(path, ImageContent) else _decode(path)
 
 
-def _decoded(path: AnyImage) -> Image.Image:
-    with _opened(path, "decoded") as image:
+def _decode(path: AnyImage) -> Image.Image:
+    with _open_header(path, "decoded") as image:
         orientation = _orientation(image)
         image.load()
         picture: Image.Image = image
@@ -224,7 +224,7 @@ def _decoded(path: AnyImage) -> Image.Image:
 
 
 @contextmanager
-def _opened(path: AnyImage, what: str) -> Iterator[Image.Image]:
+def _open_header(path: AnyImage, what: str) -> Iterator[Image.Image]:
     """The image, not decoded. Raises ``UnreadableImage``, also for errors of the block: it cannot be ``what``."""
     try:
         with _bytes_of(path) as source, Image.open(source, formats=_formats()) as image:
@@ -289,7 +289,7 @@ def _is_deep(image: Image.Image) -> bool:
     return image.mode in _DEEP or (image.mode == "I" and image.format in ("PNG", "PPM"))
 
 
-def flattened(image: Image.Image, *, white: bool) -> Image.Image:
+def flatten(image: Image.Image, *, white: bool) -> Image.Image:
     """``image`` without transparency, in RGB or L.
 
     ``white``: as BAGEL's ``pil_img2rgb``: RGBA, and images with a transparent colour, on white; of others an alpha

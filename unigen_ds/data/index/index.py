@@ -256,7 +256,7 @@ def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRe
     for name in _PLANNED:
         new.add(name, len(source))
     unusable = []
-    for start, (*columns, lines) in planned(source, plan, num_workers):
+    for start, (*columns, lines) in plan_chunks(source, plan, num_workers):
         unusable.append(lines)
         number = len(columns[0])
         if not start and number < len(source) and on_record_error == "error" and (columns[-3] == _MALFORMED).all():
@@ -273,7 +273,7 @@ def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRe
     new.put(_DIGESTS, 0, np.frombuffer(bytes.fromhex(counts.digest) + records_digest, np.uint8))
 
 
-def planned(
+def plan_chunks(
     source: RecordSource, plan: Callable[[Chunk], tuple[NDArray[Any], ...]], num_workers: int
 ) -> Iterator[tuple[int, tuple[NDArray[Any], ...]]]:
     """The first record of each chunk of records, and what ``plan`` returns of the chunk; in order.
@@ -436,7 +436,7 @@ class TokenCache:
             new.add("numbers", None, "int32")
             end, malformed = 0, frozenset(index.malformed.tolist())
             plan = partial(_token_rows, index.source, processor, index.layout, malformed)
-            for first, (lengths, numbers) in planned(index.source, plan, num_workers):
+            for first, (lengths, numbers) in plan_chunks(index.source, plan, num_workers):
                 new.put("starts", first + 1, end + np.cumsum(lengths))
                 new.put("numbers", end, numbers)
                 end += len(numbers)

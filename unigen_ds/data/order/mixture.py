@@ -65,7 +65,7 @@ class Mixture:
         rounds, first = divmod(start, self.period)
         anchor = self._before(first)
         before = self._states[anchor]
-        sources = np.asarray(self._followed(anchor, first + stop - start), dtype=np.int64)
+        sources = np.asarray(self._follow(anchor, first + stop - start), dtype=np.int64)
         numbers = np.empty_like(sources)
         for source, (drawn, part) in enumerate(zip(before, self.parts, strict=True)):
             here = np.flatnonzero(sources == source)
@@ -76,7 +76,7 @@ class Mixture:
         """Draws of each source before ``position``."""
         rounds, within = divmod(position, self.period)
         anchor = self._before(within) if self.is_long else 0
-        passed = self._followed(anchor, within) if self.is_long else self._pattern[0][:within]
+        passed = self._follow(anchor, within) if self.is_long else self._pattern[0][:within]
         drawn = np.bincount(np.asarray(passed, dtype=np.int64), minlength=len(self.parts)).tolist()
         columns = zip(self.parts, self._states[anchor], drawn, strict=True)
         return tuple(rounds * part + before + number for part, before, number in columns)
@@ -111,10 +111,10 @@ class Mixture:
         anchor = position - position % _ANCHORS
         known = self._known[bisect_right(self._known, anchor) - 1]
         for position in range(known, anchor, _ANCHORS):
-            self._followed(position, position + _ANCHORS)
+            self._follow(position, position + _ANCHORS)
         return anchor
 
-    def _followed(self, anchor: int, stop: int) -> list[int]:
+    def _follow(self, anchor: int, stop: int) -> list[int]:
         """The sources of the draws ``anchor .. stop``; the states on the way are kept."""
         found: list[int] = []
         while anchor < stop:

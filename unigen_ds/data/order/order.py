@@ -193,13 +193,13 @@ class GlobalOrder:
         if self.mixture is not None:
             first = self.position(epoch, 0)
             sources, numbers = self.mixture.draws(first + start, first + stop)
-            return self._drawn(sources, numbers + self.ahead(extra)[sources])
+            return self._draw(sources, numbers + self.ahead(extra)[sources])
         positions = np.arange(start, stop, dtype=np.int64)
         shuffled = permute_many(positions, self.epoch_size, derive_seed(self.seed, "epoch", epoch))
         sources = np.searchsorted(self._bounds, shuffled, side="right")
         counts = np.asarray(self.counts, dtype=np.int64)
         begun = (epoch - self.first_epoch) * counts[sources]
-        return self._drawn(sources, begun + shuffled - (self._bounds - counts)[sources])
+        return self._draw(sources, begun + shuffled - (self._bounds - counts)[sources])
 
     def additional(
         self, epoch: int, stop: int, group: int, number: int, *, extra: Sequence[int]
@@ -209,7 +209,7 @@ class GlobalOrder:
         found, numbers = self._extra[group].draws(extra[group], extra[group] + number)
         members = np.asarray(self.mandatory[group], dtype=np.int64)
         drawn = np.asarray(self.mixture.counts(self.position(epoch, stop)), dtype=np.int64)
-        return self._drawn(members[found], numbers + drawn[members[found]])
+        return self._draw(members[found], numbers + drawn[members[found]])
 
     def position(self, epoch: int, offset: int) -> int:
         """The number of draws of the order, additional ones left out, before an offset of an epoch."""
@@ -222,7 +222,7 @@ class GlobalOrder:
             found[list(group)] = mixture.counts(number)
         return found
 
-    def _drawn(
+    def _draw(
         self, sources: NDArray[np.int64], numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Source, index and pass of draw ``numbers`` of ``sources``."""

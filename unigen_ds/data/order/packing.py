@@ -81,7 +81,7 @@ class BestFitPacking:
         """
         samples = _Samples(lengths, tiles, seq_length, self.max_tiles)
         _, sequences = samples.best(samples.least, samples.least + samples.least // _GOOD)
-        return _shuffled(sequences, key)
+        return _shuffle(sequences, key)
 
     def plan_with(
         self,
@@ -106,7 +106,7 @@ class BestFitPacking:
                 return [], missing
             best, sequences = samples.best(number, number, [group[:number] for group in members])
             if best == number:
-                return _shuffled(sequences, key), missing
+                return _shuffle(sequences, key), missing
             number = best
 
 
@@ -208,7 +208,7 @@ class _Samples:
         return total
 
 
-def _shuffled(sequences: Array, key: int) -> list[list[int]]:
+def _shuffle(sequences: Array, key: int) -> list[list[int]]:
     """The samples of each sequence, in ascending order; the sequences in an order that depends on ``key``."""
     order = np.argsort(sequences, kind="stable")
     numbers = np.bincount(sequences)

@@ -448,7 +448,7 @@ def _drawn_key(record: Record) -> str:
     return "image" if "image_path" not in record and "image" in record else "image_path"
 
 
-def _captioned(values: Values) -> list[Turn]:
+def _caption_turns(values: Values) -> list[Turn]:
     record = values.record
     if "captions" not in record:
         return _image_and_text(values, "image", record["caption"], "caption")
@@ -456,7 +456,7 @@ def _captioned(values: Values) -> list[Turn]:
     if texts is None:
         allowed = "a list of texts, or an object of texts, also as JSON in a text"
         raise values.wrong("captions", record["captions"], allowed)
-    return _image_and_text(values, "image", _chosen(texts), "captions")
+    return _image_and_text(values, "image", _choose(texts), "captions")
 
 
 def _alternatives(value: Any) -> list[Any] | None:
@@ -470,7 +470,7 @@ def _alternatives(value: Any) -> list[Any] | None:
     return texts if isinstance(texts, list) and all(isinstance(one, str) for one in texts) else None
 
 
-def _chosen(texts: Sequence[str]) -> str:
+def _choose(texts: Sequence[str]) -> str:
     """Return one of several texts, the same each time: which one follows from the texts. '' where there is none, as in
     BAGEL's public code, which draws another one each time; lengths are planned here.
     """
@@ -501,12 +501,12 @@ def _edits(values: Values) -> list[Turn]:
         texts = [step] if isinstance(step, str) else step
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
             raise values.wrong(field, step, "a text, or a list of texts to choose from")
-        turns.append(Turn("user", "text", values.text(_chosen(texts), field)))
+        turns.append(Turn("user", "text", values.text(_choose(texts), field)))
         turns.append(Turn("assistant", "image", values.image(images[i + 1], f"image_list[{i + 1}]")))
     return turns
 
 
-def _instructed(values: Values) -> list[Turn]:
+def _instruction_turns(values: Values) -> list[Turn]:
     """Input images (none, one or several), an instruction, and one or several output images, each drawn after the one
     before it: edits, compositions and sequences. ``<image>`` in the instruction is the next input image; without any
     they come first.
@@ -581,11 +581,11 @@ LAYOUTS: Mapping[str, _Kind] = {
     "instruction": _Kind(
         "a record of `instruction`",
         lambda record, _: "instruction" in record and ("output_images" in record or "output_image" in record),
-        _instructed,
+        _instruction_turns,
         lambda record: ("instruction", _plural(record, "input_image"), _plural(record, "output_image")),
     ),
     "caption": _Kind(
-        "an image with its caption", lambda record, _: "caption" in record or "captions" in record, _captioned,
+        "an image with its caption", lambda record, _: "caption" in record or "captions" in record, _caption_turns,
         lambda record: ("image", "captions" if "captions" in record else "caption"),
     ),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from unigen_ds.data.images.image_files import (
     ImageContent,
     ImageHeader,
     ImageTransform,
-    flattened,
+    flatten,
     image_header,
     open_image,
 )
@@ -133,7 +133,7 @@ class ConversationProcessor:
     def read_image(self, image: str | Path | ImageContent | Image.Image) -> Image.Image:
         """A picture as this model's family reads it, in RGB or L. Raises ``UnreadableImage``."""
         decoded = image if isinstance(image, Image.Image) else open_image(image)
-        return flattened(decoded, white=self.on_white)
+        return flatten(decoded, white=self.on_white)
 
     def touches(self, header: ImageHeader) -> bool:
         """Whether the rule ``images`` changes what PIL decodes of such a picture."""
@@ -154,8 +154,8 @@ class ConversationProcessor:
         self, records: Iterable[tuple[Sequence[Turn], object]], *, keep_images: bool = False
     ) -> Iterator[Sample]:
         """``plan`` of each (turns, where); their texts are tokenized together."""
-        merged = [(_merged(turns), where) for turns, where in records]
-        ids = iter(self._encoded([text for turns, _ in merged for text in _texts(turns)]))
+        merged = [(_merge(turns), where) for turns, where in records]
+        ids = iter(self._encode([text for turns, _ in merged for text in _texts(turns)]))
         for turns, where in merged:
             yield self.plan_with(turns, where, ids, keep_images=keep_images)
 
@@ -163,7 +163,7 @@ class ConversationProcessor:
         self, turns: Sequence[Turn], where: object, ids: Iterable[Sequence[int]], *, keep_images: bool = False
     ) -> Sample:
         """``plan`` where the ids of the texts are known."""
-        turns = _merged(turns)
+        turns = _merge(turns)
         splits = tuple(self.splits_of(turns, iter(ids), where, keep_images=keep_images))
         spells = any(map(self.spells_special, _texts(turns)))
         return Sample(splits, spells_special=spells, plain=is_document(turns))
@@ -180,7 +180,7 @@ class ConversationProcessor:
         """
         raise NotImplementedError(f"{type(self).__name__}.splits_of")
 
-    def _encoded(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+    def _encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         # a tokenizer of a user's own may have "encode" alone
         together = getattr(self.tokenizer, "encode_texts", None)
         return together(texts) if together else [self.tokenizer.encode(text) for text in texts]
@@ -200,8 +200,8 @@ class ConversationProcessor:
                 f"cache_tokens=True with {type(self).__name__}, which tokenizes whole conversations by a chat template",
                 remedy="leave cache_tokens out",
             )
-        texts = [_texts(_merged(turns)) for turns in records]
-        ids = iter(self._encoded([text for of_record in texts for text in of_record]))
+        texts = [_texts(_merge(turns)) for turns in records]
+        ids = iter(self._encode([text for of_record in texts for text in of_record]))
         for of_record in texts:
             yield [next(ids) for _ in of_record]
 
@@ -230,7 +230,7 @@ def _texts(turns: Sequence[Turn]) -> list[str]:
     return [turn.value for turn in turns if turn.kind == "text"]
 
 
-def _merged(turns: Sequence[Turn]) -> list[Turn]:
+def _merge(turns: Sequence[Turn]) -> list[Turn]:
     """Neighbouring texts of one message are one text."""
     merged: list[Turn] = []
     for turn in turns:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
-from unigen_ds.data.images.augment import Augment, changed
+from unigen_ds.data.images.augment import Augment, apply_changes
 from unigen_ds.data.images.image_files import ImageContent, UnreadableImage, patchify
 from unigen_ds.data.samples.sample import IGNORED, Loaded, Split, Tally, TextTokenizer
 from unigen_ds.system.seeding import generator
@@ -278,7 +278,7 @@ def augmented(
     """
     if key is None or not (of_record or of_image):
         return image
-    return changed(changed(image, of_record, key[:-1], lowest=lowest), of_image, key, lowest=lowest)
+    return apply_changes(apply_changes(image, of_record, key[:-1], lowest=lowest), of_image, key, lowest=lowest)
 
 
 def unreadable(path: str, why: str) -> UnreadableImage:

@@ -49,7 +49,7 @@ def open_source(
     Raises ``DataError`` where there are no such files, or files of several formats; ``ConfigError`` for an unknown
     format, or a setting that it does not have.
     """
-    paths, spec = requested(data_path, format)
+    paths, spec = requested_format(data_path, format)
     is_hub = spec.get("type") == "huggingface"
     if not is_hub and (urls := [str(path) for path in paths if "://" in str(path)]):
         raise ConfigError(
@@ -71,7 +71,9 @@ def open_source(
     return sources[0] if len(sources) == 1 else Joined(sources, f"{', '.join(map(str, paths))} ({len(sources)} files)")
 
 
-def requested(data_path: DataPath, format: str | Mapping[str, Any] | None) -> tuple[list[str | Path], dict[str, Any]]:
+def requested_format(
+    data_path: DataPath, format: str | Mapping[str, Any] | None
+) -> tuple[list[str | Path], dict[str, Any]]:
     """Return the paths, and the format as ``dict(type=..., **settings)``, as far as the config has it.
 
     Raises ``ConfigError`` for an unknown format.

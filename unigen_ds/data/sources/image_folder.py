@@ -121,7 +121,7 @@ class ImageFolderSource(RecordSource):
 
     def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
         if self._rows is not None:
-            return [self._listed(entry) for entry in self._rows.read(start, stop)]
+            return [self._list(entry) for entry in self._rows.read(start, stop)]
         return [self._beside(self._names[i]) for i in range(start, stop)]
 
     def _beside(self, name: str) -> FoundRecord:
@@ -135,7 +135,7 @@ class ImageFolderSource(RecordSource):
             raise no_utf8(text, where, error.start) from error
         return Row({"image": name, "caption": caption}, where)
 
-    def _listed(self, entry: FoundRecord) -> FoundRecord:
+    def _list(self, entry: FoundRecord) -> FoundRecord:
         record = {key: value for key, value in entry.record.items() if key != _FILE_NAME}
         record["image"] = self._file_name(entry)
         renamed = {name for key, name in self.columns.items() if key in record}

@@ -43,12 +43,12 @@ from unigen_ds.data.sources.find import (
     matching,
     one_format,
     open_file,
-    requested,
+    requested_format,
     suffix_of,
 )
 from unigen_ds.data.sources.tables import HuggingFaceSource, chosen_split, download_first, is_saved
 from unigen_ds.data.sources.text_files import JsonSource
-from unigen_ds.data.sources.unpacked import needed, write_where_space
+from unigen_ds.data.sources.unpacked import require, write_where_space
 from unigen_ds.system.files import delete_inside, quick_digest
 from unigen_ds.system.log import logger
 
@@ -204,7 +204,7 @@ class ShardList:
         limit: int,
     ) -> None:
         self._storage, self._limit, self.notes = dict(storage_options), limit, list[str]()
-        paths, spec = requested(data_path, format)
+        paths, spec = requested_format(data_path, format)
         cls, options = resolve(SOURCES, spec, where="format") if spec else (None, {})
         self._iterated: IterableShards | None = None
         self._cls: type[RecordSource] = WrittenRecords
@@ -288,10 +288,10 @@ class ShardList:
 
     def _filesystem(self, url: str) -> tuple[Any, str]:
         """The file system of a url, and its path there. Raises ``DataError`` where a package is missing."""
-        fsspec = needed("fsspec.core", f"the url {url}")
+        fsspec = require("fsspec.core", f"the url {url}")
         settings = dict(self._storage)
         if url.startswith("http"):
-            aiohttp = needed("aiohttp", f"the url {url}")
+            aiohttp = require("aiohttp", f"the url {url}")
             limits = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
             settings.setdefault("client_kwargs", {"timeout": limits})
         try:
@@ -354,7 +354,7 @@ def _files_of_hub(name: str, *, split: str | None = None, config: str | None = N
             remedy="leave streaming out; or name its files: data_path='FOLDER/*.arrow'",
         )
     what = f"the Hugging Face data set {name!r}"
-    datasets = needed("datasets", what)
+    datasets = require("datasets", what)
     settings = {key: value for key, value in settings.items() if value is not None}
     try:
         builder = datasets.load_dataset_builder(name, config, **settings)

@@ -26,7 +26,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import StoredImage
 from unigen_ds.data.records.unusable import MalformedRecord
 from unigen_ds.data.sources.base import Arrays, FoundRecord, Joined, RecordSource, Row
-from unigen_ds.data.sources.unpacked import AGAIN, copy_of, needed
+from unigen_ds.data.sources.unpacked import AGAIN, copy_of, require
 
 _FILE_MAGIC = b"ARROW1"
 _BATCH_ROWS = 1000
@@ -42,7 +42,7 @@ class ArrowSource(RecordSource):
 
     def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
         super().__init__(path, label=label, folder=folder)
-        self._arrow = needed("pyarrow", f"the table {self.label}")
+        self._arrow = require("pyarrow", f"the table {self.label}")
         if not self.path.is_file():  # a pipe would be waited for
             raise DataError(f"data file {self.path} does not exist, or is not a file")
         self._table = self.path
@@ -55,7 +55,7 @@ class ArrowSource(RecordSource):
         return {key: value for key, value in self.__dict__.items() if key not in ("_local", "_arrow")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _arrow=needed("pyarrow", "a table"), _local=threading.local())
+        self.__dict__.update(state, _arrow=require("pyarrow", "a table"), _local=threading.local())
 
     def scan(self) -> Arrays:
         rows = self._reading(self._rows_of_groups)
@@ -65,7 +65,7 @@ class ArrowSource(RecordSource):
 
     def _rows_of_groups(self) -> list[int]:
         """Arrow's reader trusts the offsets in a file: one that is damaged would read, or end, the process's memory."""
-        schema, number, read = self._opened()
+        schema, number, read = self._open_groups()
         if double := sorted({name for name in schema.names if schema.names.count(name) > 1}):
             raise DataError(f"{self.label} names a column twice: {', '.join(double)}")
         groups = [read(i) for i in range(number)]
@@ -91,7 +91,7 @@ class ArrowSource(RecordSource):
     def _entries(self, number: int, start: int, stop: int) -> list[FoundRecord]:
         """Rows ``start .. stop`` of the file, all of which are in group ``number``."""
         first = int(self._stops[number - 1]) if number else 0
-        part = self._opened()[2](number).slice(start - first, stop - start)
+        part = self._open_groups()[2](number).slice(start - first, stop - start)
         if part.num_rows != stop - start:
             raise DataError(
                 f"data file {self.path} has fewer rows than it claims: row {start + part.num_rows + 1} is missing"
@@ -118,7 +118,7 @@ class ArrowSource(RecordSource):
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             raise MalformedRecord(f"{self.label} row {start + 1}: a value cannot be read: {text}") from error
 
-    def _opened(self) -> tuple[Any, int, Callable[[int], Any]]:
+    def _open_groups(self) -> tuple[Any, int, Callable[[int], Any]]:
         """Schema, number of record batches, and what reads one; none is copied from the mapped memory."""
         if getattr(self._local, "pid", None) != os.getpid():
             with self._table.open("rb") as stream:
@@ -183,7 +183,7 @@ class ParquetSource(ArrowSource):
 
     def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
         super().__init__(path, label=label, folder=folder)
-        parquet = needed("pyarrow.parquet", f"the table {self.label}")
+        parquet = require("pyarrow.parquet", f"the table {self.label}")
         file = self._reading(lambda: parquet.ParquetFile(str(self.path)))
         size = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
 
@@ -227,7 +227,7 @@ class HuggingFaceSource(Joined):
         revision: str | None = None,
     ) -> None:
         what, saved = f"the Hugging Face data set {str(path)!r}", is_saved(Path(path))
-        datasets, arrow = needed("datasets", what), needed("pyarrow", what)
+        datasets, arrow = require("datasets", what), require("pyarrow", what)
         options = {"name": config, "data_files": data_files, "revision": revision}
         given = {key: value for key, value in options.items() if value is not None}
         try:

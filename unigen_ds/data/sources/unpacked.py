@@ -17,7 +17,7 @@ from typing import Any
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.content import content_digest
-from unigen_ds.system.files import held, write_atomic
+from unigen_ds.system.files import hold_lock, write_atomic
 from unigen_ds.system.log import notice
 
 COMPRESSED = (".gz", ".zst")
@@ -47,7 +47,7 @@ def unpacked_file(path: Path, folder: Path | None) -> Path:
 def _decompressing(path: Path) -> Any:
     if path.suffix != ".zst":
         return gzip.open(path, "rb")
-    arrow = needed("pyarrow", f"a file compressed by zstd ({path.name})")
+    arrow = require("pyarrow", f"a file compressed by zstd ({path.name})")
     return arrow.CompressedInputStream(arrow.OSFile(str(path)), "zstd")
 
 
@@ -65,7 +65,7 @@ def copy_of(path: Path, folder: Path | None, *, suffix: str, size: int, write: C
     target.parent.mkdir(exist_ok=True)
     if target.exists():
         return target
-    with held(target.with_name(f".{target.name}.lock")):
+    with hold_lock(target.with_name(f".{target.name}.lock")):
         if not target.exists():  # else another process was first
             write_where_space(target, size, write, f"data file {path} cannot be unpacked into {target.parent}")
             notice(f"{path} was unpacked once into {target}: {format_size(target.stat().st_size)}.")
@@ -103,7 +103,7 @@ def format_size(size: int) -> str:
     return f"{size / 1024:,.1f} KiB"
 
 
-def needed(module: str, what: str) -> Any:
+def require(module: str, what: str) -> Any:
     """The module. Raises ``DataError`` that names what needs it, and how it is installed."""
     try:
         return importlib.import_module(module)

@@ -138,14 +138,14 @@ class _Tokenizer:
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return ids of texts that users wrote: one that spells a special token is ordinary text."""
-        ordinary = iter(self._encoded([text for text in texts if not self.special.is_spelled_in(text)]))
+        ordinary = iter(self._encode([text for text in texts if not self.special.is_spelled_in(text)]))
         return [self.special.encode(text) if self.special.is_spelled_in(text) else next(ordinary) for text in texts]
 
     def encode_unprotected(self, text: str) -> list[int]:
         """Return ids of a text of a template: what is spelled becomes the token."""
-        return self._encoded([text])[0]
+        return self._encode([text])[0]
 
-    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode_unprotected`` of each, in one call: several times as fast for short texts."""
         backend = self._tokenizer.backend_tokenizer
         backend.encode_special_tokens = False  # a call for a text that spells a special token leaves it on
@@ -292,17 +292,17 @@ class ModelTokenizer(_Tokenizer):
         self.files = {name: (folder / name).read_bytes() for name in PROCESSOR_FILES if (folder / name).is_file()}
         """Those of ``PROCESSOR_FILES`` that there are."""
         self.name, self.learn = path, learn
-        own = self._stored("chat_template.json").get("chat_template")
+        own = self._read_json("chat_template.json").get("chat_template")
         template = chat_template or tokenizer.chat_template or own
         tokenizer.chat_template = template.get("default") if isinstance(template, Mapping) else template
         super().__init__(tokenizer, (tokenizer.bos_token or tokenizer.eos_token, *(tokenizer.eos_token,) * 3))
-        stated = self._stored("generation_config.json").get("eos_token_id")
+        stated = self._read_json("generation_config.json").get("eos_token_id")
         self.end_ids = frozenset({self.eos_id, *(stated if isinstance(stated, list) else [stated])}) - {None}
         """Each of them ends an answer."""
         facts = repr((tokenizer.chat_template, sorted(self.files.items()))) + learn * (learn != "all")
         self._fingerprint += "/" + hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
 
-    def _stored(self, name: str) -> dict[str, Any]:
+    def _read_json(self, name: str) -> dict[str, Any]:
         try:
             content = json.loads(self.files.get(name, b"{}"))
         except ValueError as error:

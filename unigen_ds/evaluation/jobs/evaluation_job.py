@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.system.files import held, write_text_atomic
+from unigen_ds.system.files import hold_lock, write_text_atomic
 
 NEEDED = ("checkpoint", "out")
 """What a command must contain in braces: a checkpoint's directory, and the file for the result."""
@@ -119,7 +119,7 @@ class JobFolder:
         """Whether the folder is that of this run: from now on, where it was no run's."""
         self.folder.mkdir(parents=True, exist_ok=True)
         owner = self.folder / "run_id.txt"
-        with held(self.folder / "run_id.lock"):
+        with hold_lock(self.folder / "run_id.lock"):
             if not owner.exists():
                 write_text_atomic(owner, f"{run_id}\n")
         return owner.read_text(encoding="utf-8").strip() == run_id
@@ -135,17 +135,17 @@ class JobFolder:
 
     def last_lines(self, update: int) -> str:
         """What the command printed last, in one line of text."""
-        lines = [line.strip() for line in self._printed(update)[-_MOST_LINES:] if line.strip()]
+        lines = [line.strip() for line in self._output_lines(update)[-_MOST_LINES:] if line.strip()]
         return " | ".join(lines) or "nothing was printed"
 
     def batch_job(self, job: Job) -> str | None:
         """The number that ``sbatch`` printed; None: it accepted nothing, or the command is another one."""
         if os.path.basename(job.command[0]) != "sbatch" or self.status(job) not in (0, _ENDED_UNSEEN):
             return None
-        matches = (_SUBMITTED.fullmatch(line.strip()) for line in self._printed(job.update))
+        matches = (_SUBMITTED.fullmatch(line.strip()) for line in self._output_lines(job.update))
         return next((match[1] for match in matches if match), None)
 
-    def _printed(self, update: int) -> list[str]:
+    def _output_lines(self, update: int) -> list[str]:
         with contextlib.suppress(OSError):
             return self.file(update, "log").read_text(encoding="utf-8", errors="replace").splitlines()
         return []
@@ -238,7 +238,7 @@ def work(folder: str) -> None:
     """Run what waits in a folder, oldest first, until nothing does; what a worker that was killed left has ended."""
     jobs = JobFolder(Path(folder))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with held(jobs.folder / "worker.lock"):
+    with hold_lock(jobs.folder / "worker.lock"):
         for job in jobs.records():
             if isinstance(job, Job) and jobs.status(job) == _RUNNING:
                 write_text_atomic(jobs.file(job.update, "status"), str(_ENDED_UNSEEN))

@@ -72,7 +72,7 @@ class Metric:
     def check(self) -> None:
         """Raise ``ConfigError`` for what is not installed. Called before a run."""
         if self.library is not None:
-            installed(self.library)
+            require_version(self.library)
 
     def update(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> None:
         """Add samples. ``keys``: the id of each, once over all ranks. Not collective; no samples are allowed.
@@ -150,7 +150,7 @@ class Metric:
         own = f"unigen_ds definition {self.definition}"
         return {
             "metric": self.name,
-            "version": f"{self.library} {installed(self.library)}" if self.library else own,
+            "version": f"{self.library} {require_version(self.library)}" if self.library else own,
             "settings": json.dumps(self.settings, sort_keys=True, default=str),
             "precision": "float64",
             **dict.fromkeys(("resize", "seed", "model"), NOT_USED),
@@ -204,7 +204,7 @@ def draws(num_samples: int, *, count: int, seed: int) -> list[np.ndarray]:
     return [np.random.default_rng((seed, r)).integers(0, num_samples, num_samples) for r in range(count)]
 
 
-def installed(distribution: str) -> str:
+def require_version(distribution: str) -> str:
     """Its version. Raises ``ConfigError`` with the extra to install."""
     try:
         return version(distribution)

@@ -138,6 +138,6 @@ def vectors_of(values: Sequence[Any], compute: Callable[[list[Any]], torch.Tenso
         return torch.cat(parts).cpu().numpy()
 
 
-def pooled(output: Any) -> Any:
+def pool(output: Any) -> Any:
     """The vectors of a model's output: a tensor, or what transformers 5 returns around it; None where it has none."""
     return output if isinstance(output, torch.Tensor) else getattr(output, "pooler_output", None)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from unigen_ds.config.registry import METRICS, MODELS, build
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.evaluation.metrics.base import NOT_USED, Metric, State, draws, package, pictures, text
-from unigen_ds.evaluation.metrics.local_model import LocalModel, device, hash_of_files, pooled, vectors_of
+from unigen_ds.evaluation.metrics.local_model import LocalModel, device, hash_of_files, pool, vectors_of
 from unigen_ds.system.log import logger
 
 WEIGHT = 2.5
@@ -80,11 +80,11 @@ class FeatureMetric(Metric):
         """Return features in the extractor's own precision, shape (images, dimensions)."""
         if self._local is not None:
             inputs = self._local.image_processor(images=images, return_tensors="pt").to(device())
-            features = pooled(getattr(self._local.model, "get_image_features", self._local.model)(**inputs))
+            features = pool(getattr(self._local.model, "get_image_features", self._local.model)(**inputs))
         else:
             if isinstance(self._module, nn.Module):
                 self._module.eval().to(device())
-            features = pooled(self._module(as_tensor(images, self._resize).to(device())))
+            features = pool(self._module(as_tensor(images, self._resize).to(device())))
         if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != len(images):
             shape = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
             raise ConfigError(
@@ -281,7 +281,7 @@ class ClipMetric(Metric):
                 f"{self._local.where}: {type(model).__name__} has no {name}",
                 allowed="a CLIP-like model: CLIP, SigLIP, SigLIP 2, ALIGN, Chinese-CLIP, AltCLIP",
             )
-        vectors = vectors_of(values, lambda part: pooled(getattr(model, name)(**prepare(part).to(device()))).float())
+        vectors = vectors_of(values, lambda part: pool(getattr(model, name)(**prepare(part).to(device()))).float())
         return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
 
 

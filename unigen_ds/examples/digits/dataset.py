@@ -19,7 +19,7 @@ from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.images.image_files import open_image
 from unigen_ds.data.order.order import permute_many
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.examples.demo import prepared, record
+from unigen_ds.examples.demo import prepare, record
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TRAIN_SIZE = 1500
@@ -68,7 +68,7 @@ class DigitsDataset(UnifiedGenerationDataset):
 
 def write_digits(root: Path) -> Path:
     """Write images and JSONL files under ``root`` unless they are there; returns ``root``."""
-    return prepared(root, lambda folder: _write(folder, _load()), note="1797 digits", argument="DigitsDataset.root")
+    return prepare(root, lambda folder: _write(folder, _load()), note="1797 digits", argument="DigitsDataset.root")
 
 
 def read_split(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from unigen_ds.config.registry import DATASETS
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.examples.demo import prepared, record
+from unigen_ds.examples.demo import prepare, record
 from unigen_ds.examples.emoji.catalogue import HUES, TONES, Variant, edits, variants
 
 SIDE = 32
@@ -55,7 +55,7 @@ class EmojiDataset(UnifiedGenerationDataset):
 def write_emoji(root: Path) -> Path:
     """Write pictures and JSONL files under ``root`` unless they are there; returns ``root``."""
     names = hashlib.blake2b(repr(variants()).encode(), digest_size=4).hexdigest()
-    return prepared(root, _write, note=f"{len(variants())} pictures {names}", argument="EmojiDataset.root")
+    return prepare(root, _write, note=f"{len(variants())} pictures {names}", argument="EmojiDataset.root")
 
 
 def picture(variant: Variant) -> Image.Image:

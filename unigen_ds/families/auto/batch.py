@@ -112,7 +112,7 @@ class ModelBuilder(PackedBuilder):
             plain: Sequence[Loaded] = [self.pictures.plain]
             self.add_document(plain)
         packed = super().batch(num_sequences, sample_ids, skipped)
-        inputs = {} if self.pictures is None else joined(self.inputs, by_sample=self.pictures.by_sample)
+        inputs = {} if self.pictures is None else join(self.inputs, by_sample=self.pictures.by_sample)
         return ModelBatch(
             **{f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)},
             num_pictures=number,
@@ -127,7 +127,7 @@ class ModelBuilder(PackedBuilder):
         return {"text_ids": ids, "token_types": image.long(), **whole}
 
 
-def joined(inputs: Sequence[Inputs], *, by_sample: bool) -> dict[str, Tensor]:
+def join(inputs: Sequence[Inputs], *, by_sample: bool) -> dict[str, Tensor]:
     """Join the inputs of several images. Where shapes differ, they are filled up with zeros, as processors do.
 
     ``by_sample``: ``[1, images, ...]``, one row for a sample; else ``[images, ...]``.

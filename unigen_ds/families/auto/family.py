@@ -13,7 +13,7 @@ from unigen_ds.families.auto.inference import ModelInferencer
 from unigen_ds.families.auto.loading import build, read_config, read_weights
 from unigen_ds.families.auto.model import CausalLM, ImageTextToText, TransformersModel
 from unigen_ds.families.auto.processor import ModelProcessor
-from unigen_ds.families.base import TRANSFORMERS_WEIGHTS, ConversationFamily, PublishedFormat, stated
+from unigen_ds.families.base import TRANSFORMERS_WEIGHTS, ConversationFamily, PublishedFormat, read_statement
 from unigen_ds.models.weights import Pretrained
 from unigen_ds.system.files import copy_files, new_directory
 
@@ -28,7 +28,7 @@ class AutoDirectory(PublishedFormat):
 
     def recognises(self, folder: Path) -> bool:
         """Compare the class that ``config.json`` names, or else its kind of model, with those of transformers."""
-        stored = stated(folder / "config.json")
+        stored = read_statement(folder / "config.json")
         return "model_type" in stored and _auto_of(stored) == self.model.auto
 
     def config(self, folder: Path) -> dict[str, Any]:

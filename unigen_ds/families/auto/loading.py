@@ -176,10 +176,10 @@ def read_weights(folder: Path, model: Any, *, auto: str) -> Pretrained:
     stored: dict[str, Stored] = {}
     for path in _weight_files(folder):
         stored |= stored_tensors(path, linear_patches=False)
-    tensors = _renamed(stored, model)
+    tensors = _rename(stored, model)
     if tensors is None:
         tensors = _loaded_whole(folder, model.config, auto)
-    return Pretrained(str(folder), {}, tensors, may_leave=_unused(model), may_grow=_VOCABULARY)
+    return Pretrained(str(folder), {}, tensors, may_leave=_unused_pattern(model), may_grow=_VOCABULARY)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -193,13 +193,13 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(files.values()))]
 
 
-def _unused(model: Any) -> str:
+def _unused_pattern(model: Any) -> str:
     """Pattern of names in files that transformers ignores, too; older files have the rotary frequencies."""
     patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
     return "|".join(f"(?:{pattern})" for pattern in patterns)
 
 
-def _renamed(tensors: Mapping[str, Stored], model: Any) -> dict[str, Stored] | None:
+def _rename(tensors: Mapping[str, Stored], model: Any) -> dict[str, Stored] | None:
     """Rename tensors by transformers' own rules for older names; None where a rule also computes."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key

@@ -222,7 +222,7 @@ class TransformersModel(PretrainedModel):
         """Logits ``[C, vocabulary]`` at the tokens ``index``."""
         if self.packing is None:
             self.packing = self._can_pack(batch.text_ids.device)
-        return self._packed(batch, index, attend) if self.packing else self._rows(batch, index)
+        return self._in_one_row(batch, index, attend) if self.packing else self._rows(batch, index)
 
     def inputs(self, batch: ModelBatch) -> dict[str, Any]:
         """transformers' arguments for one document without positions, which ``generate`` makes itself."""
@@ -230,25 +230,25 @@ class TransformersModel(PretrainedModel):
         images = {**self._images(batch), **self._types(batch, None)}
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **images}
 
-    def _packed(self, batch: ModelBatch, index: Tensor, attend: Attend | None = None) -> Tensor:
+    def _in_one_row(self, batch: ModelBatch, index: Tensor, attend: Attend | None = None) -> Tensor:
         """All documents in one row."""
-        positions = self._accepted({"position_ids": self.positions(batch)})
+        positions = self._accept({"position_ids": self.positions(batch)})
         inputs = {"input_ids": batch.text_ids[None], **positions, **self._images(batch), **self._types(batch, None)}
         if not self._inside_documents:
-            return self._called(inputs, index)
+            return self._call(inputs, index)
         with documents(batch.document_lengths, attend or plan_attention(batch)):
-            return self._called({**inputs, "attention_mask": torch.ones_like(batch.text_ids)[None]}, index)
+            return self._call({**inputs, "attention_mask": torch.ones_like(batch.text_ids)[None]}, index)
 
     def _rows(self, batch: ModelBatch, index: Tensor) -> Tensor:
         """A row for each document, filled up at its end."""
         rows = Rows.of(batch.document_lengths, batch.text_ids.device)
         inputs = {"input_ids": rows.filled(batch.text_ids, self._pad_id), "attention_mask": rows.mask}
         if self._inner_positions is None:
-            inputs |= self._accepted({"position_ids": rows.positions})
+            inputs |= self._accept({"position_ids": rows.positions})
         inputs |= {**self._images(batch), **self._types(batch, rows)}
-        return self._called(inputs, rows.slots[index])
+        return self._call(inputs, rows.slots[index])
 
-    def _called(self, inputs: Mapping[str, Any], index: Tensor) -> Tensor:
+    def _call(self, inputs: Mapping[str, Any], index: Tensor) -> Tensor:
         """Logits, of which the head computes those at the tokens ``index`` alone."""
         self._targets = index
         try:
@@ -262,7 +262,7 @@ class TransformersModel(PretrainedModel):
             return None
         return (arguments[0].flatten(0, -2)[self._targets][None], *arguments[1:])
 
-    def _accepted(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def _accept(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return those inputs that the model's own forward pass accepts."""
         return {
             name: value for name, value in inputs.items() if value is not None and name in self._parameters_of_forward
@@ -283,7 +283,7 @@ class TransformersModel(PretrainedModel):
             return {}
         dtype = self.transformers_model.get_input_embeddings().weight.dtype
         inputs = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.image_inputs.items()}
-        return self._accepted(inputs)
+        return self._accept(inputs)
 
     def _types(self, batch: ModelBatch, rows: Rows | None) -> dict[str, Tensor]:
         """Mark the tokens of images, for models that read this; ``rows``: documents as rows, or None for one row."""
@@ -292,7 +292,7 @@ class TransformersModel(PretrainedModel):
         host = batch.host.get("token_types")
         types = torch.zeros_like(batch.text_ids) if host is None else to_device(host, batch.text_ids.device)
         shaped = types[None] if rows is None else rows.filled(types, 0)
-        return self._accepted({"mm_token_type_ids": shaped, "token_type_ids": shaped})
+        return self._accept({"mm_token_type_ids": shaped, "token_type_ids": shaped})
 
     @cached_property
     def _inner_positions(self) -> Any:
@@ -357,7 +357,7 @@ class TransformersModel(PretrainedModel):
         """Why not; '' for nothing. ``alone``: logits of the documents of ``first``, each a row."""
         index = torch.arange(first.position_ids.numel(), device=first.position_ids.device)
         try:
-            packed, changed = self._packed(first, index), self._packed(other, index)
+            packed, changed = self._in_one_row(first, index), self._in_one_row(other, index)
         except _NO_MASK as error:
             return f"its code has an error with it ({str(error).strip().splitlines()[0]})"
         second = first.document_lengths[0]

@@ -99,7 +99,7 @@ class ModelProcessor(ChatProcessor):
         try:
             rendered = RenderedChat.of(
                 self.tokenizer.chat,
-                self._listed(messages, texts),
+                self._message_parts(messages, texts),
                 reply=reply,
                 marked=True,
                 last=self.tokenizer.learn == "last",
@@ -120,7 +120,7 @@ class ModelProcessor(ChatProcessor):
         whole = begin * begins + text + chat.eos_token
         return RenderedChat(whole, (len(begin) * begins, len(whole)))
 
-    def _listed(self, messages: Sequence[Sequence[Turn]], texts: Sequence[str]) -> list[dict[str, Any]]:
+    def _message_parts(self, messages: Sequence[Sequence[Turn]], texts: Sequence[str]) -> list[dict[str, Any]]:
         """Messages as chat templates read them: their parts in order, or of a model of texts one text."""
         rest, listed = iter(texts), []
         for message in messages:

@@ -86,7 +86,7 @@ def read_exported(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _exported(model: Any, processor: Any) -> dict[str, Any]:
+def _export_values(model: Any, processor: Any) -> dict[str, Any]:
     """The values of ``EXPORTED`` for a ``UnifiedModel`` and its processor (None: its transforms are the family's)."""
     values: dict[str, Any] = {"vae": dict(model.sizes["vae"]), "timestep_shift": model.timestep_shift}
     if "vit_select_layer" in model.arguments():
@@ -261,7 +261,7 @@ def write_published(
         state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
     vae = {name.removeprefix(_PREFIX["vae"]): t for name, t in state.items() if name.startswith(_PREFIX["vae"])}
     rest = {name: tensor for name, tensor in state.items() if not name.startswith(_PREFIX["vae"])}
-    texts = {EXPORTED: _exported(model, processor)}
+    texts = {EXPORTED: _export_values(model, processor)}
     configs = _configs(model.sizes, model.vit_select_layer)
     if source is None:
         texts |= configs

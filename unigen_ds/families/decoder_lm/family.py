@@ -23,7 +23,13 @@ from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.families.auto.attention import is_causal
 from unigen_ds.families.auto.model import CausalLM
 from unigen_ds.families.bagel.processor import UnifiedProcessor
-from unigen_ds.families.base import TRANSFORMERS_WEIGHTS, ConversationFamily, PublishedFormat, published_folder, stated
+from unigen_ds.families.base import (
+    TRANSFORMERS_WEIGHTS,
+    ConversationFamily,
+    PublishedFormat,
+    published_folder,
+    read_statement,
+)
 from unigen_ds.inference.answers import PackedInferencer
 from unigen_ds.models.settings import check_heads
 from unigen_ds.models.weights import read_json
@@ -124,7 +130,7 @@ class TransformersDirectory(PublishedFormat):
     name = "a directory of transformers"
 
     def recognises(self, folder: Path) -> bool:
-        return stated(folder / "config.json").get("model_type") in MODEL_TYPES
+        return read_statement(folder / "config.json").get("model_type") in MODEL_TYPES
 
     def config(self, folder: Path) -> dict[str, Any]:
         """Begin and end are the tokens that its config names."""

@@ -12,7 +12,7 @@ from unigen_ds.config.registry import FAMILIES
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.data.images.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, MAX_TILES_PER_SIDE, TILE_TOKENS, tile_token
-from unigen_ds.families.base import ConversationFamily, PublishedFormat, published_folder, stated
+from unigen_ds.families.base import ConversationFamily, PublishedFormat, published_folder, read_statement
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.families.nanovlm.published import (
@@ -38,7 +38,7 @@ class NanoVLMDirectory(PublishedFormat):
     parts = (WEIGHTS,)
 
     def recognises(self, folder: Path) -> bool:
-        return "mp_pixel_shuffle_factor" in stated(folder / CONFIG) and (folder / WEIGHTS).is_file()
+        return "mp_pixel_shuffle_factor" in read_statement(folder / CONFIG) and (folder / WEIGHTS).is_file()
 
     def config(self, folder: Path) -> dict[str, Any]:
         """Its tokenizer is the one beside it, or else the one that it names."""

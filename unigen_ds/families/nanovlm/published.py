@@ -127,7 +127,7 @@ def stored_nanovlm(path: Path) -> dict[str, Stored]:
     for theirs, stored in stored_tensors(path).items():
         if theirs == _FREQUENCIES:
             continue
-        name, shape = _renamed(theirs, inwards=True), stored.shape
+        name, shape = _rename(theirs, inwards=True), stored.shape
         if ".qkv_proj." in name:
             rows = shape[0] // 3
             for at, letter in enumerate("qkv"):
@@ -188,7 +188,7 @@ def to_nanovlm(state: Mapping[str, Tensor], *, patch_size: int) -> dict[str, Ten
     """Their names and shapes, of weights or of gradients."""
     tensors: dict[str, Tensor] = {}
     for ours, tensor in state.items():
-        name = _renamed(ours, inwards=False)
+        name = _rename(ours, inwards=False)
         vision = name.startswith("vision_encoder.")
         if vision and ".attn.q_proj." in name:
             parts = [state[ours.replace("q_proj", f"{letter}_proj")] for letter in "qkv"]
@@ -204,7 +204,7 @@ def to_nanovlm(state: Mapping[str, Tensor], *, patch_size: int) -> dict[str, Ten
     return tensors
 
 
-def _renamed(name: str, *, inwards: bool) -> str:
+def _rename(name: str, *, inwards: bool) -> str:
     """Their name -> ours (``inwards``) or back."""
     for theirs, ours in _PREFIXES:
         old, new = (theirs, ours) if inwards else (ours, theirs)

@@ -24,7 +24,7 @@ from unigen_ds.data.batches.statistics import list_left_out
 from unigen_ds.data.order.order import Cursor
 from unigen_ds.hooks.base import PRIORITY, Hook, Iteration, UpdateResult
 from unigen_ds.hooks.log.journal import SkippedSamplesHook
-from unigen_ds.runner.loop.updates import LastUpdate, Update, counted, losses
+from unigen_ds.runner.loop.updates import LastUpdate, Update, count_ahead, losses
 from unigen_ds.runner.open.publish import export_checkpoint
 from unigen_ds.runner.start.build import check_states
 from unigen_ds.runner.start.parts import Parts, build_parts
@@ -67,7 +67,7 @@ class Runner:
         """Build everything a config names: what ``load_config`` returns, a mapping, or ``Settings``. See
         ``runner/start/parts.py`` for the errors.
         """
-        with announced.shared():
+        with announced.share_errors():
             return cls(build_parts(config, max_updates=max_updates))
 
     @property
@@ -113,7 +113,7 @@ class Runner:
             dist.on_main(lambda: list_left_out(self._parts.start.data.parts, self.work_dir))
             self._call("before_train")
             check_states(self.hooks)
-            updates = counted(
+            updates = count_ahead(
                 iter(self._parts.loader),
                 terms=self._loss_weights,
                 stop=lambda: any(hook.wants_stop() for hook in self.hooks),
@@ -129,7 +129,7 @@ class Runner:
             self._call("after_train")
             self._call("after_run")
         except BaseException as error:
-            cause = announced.explained(error)
+            cause = announced.explain(error)
             self._report(cause)
             if cause is not error:
                 raise cause from error

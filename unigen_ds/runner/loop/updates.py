@@ -48,7 +48,7 @@ class Update:
         return bool(self.stops or (self.ahead is not None and self.ahead.finished().stops))
 
 
-def counted(
+def count_ahead(
     loader: Iterator[Sequence[MicroBatch]], *, terms: Collection[str], stop: Callable[[], bool] = lambda: False
 ) -> Iterator[Update]:
     """Read one update ahead, so that its sums are ready when it begins. Collective.

@@ -109,7 +109,7 @@ class EvaluationSubject:
         object.__setattr__(self, "path", folder_of(self.path, where="MODEL"))
 
     @cached_property
-    def _given(self) -> dict[str, Any]:
+    def _training_config(self) -> dict[str, Any]:
         """The config of the training."""
         if self.config is not None:
             return dict(self.config)
@@ -119,7 +119,10 @@ class EvaluationSubject:
 
     def as_the_hook(self) -> EvaluationSubject:
         """The same with the answers of the config's ``EvaluateHook`` for metrics, where nothing else is given."""
-        hooks = (*(self._given.get("custom_hooks") or ()), *dict(self._given.get("default_hooks") or {}).values())
+        hooks = (
+            *(self._training_config.get("custom_hooks") or ()),
+            *dict(self._training_config.get("default_hooks") or {}).values(),
+        )
         kinds = [(one, str(one.get("type")).rpartition(".")[2]) for one in hooks if isinstance(one, Mapping)]
         hook = next((one for one, kind in kinds if kind == "EvaluateHook"), None)
         if not self.metrics or hook is None:
@@ -144,7 +147,7 @@ class EvaluationSubject:
     @cached_property
     def settings(self) -> Settings:
         """The sections that an evaluation uses. Raises ``ConfigError`` where no data to evaluate on is named."""
-        given = self._given
+        given = self._training_config
         wanted = {**_TRAINING, **{key: given[key] for key in _SECTIONS if given.get(key) is not None}}
         loaders = self._loaders(given)
         wanted["val_dataloader"] = loaders.get("", loaders)

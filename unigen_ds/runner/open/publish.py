@@ -12,7 +12,7 @@ from torch import nn
 from unigen_ds.config.hub import folder_of
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.families.base import exported_format
-from unigen_ds.models.lora import adapted, merge_adapters, rounding, write_adapters
+from unigen_ds.models.lora import adapter_record, merge_adapters, rounding, write_adapters
 from unigen_ds.models.quantized import QuantizedLinear
 from unigen_ds.runner.open.trained import open_model
 from unigen_ds.runner.settings.family_settings import family_of_model
@@ -80,7 +80,7 @@ def export_checkpoint(
     model, processor = open_model(
         checkpoint, raw=raw, tag=tag, config=config, allow_custom_imports=allow_custom_imports, base=base
     )
-    with_adapters = adapted(model) is not None
+    with_adapters = adapter_record(model) is not None
     if merge and not with_adapters:
         raise ConfigError(f"{checkpoint} has no adapters to merge", remedy="leave out --merge")
     if with_adapters and not merge:

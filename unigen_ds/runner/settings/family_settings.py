@@ -8,7 +8,7 @@ from typing import Any, get_args
 from unigen_ds.config.registry import MODELS, argument_problems, find
 from unigen_ds.config.section import Component, Of, one_or_many
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.images.augment import CHANGES, misplaced
+from unigen_ds.data.images.augment import CHANGES, transform_problems
 from unigen_ds.data.settings import Transform
 from unigen_ds.families.base import Family, families, family_of
 from unigen_ds.system.log import notice
@@ -72,7 +72,9 @@ def _of_transforms(processor: Mapping[str, Any]) -> Iterator[ConfigError]:
     of: Of = get_args(Transform)[1]
 
     def problems(spec: Any, where: str, *, changes: bool) -> list[ConfigError]:
-        return of.problems(spec, where=where) or misplaced(find(of.registry, spec, where=where), where, changes=changes)
+        return of.problems(spec, where=where) or transform_problems(
+            find(of.registry, spec, where=where), where, changes=changes
+        )
 
     for key in ("vit_transform", "vae_transform"):
         if isinstance(spec := processor.get(key), Mapping):

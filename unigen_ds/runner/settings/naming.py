@@ -25,7 +25,7 @@ from unigen_ds.checkpoint.home import home_of, same
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry
-from unigen_ds.resume.finding import shown
+from unigen_ds.resume.finding import format_first
 from unigen_ds.runner.settings.tree import Settings
 
 NANOVLM = "nanoVLM_{vit}_{max_image_size}_mp{mp}_{llm}_{gpus}xGPU_bs{batch_size}_{updates}_lr_{nanovlm_lrs}_{date}"
@@ -147,14 +147,14 @@ def _existing(folder: str, template: str, settings: Settings, geometry: Geometry
         commands = [f"--resume {checkpoint} or --resume --work-dir {path}" for path, checkpoint in newest.items()]
         raise ResumeBlocked(
             f"no run is named {name}, and {len(doubtful)} of this template may be meant, whose name has other settings:"
-            f" {shown(doubtful)}",
-            remedy=f"name the one to continue: {shown(commands)}. Without --resume a new run begins",
+            f" {format_first(doubtful)}",
+            remedy=f"name the one to continue: {format_first(commands)}. Without --resume a new run begins",
         )
     why = None
     if begun:
         why = (
             f"Resume: no run is named {name}, so a new one begins. Others differ in more than a resume can change:"
-            f" {shown(begun)}."
+            f" {format_first(begun)}."
         )
     return max(own, key=_age, default=None), why
 

@@ -46,17 +46,17 @@ def config_lines(settings: Settings, config: ConfigValues) -> list[str]:
     rows = []
     for leaf, value in _leaves(settings.plain()):
         stated = _at(settings.given, leaf)
-        if stated is not _MISSING and _overridden(leaf, config.overrides):
+        if stated is not _MISSING and _is_overridden(leaf, config.overrides):
             origin = "command line"
         else:
-            default = "translated" if dotted(leaf) in translations else "default"
+            default = "translated" if dotted_name(leaf) in translations else "default"
             origin = (stated is not _MISSING and layer.origin(leaf, stated)) or default
-        rows.append((f"{dotted(leaf)} = {value!r}", origin))
+        rows.append((f"{dotted_name(leaf)} = {value!r}", origin))
     width = min(max(len(text) for text, _ in rows), 72)
     return [*(f"# {change}" for change in config.changes), *(f"{text:<{width}}  # {origin}" for text, origin in rows)]
 
 
-def dotted(leaf: Leaf) -> str:
+def dotted_name(leaf: Leaf) -> str:
     """``('param_scheduler', 0, 'end')`` -> ``param_scheduler[0].end``."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in leaf).removeprefix(".")
 
@@ -90,7 +90,7 @@ def _at(values: Any, leaf: Leaf) -> Any:
     return values
 
 
-def _overridden(leaf: Leaf, overrides: Collection[str]) -> bool:
+def _is_overridden(leaf: Leaf, overrides: Collection[str]) -> bool:
     steps = [str(step) for step in leaf]
     alone = [step for step, one in zip(steps, leaf, strict=True) if not isinstance(one, int)]
     return any(

@@ -20,7 +20,7 @@ from unigen_ds.checkpoint.manifest import current_versions
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.json_values import as_text, json_values
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.build import Data, located
+from unigen_ds.runner.start.build import Data, locate_pretrained
 from unigen_ds.system import dist
 from unigen_ds.system.machine import source_digest
 
@@ -46,7 +46,7 @@ def check_settings(settings: Settings, *, max_updates: int | None) -> None:
     if dist.world_size() == 1:
         return
     facts: dict[str, Any] = {}
-    for key, value in _leaves(json_values(Settings.completed(settings.given), _named)):
+    for key, value in _leaves(json_values(Settings.completed(settings.given), _as_name)):
         if not (key.startswith(_OWN) or key.endswith(_OWN_LAST) or _is_local(value)):
             facts[key] = value
         elif key == "backend.config" and Path(value).is_file():
@@ -72,7 +72,7 @@ def check_data(settings: Settings, data: Data, *, total_sequences: float) -> Non
     identity = data.stream.identity
     order = {key: value for key, value in identity["facts"].items() if key not in _NAMED_ABOVE}
     facts |= _leaves({"order": order, "phases": identity["phases"]})
-    for key, value in _leaves({"pretrained": located(settings.model.spec).get("pretrained")}):
+    for key, value in _leaves({"pretrained": locate_pretrained(settings.model.spec).get("pretrained")}):
         facts[f"model.{key}: files"] = _files(Path(value).expanduser()) if isinstance(value, str) else value
     _compare(facts)
 
@@ -120,7 +120,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _named(value: Any) -> Any:
+def _as_name(value: Any) -> Any:
     """A class or a function by its name: the text of an object has its address."""
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"

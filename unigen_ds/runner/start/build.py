@@ -27,7 +27,7 @@ from unigen_ds.data.datasets.dataset import check_readable, source_names
 from unigen_ds.data.datasets.filtering import apply_filters
 from unigen_ds.data.datasets.groups import blend
 from unigen_ds.data.datasets.overflow import Fitted, Overflow, check_overflow
-from unigen_ds.data.datasets.streamed_units import check_streamed, fitted
+from unigen_ds.data.datasets.streamed_units import check_streamed, fit
 from unigen_ds.data.datasets.subset import Division, divide, first_records
 from unigen_ds.data.order.order import Cursor, GlobalOrder
 from unigen_ds.data.settings import TrainDataloader
@@ -37,7 +37,7 @@ from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
 from unigen_ds.hooks.log.journal import LedgerHook, SkippedSamplesHook, TimelineHook
 from unigen_ds.hooks.mmengine import with_runtime_info
 from unigen_ds.hooks.save.best import BestHook
-from unigen_ds.models.lora import adapted, add_adapters, base_tensors, hold_base_in
+from unigen_ds.models.lora import adapter_record, add_adapters, base_tensors, hold_base_in
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, default_fused, settled_precision
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.runner.settings.family_settings import family_of_model
@@ -135,7 +135,7 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None) -
     overflow = Overflow(loader.seq_length, loader.overflow)
     if loader.max_sample_tokens is not None:
         overflow = replace(overflow, seq_length=loader.max_sample_tokens, key="max_sample_tokens")
-    sources = [fitted(dataset, overflow) for dataset in datasets]
+    sources = [fit(dataset, overflow) for dataset in datasets]
     if not all(map(len, sources)):  # else the start refuses, and tools/inspect_data.py shows the numbers
         check_overflow(sources, source_names(datasets))
     packer = None if loader.packing is None else loader.packing.build()
@@ -190,18 +190,18 @@ def build_validation_data(
 
 def build_validation(settings: Settings, sets: Sequence[ValidationData]) -> list[Validation]:
     """What a run is evaluated on, one set after the other."""
-    groups = partial(family_of_model(settings.model.cls).target_groups, located(settings.model.spec))
+    groups = partial(family_of_model(settings.model.cls).target_groups, locate_pretrained(settings.model.spec))
     return [Validation(one, settings.term_weights, groups) for one in sets]
 
 
 def build_processor(settings: ModelSettings, *, seed: int) -> Any:
     """The tokenizer and the family's processor; every size that the model determines is read from the model."""
     tokenizer = None if settings.tokenizer is None else settings.tokenizer.build()
-    kind, spec, arguments = settings.model.cls, located(settings.model.spec), dict(settings.processor)
+    kind, spec, arguments = settings.model.cls, locate_pretrained(settings.model.spec), dict(settings.processor)
     return family_of_model(kind).processor(spec, arguments, tokenizer=tokenizer, seed=seed)
 
 
-def located(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+def locate_pretrained(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     """The section ``model`` with folders instead of the hub's names in ``pretrained``."""
     pretrained, where = spec.get("pretrained"), "model.pretrained"
     if isinstance(pretrained, str):
@@ -235,7 +235,7 @@ def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: b
     ``stream``: on the meta device if its weights are published ones, which its ``initial_weights`` then reads. A model
     that is to be quantised is first built whole.
     """
-    spec, tokenizer = located(settings.model.spec), getattr(processor, "tokenizer", None)
+    spec, tokenizer = locate_pretrained(settings.model.spec), getattr(processor, "tokenizer", None)
     kind = settings.model.cls
     torch.manual_seed(seed)
     packed = spec.get("quantize") or (settings.lora is not None and settings.lora.quantize)
@@ -295,7 +295,7 @@ def prepare_engine(
 ) -> None:
     """Pass the model to the engine; of adapters the base is held in the precision that is computed in."""
     backend.left_out = base_tensors(model)
-    if adapted(model) is not None:
+    if adapter_record(model) is not None:
         hold_base_in(model, COMPUTE_DTYPE[optimizer_cfg.precision])
     backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
 

@@ -136,16 +136,16 @@ def _begin(
     settings: Settings, backend: Backend, geometry: Geometry, max_updates: int | None
 ) -> tuple[ResumePlan, Start, Sequence[Finding], list[Hook]]:
     """Rank 0 reads the files and, on a resume, runs the checklist; then the processes join, and each reads the data."""
-    joined, own_folder = dist.joined(), PLACE in (settings.work_dir or "")
+    joined, own_folder = dist.is_joined(), PLACE in (settings.work_dir or "")
     begun: tuple[ResumePlan, Start | None, list[Finding]] | None = None
     hooks: list[Hook] = []
     if joined:
-        settings = _named(settings, dist.on_main(lambda: name_and_folder(settings, geometry)))
+        settings = _with_name(settings, dist.on_main(lambda: name_and_folder(settings, geometry)))
     else:
         dist.check_port()
         dist.open_store(timeout_s=settings.env.dist_timeout_s)
         if dist.env_rank() == 0:
-            settings = _named(settings, name_and_folder(settings, geometry))
+            settings = _with_name(settings, name_and_folder(settings, geometry))
             hooks = build_hooks(settings)  # what they refuse is refused before data is read
             begun = _plan(settings, backend, geometry)
     hooks = hooks or build_hooks(settings)
@@ -166,7 +166,7 @@ def _begin(
     return plan, start, findings, hooks
 
 
-def _named(settings: Settings, run: Named) -> Settings:
+def _with_name(settings: Settings, run: Named) -> Settings:
     """With the name of the run and its folder; a warning about the folder is logged once the log is there."""
     if run.why:
         log.warn_at_setup(run.why)

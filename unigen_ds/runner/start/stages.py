@@ -34,7 +34,7 @@ from unigen_ds.core.errors import ConfigError, ResumeBlocked, UnigenError
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.progress import Duration, Geometry, Progress, Ruler
 from unigen_ds.core.shards import persistent_buffers
-from unigen_ds.data.batches.change import DataChange, OnDataChange, compare, continued
+from unigen_ds.data.batches.change import DataChange, OnDataChange, compare, continue_stream
 from unigen_ds.data.batches.statistics import check_unusable
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.datasets.dataset import check_readable
@@ -233,7 +233,7 @@ def continue_data(
         return data, DataChange(), Cursor()
     change, cursor = compare(manifest.loader, data.stream), Cursor.from_state_dict(manifest.loader["cursor"])
     if not change or on_change == "restart" or (on_change == "append" and change.only_appended):
-        stream, cursor = continued(manifest.loader, data.stream, on_change=on_change)
+        stream, cursor = continue_stream(manifest.loader, data.stream, on_change=on_change)
         data = replace(data, stream=stream)
     return data, change, cursor
 
@@ -266,7 +266,7 @@ def run_checklist(
     proposal = Proposal(
         checkpoint=str(plan.checkpoint),
         config=plain,
-        complete=completed,
+        complete=complete_config,
         saves=Saves(**saves),
         averages=any(hook.cls.__name__.startswith("EMAHook") for hook in settings.custom_hooks),
         geometry=geometry,
@@ -290,7 +290,7 @@ def free_bytes(checkpoints: Path) -> int | None:
     return shutil.disk_usage(folder).free if folder else None
 
 
-def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def complete_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A stored config with its defaults, if it is complete: a default made explicit is no edit."""
     whole: Mapping[str, Any] = Settings.completed(config) if config.get("model") else config
     return whole
