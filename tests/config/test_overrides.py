@@ -162,8 +162,8 @@ def test_a_shipped_config_is_found_by_its_name(tmp_path: Path) -> None:
         ("optim_wrapper.dtype=int8", "precision='bf16'"),
         ("env_cfg.cudnn_benchmark=True", "env_cfg: delete it; env.dist_timeout_s"),
         ("val_evaluator.type=Accuracy", "the metrics of EvaluateHook"),
-        ("train_cfg.val_interval=3", "EvaluateHook"),
-        ("default_hooks.checkpoint.save_best=auto", "EvaluateHook(save_best="),
+        ("train_cfg.val_interval=often", "EvaluateHook"),
+        ("default_hooks.checkpoint.save_best=3", "EvaluateHook(save_best="),
         ("log_level=5", "env.log_level"),
     ],
 )
@@ -184,10 +184,29 @@ def test_where_a_config_has_both_ours_counts(config_file: Path, monkeypatch: pyt
     """A key of mmengine's and ours, in the file or by overrides; the log has a line."""
     lines: list[str] = []
     monkeypatch.setattr("unigen_ds.runner.settings.tree.notice", lines.append)
-    overrides = {"optim_wrapper.dtype": "bfloat16", "optim_wrapper.precision": "fp32"}
-    assert load_config(config_file, overrides).optim_wrapper.precision == "fp32"
-    line = "optim_wrapper.dtype='bfloat16' is left out: the config has optim_wrapper.precision='fp32'."
-    assert lines == [f"Config: {line}"]
+    data = "val_dataloader = dict(split=0.1)\ntrain_cfg = dict(max_epochs=3, val_interval=2)\n"
+    config_file.write_text(TEXT.replace("val_dataloader = None\n", data))
+    key, best = "train_cfg.val_interval", "default_hooks.checkpoint.save_best"
+    evaluates: dict[str, Any] = {"type": "EvaluateHook", "interval": 2, "by_epoch": True}
+    with_best = {**evaluates, "save_best": "val/loss"}
+    ema, own = {"type": "EMAHook", "momentum": 0.1}, {"type": "EvaluateHook", "interval": 7, "save_best": "val/acc"}
+    cases: list[tuple[dict[str, Any], list[Any], str]] = [
+        ({key: 5}, [{**evaluates, "interval": 5}], f"{key}=5 is read as {{'type': 'EvaluateHook', 'interval': 5"),
+        ({"custom_hooks": [ema]}, [ema, evaluates], f"{key}=2 is read as {evaluates!r} in custom_hooks."),
+        ({"custom_hooks": [own]}, [own], f"{key}=2 is left out: custom_hooks has {own!r}."),
+        ({"custom_hooks": [own], best: "auto"}, [own],
+         f"{best}='auto' is left out: custom_hooks has {own!r}."),
+        ({best: "auto"}, [with_best], f"{best}='auto' is read as {with_best!r} in custom_hooks."),
+        ({"val_dataloader": None}, [], f"{key}=2 is left out: there is no val_dataloader."),
+        ({"optim_wrapper.dtype": "bfloat16", "optim_wrapper.precision": "fp32"}, [evaluates],
+         "optim_wrapper.dtype='bfloat16' is left out: the config has optim_wrapper.precision='fp32'."),
+    ]  # fmt: skip
+    for overrides, hooks, line in cases:
+        lines.clear()
+        assert (load_config(config_file, overrides).get("custom_hooks") or []) == hooks, overrides
+        assert [one.startswith(f"Config: {line}") for one in lines].count(True) == 1, (overrides, lines)
+    with pytest.raises(ConfigError, match="log_level"):
+        load_config(config_file, {"log_level": 5})
 
 
 def test_a_base_may_be_given_validation_data(tmp_path: Path) -> None:

@@ -223,6 +223,7 @@ def translate(config: dict[str, Any]) -> list[Change]:
         changes += _order(config, section)
     changes += _writers(config)
     changes += _no_validation(config)
+    changes += _evaluation(config)
     for path in sorted(KEYS, key=lambda path: -path.count(".")):  # a section after what is in it
         node, last = _above(config, path)
         if last in node and KEYS[path].ignores(node[last]):
@@ -317,12 +318,50 @@ def _no_validation(config: dict[str, Any]) -> Iterator[Change]:
         return
     config["val_dataloader"] = None
     yield Change("val_dataloader", "it names no data, so there is no validation")
-    hooks = config.get("custom_hooks")
-    hooks = [*hooks] if isinstance(hooks, (list, tuple)) else [hooks]
-    remaining = [one for one in hooks if not (isinstance(one, Mapping) and _name(one.get("type")) == "EvaluateHook")]
+    hooks = _hooks(config)
+    remaining = [hook for hook in hooks if not _evaluates(hook)]
     if len(remaining) < len(hooks):
         config["custom_hooks"] = remaining
         yield Change("EvaluateHook", "there is no validation")
+
+
+def _evaluation(config: dict[str, Any]) -> Iterator[Change]:
+    """``train_cfg.val_interval``, and ``save_best`` and ``rule`` of mmengine's ``CheckpointHook`` -> ``EvaluateHook``,
+    whose own arguments count where the config has one.
+    """
+    loop, saving = _above(config, "train_cfg.val_interval")[0], _above(config, "default_hooks.checkpoint.save_best")[0]
+    interval, best, hooks = loop.get("val_interval"), saving.get("save_best"), _hooks(config)
+    number = next((k for k, hook in enumerate(hooks) if _evaluates(hook)), len(hooks))
+    hook = hooks[number] if number < len(hooks) else {"type": "EvaluateHook"}
+    arguments: dict[str, dict[str, Any]] = {}
+    if type(interval) is int and interval > 0:
+        arguments["train_cfg.val_interval"] = {"interval": interval, "by_epoch": loop.get("max_epochs") is not None}
+    if isinstance(best, str) and isinstance(saving.get("rule"), str | None):
+        name = "loss" if best == "auto" else best.removeprefix("val/")
+        arguments["default_hooks.checkpoint.save_best"] = {"save_best": f"val/{name}"}
+        if saving.get("rule") is not None:
+            arguments["default_hooks.checkpoint.rule"] = {"rule": saving["rule"]}
+    for source, values in arguments.items():
+        if config.get("val_dataloader") is None:
+            yield from _drop(config, source, "there is no val_dataloader")
+        elif number < len(hooks) and (source.endswith("val_interval") or hook.keys() & values.keys()):
+            yield from _drop(config, source, f"custom_hooks has {hook!r}")
+        else:
+            text = f"{source}={_short(_get(config, source))}"
+            [*_drop(config, source, "")]
+            hook = {**hook, **values}
+            config["custom_hooks"] = [*hooks[:number], hook, *hooks[number + 1 :]]
+            yield Change(text, path="custom_hooks", meaning=f"{hook!r} in custom_hooks")
+
+
+def _hooks(config: dict[str, Any]) -> list[Any]:
+    """``custom_hooks``, which may be one hook alone."""
+    hooks = config.get("custom_hooks") or []
+    return [*hooks] if isinstance(hooks, (list, tuple)) else [hooks]
+
+
+def _evaluates(hook: Any) -> bool:
+    return isinstance(hook, Mapping) and _name(hook.get("type")) == "EvaluateHook"
 
 
 def _name(kind: Any) -> str:

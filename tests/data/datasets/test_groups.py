@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 from collections import Counter
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -280,3 +281,15 @@ def test_rows_are_those_of_ever() -> None:
         "46e8b5f13f5fedb7a683092eedaa2e60",
         "51476868674b80ebb391943c0e602d27",
     )
+
+
+def test_the_share_holds_after_packing_at_the_end_of_each_window() -> None:
+    groups = {name: DataGroup.model_validate({"weight": group.weight}) for name, group in GROUPS.items()}
+    made, drawn, position = stream(groups=groups), Counter[int](), 0
+    shares = [Fraction(weight) for weight in made.order.weights or ()]  # type: ignore[arg-type]
+    for epoch in range(3):
+        for window in range(made.num_windows(epoch)):
+            rows = made.window_rows(epoch, window)
+            drawn.update(d.source for row in rows for d in row)
+            position += sum(map(len, rows))
+            assert all(abs(drawn[k] - share * position) <= 1 for k, share in enumerate(shares))

@@ -13,7 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from tests.checkpoint.support import write_state
 from tests.tiny import tiny_config
@@ -22,7 +25,7 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.progress import Progress
-from unigen_ds.examples.digits.dataset import write_digits
+from unigen_ds.examples.digits.dataset import read_split, write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
@@ -287,6 +290,25 @@ def test_too_many_of_them_stop_the_run(damaged, tmp_path):
 # --- updates without a finite gradient ----------------------------------------------------------------------------
 
 
+class ContrastDigits:
+    """A user's own data set that scales each digit by its own contrast, and divides by zero where there is none."""
+
+    def __init__(self, root: str, blank: tuple[int, ...]) -> None:
+        self.images, self.digits = read_split(Path(root), "val")
+        for index in blank:
+            self.images[index] = 0.5
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        pixels = self.images[index]
+        with np.errstate(invalid="ignore"):
+            scaled = (pixels - pixels.min()) / (pixels.max() - pixels.min()) * 2.0 - 1.0
+        ids = [1, 6 + int(self.digits[index])]
+        return {"input_ids": ids, "labels": ids, "padded_images": torch.from_numpy(scaled)[None]}
+
+
 class Bytes(Hook):
     """After each update: the bytes of everything that a checkpoint of the engine would hold."""
 
@@ -305,3 +327,30 @@ class Bytes(Hook):
         folder.mkdir(parents=True)
         write_state(run.backend, folder)
         self.saved.append({path.name: path.read_bytes() for path in folder.iterdir()})
+
+
+def contrast_run(tmp_path: Path, data: Path, blank: tuple[int, ...], **overrides: Any) -> tuple[Outcome, Bytes]:
+    inner = dict(type=ContrastDigits, root=str(data), blank=blank)
+    dataset = dict(type="DatasetAdapter", dataset=inner, images="generate")
+    hooks = (dict(type=Bytes, folder=str(tmp_path / "bytes")),)
+    outcome = prepared(tmp_path / "run", data, hooks=hooks, train_dataloader__dataset=dataset, **overrides)
+    (saved,) = (hook for hook in outcome.runner.hooks if isinstance(hook, Bytes))
+    return outcome, saved
+
+
+def test_one_update_without_a_finite_gradient_changes_nothing(tmp_path, data):
+    outcome, saved = contrast_run(tmp_path, data, (50,), **limit(max_epochs=1))
+    outcome.runner.train()
+    (bad,) = (n for n, (_, r) in enumerate(outcome.recorder.updates) if "ContrastDigits:50:0" in r.sample_ids)
+    number = len(outcome.recorder.updates)
+    assert number == 7 and 0 < bad < number - 1, "with updates on both sides of it"
+    assert [result.applied for _, result in outcome.recorder.updates] == [n != bad for n in range(number)]
+    for n, (before, after) in enumerate(zip(saved.saved, saved.saved[1:], strict=False)):
+        assert set(after) == {"model.safetensors", "optimizer.safetensors"}
+        assert [before[name] == after[name] for name in after] == [n == bad] * 2
+    assert outcome.progress.skipped_updates == 1 and outcome.progress.updates == number
+    assert outcome.progress.sequences == number * GLOBAL, "its data is consumed"
+    assert [line["applied"] for line in outcome.lines] == [n != bad for n in range(number)]
+    assert [line["loss/image"] is None for line in outcome.lines] == [n == bad for n in range(number)]
+    weights: dict[str, Tensor] = dict(outcome.runner.backend.model.state_dict())
+    assert all(bool(weight.isfinite().all()) for weight in weights.values())

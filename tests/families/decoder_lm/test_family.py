@@ -162,6 +162,10 @@ def test_what_cannot_work_is_refused(published: Path) -> None:
         ({"llm": {**KINDS["llama"], "num_layers": 3}}, "did you mean 'num_hidden_layers'"),
         ({"llm": {**KINDS["llama"], "hidden_size": "wide"}}, "hidden_size"),
         ({"llm": {**KINDS["llama"], "num_key_value_heads": 3}}, "multiple"),
+        (
+            {"llm": {**KINDS["llama"], "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}},
+            "rope_type is 'dynamic'",
+        ),
         ({"llm": KINDS["llama"], "freeze": ["vit"]}, r"freeze is \['vit'\]"),
     ):
         with pytest.raises(ConfigError, match=match):

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests import processes
 from tests.processes import ENVIRONMENT, ROOT
@@ -407,3 +409,16 @@ def test_no_shell_reads_a_command(tmp_path):
         subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True)
         assert text == f"cat '{evil}'" and not list(tmp_path.iterdir())
     assert fill_fields(("sbatch", "--wrap=cat {checkpoint}"), values)[1] == f"--wrap=cat '{evil}'"
+
+
+def test_training_is_bit_equal_with_and_without_it(tmp_path, script):
+    names = ("with", "without")
+    for name in names:
+        (tmp_path / name).mkdir()
+        Runner.from_cfg(config(tmp_path / name, f"{script} 0", updates=4, without=name == "without")).train()
+    mine, plain = (
+        load_file(tmp_path / name / "run" / "iter_4.pth" / "model.safetensors") for name in ("with", "without")
+    )
+    assert all(torch.equal(mine[name], plain[name]) for name in plain)
+    ledgers = [(tmp_path / name / "run" / "ledger.jsonl").read_text() for name in names]
+    assert ledgers[0] == ledgers[1]

@@ -142,13 +142,16 @@ class WrittenRecords(JsonSource):
         for number, entry in enumerate(super().read(start, stop), start=start):
             where = f"{self.label}, record {number}"
 
-            def restore(value: dict[str, Any], where: str = where) -> Any:
+            def restore(pairs: list[tuple[str, Any]], where: str = where) -> Any:
+                value = dict(pairs)
+                if len(value) < len(pairs):
+                    raise DataError(f"{where} has a key twice as text: {sorted(value)}", allowed="other names of keys")
                 if set(value) == {_BYTES}:
                     with suppress(TypeError, ValueError):  # a key of the user's own
                         return StoredImage(where, base64.b64decode(value[_BYTES]))
                 return (value["bytes"] or value["path"]) if set(value) == {"bytes", "path"} else value
 
-            rows.append(Row(json.loads(entry.content, object_hook=restore), where))
+            rows.append(Row(json.loads(entry.content, object_pairs_hook=restore), where))
         return rows
 
 

@@ -35,6 +35,8 @@ from unigen_ds.models.settings import check_heads
 from unigen_ds.models.weights import read_json
 
 MODEL_TYPES = ("llama", "qwen2")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Their angles depend on the position alone; those of others on the length of the row, which documents share."""
 _NOT_THE_MODELS = {"use_cache", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id"}
 """Keys of a config that no layer reads."""
 
@@ -86,6 +88,9 @@ class DecoderLM(CausalLM):
             raise ConfigError(
                 f"model.llm.model_type is {config.model_type!r}", allowed=", ".join(MODEL_TYPES), remedy="CausalLM"
             )
+        rope = (config.rope_parameters or {}).get("rope_type", "default")
+        if rope not in ROPE_TYPES:
+            raise ConfigError(f"model.llm.rope_parameters.rope_type is {rope!r}", allowed=", ".join(ROPE_TYPES))
         check_heads("model.llm", config.hidden_size, config.num_attention_heads, config.num_key_value_heads)
         self._attend_inside_documents(is_causal(self.transformers_model))
         if not pretrained and not torch.empty(0).is_meta:
