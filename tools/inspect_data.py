@@ -25,7 +25,6 @@ if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.checkpoint.store import list_checkpoints
 from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.system.journals import read_lines, sample_digest
@@ -143,6 +142,8 @@ def _range_of(arguments: argparse.Namespace, stream: SequenceStream) -> tuple[in
 
 def newest_manifest(work_dir: Path) -> Manifest | None:
     """The manifest of the last committed checkpoint of a run, if it has one."""
+    from unigen_ds.checkpoint.store import list_checkpoints
+
     manifests = [checkpoint.manifest for checkpoint in list_checkpoints(work_dir) if checkpoint.manifest is not None]
     return manifests[-1] if manifests else None
 

@@ -48,7 +48,7 @@ PACKING = {
     ("copy cpu -> cuda from pageable memory", "core/batch.py:<lambda>"),
 }  # fmt: skip
 """Once in a run, of a model of transformers: whether documents can share a row."""
-IMAGE_TOKENS = ("value read", "families/auto/model.py:_called (import_utils.py:torch_compilable_check)")
+IMAGE_TOKENS = ("value read", "families/auto/model.py:_call (import_utils.py:torch_compilable_check)")
 """LLaVA's own code compares the number of image tokens with that of images, in every forward pass."""
 
 

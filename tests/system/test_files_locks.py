@@ -17,8 +17,8 @@ from unigen_ds.system.files import hold_lock
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from unigen_ds.system.files import held
-with held(Path(sys.argv[1])) as problem:
+from unigen_ds.system.files import hold_lock
+with hold_lock(Path(sys.argv[1])) as problem:
     assert problem is None
     child = __import__("subprocess").Popen([sys.executable, "-c", "import time; time.sleep(20)"])
     print("held", flush=True)

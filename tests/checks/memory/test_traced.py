@@ -57,7 +57,7 @@ def test_every_phase_without_memory_is_what_it_is_with_memory(settings):
 
 
 def test_a_trace_that_fails_is_no_plan(settings, monkeypatch):
-    monkeypatch.setattr(traced, "_saved", _fails)
+    monkeypatch.setattr(traced, "_checkpoint_bytes", _fails)
     geometry = build_engine(settings)[1]
     data = build_data(settings, geometry=geometry, ruler=None)
     plan = trace_engines({"single": settings}, data.processor, largest_batches(data, geometry), geometry, jobs=1)[

@@ -65,7 +65,7 @@ def test_losses_and_ledger_are_those_of_one_process(run, single):
     assert [line for line in mine if "digest" in line] == [line for line in straight if "digest" in line]
     for key in ("lr", "sequences", "samples", "tokens", "epoch"):
         assert [line[key] for line in run.lines] == [line[key] for line in single.lines]
-    assert len({line["lr"] for line in run.lines}) > UPDATES / 2
+    assert len({line["lr"] for line in run.lines}) > UPDATES / 3
     for line, other in zip(run.lines, single.lines, strict=True):
         found, expected = (
             {k: v for k, v in one.items() if k.count("/") == 2 and k[:5] == "loss/"} for one in (line, other)

@@ -48,8 +48,12 @@ def test_a_port_in_use_is_named_with_a_free_one(tmp_path, busy_port):
         ("none", {"LOCAL_SIZE": "4"}, "num_shard is 4 and there are 6 process"),
         ("mpi", {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "num_shard is 4 and there are 6 process"),
         ("slurm", {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "num_shard is 4 and there are 6 process"),
-        ("slurm", {"SLURM_STEP_TASKS_PER_NODE": "4,2"}, "does not report one number .* Remedy: num_shard=N"),
-        ("none", {}, "does not report one number .* Remedy: num_shard=N"),
+        (
+            "slurm",
+            {"SLURM_STEP_TASKS_PER_NODE": "4,2"},
+            "does not report the processes of a node.* Remedy: num_shard=N",
+        ),
+        ("none", {}, "does not report the processes of a node.* Remedy: num_shard=N"),
     ],
 )
 def test_the_processes_of_a_node_under_every_launcher(tmp_path, monkeypatch, launcher, variables, said):

@@ -115,6 +115,6 @@ def test_what_cannot_work_is_refused(
         assert generate([str(published), "--prompt", "?", *words, "--out", str(tmp_path), *FAST]) == 2
         assert f"{what}: this model answers in text" in capsys.readouterr().err
     assert export([str(run.work_dir), str(tmp_path / "out"), "--source", str(published)]) == 2
-    assert "sizes" in capsys.readouterr().err
+    assert "lm_vocab_size of config.json is" in capsys.readouterr().err
     assert export([str(run.work_dir), str(tmp_path / "out"), "--source", str(tmp_path)]) == 2
     assert not (tmp_path / "out").exists()

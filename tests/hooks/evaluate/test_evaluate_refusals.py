@@ -56,7 +56,7 @@ REFUSED: list[tuple[list[dict[str, Any]], str]] = [
     ([evaluating(save_best="val/vqa_acc", metrics=["BLUE"])], r"metrics\[0\].type is 'BLUE'.*BLEU"),
     ([evaluating(metrics=[{"type": "FID", "extractor": "inception.pth"}])],
      r"'inception.pth' is no folder with safetensors.*a folder with a published model"),
-    ([evaluating(save_best="loss")], r"save_best is 'loss', which.*val/loss, val/loss/text.*did you mean 'val/loss'"),
+    ([evaluating(save_best="loss")], r"save_best is 'loss', which.*Allowed: val/loss, val/loss/text"),
     ([evaluating(save_best="val/los", rule="less")], "did you mean 'val/loss'"),
     ([evaluating(save_best="val/loss/image")], "EvaluateHook.save_best is 'val/loss/image'"),
     ([evaluating(save_best="val/bleu")], "save_best is 'val/bleu', which no evaluation"),

@@ -124,7 +124,7 @@ def test_a_file_of_prompts_with_parts(data: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             train(data, tmp_path / "refused", {**hook, "prompts": prompts}, updates=1)
     texts = text_config(
-        tmp_path / "texts", [{"text": spoken(4)}], custom_hooks=[{**hook, "prompts": [{"parts": ["a"]}]}]
+        tmp_path / "texts", [{"text": spoken(4)}], custom_hooks=[{**hook, "flow": None, "prompts": [{"parts": ["a"]}]}]
     )
     with pytest.raises(ConfigError, match=r"has parts, which .* cannot read"):
         Runner.from_cfg(texts, max_updates=1).train()

@@ -174,7 +174,10 @@ class EvaluateHook(Hook):
             self._empty_cache()
         self._evaluated = (run.progress.updates, values)
         if dist.is_main():
-            logger().info("Evaluation: %.1f s.", time.perf_counter() - begun)
+            sets = [one.data for one in run.validation]
+            most = [len(one) if self.max_batches is None else self.max_batches * one.batch_size for one in sets]
+            number = sum(min(len(one), limit) for one, limit in zip(sets, most, strict=True))
+            logger().info("Evaluation: %d samples in %.1f s.", number, time.perf_counter() - begun)
         for hook in run.hooks:
             hook.after_val(run, values)
         return values

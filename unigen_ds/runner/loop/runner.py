@@ -386,8 +386,9 @@ class Parameters:
             changes += [f"removes {name}" for name in built if name not in now]
             changes += [f"replaces {name}" for name, p in now.items() if built.get(name, p) is not p]
         if changes:
+            more = f" (and {len(changes) - 1} more changes)" if len(changes) > 1 else ""
             raise ConfigError(
-                f"{hook.name or type(hook).__name__}.{point} {changes[0]}, after the engine was built",
+                f"{hook.name or type(hook).__name__}.{point} {changes[0]}{more}, after the engine was built",
                 allowed="hooks that leave the model's parameters as they are",
                 remedy="model.freeze, or optim_wrapper.paramwise_cfg.groups=[dict(pattern=..., lr=0)], freezes; a model"
                 " with other parameters is a class of your own (docs/extending.md)",

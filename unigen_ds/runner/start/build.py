@@ -40,7 +40,7 @@ from unigen_ds.hooks.save.best import BestHook
 from unigen_ds.models.lora import adapter_record, add_adapters, base_tensors, hold_base_in
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, default_fused, settled_precision
 from unigen_ds.optim.param_groups import build_param_groups
-from unigen_ds.runner.settings.family_settings import family_of_model
+from unigen_ds.runner.settings.family_settings import family_of_model, of_its_kind
 from unigen_ds.runner.settings.tree import ModelSettings, Settings, TrainCfg
 from unigen_ds.system.log import logger, notice
 
@@ -198,7 +198,8 @@ def build_processor(settings: ModelSettings, *, seed: int) -> Any:
     """The tokenizer and the family's processor; every size that the model determines is read from the model."""
     tokenizer = None if settings.tokenizer is None else settings.tokenizer.build()
     kind, spec, arguments = settings.model.cls, locate_pretrained(settings.model.spec), dict(settings.processor)
-    return family_of_model(kind).processor(spec, arguments, tokenizer=tokenizer, seed=seed)
+    with of_its_kind(kind, spec):
+        return family_of_model(kind).processor(spec, arguments, tokenizer=tokenizer, seed=seed)
 
 
 def locate_pretrained(spec: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -240,7 +241,7 @@ def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: b
     torch.manual_seed(seed)
     packed = spec.get("quantize") or (settings.lora is not None and settings.lora.quantize)
     stream = stream and bool(spec.get("pretrained")) and not packed and hasattr(kind, "initial_weights")
-    with torch.device("meta") if stream else nullcontext():
+    with of_its_kind(kind, spec), torch.device("meta") if stream else nullcontext():
         model = family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
     if getattr(processor, "vocab_size", 0) is None:
         processor.vocab_size = getattr(model, "vocab_size", None)
