@@ -352,7 +352,7 @@ def test_no_banned_word_occurs() -> None:
     assert not problems, "\n".join(problems)
 
 
-MOST_LINES = {"unigen_ds": 54_900, "tests": 52_200}
+MOST_LINES = {"unigen_ds": 48_900, "tests": 45_400}
 """A change of these limits, and of those below, needs a sentence in ``docs/decisions.md``."""
 MOST_ENTERED = {
     "load_config": 20,
