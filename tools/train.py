@@ -22,7 +22,7 @@ if not __package__:
 
 from unigen_ds.core.choices import AUTO, BATCH_CHOICES, DATA_CHOICES, LAUNCHERS, SHIPPED
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.quantities import CommaSeparated, above_zero, memory, positive, share_above_zero
+from unigen_ds.core.quantities import CommaSeparated, memory, positive
 from unigen_ds.system import machine
 from unigen_ds.system.log import quiet_libraries
 from unigen_ds.system.pipes import ends_quietly
@@ -70,17 +70,12 @@ def parser() -> argparse.ArgumentParser:
     dry.add_argument("--batches", type=positive, metavar="N", dest="num_batches",
                      help="micro-batches of each rank to make (default 100)")  # fmt: skip
     dry.add_argument("--device-memory", type=memory, metavar="SIZE", help="of a device: 80GiB (default: of this one)")
-    dry.add_argument("--peak-tflops", type=above_zero, metavar="X",
-                     help="of a device, dense (default: env.peak_tflops, or that of this one)")  # fmt: skip
-    dry.add_argument(
-        "--mfu", type=share_above_zero, metavar="SHARE", help="of the peak that the run reaches (default 40%%)"
-    )
     dry.add_argument("--skip", nargs="+", action="extend", metavar="CHECK", help="checks to leave out: memory, say")
     dry.add_argument("--json", action="store_true", help="print one JSON object")
     return p
 
 
-DRY = ("world_size", "per_node", "num_batches", "device_memory", "peak_tflops", "mfu", "skip")
+DRY = ("world_size", "per_node", "num_batches", "device_memory", "skip")
 """Options that belong to ``--dry-run``: fields of ``checks.dry_run.known.Asked``."""
 
 
@@ -99,16 +94,15 @@ def main(argv: list[str] | None = None) -> int:
             raise wrong[0]
         machine.check_versions()
     except ConfigError as error:
-        if not arguments.dry_run:
-            reported = False
-            if not wrong and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # other ranks may have these packages
-                with contextlib.suppress(ImportError):
-                    from unigen_ds.system import announced
+        reported = False
+        if not wrong and not arguments.dry_run and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            with contextlib.suppress(ImportError):  # other ranks may have these packages
+                from unigen_ds.system import announced
 
-                    reported = announced.is_reported(announced.explain(error, first=True))
-            if not reported:
-                print(f"error: {error}", file=sys.stderr)
-            return error.exit_status
+                reported = announced.is_reported(announced.explain(error, first=True))
+        if not reported:
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
     if arguments.dry_run:
         return print_dry_run(arguments, rank=rank)
     from unigen_ds.checks.resume import advice, is_out_of_memory
@@ -150,12 +144,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_dry_run(arguments: argparse.Namespace, *, rank: int) -> int:
-    """Print the results of all checks, on rank 0. Returns the exit status."""
+    """Print the results of all checks, which rank 0 makes. Returns the exit status."""
+    if rank != 0:
+        return 0
     from unigen_ds.checks.dry_run.dry_run import dry_run, lines
     from unigen_ds.checks.dry_run.known import Asked
     from unigen_ds.system import log
 
-    log.setup(rank=rank, level="WARNING")
+    log.setup(rank=0, level="WARNING")
     options = {name: given for name in DRY if (given := getattr(arguments, name)) is not None}
     auto = arguments.resume == AUTO
     try:
@@ -163,8 +159,6 @@ def print_dry_run(arguments: argparse.Namespace, *, rank: int) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    if results is None:  # rank 0 prints them
-        return 0
     problems = any(result.status == "problem" for result in results)
     if arguments.json:
         print(json.dumps({"problems": problems, "results": [vars(result) for result in results]}, indent=1))

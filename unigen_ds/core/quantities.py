@@ -51,27 +51,8 @@ def share(text: str) -> float:
     return value
 
 
-def share_above_zero(text: str) -> float:
-    """The same, of something that is divided by it."""
-    value = share(text)
-    if not value:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a share above 0: 40%")
-    return value
-
-
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; allowed: a whole number of at least 1")
     return int(text)
-
-
-def above_zero(text: str) -> float:
-    """A number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a number above 0")
-    return value

@@ -130,15 +130,11 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class WrongNumber(ConfigError):
-    """A variable of a launcher that is no number."""
-
-    def __init__(self, variable: str, value: str) -> None:
-        problem = f"the environment variable {variable} is {value!r}"
-        super().__init__(problem, allowed="a whole number", remedy="the launcher sets it; without one: unset it")
-        self.variable = variable
-
-
-def wrong_numbers(env: Mapping[str, str]) -> list[WrongNumber]:
+def wrong_numbers(env: Mapping[str, str]) -> list[ConfigError]:
     """An error for each variable of a launcher that is no whole number."""
-    return [WrongNumber(name, env[name]) for name in _NUMBERS if name in env and not env[name].isdecimal()]
+    remedy = "the launcher sets it; without one: unset it"
+    return [
+        ConfigError(f"the environment variable {name} is {env[name]!r}", allowed="a whole number", remedy=remedy)
+        for name in _NUMBERS
+        if name in env and not env[name].isdecimal()
+    ]

@@ -355,7 +355,7 @@ def test_own_checks_of_the_checklist_and_of_the_dry_run(
     assert train_tool([str(folder / "config.py"), "--dry-run", *options]) in (0, 1)
     shown = capsys.readouterr().out
     order = re.findall(r"^(?:ok|warning|problem|not checked) +(\w+)  ", shown, re.MULTILINE)
-    assert order[0] == "packages" and order[-1] == "words" and "14 ids" in shown
+    assert order[0] == "devices" and order[-1] == "words" and "14 ids" in shown
 
 
 def test_a_training_of_another_trainer_goes_on_with_its_moments(folder: Path, runs: Any, tmp_path: Path) -> None:

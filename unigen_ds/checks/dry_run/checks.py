@@ -7,44 +7,30 @@ or in a module of its own, and a row of ``CHECKS``; one of a user's own is regis
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
-
+from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.home import same
-from unigen_ds.checks.dry_run.collectives import check_collectives
-from unigen_ds.checks.dry_run.first_batches import FirstBatches, MadeBatch, make_first_batches
-from unigen_ds.checks.dry_run.known import Checked, Known, Unknown, ok, problem, problems_of, unchecked, warning
-from unigen_ds.checks.dry_run.resources import check_disk, check_memory, check_time
-from unigen_ds.checks.dry_run.this_machine import (
-    check_devices,
-    check_folders,
-    check_job,
-    check_packages,
-    check_paths,
-    count_processes,
-)
-from unigen_ds.checks.dry_run.usable_settings import NOWHERE, usable_settings
-from unigen_ds.checks.resume import as_launched
+from unigen_ds.checkpoint.listing import size_text
+from unigen_ds.checks.dry_run.batches import check_batches, check_collectives
+from unigen_ds.checks.dry_run.known import Checked, Known, ok, problem, problems_of, unchecked, untraced, warning
+from unigen_ds.checks.dry_run.this_machine import check_devices, check_folders, check_job, check_paths
+from unigen_ds.checks.memory.fits import GIB, Reserve, device_bytes
+from unigen_ds.checks.memory.planned import CHOSEN, largest_batches, preload, trace_engines
 from unigen_ds.config.paths import expand_paths
-from unigen_ds.config.registry import DRY_RUN_CHECKS, TOKENIZERS, build
-from unigen_ds.config.section import Component
-from unigen_ds.core.batch import check_counts
+from unigen_ds.config.registry import TOKENIZERS, build
 from unigen_ds.core.choices import AUTO
-from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.progress import Geometry
-from unigen_ds.data.datasets.dataset import PlannedDataset, check_readable
-from unigen_ds.data.records.unusable import exceeds
+from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
+from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.optim.optimizer import AUTO as AUTO_PRECISION
-from unigen_ds.optim.optimizer import settled_precision
-from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan
+from unigen_ds.resume.plan import NOT_RESUMED
 from unigen_ds.runner.settings.naming import name_and_folder
-from unigen_ds.runner.settings.tree import Settings, read_config
-from unigen_ds.runner.start.build import build_hooks, build_model, build_processor, check_states
-from unigen_ds.runner.start.stages import Start, build_engine, plan_start, read_start, run_checklist, settle
+from unigen_ds.runner.settings.tree import Settings
+from unigen_ds.runner.start.build import build_hooks, check_states
+from unigen_ds.runner.start.stages import build_engine, free_bytes, plan_start, read_start, run_checklist, settle
 from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.tracking.settings import Visualizer
 
@@ -52,41 +38,28 @@ Check = Callable[[Known], Iterable[Checked]]
 
 
 def check_config(known: Known) -> Iterator[Checked]:
-    """Adds ``given``, the number of processes, and ``settings``: of a config with mistakes those of the rest."""
-    config = read_config(known.asked.config, known.asked.overrides)
-    known.given = config.values
-    with suppress(ConfigError):  # reported by ``check_job``
-        count_processes(known)
-    with as_launched(known.world_size, per_node=known.per_node):
-        try:
-            settings = Settings.from_config(config)
-            yield ok(f"{known.asked.config}: every key and value")
-        except Exception as error:  # of a user's own module, too
-            yield from problems_of(error)
-            usable = usable_settings(known.given)
-            if usable is None:
-                return
-            settings, known.changed, known.replaced = usable
+    """Adds ``settings``."""
+    settings = Settings.from_config(known.config)
     known.settings = settings.with_resume(AUTO) if known.asked.resume_auto else settings
+    yield ok(f"{known.asked.config}: every key and value")
 
 
 def check_engine(known: Known) -> Iterator[Checked]:
     """Adds ``backend`` and ``geometry``: versions, precision and the split of the batch."""
-    known.section("backend").backend.build()  # refuses what the engine cannot do with any optimizer
-    settings = known.section("backend", "optim_wrapper")
-    hardware, precision = known.hardware, settings.optim_wrapper.precision
-    if hardware.count and precision == "bf16" and not hardware.bf16:
-        yield problem(
-            f"precision is 'bf16', which {hardware.name} cannot compute",
-            allowed="bf16 on a device of compute capability 8.0 or more",
-            remedy="optim_wrapper.precision='fp16', 'fp32', or 'auto'",
-        )
-    if hardware.count and precision == AUTO_PRECISION and not hardware.bf16:
-        settings = known.settings = settings.with_precision("fp16")
+    settings, hardware = known.need("settings"), known.hardware
+    if hardware.count and not hardware.bf16:
+        if settings.optim_wrapper.precision == "bf16":
+            yield problem(
+                f"precision is 'bf16', which {hardware.name} cannot compute",
+                allowed="bf16 on a device of compute capability 8.0 or more",
+                remedy="optim_wrapper.precision='fp16', 'fp32', or 'auto'",
+            )
+        if settings.optim_wrapper.precision == AUTO_PRECISION:
+            settings = known.settings = settings.with_precision("fp16")
     known.backend, known.geometry = build_engine(settings)
     engine = known.backend.topology()["engine"]
     yield ok(f"{engine}, {settings.optim_wrapper.precision}; {known.geometry} sequences per update")
-    if hardware.count and "WORLD_SIZE" in os.environ and known.per_node > hardware.count:
+    if hardware.count and "RANK" in os.environ and known.per_node > hardware.count:
         yield problem(
             f"{known.per_node} processes are on a machine with {hardware.count} CUDA devices",
             remedy=f"start at most {hardware.count} processes on a machine, one for each device",
@@ -95,7 +68,7 @@ def check_engine(known: Known) -> Iterator[Checked]:
 
 def check_trackers(known: Known) -> Iterator[Checked]:
     """Packages and keys of log writers; no server is asked."""
-    for component in Visualizer.parse(known.given.get("visualizer") or {}).vis_backends:
+    for component in Visualizer.parse(known.config.values.get("visualizer") or {}).vis_backends:
         writer = component.build()
         errors = [*getattr(writer, "lacks", list)()]
         yield from (result for error in errors for result in problems_of(error))
@@ -105,12 +78,12 @@ def check_trackers(known: Known) -> Iterator[Checked]:
 
 def check_tokenizer(known: Known) -> Iterator[Checked]:
     """The tokenizer loads, and has the special tokens of the processor."""
-    given = known.given.get("tokenizer")
-    if given is None:
+    spec = known.config.values.get("tokenizer")
+    if spec is None:
         yield ok("the config has none")
         return
-    expand_paths(given, where="tokenizer")
-    tokenizer: Any = build(TOKENIZERS, given, where="tokenizer")
+    expand_paths(spec, where="tokenizer")
+    tokenizer: Any = build(TOKENIZERS, spec, where="tokenizer")
     names = ("bos_id", "eos_id", "pad_id", "image_start_id", "image_end_id", "image_id")
     ids = {name: token_id for name in names if isinstance(token_id := getattr(tokenizer, name, None), int)}
     outside = {name: number for name, number in ids.items() if not 0 <= number < len(tokenizer)}
@@ -122,185 +95,117 @@ def check_tokenizer(known: Known) -> Iterator[Checked]:
 
 def check_hooks(known: Known) -> Iterator[Checked]:
     """All hooks can be built, and their states can be stored."""
-    settings = known.section("default_hooks", "custom_hooks", "visualizer")
-    try:
-        hooks = build_hooks(settings)
-    except Exception as error:
-        for component in settings.custom_hooks:
-            try:
-                component.build()
-            except Exception as own:
-                yield from problems_of(own)
-        yield from problems_of(error)  # listed once
-        return
+    hooks = build_hooks(known.need("settings"))
     check_states(hooks)
     yield ok(", ".join(hook.name or type(hook).__name__ for hook in hooks))
 
 
 def check_start(known: Known) -> Iterator[Checked]:
-    """Adds ``start``: the checkpoint to begin with, the checklist of a resume, and all data sets. Without an engine or
-    a checkpoint that can be used, the data is checked as that of a new run.
-    """
-    settings: Settings = known.need("settings")
-    geometry = known.geometry or Geometry(settings.train_dataloader.batch_size or 1, 1, known.world_size)
-    known.loaded = geometry
-    plan = None
-    try:
-        backend = known.need("backend")
-        run = name_and_folder(settings, geometry)
-        settings = settings.named(run.name, run.folder)
-        plan = plan_start(settings, hashes=False)
-        yield from (warning(message) for message in plan.messages if message.startswith(NOT_RESUMED))
-        if settings.work_dir and not same(settings.folder, settings.checkpoints):
-            yield ok(f"checkpoints in {settings.checkpoints}")
-        settings = settle(settings, plan, backend=backend, geometry=geometry)
-    except (Unknown, UnigenError) as error:
-        missing = isinstance(error, Unknown)
-        yield from [unchecked(f"the checkpoint to begin with: needs {error}")] if missing else problems_of(error)
-        plan = None
-        precision = settled_precision(settings.optim_wrapper.precision)
-        settings = settings.with_seed(settings.randomness.seed or 0).with_precision(precision)
-    known.settings = settings
-    if wrong := known.replaced.intersection(("model", "tokenizer", "train_dataloader.dataset")):
-        yield from () if "model" in wrong else _problems_of_sources(settings)
-        raise Unknown(f"{', '.join(sorted(wrong))} without problems")
-    try:
-        start = known.start = read_start(settings, plan or ResumePlan("fresh"), geometry=geometry)
-    except UnigenError as error:
-        yield from [*_problems_of_sources(settings)] or problems_of(error)
-        return
-    if plan is not None and plan.mode == "resume":
-        yield from _checklist(known, start, plan)
+    """Adds ``start``: the checkpoint to begin with, the checklist of a resume, and all data sets."""
+    settings, backend, geometry = known.need("settings"), known.need("backend"), known.need("geometry")
+    run = name_and_folder(settings, geometry)
+    settings = settings.named(run.name, run.folder)
+    plan = plan_start(settings, hashes=False)
+    yield from (warning(message) for message in plan.messages if message.startswith(NOT_RESUMED))
+    if settings.work_dir and not same(settings.folder, settings.checkpoints):
+        yield ok(f"checkpoints in {settings.checkpoints}")
+    known.settings = settings = settle(settings, plan, backend=backend, geometry=geometry)
+    start = known.start = read_start(settings, plan, geometry=geometry)
+    if plan.mode == "resume":
+        yield ok(f"resumes from {plan.checkpoint} (its files' sizes were compared, not their content)")
+        for finding in run_checklist(start, plan, backend=backend, geometry=geometry, hashed=False):
+            text = f"{finding.id}: {finding.was} -> {finding.now}. {finding.why}"
+            if finding.status == "block":
+                yield problem(text, remedy=finding.remedy or None)
+            elif finding.status == "warn":
+                yield warning(text)
     else:
-        if plan is not None:
-            yield ok("a new run" + (f" with the weights of {plan.checkpoint}" if plan.checkpoint else ""))
+        yield ok("a new run" + (f" with the weights of {plan.checkpoint}" if plan.checkpoint else ""))
         curves = Schedules.from_cfg(
             settings.param_scheduler, ruler=start.ruler, base=(), total_sequences=start.total_sequences
         )
         yield from map(warning, curves.warnings())
-    stream = start.data.stream
     for skipped in start.data.skipped:
         yield warning(f"data set {skipped.name} is skipped (on_error='skip'): {skipped.why}")
+    stream = start.data.stream
     yield ok(
         f"{sum(map(len, stream.datasets)):,} records of {len(stream.names)} data set(s),"
         f" {stream.sequences_per_epoch:,} sequences an epoch"
     )
 
 
-def _checklist(known: Known, start: Start, plan: ResumePlan) -> Iterator[Checked]:
-    """What the checklist of a resume refuses or warns about."""
-    yield ok(f"resumes from {plan.checkpoint} (its files' sizes were compared, not their content)")
-    if known.changed:
-        yield unchecked(f"the checklist of the resume: needs {', '.join(sorted(known.changed))} without problems")
-        return
-    backend, geometry = known.need("backend"), known.need("geometry")
-    for finding in run_checklist(start, plan, backend=backend, geometry=geometry, hashed=False):
-        text = f"{finding.id}: {finding.was} -> {finding.now}. {finding.why}"
-        if finding.status == "block":
-            yield problem(text, remedy=finding.remedy or None)
-        elif finding.status == "warn":
-            yield warning(text)
-
-
-def _problems_of_sources(settings: Settings) -> Iterator[Checked]:
-    """A problem of each data set that cannot be opened or read: a start names the first."""
-    processor = build_processor(settings, seed=settings.seed)
-    components: list[Component] = [*settings.train_dataloader.dataset]
-    for loader in settings.val_dataloader.sets.values() if settings.val_dataloader else ():
-        components += loader.dataset
-    for component in components:
-        if component.get("data_path") == NOWHERE:
-            continue
-        try:
-            dataset = component.build(processor=processor)
-            check_readable([dataset], [dataset.name])
-        except UnigenError as error:
-            yield from problems_of(error)
-
-
 def check_model(known: Known) -> Iterator[Checked]:
     """Adds ``model``, without memory, with the files of published weights read; too small a vocabulary is refused."""
-    settings = known.section("model", "lora", "tokenizer")
-    if known.start is not None:
-        processor, model = known.start.data.processor, known.start.meta_model
-    else:  # the data has a problem, or the engine
-        seed = settings.randomness.seed or 0
-        processor = build_processor(settings, seed=seed)
-        with torch.device("meta"):
-            model = build_model(settings, processor, seed=seed)
-    known.model = model
+    model = known.model = known.need("start").meta_model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     yield ok(f"{type(model).__name__}: {sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained")
 
 
-# ---- the first micro-batches -----------------------------------------------------------------------------------------
-
-_SHOWN = 8
-
-
-def check_batches(known: Known) -> Iterator[Checked]:
-    """Adds ``batches``: samples that cannot be read, and how ranks differ."""
-    settings, start, geometry = known.need("settings"), known.need("start"), known.need("loaded")
-    batches = make_first_batches(settings, start, known.model, geometry, known.asked.num_batches)
-    for text, number in batches.errors.most_common(_SHOWN):
-        yield problem(f"{number} micro-batch(es): {text}")
-    if len(batches.errors) > _SHOWN:
-        yield problem(f"and {len(batches.errors) - _SHOWN} other errors")
-    if batches.skipped:
-        yield _skipped(batches, start.data.stream.datasets, settings.train_dataloader.max_skipped_fraction)
-    if not batches.made:
+def check_memory(known: Known) -> Iterator[Checked]:
+    """Adds ``traced``: one update of the engine on the largest micro-batch, without memory."""
+    settings, start, geometry = known.need("settings"), known.need("start"), known.need("geometry")
+    known.need("model")  # of one that cannot be built the problem is listed
+    preload()
+    largest = largest_batches(start.data, geometry)
+    plan = trace_engines({CHOSEN: settings}, start.data.processor, largest, geometry, jobs=1)[CHOSEN]
+    traced = known.traced = plan.traced
+    if traced is None:
+        yield untraced(plan.problem)
         return
-    known.batches = batches
-    for one in batches.made:
-        check_counts(one.targets, of="Batch", declared=settings.term_weights)
-    seq_length = settings.train_dataloader.seq_length * geometry.batch_size
-    by_rank = [[one for one in rank if one is not None] for rank in batches.of_rank]
-    lines = [f"{len(batches.made):,} micro-batches of {len(by_rank)} rank(s), {_numbers(batches.made, seq_length)}"]
-    order = sorted(range(len(by_rank)), key=lambda rank: sum(one.tokens for one in by_rank[rank]))
-    for rank in sorted(order) if len(order) <= _SHOWN else (order[0], order[-1]):  # with the fewest and most tokens
-        lines += [f"rank {rank}: {_numbers(by_rank[rank], seq_length)}"] * (len(order) > 1)
-    yield ok("\n".join(lines))
-    updates = [*batches.updates()]
-    if len(by_rank) > 1 and updates:
-        yield _imbalance(updates)
-
-
-def _skipped(batches: FirstBatches, datasets: Sequence[PlannedDataset], limit: float) -> Checked:
-    """Samples that padding replaces. Too many: of those that were made, or of all records, as headers show it."""
-    samples = sum(one.samples for one in batches.made)
-    examples = "; ".join(f"{one['sample']}: {one['why']}" for one in batches.skipped[:_SHOWN])
-    text = f"{len(batches.skipped)} of {samples} samples cannot be read: {examples}"
-    records, unreadable = sum(map(len, datasets)), sum(int((one.counts().unreadable > 0).sum()) for one in datasets)
-    if unreadable > limit * records or exceeds(len(batches.skipped), samples, limit):
-        return problem(text, allowed=f"a share of {limit:g} (train_dataloader.max_skipped_fraction)")
-    return warning(text)
-
-
-def _numbers(batches: Sequence[MadeBatch], seq_length: int) -> str:
-    samples, tokens, images = (sum(getattr(one, name) for one in batches) for name in ("samples", "tokens", "images"))
-    without = f", {sum(not one.images for one in batches)} without images" if images else ""
-    share = tokens / max(seq_length * len(batches), 1)
-    return f"{samples:,} samples, {tokens:,} tokens ({share:.1%} of the length), {images:,} images{without}"
-
-
-def _imbalance(updates: Sequence[Sequence[Sequence[MadeBatch]]]) -> Checked:
-    """How unevenly the ranks of an update are loaded."""
-    mixed = sum(len({rank[k].kind for rank in update}) > 1 for update in updates for k in range(len(update[0])))
-    costs = [[sum(one.flops or one.tokens for one in rank) for rank in update] for update in updates]
-    waits = sum(1 - sum(ranks) / (len(ranks) * max(ranks)) for ranks in costs if max(ranks)) / len(costs)
+    reserve = Reserve(2 * GIB, 0.05, 4 * GIB)
+    phases = device_bytes(traced, reserve)
+    phase = max(phases, key=lambda name: phases[name])
+    memory = known.asked.device_memory or known.hardware.memory
     text = (
-        f"in {mixed} of {sum(len(update[0]) for update in updates)} iterations the ranks have different kinds of"
-        f" micro-batches; ranks that have less to compute wait for {waits:.1%} of the time"
+        f"{size_text(phases[phase])} on a device ({phase}; {size_text(reserve.device)} and 5 % of it reserved),"
+        f" {largest.text}"
     )
-    more = f"{text}: packing=dict(...), or larger micro-batches, make them more equal"
-    return warning(more) if waits > 0.25 else ok(text)
+    if not memory:
+        yield ok(text)
+        yield unchecked("the memory of a device: --device-memory 80GiB")
+    elif phases[phase] > memory:
+        lighter = f", --backend {known.need('backend').lighter}" if known.need("backend").lighter else ""
+        yield problem(
+            f"{text}; it has {size_text(memory)}, {size_text(phases[phase] - memory)} too few",
+            remedy=f"model.activation_checkpointing=True, a smaller batch_size{lighter}; tools/plan.py compares all"
+            " engines",
+        )
+    else:
+        yield ok(f"{text}; it has {size_text(memory)}")
+
+
+def check_disk(known: Known) -> Iterator[Checked]:
+    """The checkpoints that the run will keep at a time, against the free space."""
+    settings, start, traced = known.need("settings"), known.need("start"), known.need("traced")
+    component = settings.default_hooks.checkpoint
+    hook = component.build() if component is not None else None
+    if not isinstance(hook, CheckpointHook):
+        yield unchecked("default_hooks.checkpoint is no CheckpointHook: how often the run saves is not known")
+        return
+    saves = 1
+    if hook.interval > 0:
+        saves = max(1, math.ceil(start.total_sequences / start.ruler.duration(hook.interval, hook.unit).value))
+    # at a time: the new one is durable before the oldest is deleted
+    copies = saves if hook.max_keep_ckpts == -1 else min(saves, hook.max_keep_ckpts + 1)
+    copies = max(1, copies - len(store.list_checkpoints(settings.checkpoints)))
+    copies += any(issubclass(one.cls, EvaluateHook) and one.get("save_best") for one in settings.custom_hooks)
+    size = traced.saved * (2 if hook.form == "both" else 1)
+    extra = traced.saved * (hook.form == "full")  # made from the files of the engine, which are deleted then
+    needed, free = copies * size + extra, free_bytes(settings.checkpoints)
+    text = f"{copies} checkpoints of {size_text(size)} (max_keep_ckpts={hook.max_keep_ckpts}) need {size_text(needed)}"
+    if free is not None and free < needed:
+        yield problem(
+            f"{text}, and {size_text(free)} are free where {settings.checkpoints} is",
+            remedy="free space, CheckpointHook(max_keep_ckpts=...) or a longer interval, or another --checkpoint-dir",
+        )
+    else:
+        yield ok(f"{text}; {'an unknown size is' if free is None else size_text(free) + ' are'} free")
 
 
 CHECKS: dict[str, Check] = {
-    "packages": check_packages,
     "devices": check_devices,
-    "config": check_config,
     "job": check_job,
+    "config": check_config,
     "paths": check_paths,
     "folders": check_folders,
     "engine": check_engine,
@@ -313,16 +218,7 @@ CHECKS: dict[str, Check] = {
     "collectives": check_collectives,
     "memory": check_memory,
     "disk": check_disk,
-    "time": check_time,
 }
 """Name -> check, in the order in which they run."""
-LOCAL = ("packages", "devices", "config", "job", "paths", "folders")
-"""Checks that every process of a launched job makes on its own machine."""
-
-
-def all_checks() -> dict[str, Check]:
-    """Also those of a user's own, after the others, once the config has imported them. Raises ``ConfigError``."""
-    own = DRY_RUN_CHECKS.module_dict
-    if both := sorted(own.keys() & CHECKS.keys()):
-        raise ConfigError(f"DRY_RUN_CHECKS has {', '.join(both)}, a name in use", remedy="register_module(name='...')")
-    return {**CHECKS, **own}
+BEFORE_CONFIG = ("devices", "job")
+"""Checks after which the number of processes is known, for which the config is checked."""

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend
+from unigen_ds.checks.memory.traced import Traced, copy_batch
+from unigen_ds.config.overrides import ConfigValues
+from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.stages import Start
-from unigen_ds.system.machine import WrongNumber
-
-if TYPE_CHECKING:
-    from unigen_ds.checks.dry_run.first_batches import FirstBatches
-    from unigen_ds.checks.memory.traced import Traced
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,16 @@ def untraced(why: str | None) -> Checked:
     return problem(f"an update fails: {why}")
 
 
-_SEVERAL = re.compile(r"\d+ problems in the config:\n  ")
-
-
 def problems_of(error: Exception) -> list[Checked]:
     """One for each problem that an error names; of any other error than ours its kind and where it was raised."""
     if not isinstance(error, UnigenError):
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = (str(error).splitlines() or [""])[0]
         return [problem(f"{type(error).__name__}: {text} ({last.filename}:{last.lineno})")]
-    text = str(error)
-    lines = _SEVERAL.sub("", text, count=1).split("\n  ") if _SEVERAL.match(text) else [text]
-    return [Checked("problem", line.rstrip()) for line in lines]
+    title, *several = str(error).split("\n  ")
+    if "problems in the config:" not in title:
+        several = [str(error)]
+    return [Checked("problem", line.rstrip()) for line in several]
 
 
 class Unknown(Exception):
@@ -88,8 +86,6 @@ class Asked:
     num_batches: int = 100
     device_memory: int | None = None
     """Bytes."""
-    peak_tflops: float | None = None
-    mfu: float = 0.4
     skip: Sequence[str] = ()
     """Names of checks that are left out."""
 
@@ -106,36 +102,67 @@ class Hardware:
     bf16: bool = True
 
 
+_OF_EVERY_BATCH = {field.name for field in dataclasses.fields(Batch)}
+Kind = tuple[str, ...]
+"""What a micro-batch has none of: names of its tensors and lists that are empty, and loss terms without targets. What a
+model computes may depend on that."""
+
+
+def kind_of(batch: Batch) -> Kind:
+    values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name not in _OF_EVERY_BATCH}
+    empty = [name for name, value in values.items() if isinstance(value, Tensor) and not value.numel()]
+    empty += [name for name, value in values.items() if isinstance(value, tuple) and not value]
+    empty += ["images"] * (not batch.num_images)  # a family may have them in a mapping
+    return (*empty, *(f"targets of {term}" for term, number in batch.target_counts().items() if not number))
+
+
+@dataclass
+class FirstBatches:
+    """The micro-batches that were made."""
+
+    accumulative_counts: int
+    kinds: list[list[Kind | None]]
+    """By rank and iteration; None: it could not be made."""
+    examples: dict[Kind, list[Batch]] = field(default_factory=dict)
+    """Of each kind that with the fewest, and that with the most images and tokens."""
+    skipped: list[Mapping[str, str]] = field(default_factory=list)
+    """Samples that padding replaces, since they cannot be read."""
+    errors: list[str] = field(default_factory=list)
+    numbers: Counter[str] = field(default_factory=Counter)
+    """Of samples, tokens and images."""
+
+    def add(self, rank: int, batch: Batch) -> None:
+        """Count a micro-batch, and keep it where its kind has none with fewer or with more images and tokens."""
+        kind = kind_of(batch)
+        self.kinds[rank].append(kind)
+        self.numbers.update(samples=batch.num_samples, tokens=batch.num_tokens, images=batch.num_images)
+        self.skipped += batch.skipped
+        examples = self.examples.get(kind, [])
+        sizes = [(one.num_images, one.num_tokens) for one in examples]
+        if not sizes or not min(sizes) <= (batch.num_images, batch.num_tokens) <= max(sizes):
+            ordered = sorted([*examples, copy_batch(batch)], key=lambda one: (one.num_images, one.num_tokens))
+            self.examples[kind] = [ordered[0], *ordered[1:][-1:]]
+
+
 @dataclass
 class Known:
     """Filled in by the checks, in their order. What is missing is asked for with ``need``."""
 
     asked: Asked
-    wrong_numbers: Sequence[WrongNumber] = ()
-    """Variables of the launcher that are no numbers: as if they were not set."""
-    given: dict[str, Any] = field(default_factory=dict)
-    """The config as plain values, with its mistakes: for what can be checked nevertheless."""
+    config: ConfigValues
+    """Not yet checked: for what can be checked in spite of mistakes."""
     hardware: Hardware = Hardware(0)
     world_size: int = 1
     per_node: int = 1
     settings: Settings | None = None
-    """Of a config with mistakes those of the rest."""
-    changed: frozenset[str] = frozenset()
-    """Sections that are not as the config has them, since something in them is wrong."""
-    replaced: frozenset[str] = frozenset()
-    """Keys of their parts that have nothing, or not all, of what the config should have."""
     backend: Backend | None = None
     geometry: Geometry | None = None
-    loaded: Geometry | None = None
-    """By which ``start`` divides the data: ``geometry``, or the batch size alone."""
     start: Start | None = None
     model: nn.Module | None = None
     """On the meta device."""
     batches: FirstBatches | None = None
     traced: Traced | None = None
     missing_paths: list[str] = field(default_factory=list)
-    problems: set[str] = field(default_factory=set)
-    """Texts of those that are listed."""
 
     def need(self, name: str) -> Any:
         """The value ``name``. Raises ``Unknown`` where no check could build it."""
@@ -144,19 +171,11 @@ class Known:
             raise Unknown(_NAMES[name])
         return value
 
-    def section(self, *sections: str) -> Settings:
-        """``settings``. Raises ``Unknown`` where something in one of these sections is wrong."""
-        settings: Settings = self.need("settings")
-        if wrong := self.changed.intersection(sections):
-            raise Unknown(f"{', '.join(sorted(wrong))} without problems")
-        return settings
-
 
 _NAMES = {
     "settings": "a config without problems",
     "backend": "an engine that can be used",
     "geometry": "an engine that can be used",
-    "loaded": "data without problems",
     "start": "data and, on a resume, a checkpoint without problems",
     "model": "a model that can be built",
     "batches": "the first micro-batches",

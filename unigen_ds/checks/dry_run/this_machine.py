@@ -1,5 +1,5 @@
-"""The checks that every process of a launched job makes on its own machine: packages, devices, the variables of the
-launcher, and the paths of the config, also of one with mistakes.
+"""The checks of this machine, which a config with mistakes does not prevent: devices, the variables of the launcher,
+paths that are read, and folders that are written.
 """
 
 from __future__ import annotations
@@ -22,19 +22,9 @@ from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.runner.settings.naming import PLACE
 from unigen_ds.system import dist
-from unigen_ds.system.machine import ALLOWED, installed, version_problems
 
 _STARTED = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_RANK"}
 """Launcher -> a variable that each of its processes has."""
-
-
-def check_packages(known: Known) -> Iterator[Checked]:
-    """torch and transformers; DeepSpeed's version is checked with the engine that needs it."""
-    errors = [*version_problems()]
-    yield from (result for error in errors for result in problems_of(error))
-    if not errors:
-        names = [*ALLOWED, "deepspeed"]
-        yield ok(", ".join(f"{name} {version}" for name in names if (version := installed(name))))
 
 
 def check_devices(known: Known) -> Iterator[Checked]:
@@ -59,64 +49,41 @@ def _ask_devices() -> Hardware | None:
     return Hardware(torch.cuda.device_count(), torch.cuda.get_device_name(0), memory, free, bf16)
 
 
-# ---- the job: what torchrun, MPI or SLURM has set in the environment -------------------------------------------------
-
-
-def count_processes(known: Known) -> None:
-    """Adds ``world_size`` and ``per_node``: as asked for, as started, or as the config has it.
-
-    Raises ``ConfigError`` for variables of the launcher that are missing or wrong.
+def check_job(known: Known) -> Iterator[Checked]:
+    """Adds ``world_size`` and ``per_node``: as asked for, as started, or as the config has it; and what torchrun, MPI
+    or SLURM have set in the environment.
     """
-    launcher, missing = str(known.given.get("launcher") or "none"), None
+    launcher, asked = str(known.config.values.get("launcher") or "none"), known.asked
     if launcher in _STARTED and _STARTED[launcher] in os.environ:
         try:
             dist.launcher_environment(launcher)
         except ConfigError as error:
-            missing = error
-    started = number_in(os.environ, "WORLD_SIZE")
-    known.world_size = known.asked.world_size or started or stated_world_size(known.given)
+            yield from problems_of(error)
+    started = dist.env_world_size() if "WORLD_SIZE" in os.environ else None
+    known.world_size = asked.world_size or started or stated_world_size(known.config.values)
     on_node = dist.env_processes_per_node() if started == known.world_size and started > 1 else None
-    known.per_node = min(known.asked.per_node or on_node or 8, known.world_size)
-    if missing is not None:
-        raise missing
-
-
-def check_job(known: Known) -> Iterator[Checked]:
-    """What the launcher has set, against the number of processes."""
-    launcher = str(known.given.get("launcher") or "none")
-    yield from (result for error in known.wrong_numbers for result in problems_of(error))
-    try:
-        count_processes(known)
-    except ConfigError as error:
-        yield from problems_of(error)
-    yield from launcher_results(os.environ, launcher=launcher, world_size=known.world_size)
+    known.per_node = min(asked.per_node or on_node or 8, known.world_size)
+    yield launcher_result(os.environ, launcher=launcher, world_size=known.world_size)
     yield from slurm_results(os.environ, launcher=launcher, world_size=known.world_size)
     dist.check_port()
 
 
-def number_in(env: Mapping[str, str], name: str) -> int | None:
-    """The whole number that a variable has; None: it has none."""
-    return int(env[name]) if env.get(name, "").isdecimal() else None
-
-
-def launcher_results(env: Mapping[str, str], *, launcher: str, world_size: int) -> Iterator[Checked]:
+def launcher_result(env: Mapping[str, str], *, launcher: str, world_size: int) -> Checked:
     """Variables of the launcher against each other and against ``world_size``, the processes that are planned."""
-    started, rank = number_in(env, "WORLD_SIZE"), number_in(env, "RANK") or 0
+    if "WORLD_SIZE" not in env:
+        return unchecked(f"no launcher has started this process; {world_size} process(es) are planned")
+    started, rank = int(env["WORLD_SIZE"]), int(env.get("RANK", "0"))
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK") if name not in env]
-    if started is None:
-        yield unchecked(f"no launcher has started this process; {world_size} process(es) are planned")
-        return
     if rank >= started:
-        yield problem(f"RANK is {rank} and WORLD_SIZE {started}", allowed=f"RANK from 0 to {started - 1}")
-    elif started > 1 and missing and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        yield problem(
+        return problem(f"RANK is {rank} and WORLD_SIZE {started}", allowed=f"RANK from 0 to {started - 1}")
+    if started > 1 and missing and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return problem(
             f"{started} processes were started without {', '.join(missing)} in the environment",
             remedy="--launcher slurm or mpi sets them; or start with torchrun",
         )
     if started != world_size:
-        yield warning(f"{started} processes were started, and --world-size {world_size} is what is checked")
-    else:
-        yield ok(f"{started} process(es), launcher {launcher!r}")
+        return warning(f"{started} processes were started, and --world-size {world_size} is what is checked")
+    return ok(f"{started} process(es), launcher {launcher!r}")
 
 
 def slurm_results(env: Mapping[str, str], *, launcher: str, world_size: int) -> Iterator[Checked]:
@@ -125,8 +92,8 @@ def slurm_results(env: Mapping[str, str], *, launcher: str, world_size: int) -> 
         if launcher == "slurm":
             yield unchecked("launcher is 'slurm' and this is no SLURM job: its variables are not there")
         return
-    tasks = number_in(env, "SLURM_NTASKS") or 1
-    devices, on_node = number_in(env, "SLURM_GPUS_ON_NODE"), number_in(env, "SLURM_NTASKS_PER_NODE")
+    tasks = int(env.get("SLURM_NTASKS", "1"))
+    devices, on_node = int(env.get("SLURM_GPUS_ON_NODE", "0")), int(env.get("SLURM_NTASKS_PER_NODE", "0"))
     if launcher == "slurm" and tasks != world_size:
         yield problem(
             f"SLURM has {tasks} tasks (SLURM_NTASKS), and {world_size} processes are planned",
@@ -139,7 +106,7 @@ def slurm_results(env: Mapping[str, str], *, launcher: str, world_size: int) -> 
         )
     else:
         yield ok(f"SLURM job {env['SLURM_JOB_ID']}, {tasks} tasks")
-    if devices and on_node and launcher == "slurm" and on_node > devices:
+    if devices and on_node > devices and launcher == "slurm":
         yield problem(
             f"SLURM has {on_node} tasks and {devices} GPUs on a node",
             allowed="a GPU for each task",
@@ -147,16 +114,14 @@ def slurm_results(env: Mapping[str, str], *, launcher: str, world_size: int) -> 
         )
 
 
-# ---- paths of the config ---------------------------------------------------------------------------------------------
-
 _READ = PATH_KEYS - {"work_dir", "checkpoint_dir", "cache_dir", "save_dir", "root", "config", "resume"}
 """Keys whose files must be there. ``root`` is made by the demo's data set, ``config`` may be the name of a preset."""
 
 
 def check_paths(known: Known) -> Iterator[Checked]:
     """Adds ``missing_paths``: files and folders that are read."""
-    paths = [*_paths(known.given)]
-    if isinstance(resume := known.given.get("resume"), str) and resume != AUTO:
+    paths = [*_paths(known.config.values)]
+    if isinstance(resume := known.config.values.get("resume"), str) and resume != AUTO:
         paths.append(("resume", resume))
     for where, text in paths:
         path = os.path.expanduser(os.path.expandvars(text))
@@ -183,7 +148,7 @@ def _paths(config: Any, *, where: str = "", is_path: bool = False) -> Iterator[t
 def check_folders(known: Known) -> Iterator[Checked]:
     """Folders that are written: permissions, and whether another run uses them."""
     for key in ("work_dir", "checkpoint_dir"):
-        if not isinstance(text := known.given.get(key), str):
+        if not isinstance(text := known.config.values.get(key), str):
             continue
         folder = Path(os.path.expanduser(os.path.expandvars(text.partition(PLACE)[0] or ".")))
         option = f"choose another --{key.replace('_', '-')}"

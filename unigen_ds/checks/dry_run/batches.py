@@ -1,4 +1,5 @@
-"""The collective calls of all ranks over their first micro-batches: where two differ, the run would hang.
+"""The first micro-batches of every rank, made by the loader's own code, and the collective calls of all ranks over
+them: where two ranks differ, the run would hang.
 
 Every rank must call the same collectives, with the same sizes, in the same order. An engine that shards weights calls
 them wherever a module runs, so a model that leaves a part out where a micro-batch has nothing for it (no image) calls
@@ -9,28 +10,83 @@ What an engine does later because of earlier updates is seen only as far as it d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
+from rich.console import Console as RichOutput
+from rich.progress import track
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unigen_ds.checks.dry_run.first_batches import FirstBatches, Kind, titles
-from unigen_ds.checks.dry_run.known import Checked, Known, ok, problem, untraced, warning
+from unigen_ds.checks.dry_run.known import Checked, FirstBatches, Kind, Known, ok, problem, untraced, warning
 from unigen_ds.checks.memory.counted import PLAIN, CountedBytes, in_processes
 from unigen_ds.checks.memory.planned import preload
 from unigen_ds.checks.memory.traced import copy_batch, fake_group, one_update, prepare, without_compile
-from unigen_ds.core.batch import Batch
+from unigen_ds.core.batch import Batch, check_counts
+from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.progress import Geometry
+from unigen_ds.data.batches.loader import BatchLoader, RowSource
+from unigen_ds.data.records.unusable import exceeds
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import build_optimizer_config
 from unigen_ds.runner.start.stages import build_engine
+from unigen_ds.system.machine import num_cores
+
+_SHOWN = 8
+"""Examples that a line has at most."""
+
+
+def check_batches(known: Known) -> Iterator[Checked]:
+    """Adds ``batches``: samples that cannot be read, and loss terms that are not those of the family."""
+    settings, start, geometry = known.need("settings"), known.need("start"), known.need("geometry")
+    stream, loading, size = start.data.stream, settings.train_dataloader, geometry.sequences_per_iteration
+    number = max(known.asked.num_batches, geometry.accumulative_counts)  # at least one update
+    rows = [row for row, _ in islice(stream.rows(start.cursor), number * size)]
+    of_ranks = [rows[i : i + size][rank :: geometry.dp_size] for i in range(0, len(rows), size)
+                for rank in range(geometry.dp_size)]  # fmt: skip
+    batches = FirstBatches(geometry.accumulative_counts, [[] for _ in range(geometry.dp_size)])
+    loader = BatchLoader(
+        RowSource(stream.sources, stream.names, stream.sample_length), start.data.processor, of_ranks,
+        num_workers=min(loading.num_workers, num_cores()), prefetch_factor=loading.prefetch_factor,
+        timeout=loading.timeout,
+    )  # fmt: skip
+    console = RichOutput(stderr=True)
+    try:
+        for i in track(range(len(of_ranks)), "micro-batches", console=console, disable=not console.is_terminal):
+            try:
+                batch = loader.next()
+                check_counts(batch.target_counts(), of="Batch", declared=settings.term_weights)
+                batches.add(i % geometry.dp_size, batch)
+            except UnigenError as error:
+                batches.errors.append(str(error))
+                batches.kinds[i % geometry.dp_size].append(None)
+    finally:
+        loader.close()
+    for text in [*dict.fromkeys(batches.errors)][:_SHOWN]:
+        yield problem(f"{batches.errors.count(text)} of {len(of_ranks)} micro-batches: {text}")
+    samples, skipped = batches.numbers["samples"], len(batches.skipped)
+    if skipped:
+        examples = "; ".join(f"{one['sample']}: {one['why']}" for one in batches.skipped[:_SHOWN])
+        text = f"{skipped} of {samples} samples cannot be read: {examples}"
+        limit = loading.max_skipped_fraction
+        allowed = f"a share of {limit:g} (train_dataloader.max_skipped_fraction)"
+        yield problem(text, allowed=allowed) if exceeds(skipped, samples, limit) else warning(text)
+    if batches.examples:
+        known.batches = batches
+        share = batches.numbers["tokens"] / (loading.seq_length * geometry.batch_size * len(of_ranks))
+        yield ok(
+            f"{len(of_ranks):,} micro-batches of {geometry.dp_size} rank(s), {samples:,} samples,"
+            f" {batches.numbers['tokens']:,} tokens ({share:.1%} of the length), {batches.numbers['images']:,} images"
+        )
+
+
+# ---- collective calls -----------------------------------------------------------------------------------------------
 
 _OF_GROUPS = ("c10d", "_c10d_functional")
 """Namespaces of torch's operators that are collective."""
@@ -52,8 +108,7 @@ class Call:
     where: str
     """The innermost module that runs; empty between modules."""
 
-    @property
-    def text(self) -> str:
+    def __str__(self) -> str:
         return f"{self.what}{f' in {self.where}' if self.where else ''}"
 
 
@@ -124,8 +179,15 @@ def first_difference(one: Sequence[Call], other: Sequence[Call]) -> str | None:
     """The first call in which two sequences differ, as text; None: in none."""
     for number, (a, b) in enumerate(zip_longest(one, other, fillvalue=Call("none", "")), 1):
         if a.what != b.what:
-            return f"call {number} of an update is {a.text} on the one, and {b.text} on the other"
+            return f"call {number} of an update is {a} on the one, and {b} on the other"
     return None
+
+
+def titles(kinds: Collection[Kind]) -> dict[Kind, str]:
+    """Each as a person reads it: by the first of what is empty, but not in all of them."""
+    common = set.intersection(*map(set, kinds))
+    firsts = {kind: [name for name in kind if name not in common][:1] for kind in kinds}
+    return {kind: f"without {first[0]}" if first else "with all parts" for kind, first in firsts.items()}
 
 
 def compare(batches: FirstBatches, calls: Mapping[Kind, Sequence[Sequence[Call]]]) -> Checked:
@@ -133,23 +195,15 @@ def compare(batches: FirstBatches, calls: Mapping[Kind, Sequence[Sequence[Call]]
 
     ``calls``: of each kind those of its examples.
     """
-    step, title = batches.geometry.accumulative_counts, titles(calls)
-    for i in range(len(batches.of_rank[0])):
-        kinds = [(rank, one.kind) for rank, made in enumerate(batches.of_rank) if (one := made[i])]
-        where = f"update {i // step + 1}, micro-batch {i % step + 1}"
-        for rank, kind in kinds[1:]:
-            first_rank, first = kinds[0]
-            if kind.terms != first.terms:
-                return problem(
-                    f"{where}: target_counts() has the terms {', '.join(first.terms)} on rank {first_rank} and"
-                    f" {', '.join(kind.terms)} on rank {rank}",
-                    allowed="the same terms in every batch",
-                    remedy="a term without targets has the count 0",
-                )
+    step, title = batches.accumulative_counts, titles(calls)
+    for i, column in enumerate(zip(*batches.kinds, strict=True)):
+        of_ranks = [(rank, kind) for rank, kind in enumerate(column) if kind is not None]
+        for rank, kind in of_ranks[1:]:
+            first_rank, first = of_ranks[0]
             if difference := first_difference(calls[first][0], calls[kind][0]):
                 return problem(
-                    f"{where}: rank {first_rank} ({title[first]}) and rank {rank} ({title[kind]}) call different"
-                    f" collectives, so both would wait for ever: {difference}",
+                    f"update {i // step + 1}, micro-batch {i % step + 1}: rank {first_rank} ({title[first]}) and rank"
+                    f" {rank} ({title[kind]}) call different collectives, so both would wait for ever: {difference}",
                     remedy=REMEDY,
                 )
     for kind, of_examples in calls.items():
@@ -159,22 +213,21 @@ def compare(batches: FirstBatches, calls: Mapping[Kind, Sequence[Sequence[Call]]
                 f" tokens: {difference}",
                 remedy="call collectives, and modules whose weights are sharded, as often in every micro-batch",
             )
-    base, *others = calls
-    for kind in others:
-        if difference := first_difference(calls[base][0], calls[kind][0]):
+    base = next(iter(calls.values()))[0]
+    for kind, of_examples in calls.items():
+        if difference := first_difference(base, of_examples[0]):
             return warning(
-                f"micro-batches {title[base]} and {title[kind]} call different collectives; no two ranks have both in"
-                f" the same iteration yet: {difference}. Remedy: {REMEDY}."
+                f"micro-batches {title[kind]} call other collectives; no two ranks have both kinds in the same"
+                f" iteration yet: {difference}. Remedy: {REMEDY}."
             )
-    number, names = len(calls[base][0]), "; ".join(title.values())
-    return ok(f"the same {number} calls in every update of all ranks, for micro-batches {names}")
+    return ok(f"the same {len(base)} calls in every update of all ranks, for micro-batches {'; '.join(title.values())}")
 
 
 def check_collectives(known: Known) -> Iterator[Checked]:
     """The engine's calls for every kind of micro-batch that there is, compared in every iteration."""
     settings, batches, start = known.need("settings"), known.need("batches"), known.need("start")
     geometry = known.need("geometry")
-    known.need("model")
+    known.need("model")  # of one that cannot be built the problem is listed
     if geometry.dp_size == 1:
         yield ok("one process calls none")
         return
