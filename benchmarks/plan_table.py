@@ -160,8 +160,7 @@ def overrides(model: str, folder: Path, *, data: str) -> dict[str, Any]:
 
 def planned(model: str, folder: Path, *, data: str, world: int, engine: str | None = None) -> dict[str, Any]:
     """One engine, None: the recipe's own, as plain values; ``seconds`` by the clock and of all processes together."""
-    from unigen_ds.checks.memory.fits import Reserve, report_values
-    from unigen_ds.checks.memory.planned import plan_memory
+    from unigen_ds.checks.memory.planned import Reserve, plan_memory, report_values
     from unigen_ds.checks.resume import as_launched
     from unigen_ds.config.backend_option import with_backend
     from unigen_ds.core.errors import ConfigError

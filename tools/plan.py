@@ -56,8 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from unigen_ds.checks.memory.fits import Reserve, report_lines, report_values
-    from unigen_ds.checks.memory.planned import plan_memory
+    from unigen_ds.checks.memory.planned import Reserve, plan_memory, report_lines, report_values
     from unigen_ds.checks.resume import as_launched
     from unigen_ds.config.backend_option import with_backend
     from unigen_ds.config.overrides import parse_override, stated_world_size

@@ -234,7 +234,7 @@ def check_collectives(known: Known) -> Iterator[Checked]:
     examples = [batch for of_kind in batches.examples.values() for batch in of_kind]
     preload()
     task = partial(record_calls, settings, start.data.processor, examples, geometry)
-    calls, why = in_processes({"calls": task}, jobs=1)["calls"]
+    ((_, (calls, why)),) = in_processes({"calls": task}, jobs=1)
     if calls is None:
         yield untraced(why)
         return

@@ -18,8 +18,15 @@ from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.checks.dry_run.batches import check_batches, check_collectives
 from unigen_ds.checks.dry_run.known import Checked, Known, ok, problem, problems_of, unchecked, untraced, warning
 from unigen_ds.checks.dry_run.this_machine import check_devices, check_folders, check_job, check_paths
-from unigen_ds.checks.memory.fits import GIB, Reserve, device_bytes
-from unigen_ds.checks.memory.planned import CHOSEN, largest_batches, preload, trace_engines
+from unigen_ds.checks.memory.planned import (
+    CHOSEN,
+    GIB,
+    Reserve,
+    device_bytes,
+    largest_batches,
+    preload,
+    trace_engines,
+)
 from unigen_ds.config.paths import expand_paths
 from unigen_ds.config.registry import TOKENIZERS, build
 from unigen_ds.core.choices import AUTO

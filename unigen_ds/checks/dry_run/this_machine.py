@@ -31,7 +31,7 @@ def check_devices(known: Known) -> Iterator[Checked]:
     """Adds ``hardware``, which a process of its own asks for: CUDA in this one would prevent it from being forked.
     Afterwards this process and its children use no device.
     """
-    hardware, _ = in_processes({"devices": _ask_devices}, jobs=1)["devices"]
+    ((_, (hardware, _)),) = in_processes({"devices": _ask_devices}, jobs=1)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     if not hardware:
         yield unchecked("this machine has no CUDA device: what a device must have is not checked, all else is")

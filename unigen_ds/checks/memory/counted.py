@@ -44,12 +44,8 @@ class CountedBytes(TorchDispatchMode):
         self._on_host: set[int] = set()
         self._held: dict[int, tuple[Any, int]] = {}
         self._kept = ExitStack()
+        self.is_fake = fake
         self._without_memory = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
-
-    @property
-    def is_fake(self) -> bool:
-        """Whether new tensors of floating-point numbers have no memory."""
-        return self._without_memory is not None
 
     @torch.no_grad()
     def without_memory(self, module: torch.nn.Module) -> None:
@@ -194,14 +190,8 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
     """Those in arguments or results of an operation, which are nested in lists, tuples and dicts alone."""
     if isinstance(values, Tensor):
         yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            if isinstance(value, Tensor):
-                yield value
-            elif isinstance(value, (list, tuple, dict)):
-                yield from tensors_of(value)
-    elif isinstance(values, dict):
-        for value in values.values():
+    elif isinstance(values, (list, tuple, dict)):
+        for value in values.values() if isinstance(values, dict) else values:
             yield from tensors_of(value)
 
 
@@ -221,14 +211,9 @@ Outcome = tuple[Any, str | None]
 """(the value of a task, None), or (None, the text of its error)."""
 
 
-def in_processes(
-    tasks: Mapping[K, Callable[[], Any]], *, jobs: int, ended: Callable[[int], None] = lambda number: None
-) -> dict[K, Outcome]:
-    """The outcome of each task; ``jobs`` processes run at a time. ``ended`` is called once a second while they run,
-    with the number of tasks that have ended.
-    """
+def in_processes(tasks: Mapping[K, Callable[[], Any]], *, jobs: int) -> Iterator[tuple[K, Outcome]]:
+    """Yield the outcome of each task when it has ended; ``jobs`` processes run at a time."""
     context = multiprocessing.get_context("fork")
-    outcomes: dict[K, Outcome] = {}
     waiting, running = [*tasks], dict[Any, tuple[K, Any]]()
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -238,17 +223,15 @@ def in_processes(
             process.start()
             sender.close()
             running[receiver] = name, process
-        ended(len(outcomes))
         ready: Any
-        for ready in connection.wait([*running], timeout=1.0):
+        for ready in connection.wait([*running]):
             name, process = running.pop(ready)
             try:
-                outcomes[name] = ready.recv()
-                process.join()
+                outcome: Outcome | None = ready.recv()
             except EOFError:
-                process.join()
-                outcomes[name] = None, f"the process that traced it ended with {process.exitcode}"
-    return {name: outcomes[name] for name in tasks}
+                outcome = None
+            process.join()
+            yield name, outcome or (None, f"the process that traced it ended with {process.exitcode}")
 
 
 def _send_outcome(task: Callable[[], Any], sender: connection.Connection) -> None:

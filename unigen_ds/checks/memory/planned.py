@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console as RichOutput
-from rich.progress import Progress as RichBar
+from rich.progress import track
 
-from unigen_ds.checks.memory.counted import in_processes
-from unigen_ds.checks.memory.traced import Traced, fake_group, highest, trace
+from unigen_ds.checks.memory.counted import Outcome, in_processes
+from unigen_ds.checks.memory.traced import PHASES, Traced, fake_group, highest, trace
 from unigen_ds.checks.resume import as_launched
 from unigen_ds.config.backend_option import backend_spec
 from unigen_ds.core.batch import Batch
@@ -164,7 +164,17 @@ def trace_engines(
     engines: Mapping[str, Settings], processor: Any, largest: Largest, geometry: Geometry, *, jobs: int
 ) -> dict[str, EnginePlan]:
     """Each engine on rank 0, and on the ranks that need more. ``preload`` comes before, inside ``announced``."""
-    run = partial(_trace_ranks, engines, processor, largest, geometry, jobs=jobs)
+
+    def trace_rank(name: str, rank: int) -> Traced:
+        backend, _ = build_engine(engines[name])
+        with fake_group(geometry.dp_size, rank=rank):
+            return trace(engines[name], backend, processor, largest.batches, geometry=geometry)
+
+    def run(ranks: Sequence[tuple[str, int]]) -> dict[tuple[str, int], Outcome]:
+        outcomes = in_processes({one: partial(trace_rank, *one) for one in ranks}, jobs=jobs)
+        console = RichOutput(stderr=True)
+        return dict(track(outcomes, "planning", total=len(ranks), console=console, disable=not console.is_terminal))
+
     outcomes = run([(name, 0) for name in engines])
     outcomes |= run(
         [(name, rank) for (name, _), (one, _) in outcomes.items() if one is not None for rank in one.unlike]
@@ -179,24 +189,94 @@ def trace_engines(
     return plans
 
 
-def _trace_ranks(
-    engines: Mapping[str, Settings],
-    processor: Any,
-    largest: Largest,
-    geometry: Geometry,
-    ranks: Sequence[tuple[str, int]],
-    *,
-    jobs: int,
-) -> dict[tuple[str, int], tuple[Traced | None, str | None]]:
-    """By (engine, rank): what was traced, or why it could not be."""
+# ---- whether a plan fits into the memory that there is; a plan as text and as values --------------------------------
 
-    def trace_rank(name: str, rank: int) -> Traced:
-        backend, _ = build_engine(engines[name])
-        with fake_group(geometry.dp_size, rank=rank):
-            return trace(engines[name], backend, processor, largest.batches, geometry=geometry)
+GIB = 2**30
 
-    console = RichOutput(stderr=True)
-    with RichBar(console=console, auto_refresh=False, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("planning", total=len(ranks))
-        tasks = {(name, rank): partial(trace_rank, name, rank) for name, rank in ranks}
-        return in_processes(tasks, jobs=jobs, ended=lambda number: bar.update(task, completed=number, refresh=True))
+
+@dataclass(frozen=True)
+class Reserve:
+    """Bytes for what a trace cannot see, and the memory that there is (None: not given)."""
+
+    device: int
+    """Of a device: CUDA's context, NCCL's buffers, cuBLAS's workspaces."""
+    fragmentation: float
+    """Of what is traced on a device: gaps between the allocator's blocks."""
+    process: int
+    """Of a process in host memory: Python, libraries, the workers of its loader."""
+    device_memory: int | None = None
+    node_memory: int | None = None
+
+
+def device_bytes(traced: Traced, reserve: Reserve) -> dict[str, int]:
+    """Of one device in each phase, with the reserve."""
+    return {phase: round(traced.device[phase] * (1 + reserve.fragmentation)) + reserve.device for phase in PHASES}
+
+
+def host_bytes(traced: Traced, reserve: Reserve) -> dict[str, int]:
+    """Of one process in each phase, with the reserve: the model while it is built, what offload holds, copies."""
+    held = {"load": max(traced.built, traced.host), "save": traced.host + traced.largest}
+    held["resume"] = max(traced.built, traced.host + traced.largest)
+    return {phase: held.get(phase, traced.host) + reserve.process for phase in PHASES}
+
+
+def fits(plan: EnginePlan, report: MemoryReport, reserve: Reserve) -> bool | None:
+    """None where no memory was given, or there is no plan."""
+    if plan.traced is None or (reserve.device_memory is None and reserve.node_memory is None):
+        return None
+    device, host = device_bytes(plan.traced, reserve), host_bytes(plan.traced, reserve)
+    on_node = min(report.per_node, report.world_size)
+    enough = [max(device.values()) <= (reserve.device_memory or float("inf"))]
+    enough.append(on_node * max(host.values()) <= (reserve.node_memory or float("inf")))
+    return all(enough)
+
+
+def report_values(report: MemoryReport, reserve: Reserve) -> dict[str, Any]:
+    """Plain JSON values, in bytes."""
+    engines = []
+    for plan in report.plans:
+        values: dict[str, Any] = {"engine": plan.engine, "topology": plan.topology, "problem": plan.problem}
+        values["fits"] = fits(plan, report, reserve)
+        if plan.traced is not None:
+            values |= {"device": device_bytes(plan.traced, reserve), "host": host_bytes(plan.traced, reserve)}
+            values |= {"traced": vars(plan.traced), "step_of_rank": {**plan.ranks}}
+        engines.append(values)
+    return {
+        "world_size": report.world_size,
+        "per_node": report.per_node,
+        "precision": report.precision,
+        "geometry": str(report.geometry),
+        "largest_tokens": report.largest.tokens,
+        "sequences_looked_at": report.largest.sequences,
+        "reserve": vars(reserve),
+        "engines": engines,
+    }
+
+
+def report_lines(report: MemoryReport, reserve: Reserve) -> list[str]:
+    """A table: GiB on a device and of a process, by phase."""
+    lines = [
+        f"{report.geometry} sequences per update, {report.precision}, {report.largest.text}.",
+        f"GiB of one device, {100 * reserve.fragmentation:g} % for fragmentation and {reserve.device / GIB:.1f}"
+        f" reserved included / GiB of one process on the host, {reserve.process / GIB:.1f} reserved included",
+        f"{'engine':26}" + "".join(f"{phase:>15}" for phase in PHASES) + f"{'held':>9}{'checkpoint':>12}",
+    ]
+    for plan in report.plans:
+        topology: Mapping[str, Any] = plan.topology or {}
+        name = plan.engine
+        if name == CHOSEN:  # by what it is
+            stage = f"zero{topology['zero_stage']}" if "zero_stage" in topology else None
+            details = [topology.get("engine", "engine"), topology.get("sharding_strategy") or stage]
+            name = ":".join(filter(None, details)) + " (config)"
+        if plan.traced is None:
+            lines.append(f"{name:26} not planned: {plan.problem}")
+            continue
+        device, host = device_bytes(plan.traced, reserve), host_bytes(plan.traced, reserve)
+        cells = "".join(f"{f'{device[phase] / GIB:.2f} / {host[phase] / GIB:.2f}':>15}" for phase in PHASES)
+        verdict = {True: "  fits", False: "  too large", None: ""}[fits(plan, report, reserve)]
+        held = f"{plan.traced.held / GIB:9.2f}{plan.traced.saved / GIB:12.2f}"
+        lines.append(f"{name:26}{cells}{held}{verdict}")
+    on_node = min(report.per_node, report.world_size)
+    if on_node > 1:
+        lines.append(f"A node has {on_node} processes: its host memory is {on_node} times that of one.")
+    return lines
