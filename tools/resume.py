@@ -13,7 +13,6 @@ import json
 import os
 import shlex
 import sys
-from pathlib import Path
 
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
@@ -43,8 +42,6 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--verify", action="store_true", help="also read and hash every byte of the checkpoint")
     p.add_argument("--json", action="store_true", help="print everything as JSON")
-    p.add_argument("--write-config", type=Path, metavar="OUT.py",
-                   help="write a config that continues with the same effective batch")  # fmt: skip
     p.add_argument("--run", action="store_true", help="start the training if nothing blocks")
     return p
 
@@ -52,9 +49,9 @@ def parser() -> argparse.ArgumentParser:
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.checks.resume import inspect_resume, write_config
+    from unigen_ds.checks.resume import inspect_resume
     from unigen_ds.config.backend_option import with_backend  # after parsing: see train.py
-    from unigen_ds.config.overrides import config_path, parse_override
+    from unigen_ds.config.overrides import parse_override
     from unigen_ds.resume import finding
     from unigen_ds.runner.settings.tree import load_settings
 
@@ -73,10 +70,6 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print("\n".join(finding.finding_lines(inspection.findings)))
         print("\n".join(finding.plans(inspection.geometries, inspection.memory)))
-    if arguments.write_config:
-        base = config_path(arguments.config)
-        write_config(settings, inspection, arguments.write_config, base=base, overrides=overrides)
-        print(f"Written: {arguments.write_config}", file=sys.stderr)
     if inspection.blocked:
         print("The resume is blocked: see above.", file=sys.stderr)
         return 3
@@ -90,12 +83,10 @@ def start(arguments: argparse.Namespace, checkpoint: str, *, world_size: int) ->
     from unigen_ds.checks.resume import train_command
 
     words = [arguments.config, "--resume", checkpoint]
-    if arguments.write_config:
-        words = [str(arguments.write_config)]
     for flag in ("work_dir", "checkpoint_dir", "backend", "assume", "on_batch_change", "on_data_change"):
         if getattr(arguments, flag) is not None:
             words += ["--" + flag.replace("_", "-"), getattr(arguments, flag)]
-    if arguments.cfg_options and not arguments.write_config:
+    if arguments.cfg_options:
         words += ["--cfg-options", *arguments.cfg_options]
     command = train_command(words, world_size=world_size)
     print(shlex.join(command), file=sys.stderr, flush=True)

@@ -101,10 +101,10 @@ def test_overrides_reach_their_place(config_file: Path, override: str, where: tu
         ("param_scheduler.x=9", "not an index of a list of 2"),
         ("train_dataloader.packing.window=9", r"packing is \{'window': 9\}.*dict\(type="),
         ("train_dataloader.batch_size.x=9", "train_dataloader.batch_size is 2 and has no keys"),
-        ("optim_wrapper.optimizer.betaz.x.y=9", "optim_wrapper.optimizer.betaz: did you mean 'betas'"),
+        ("optim_wrapper.optimizer.betaz.x.y=9", "did you mean 'betas'"),
         ("optim_wrapper.clip_grad={'maxnorm': 1}", "did you mean 'max_norm'"),
         ("batch_size=8", "write train_dataloader.batch_size"),
-        ("_steps_of_mine=8", "the config has no key '_steps_of_mine'"),
+        ("_steps_of_mine=8", "unknown config key '_steps_of_mine'"),
         ("lr", "KEY=VALUE"),
         ("=3", "KEY=VALUE"),
     ],
@@ -130,8 +130,8 @@ def test_delete_replaces_a_section(overrides: list[str], section: dict[str, int]
 def test_unknown_keys_name_the_nearest_valid_one() -> None:
     problems = problems_of({"_mine": 1, "train_dataloder": {}, "optim_wrapper": {"clip_grad": {"max_nrom": 1}}})
     text = str(several(problems))
-    assert "train_dataloder: did you mean 'train_dataloader'" in text and "_mine" not in text
-    assert "optim_wrapper.clip_grad.max_nrom: did you mean 'max_norm'" in text
+    assert "train_dataloder'. Remedy: did you mean 'train_dataloader'" in text and "_mine" not in text
+    assert "optim_wrapper.clip_grad.max_nrom'. Remedy: did you mean 'max_norm'" in text
 
 
 def test_a_missing_or_broken_file_is_a_config_error(tmp_path: Path) -> None:
@@ -160,10 +160,9 @@ def test_a_shipped_config_is_found_by_its_name(tmp_path: Path) -> None:
         ("randomness.deterministic=True", "write env.deterministic"),
         ("train_dataloader.shuffle=False", "delete it"),
         ("optim_wrapper.dtype=int8", "precision='bf16'"),
-        ("env_cfg.cudnn_benchmark=True", "env_cfg: delete it; env.dist_timeout_s"),
+        ("env_cfg.cudnn_benchmark=True", "delete it; env.dist_timeout_s"),
         ("val_evaluator.type=Accuracy", "the metrics of EvaluateHook"),
         ("train_cfg.val_interval=often", "EvaluateHook"),
-        ("default_hooks.checkpoint.save_best=3", "EvaluateHook(save_best="),
         ("log_level=5", "env.log_level"),
     ],
 )

@@ -15,10 +15,8 @@ from tests.checkpoint.support import flip_byte
 from tests.processes import ROOT, run
 from tests.tiny import TINY, tiny_config
 from tools import resume as tool
-from tools import train
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings.tree import load_config
 from unigen_ds.system.journals import read_lines
 
 OPTIONS: dict[str, Any] = {
@@ -115,13 +113,10 @@ def test_an_edit_that_no_weight_shows(run_dir, capsys, edit, id, status, said):
 
 
 def test_a_run_that_began_with_load_from_is_looked_at_where_it_is_now(tmp_path, run_dir, capsys):
-    """Not at what ``load_from`` names; and the written config goes on with the run."""
-    out = tmp_path / "again.py"
+    """Not at what ``load_from`` names."""
     elsewhere = shutil.copytree(run_dir / "iter_12.pth", tmp_path / "elsewhere" / "iter_12.pth")
-    assert asked(run_dir, "--json", "--write-config", str(out), load_from=str(elsewhere)) == 0
+    assert asked(run_dir, "--json", load_from=str(elsewhere)) == 0
     assert str(run_dir / "iter_12.pth") in findings(capsys)["resume.mode"]["now"]
-    written = load_config(out)
-    assert (written.resume, written.load_from) == (str(run_dir / "iter_12.pth"), None)
 
 
 def test_nothing_to_resume_from(tmp_path, run_dir, capsys):
@@ -137,18 +132,6 @@ def test_only_verify_reads_every_byte(tmp_path, run_dir, capsys):
     assert tool.main(arguments) == 0
     assert tool.main([*arguments, "--verify"]) == 1
     assert "none is usable" in capsys.readouterr().err
-
-
-def test_the_written_config_goes_on_at_the_effective_batch(tmp_path, run_dir):
-    """Asked for 5 x 1 in one process; 4 x 3 is the largest micro-batch below that keeps the twelve."""
-    folder = Path(shutil.copytree(run_dir, tmp_path / "run"))
-    out = tmp_path / "again.py"
-    arguments = ["unified_digits", "--work-dir", str(folder), "--write-config", str(out)]
-    changed = {"train_dataloader__batch_size": 5, "optim_wrapper__accumulative_counts": 1}
-    assert tool.main([*arguments, *options(run_dir, **changed)]) == 3  # as asked it is blocked; the written one is not
-    assert train.main([str(out), "--max-updates", "6"]) == 0
-    lines = read_lines(folder / "metrics.jsonl")
-    assert [line["sequences"] for line in lines] == [12, 24, 36, 48, 60, 72]
 
 
 def test_run_starts_the_training(tmp_path, run_dir):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.resume.finding import Finding
-from unigen_ds.resume.geometry import MemoryPlan, equal_geometries, geometry_keys, memory_plans
+from unigen_ds.resume.geometry import MemoryPlan, equal_geometries, memory_plans
 from unigen_ds.resume.plan import ResumePlan
 from unigen_ds.runner.settings.naming import PLACE, name_and_folder
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import build_hooks
 from unigen_ds.runner.start.stages import build_engine, plan_start, read_start, run_checklist, settle
 from unigen_ds.system import dist
-from unigen_ds.system.files import write_text_atomic
 from unigen_ds.system.machine import environment
 
 
@@ -38,8 +36,6 @@ class Inspection:
     findings: Sequence[Finding]
     geometries: Sequence[Geometry]
     """All that keep the checkpoint's effective batch on this number of processes, smallest memory first."""
-    proposed: Geometry | None
-    """The one of ``geometries`` that is nearest to the config's micro-batch."""
     memory: Sequence[MemoryPlan]
 
     @property
@@ -87,10 +83,10 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
         findings = run_checklist(start, plan, backend=backend, geometry=geometry, hashed=verify)
         assert start.manifest is not None, "a resume has a manifest"
         equal = equal_geometries(start.manifest.geometry.global_batch_size, geometry.dp_size)
-        fitting = [one for one in equal if one.batch_size <= geometry.batch_size]
-        proposed = fitting[-1] if fitting else equal[0] if equal else None
-        memory = plans_of(settings, proposed or geometry, backend)
-    return Inspection(plan, geometry, findings, equal, proposed, memory)
+        # of the split that is nearest to the config's micro-batch
+        fitting = [one for one in equal if one.batch_size <= geometry.batch_size] or equal[:1] or [geometry]
+        memory = plans_of(settings, fitting[-1], backend)
+    return Inspection(plan, geometry, findings, equal, memory)
 
 
 @contextmanager
@@ -101,30 +97,6 @@ def as_launched(world_size: int, *, per_node: int | None = None) -> Iterator[Non
             per_node = world_size  # no launcher reports the number of nodes: one is assumed
         with environment({} if per_node is None else {"LOCAL_WORLD_SIZE": str(per_node)}):
             yield
-
-
-def write_config(
-    settings: Settings, inspection: Inspection, path: Path, *, base: Path, overrides: Mapping[str, Any]
-) -> None:
-    """Write a config that resumes from the checkpoint at its effective batch: the file ``base`` and the overrides."""
-    if inspection.proposed is None:
-        raise CheckpointError(
-            "no batch size keeps the effective batch on this number of processes",
-            remedy="choose another number of processes",
-        )
-    loader = settings.train_dataloader
-    keys = {**overrides, **geometry_keys(inspection.proposed, loader), "resume": str(inspection.plan.checkpoint)}
-    keys |= {key: None for key in ("load_from", "load_cfg") if settings.given.get(key) is not None}
-    keys["work_dir"] = str(settings.work_dir)
-    nested: dict[str, Any] = {}
-    for dotted, value in keys.items():
-        *above, last = dotted.split(".")
-        node = nested
-        for key in above:
-            node = node.setdefault(key, {})
-        node[last] = value
-    lines = [f"_base_ = {str(base)!r}", *(f"{k} = {v!r}" for k, v in nested.items())]
-    write_text_atomic(path, "\n".join(lines) + "\n")
 
 
 def train_command(arguments: Sequence[str], *, world_size: int) -> list[str]:

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError
 
-_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
-_ENGINES = {"ddp": "fsdp:NO_SHARD", "fsdp2": "fsdp:FULL_SHARD", "fsdp1": "fsdp:FULL_SHARD", "zero": "deepspeed:zero2"}
 BACKEND_WORDS = "single, deepspeed[:zero1|zero2|zero3|...|FILE.json], fsdp[:FULL_SHARD|...]"
-
-
-def backend_hint(value: Any) -> str | None:
-    """The ``--backend`` that ``zero2`` or ``full_shard`` probably means; None where it may be a user's own."""
-    text = value.strip().lower() if isinstance(value, str) else ""
-    if re.fullmatch(r"zero_?-?[123](_offload)?", text):
-        return "deepspeed:" + re.sub(r"zero_?-?", "zero", text)
-    if text.upper() in _SHARDING:
-        return f"fsdp:{text.upper()}"
-    return _ENGINES.get(text)
 
 
 def backend_spec(text: str) -> dict[str, str]:
     """``deepspeed:zero1`` -> ``{"type": "deepspeed", "config": "zero1"}``."""
     kind, _, detail = text.partition(":")
-    if not detail and (meant := backend_hint(kind)):
-        raise ConfigError(f"--backend {text}", allowed=BACKEND_WORDS, remedy=f"did you mean --backend {meant}?")
     option = {"deepspeed": "config", "fsdp": "sharding_strategy"}.get(kind)
     return {"type": kind} | ({option: detail} if option and detail else {})
 

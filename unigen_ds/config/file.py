@@ -20,7 +20,6 @@ from mmengine.fileio.handlers import YamlHandler, file_handlers
 
 from unigen_ds.config.paths import PACKAGE
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.system.files import encoding_problem
 
 _BASE = "_base_"
 _PLACEHOLDER = re.compile(r"\{\{\s*_base_\.(\w+)")
@@ -34,14 +33,9 @@ _ALL_NAMES = {"globals", "locals", "vars", "eval", "exec"}
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values, and tuples, which mmengine writes with a tag of Python's."""
+    """Plain values."""
 
 
-def _tuple(loader: yaml.SafeLoader, node: Any) -> tuple[Any, ...]:
-    return tuple(loader.construct_sequence(node, deep=True))
-
-
-_Loader.add_constructor("tag:yaml.org,2002:python/tuple", _tuple)
 # YAML 1.1 requires a point and a sign, and reads 1e-5 as a text
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
 
@@ -70,10 +64,17 @@ def _mmengine() -> Iterator[None]:
 def read_file(path: Path) -> Config:
     """The file with its bases. Raises ``ConfigError`` that names it, whatever its code raises."""
     try:
-        if problem := encoding_problem(path):
-            raise ConfigError(f"config {path} {problem[0]}", remedy=problem[1])
         with _mmengine():
-            return _from_file(path)
+            try:
+                return Config.fromfile(
+                    str(path), import_custom_modules=False
+                )  # Settings imports them, by its own rules
+            except RuntimeError as error:
+                if str(error):
+                    raise
+                # mmengine treats a file with imports as one of its lazy style, where calling what is imported raises a
+                # bare RuntimeError; such a file is ordinary Python.
+                return Config.fromfile(str(path), lazy_import=False, import_custom_modules=False)
     except yaml.constructor.ConstructorError as error:
         raise ConfigError(
             f"config {path} cannot be read: {error.problem}",
@@ -88,17 +89,6 @@ def read_file(path: Path) -> Config:
 def is_of_mmengine(path: Path) -> bool:
     """Whether a Python file has names that configs of xtuner and mmengine have and those of this project have not."""
     return path.suffix == ".py" and _OF_MMENGINE.search(path.read_text(encoding="utf-8", errors="replace")) is not None
-
-
-def _from_file(path: Path) -> Config:
-    try:
-        return Config.fromfile(str(path), import_custom_modules=False)  # Settings imports them, by its own rules
-    except RuntimeError as error:
-        if str(error):
-            raise
-        # mmengine treats a file with imports as one of its lazy style, where calling what is imported raises a bare
-        # RuntimeError; such a file is ordinary Python.
-        return Config.fromfile(str(path), lazy_import=False, import_custom_modules=False)
 
 
 def unread_names(path: Path) -> set[str]:

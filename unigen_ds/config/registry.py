@@ -17,8 +17,7 @@ from mmengine.config import ConfigDict
 from mmengine.registry import HOOKS as MMENGINE_HOOKS
 from mmengine.registry import Registry
 
-from unigen_ds.config.backend_option import backend_hint, backend_spec
-from unigen_ds.config.translation import argument_hint
+from unigen_ds.config.backend_option import BACKEND_WORDS
 from unigen_ds.config.values import argument_hints, describe_hint, fits, format_value, nested_section
 from unigen_ds.core.errors import ConfigError, DataError, UnknownKey, nearest, raise_any
 from unigen_ds.system.log import notice
@@ -95,9 +94,7 @@ def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
     Raises ``ConfigError`` for an unknown type, a missing type, or a class of another kind.
     """
     if not isinstance(spec, Mapping) or "type" not in spec:
-        meant = backend_hint(spec) if registry is BACKENDS else None
-        remedy = f"write backend={backend_spec(meant)!r}" if meant else None
-        raise ConfigError(f"{where} is {spec!r}", allowed="dict(type='...', ...)", remedy=remedy)
+        raise ConfigError(f"{where} is {spec!r}", allowed="dict(type='...', ...)")
     kind = spec["type"]
     cls = counterpart(registry, kind)
     if cls is None and registry is CURVES and isinstance(kind, type) and kind.__name__ in CURVES.module_dict:
@@ -105,9 +102,12 @@ def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
     if cls is None and isinstance(kind, str):
         cls = registry.module_dict.get(kind)
         if cls is None:
-            meant = backend_hint(kind) if registry is BACKENDS else None
-            remedy = f"did you mean --backend {meant}?" if meant else nearest(kind, _names(registry))
-            raise ConfigError(f"{where}.type is {kind!r}", remedy=remedy)
+            # hooks written for mmengine register themselves in its registry
+            of_mmengine = MMENGINE_HOOKS.module_dict if registry is HOOKS else {}
+            own = [name for name, one in of_mmengine.items() if not _path(one).startswith("mmengine.")]
+            allowed = f"--backend {BACKEND_WORDS}" if registry is BACKENDS else None
+            remedy = nearest(kind, [*registry.module_dict, *own])
+            raise ConfigError(f"{where}.type is {kind!r}", allowed=allowed, remedy=remedy)
     methods, instead = _INTERFACES.get(registry, ((), "a registered name or a class"))
     cls = cls or kind
     if not isinstance(cls, type):
@@ -117,15 +117,6 @@ def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
     if missing:
         raise ConfigError(f"{where}.type is {_path(cls)}, which has no {', '.join(missing)}", remedy=f"write {instead}")
     return cls
-
-
-def _names(registry: Registry) -> list[str]:
-    """What a user may have meant: the registered names; of hooks also those that a user's module has registered in
-    mmengine's registry, where hooks written for mmengine register themselves.
-    """
-    of_mmengine = MMENGINE_HOOKS.module_dict if registry is HOOKS else {}
-    own = [name for name, cls in of_mmengine.items() if not _path(cls).startswith("mmengine.")]
-    return [*registry.module_dict, *own]
 
 
 def _path(kind: Any) -> str:
@@ -264,7 +255,7 @@ def argument_problems(
         for key in arguments:
             if key not in parameters:
                 problem = f"{where} has no key {key!r} ({cls.__name__})"
-                errors.append(UnknownKey(key, section=where, valid=valid, hint=argument_hint(key), problem=problem))
+                errors.append(UnknownKey(key, section=where, valid=valid, problem=problem))
     hints = {key: hint for key, hint in argument_hints(cls).items() if key in parameters}
     for key, hint in {**{key: hints[key] for key in arguments if key in hints}, **hints}.items():
         value, part = arguments.get(key, parameters[key].default), nested_section(hint)

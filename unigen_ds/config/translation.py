@@ -185,12 +185,6 @@ def hint(path: str, schema: Mapping[str, Any]) -> str | None:
     return f"write {known}" if known and known != path else None
 
 
-def argument_hint(name: str) -> str | None:
-    """The same of an argument of a component, which may have any name that a section of the config has."""
-    key = KEYS.get(name)
-    return key.advice if key is not None and name not in RENAMED else None
-
-
 def _paths(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """(last name, whole path) of every key of a schema below its top."""
     for key, inner in schema.items():
@@ -348,7 +342,8 @@ def _evaluation(config: dict[str, Any]) -> Iterator[Change]:
             yield from _drop(config, source, f"custom_hooks has {hook!r}")
         else:
             text = f"{source}={_short(_get(config, source))}"
-            [*_drop(config, source, "")]
+            node, last = _above(config, source)
+            node.pop(last)
             hook = {**hook, **values}
             config["custom_hooks"] = [*hooks[:number], hook, *hooks[number + 1 :]]
             yield Change(text, path="custom_hooks", meaning=f"{hook!r} in custom_hooks")

@@ -82,48 +82,34 @@ class TrainingError(UnigenError, RuntimeError):
 
 
 class UnknownKey(ConfigError):
-    """A key that its section does not have. ``several`` joins those of one section, so that its keys are listed once.
+    """A key that its section does not have.
 
     Args:
         key: the key alone.
         section: where it was found, as shown: ``optim_wrapper.clip_grad``; empty for the top of the config.
         valid: the keys of that section.
-        hint: what to do about this key; None: the nearest valid one is suggested, if one is close.
-        problem: how an error with this key alone begins.
+        hint: what to do about this key; None: the nearest valid one is suggested, or all are listed.
+        problem: how the error begins.
     """
 
     def __init__(
         self, key: str, *, section: str, valid: Iterable[str], hint: str | None = None, problem: str | None = None
     ) -> None:
-        self.key, self.section = key, section
-        self.valid = tuple(sorted(map(str, valid)))
-        self.hint = hint or suggestion(key, self.valid)
         self.path = f"{section}.{key}" if section else key
-        super().__init__(problem or f"unknown config key {self.path!r}", remedy=self.hint or valid_names(self.valid))
+        self.hint = hint or suggestion(key, valid)
+        super().__init__(problem or f"unknown config key {self.path!r}", remedy=self.hint or valid_names(valid))
 
 
 _MOST = 100
 
 
 def several(errors: Sequence[ConfigError]) -> ConfigError:
-    """One error for all of ``errors``: a line for each, unknown keys without a suggestion one for each section."""
+    """One error for all of ``errors``, a line for each."""
     if len(errors) == 1:
         return errors[0]
-    lines: list[str] = []
-    unexplained: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for error in errors:
-        if not isinstance(error, UnknownKey):
-            lines.append(str(error))
-        elif error.hint is not None:
-            lines.append(f"{error.path}: {error.hint}")
-        else:
-            unexplained.setdefault((error.section, error.valid), []).append(error.key)
-    for (section, valid), keys in unexplained.items():
-        lines.append(f"{section or 'the config'} has no key {', '.join(map(repr, keys))}; {valid_names(valid)}")
-    if len(lines) == 1:
-        return ConfigError(lines[0])
-    shown = [*lines[:_MOST], *([f"and {len(lines) - _MOST} more"] if len(lines) > _MOST else [])]
-    return ConfigError(f"{len(lines)} problems in the config:\n  " + "\n  ".join(shown))
+    lines = [str(error) for error in errors[:_MOST]]
+    lines += [f"and {len(errors) - _MOST} more"] if len(errors) > _MOST else []
+    return ConfigError(f"{len(errors)} problems in the config:\n  " + "\n  ".join(lines))
 
 
 def raise_any(errors: Sequence[ConfigError]) -> None:

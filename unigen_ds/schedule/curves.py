@@ -215,11 +215,6 @@ class Curve:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in shared}
 
     @staticmethod
-    def overshoot(placed: PlacedCurve) -> float:
-        """The largest factor of the configured learning rate in a warm-up that is shorter than a few steps."""
-        return 1.0
-
-    @staticmethod
     def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
         """The closed form. Pure: called by ``PlacedCurve.map`` on every rank, at every update."""
         raise NotImplementedError
@@ -365,8 +360,7 @@ class WarmupCosineLR(Curve):
 
     The warm-up lasts ``warmup_ratio * total`` updates, not rounded, and update ``i`` gets ``(i + 1) / warm-up``.
     So the last one of a warm-up that is no whole number overshoots: 4.76 times the base at 7 updates. It is kept,
-    since the aim is that code's own numbers, and a start warns (``overshoot``). Counts in updates unless ``unit`` or
-    ``by_epoch`` is given.
+    since the aim is that code's own numbers. Counts in updates unless ``unit`` or ``by_epoch`` is given.
 
     Args:
         warmup_ratio: share of the whole that warms up.
@@ -377,12 +371,6 @@ class WarmupCosineLR(Curve):
     min_ratio: Share = 0.1
 
     default_unit: ClassVar[str] = "update"
-
-    @staticmethod
-    def overshoot(placed: PlacedCurve) -> float:
-        length = 0.0 if placed.end is None or not placed.step else (placed.end - placed.begin) / placed.step
-        steps = placed.arguments["warmup_ratio"] * length
-        return math.ceil(steps) / steps if steps else 1.0
 
     @staticmethod
     def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:

@@ -26,8 +26,6 @@ from unigen_ds.schedule.curves import PlacedCurve
 
 VERSION = 1
 Curve = Annotated[Component, Of(CURVES)]
-_OVERSHOOT = 1.1
-"""Times the configured learning rate that need no warning."""
 
 
 class CurveList(Section):
@@ -89,16 +87,6 @@ class Schedules:
             total_sequences=float(total_sequences),
             lr_scale=float(lr_scale),
         )
-
-    def warnings(self) -> list[str]:
-        """A line for each curve that trains at more than the configured learning rate."""
-        factors = [(curve.type, CURVES.module_dict[curve.type].overshoot(curve)) for curve in self.curves]
-        return [
-            f"{kind} trains at up to {factor:.3g} times the configured learning rate: its warm-up is no whole number of"
-            " updates (docs/configs.md). Remedy: a longer run, a larger warmup_ratio, or LinearLR"
-            for kind, factor in factors
-            if factor > _OVERSHOOT
-        ]
 
     def same_curves(self, other: Schedules) -> bool:
         """Whether both came from the same curves: a default made explicit is no difference."""

@@ -38,7 +38,6 @@ from unigen_ds.runner.settings.naming import name_and_folder
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import build_hooks, check_states
 from unigen_ds.runner.start.stages import build_engine, free_bytes, plan_start, read_start, run_checklist, settle
-from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.tracking.settings import Visualizer
 
 Check = Callable[[Known], Iterable[Checked]]
@@ -128,10 +127,6 @@ def check_start(known: Known) -> Iterator[Checked]:
                 yield warning(text)
     else:
         yield ok("a new run" + (f" with the weights of {plan.checkpoint}" if plan.checkpoint else ""))
-        curves = Schedules.from_cfg(
-            settings.param_scheduler, ruler=start.ruler, base=(), total_sequences=start.total_sequences
-        )
-        yield from map(warning, curves.warnings())
     for skipped in start.data.skipped:
         yield warning(f"data set {skipped.name} is skipped (on_error='skip'): {skipped.why}")
     stream = start.data.stream

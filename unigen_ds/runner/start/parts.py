@@ -106,8 +106,6 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         logger, per_epoch = log.logger(), start.ruler.sequences_per_epoch
         for warns, line in start_lines(data.stream):
             logger.log(WARNING if warns else INFO, line)
-        for line in schedules.warnings() if manifest is None else ():
-            logger.warning("%s.", line)
         for line in chain.from_iterable(one.start_lines() for one in data.validation):
             logger.info(line)
         logger.info("Effective batch: %s sequences per update; %d per epoch.", geometry, per_epoch)
