@@ -147,8 +147,7 @@ def check_start(known: Known) -> Iterator[Checked]:
     plan = None
     try:
         backend = known.need("backend")
-        run = name_and_folder(settings, geometry)
-        settings = settings.named(run.name, run.folder)
+        settings = settings.named(*name_and_folder(settings, geometry))
         plan = plan_start(settings, hashes=False)
         yield from (warning(message) for message in plan.messages if message.startswith(NOT_RESUMED))
         if settings.work_dir and not same(settings.folder, settings.checkpoints):
