@@ -17,13 +17,11 @@ from pathlib import Path
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.system.pipes import ends_quietly
+from unigen_ds.system.pipes import ends_quietly, tool_parser
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="unigen-checkpoints", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    p = tool_parser("unigen-checkpoints", __doc__)
     p.add_argument("action", choices=("list", "verify", "show", "best"))
     p.add_argument("directory", type=Path, metavar="DIR", help="a work dir, or one checkpoint")
     return p

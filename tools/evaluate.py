@@ -24,15 +24,12 @@ if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.system.pipes import ends_quietly
+from unigen_ds.system.pipes import add_source, ends_quietly, tool_parser
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="unigen-evaluate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    p = tool_parser("unigen-evaluate", __doc__)
     p.add_argument("model", type=Path, metavar="CKPT", nargs="?")
-    p.add_argument("--config", help="config of the training, if the checkpoint does not contain it")
     p.add_argument("--data", metavar="FILE", help="a file of records to evaluate on, instead of val_dataloader's data")
     p.add_argument("--metrics", nargs="+", default=[], metavar="NAME",
                    help='further metrics: BLEU, or with arguments {"type": "BLEU", ...}')  # fmt: skip
@@ -52,16 +49,13 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--max-batches", type=int, metavar="N", help="evaluate at most N batches; default: all records")
     p.add_argument("--ema", action="store_true", help="the average of the weights instead of the weights")
-    p.add_argument("--tag", help="name of the checkpoint's folder below CKPT")
     p.add_argument("--out", type=Path, metavar="FILE", help="write the values with their provenance there, as JSON")
     p.add_argument("--lmms-tasks", nargs="?", const="", metavar="TASK,...",
                    help="run these tasks of lmms-eval instead; without names nanoVLM's nine")  # fmt: skip
     p.add_argument("--step", type=int, metavar="N", help="update to record in the file of --lmms-tasks")
     p.add_argument("--limit", type=int, metavar="N", help="samples of each task of --lmms-tasks at most")
     p.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two files of --out: B minus A")
-    p.add_argument("--base", metavar="DIR", help="of adapters: the folder of the base's files")
-    p.add_argument("--allow-custom-imports", action="store_true",
-                   help="import (and so execute) the modules that the checkpoint's config names")  # fmt: skip
+    add_source(p)
     return p
 
 
@@ -105,26 +99,18 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def source(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What both kinds of evaluation open."""
-    from unigen_ds.runner.settings.tree import load_config
-
-    config = load_config(arguments.config) if arguments.config else None
-    allow = arguments.allow_custom_imports
-    return {"config": config, "tag": arguments.tag, "base": arguments.base, "allow_custom_imports": allow}
-
-
 def evaluate(arguments: argparse.Namespace) -> int:
     """On validation data; 1 if a metric has no value."""
     from unigen_ds.evaluation.provenance import write_results
     from unigen_ds.runner.open import evaluated as library
+    from unigen_ds.runner.open.trained import source_of
     from unigen_ds.system import dist
 
     names = ("data", "batch_size", "seq_length", "max_batches", "max_samples", "ema")
     options = {name: getattr(arguments, name) for name in names}
     options["metrics"] = [metric(text) for text in arguments.metrics]
     options["generation"] = generation(arguments.generation)
-    evaluation = library.evaluate(library.EvaluationSubject(arguments.model, **options, **source(arguments)))
+    evaluation = library.evaluate(library.EvaluationSubject(arguments.model, **options, **source_of(arguments)))
     status = 1 if evaluation.failed else 0
     if not dist.is_main():
         return status
@@ -142,13 +128,13 @@ def benchmark(arguments: argparse.Namespace) -> int:
     import torch
 
     from unigen_ds.evaluation.jobs.lmms_eval import TASKS, run_tasks
-    from unigen_ds.runner.open.trained import open_inferencer
+    from unigen_ds.runner.open.trained import open_inferencer, source_of
     from unigen_ds.system import dist
     from unigen_ds.system.files import write_text_atomic
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model = open_inferencer(arguments.model, device=device, dtype=dtype, raw=not arguments.ema, **source(arguments))
+    model = open_inferencer(arguments.model, device=device, dtype=dtype, raw=not arguments.ema, **source_of(arguments))
     results = run_tasks(
         model, arguments.lmms_tasks.split(",") if arguments.lmms_tasks else TASKS, limit=arguments.limit
     )

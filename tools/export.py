@@ -30,25 +30,19 @@ from unigen_ds.config.hub import HubRepo
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.system import log
-from unigen_ds.system.pipes import ends_quietly
+from unigen_ds.system.pipes import add_source, ends_quietly, tool_parser
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="unigen-export", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    p = tool_parser("unigen-export", __doc__)
     p.add_argument("model", type=Path, metavar="MODEL")
     p.add_argument("out", type=Path, metavar="OUT")
     p.add_argument("--source", type=Path, metavar="DIR", help="the published directory that was the training's start")
     p.add_argument("--raw", action="store_true", help="the weights themselves instead of their average (EMA)")
     p.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights; default: fp32, merged on a packed base bf16")
     p.add_argument("--merge", action="store_true", help="of adapters: the model with its adapters, as one")
-    p.add_argument("--base", metavar="DIR", help="of adapters: the folder of the base's files")
     p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a DecoderLM's files; default: 5GB")
-    p.add_argument("--tag", help="name of the checkpoint's folder below MODEL")
-    p.add_argument("--config", help="config of the training, if the checkpoint does not contain it")
-    p.add_argument("--allow-custom-imports", action="store_true",
-                   help="import (and so execute) the modules that the checkpoint's config names")  # fmt: skip
+    add_source(p)
     p.add_argument("--push-to-hub", metavar="OWNER/NAME", help="upload OUT to this repository, created if needed")
     p.add_argument("--private", action="store_true", help="the repository of --push-to-hub must be a private one")
     p.add_argument("--revision", metavar="BRANCH", help="of --push-to-hub; created if needed; default: the main one")
@@ -80,17 +74,14 @@ def run(arguments: argparse.Namespace) -> None:
     """Write OUT."""
     from unigen_ds.checkpoint.convert import DTYPES  # after parsing: --help does not wait for torch
     from unigen_ds.runner.open.publish import export_checkpoint
-    from unigen_ds.runner.settings.tree import load_config
+    from unigen_ds.runner.open.trained import source_of
 
     log.setup(rank=0)
     export_checkpoint(
         arguments.model,
         arguments.out,
         raw=arguments.raw,
-        tag=arguments.tag,
-        config=load_config(arguments.config) if arguments.config else None,
-        allow_custom_imports=arguments.allow_custom_imports,
-        base=arguments.base,
+        **source_of(arguments),
         merge=arguments.merge,
         source=arguments.source,
         dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],

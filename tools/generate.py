@@ -32,7 +32,7 @@ from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, RENORMS, FlowSett
 from unigen_ds.inference.prompts import Prompt, Sampling, read_prompts
 from unigen_ds.system import log
 from unigen_ds.system.files import write_atomic
-from unigen_ds.system.pipes import ends_quietly
+from unigen_ds.system.pipes import add_source, ends_quietly, tool_parser
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -44,9 +44,7 @@ RESULTS = "results.jsonl"
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="unigen-generate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    p = tool_parser("unigen-generate", __doc__)
     p.add_argument("model", type=Path, metavar="MODEL")
     source = p.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; can be repeated")
@@ -73,11 +71,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--columns", type=int, metavar="N", help="of the contact sheet; default: about as many as rows")
     add_flow(p)
     p.add_argument("--raw", action="store_true", help="the weights themselves instead of their average (EMA)")
-    p.add_argument("--tag", help="name of the checkpoint's folder below MODEL")
-    p.add_argument("--config", help="config of the training, if the checkpoint does not contain it")
-    p.add_argument("--base", metavar="DIR", help="of adapters: the folder of the base's files")
-    p.add_argument("--allow-custom-imports", action="store_true",
-                   help="import (and so execute) the modules that the checkpoint's config names")  # fmt: skip
+    add_source(p)
     p.add_argument("--device", help="default: cuda if available, otherwise cpu")
     p.add_argument("--dtype", choices=DTYPE_NAMES, help="default: bf16 on a GPU, fp32 on a CPU")
     return p
@@ -227,9 +221,8 @@ def generate(arguments: argparse.Namespace) -> None:
 
     from unigen_ds.checkpoint.convert import DTYPES
     from unigen_ds.evaluation.sheet import contact_sheet
-    from unigen_ds.runner.open.trained import check_device, open_inferencer
+    from unigen_ds.runner.open.trained import check_device, open_inferencer, source_of
     from unigen_ds.runner.settings.family_settings import family_of_model
-    from unigen_ds.runner.settings.tree import load_config
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
@@ -238,10 +231,7 @@ def generate(arguments: argparse.Namespace) -> None:
     inferencer = open_inferencer(
         arguments.model,
         raw=arguments.raw,
-        tag=arguments.tag,
-        config=load_config(arguments.config) if arguments.config else None,
-        allow_custom_imports=arguments.allow_custom_imports,
-        base=arguments.base,
+        **source_of(arguments),
         device=device,
         dtype=DTYPES[dtype],
     )

@@ -25,10 +25,9 @@ if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.system.journals import read_lines, sample_digest
-from unigen_ds.system.pipes import ends_quietly
+from unigen_ds.system.pipes import add_config, ends_quietly, tool_parser
 
 if TYPE_CHECKING:
     from unigen_ds.data.batches.stream import SequenceStream
@@ -41,10 +40,8 @@ NUM_SEQUENCES, MOST_SEQUENCES = 8, 64
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="unigen-inspect-data", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    p.add_argument("config", help=f"a config file, or the name of a shipped config: {SHIPPED}")
+    p = tool_parser("unigen-inspect-data", __doc__)
+    add_config(p)
     what = p.add_mutually_exclusive_group()
     what.add_argument("--sequences", type=_range, metavar="A:B", help="the sample ids of sequences A .. B-1 of the run")
     what.add_argument("--ledger", type=Path, metavar="FILE", help="check every valid line of a run's ledger.jsonl")
@@ -57,7 +54,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--world-size", type=int, default=1, metavar="N",
                    help="processes of the run's first start (an unpacked epoch is rounded to it; default 1);\n"
                    "not needed if the run's folder contains a checkpoint")  # fmt: skip
-    p.add_argument("--cfg-options", nargs="+", default=[], metavar="K=V", help="override config values")
     p.add_argument("--json", action="store_true", help="print one JSON object")
     return p
 

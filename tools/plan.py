@@ -19,19 +19,17 @@ import sys
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.quantities import memory, positive, share, size
 from unigen_ds.system.machine import environment
-from unigen_ds.system.pipes import ends_quietly
+from unigen_ds.system.pipes import add_config, ends_quietly, tool_parser
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="unigen-plan", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("config", help=f"a config file, or the name of a shipped config: {SHIPPED}")
+    p = tool_parser("unigen-plan", __doc__)
+    add_config(p, backend=True)
     p.add_argument("--world-size", type=positive, metavar="N",
                    help="processes, one for each device (default: world_size of the config, else 1)")  # fmt: skip
     p.add_argument("--per-node", type=positive, metavar="N", help="processes of a node (default: 8, or all if fewer)")
-    p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
     p.add_argument("--only", action="store_true", help="plan the engine of the config alone, not the others")
     p.add_argument("--device-memory", type=memory, metavar="SIZE", help="of a device: 80GiB")
     p.add_argument("--host-memory", type=memory, metavar="SIZE", help="of a node: 512GiB")
@@ -41,9 +39,6 @@ def parser() -> argparse.ArgumentParser:
                    help="of what is traced, for gaps between blocks of the allocator (default 5%%)")  # fmt: skip
     p.add_argument("--host-reserve", type=size, default=size("4GiB"), metavar="SIZE",
                    help="of a process, for Python, libraries and the workers of its loader (default 4GiB)")  # fmt: skip
-    p.add_argument(
-        "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
-    )
     p.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     return p
 
@@ -58,16 +53,12 @@ def main(argv: list[str] | None = None) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from unigen_ds.checks.memory.planned import Reserve, plan_memory, report_lines, report_values
     from unigen_ds.checks.resume import as_launched
-    from unigen_ds.config.backend_option import with_backend
-    from unigen_ds.config.overrides import parse_override, stated_world_size
+    from unigen_ds.config.overrides import overrides_of, stated_world_size
     from unigen_ds.runner.settings.tree import Settings, read_config
     from unigen_ds.system import log  # after parsing: --help does not wait for torch
 
     log.setup(rank=0)
-    overrides = dict(map(parse_override, arguments.cfg_options))
-    if arguments.backend is not None:
-        overrides = with_backend(overrides, arguments.backend)
-    config = read_config(arguments.config, overrides)
+    config = read_config(arguments.config, overrides_of(arguments))
     world_size = arguments.world_size or stated_world_size(config.values)
     per_node = arguments.per_node or min(8, world_size)
     with as_launched(world_size, per_node=per_node):

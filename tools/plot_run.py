@@ -18,15 +18,13 @@ if not __package__:
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.system.journals import METRICS_FILE
-from unigen_ds.system.pipes import ends_quietly
+from unigen_ds.system.pipes import ends_quietly, tool_parser
 
 FORMATS = (".png", ".pdf", ".svg")
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="unigen-plot-run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    p = tool_parser("unigen-plot-run", __doc__)
     p.add_argument("work_dirs", type=Path, nargs="+", metavar="WORK_DIR", help="the output folder of a run")
     p.add_argument("--out", type=Path, metavar="FILE",
                    help="the image file; default WORK_DIR/curves.png; with several runs curves.png\n"

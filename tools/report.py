@@ -16,13 +16,11 @@ from pathlib import Path
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.system.pipes import ends_quietly
+from unigen_ds.system.pipes import ends_quietly, tool_parser
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="unigen-report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    p = tool_parser("unigen-report", __doc__)
     p.add_argument("work_dirs", type=Path, nargs="+", metavar="WORK_DIR", help="the output folder of a run")
     p.add_argument("--out", type=Path, metavar="FILE",
                    help="the HTML file; default WORK_DIR/report.html of the first run, with several runs report.html\n"

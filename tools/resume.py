@@ -17,29 +17,14 @@ import sys
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES, SHIPPED
-from unigen_ds.core.quantities import CommaSeparated
-from unigen_ds.system.pipes import ends_quietly
+from unigen_ds.system.pipes import add_config, ends_quietly, tool_parser
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="unigen-resume", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    p.add_argument("config", help=f"a config file, or the name of a shipped config: {SHIPPED}")
+    p = tool_parser("unigen-resume", __doc__)
+    add_config(p, backend=True, resume=True)
     p.add_argument("--checkpoint", metavar="CKPT", help="default: the newest of the work dir")
-    p.add_argument("--work-dir", help="output folder of the run; default work_dirs/<config name>")
-    p.add_argument("--checkpoint-dir", metavar="DIR", help="folder of its checkpoints; default: the work dir")
     p.add_argument("--world-size", type=int, metavar="N", help="processes of the resumed run; default: as saved")
-    p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
-    p.add_argument("--base", metavar="DIR", help="as for tools/train.py")
-    p.add_argument("--on-batch-change", choices=BATCH_CHOICES, help="as for tools/train.py")
-    p.add_argument("--on-data-change", choices=DATA_CHOICES, help="as for tools/train.py")
-    p.add_argument("--assume", action=CommaSeparated, metavar="batch_size=N,accumulative_counts=N,dp_size=N",
-                   help="information that a checkpoint of another trainer does not contain")  # fmt: skip
-    p.add_argument(
-        "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
-    )
     p.add_argument("--verify", action="store_true", help="also read and hash every byte of the checkpoint")
     p.add_argument("--json", action="store_true", help="print everything as JSON")
     p.add_argument("--run", action="store_true", help="start the training if nothing blocks")
@@ -49,20 +34,12 @@ def parser() -> argparse.ArgumentParser:
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.checks.resume import inspect_resume
-    from unigen_ds.config.backend_option import with_backend  # after parsing: see train.py
-    from unigen_ds.config.overrides import parse_override
+    from unigen_ds.checks.resume import inspect_resume  # after parsing: see train.py
+    from unigen_ds.config.overrides import overrides_of
     from unigen_ds.resume import finding
     from unigen_ds.runner.settings.tree import load_settings
 
-    overrides = dict(map(parse_override, arguments.cfg_options))
-    for key in ("work_dir", "checkpoint_dir", "base", "assume", "on_batch_change", "on_data_change"):
-        if getattr(arguments, key) is not None:
-            overrides[key] = getattr(arguments, key)
-    if arguments.backend is not None:
-        overrides = with_backend(overrides, arguments.backend)
-    if arguments.checkpoint is not None:
-        overrides |= {"resume": arguments.checkpoint, "load_from": None, "load_cfg": None}
+    overrides = overrides_of(arguments, checkpoint=arguments.checkpoint)
     settings = load_settings(arguments.config, overrides)
     inspection = inspect_resume(settings, world_size=arguments.world_size, verify=arguments.verify)
     if arguments.json:

@@ -20,41 +20,24 @@ from typing import Any
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.choices import AUTO, BATCH_CHOICES, DATA_CHOICES, LAUNCHERS, SHIPPED
+from unigen_ds.core.choices import AUTO, LAUNCHERS
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.quantities import CommaSeparated, memory, positive
+from unigen_ds.core.quantities import memory, positive
 from unigen_ds.system import machine
 from unigen_ds.system.log import quiet_libraries
-from unigen_ds.system.pipes import ends_quietly
+from unigen_ds.system.pipes import add_config, ends_quietly, tool_parser
 
 STOPPED_BY_SIGNAL = 143
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(prog="unigen-train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("config", help=f"a config file, or the name of a shipped config: {SHIPPED}")
-    p.add_argument("--work-dir", help="output folder; default work_dirs/<config name>")
-    p.add_argument("--checkpoint-dir", metavar="DIR", help="folder of the checkpoints; default: the work dir")
+    p = tool_parser("unigen-train", __doc__)
+    add_config(p, backend=True, resume=True)
     p.add_argument("--resume", nargs="?", const=AUTO, default=None, metavar="CKPT",
                    help="continue from the newest valid checkpoint of the work dir, or from CKPT;\n"
                    "if there is none yet, start as the config states")  # fmt: skip
     p.add_argument("--load-from", metavar="CKPT", help="load only the weights of CKPT and start a new run")
-    p.add_argument("--base", metavar="DIR",
-                   help="of adapters (lora): the folder of the base's files, instead of model.pretrained")  # fmt: skip
-    p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
-    p.add_argument(
-        "--on-batch-change",
-        choices=BATCH_CHOICES,
-        help="how the learning rate changes when a resume has another effective batch (default: refuse)",
-    )
-    p.add_argument("--on-data-change", choices=DATA_CHOICES,
-                   help="how a resume treats changed data (default: refuse)")  # fmt: skip
-    p.add_argument("--assume", action=CommaSeparated, metavar="batch_size=N,accumulative_counts=N,dp_size=N",
-                   help="information that a checkpoint of another trainer does not contain")  # fmt: skip
-    p.add_argument(
-        "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
-    )
     p.add_argument("--print-config", action="store_true",
                    help="print every key with its value and its origin, without training")  # fmt: skip
     p.add_argument("--seed", type=int, help="randomness.seed")
@@ -109,13 +92,11 @@ def main(argv: list[str] | None = None) -> int:
     from unigen_ds.runner import train_config
     from unigen_ds.runner.settings.origins import config_lines
     from unigen_ds.runner.settings.tree import Settings, read_config
-    from unigen_ds.system import announced, clock, dist  # after parsing: --help does not wait for torch
+    from unigen_ds.system import announced, dist  # after parsing: --help does not wait for torch
 
-    if argv is None:  # as a command
-        clock.begin(whole_process=True)
     failed = True
     try:
-        config = read_config(arguments.config, overrides_of(arguments))
+        config = read_config(arguments.config, changes_of(arguments))
         settings = Settings.from_config(config)
         if arguments.resume == AUTO:
             settings = settings.with_resume(AUTO)
@@ -155,7 +136,7 @@ def print_dry_run(arguments: argparse.Namespace, *, rank: int) -> int:
     options = {name: given for name in DRY if (given := getattr(arguments, name)) is not None}
     auto = arguments.resume == AUTO
     try:
-        results = dry_run(Asked(arguments.config, overrides_of(arguments), auto, **options))
+        results = dry_run(Asked(arguments.config, changes_of(arguments), auto, **options))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
@@ -167,22 +148,12 @@ def print_dry_run(arguments: argparse.Namespace, *, rank: int) -> int:
     return int(problems)
 
 
-def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Changes of the config by the command line: ``--cfg-options``, then the named options."""
-    from unigen_ds.config.backend_option import with_backend
-    from unigen_ds.config.overrides import parse_override
+def changes_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Changes of the config by the command line."""
+    from unigen_ds.config.overrides import overrides_of
 
-    overrides = dict(map(parse_override, arguments.cfg_options))
-    if arguments.resume not in (None, AUTO):  # this checkpoint, independent of the config's own
-        overrides |= {"resume": arguments.resume, "load_from": None, "load_cfg": None}
-    if arguments.backend is not None:
-        overrides = with_backend(overrides, arguments.backend)
-    if arguments.seed is not None:
-        overrides["randomness.seed"] = arguments.seed
-    named = ("work_dir", "checkpoint_dir", "load_from", "base", "launcher", "on_batch_change", "on_data_change",
-             "assume")  # fmt: skip
-    given = {key: getattr(arguments, key) for key in named}
-    return overrides | {key: value for key, value in given.items() if value is not None}
+    overrides = overrides_of(arguments, checkpoint=None if arguments.resume == AUTO else arguments.resume)
+    return overrides if arguments.seed is None else {**overrides, "randomness.seed": arguments.seed}
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,16 +25,14 @@ if not __package__:
 
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import UnigenError
-from unigen_ds.system.pipes import ends_quietly
+from unigen_ds.system.pipes import ends_quietly, tool_parser
 
 if TYPE_CHECKING:
     from unigen_ds.checkpoint.convert import OnProgress
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="unigen-zero-to-fp32", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    p = tool_parser("unigen-zero-to-fp32", __doc__)
     p.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, or a folder of checkpoints")
     p.add_argument("out", type=Path, metavar="OUT", help="the folder to write to")
     p.add_argument("-t", "--tag", help="name of the checkpoint below CKPT; default: the one that `latest` names")
@@ -67,19 +63,18 @@ def main(argv: list[str] | None = None) -> int:
             from unigen_ds.runner.settings.tree import load_config
 
             import_custom(load_config(arguments.config))
-        with shown() as progress:
-            merged = merge(
-                arguments.checkpoint,
-                arguments.out,
-                tag=arguments.tag,
-                ema=arguments.ema,
-                dtype=DTYPES[arguments.dtype],
-                max_shard_size=arguments.max_shard_size,
-                safe_serialization=arguments.safe_serialization,
-                exclude_frozen=arguments.exclude_frozen_parameters,
-                verify=arguments.verify,
-                progress=progress,
-            )
+        merged = merge(
+            arguments.checkpoint,
+            arguments.out,
+            tag=arguments.tag,
+            ema=arguments.ema,
+            dtype=DTYPES[arguments.dtype],
+            max_shard_size=arguments.max_shard_size,
+            safe_serialization=arguments.safe_serialization,
+            exclude_frozen=arguments.exclude_frozen_parameters,
+            verify=arguments.verify,
+            progress=show_progress(),
+        )
     except UnigenError as error:
         if arguments.debug:
             raise
@@ -94,35 +89,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-@contextmanager
-def shown() -> Iterator[OnProgress]:
-    """A progress bar on a terminal; otherwise one line for each tenth."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
+def show_progress() -> OnProgress:
+    """A function that prints a line for each tenth."""
+    tenths: dict[str, int] = {}
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        tenths: dict[str, int] = {}
+    def line(what: str, done: int, total: int) -> None:
+        tenth = 10 * done // max(total, 1)
+        if tenth > tenths.get(what, 0):
+            tenths[what] = tenth
+            print(f"{what}: {10 * tenth} % of {total / 2**20:,.1f} MiB", file=sys.stderr, flush=True)
 
-        def line(what: str, done: int, total: int) -> None:
-            tenth = 10 * done // max(total, 1)
-            if tenth > tenths.get(what, 0):
-                tenths[what] = tenth
-                print(f"{what}: {10 * tenth} % of {total / 2**20:,.1f} MiB", file=sys.stderr, flush=True)
-
-        yield line
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Bar(*columns, TimeRemainingColumn(), console=console) as bar:
-        tasks = {}
-
-        def draw(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
-
-        yield draw
+    return line
 
 
 if __name__ == "__main__":

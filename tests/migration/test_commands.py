@@ -17,7 +17,6 @@ from tests.families.tiny_transformers import write_images
 from tests.golden_files import BAGEL
 from tests.old_names import GUIDES, old_names
 from tools.migrate import main
-from tools.train import main as train
 from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.families.bagel.published import FILES
 from unigen_ds.runner import Runner
@@ -142,18 +141,6 @@ def test_a_checkpoint_that_states_its_progress_is_resumed(migrated, tmp_path: Pa
         other = {"resume": "load_from", "load_from": "resume"}[key]
         assert written.get(key) == str(path.parent) and not written.get(other)
         assert ("Only the weights of that checkpoint are read" in written.text) == (key == "load_from")
-
-
-@pytest.mark.parametrize("name", ["llava", "frozen"])
-def test_their_config_given_to_the_training_is_answered_in_one_line(name: str, tmp_path: Path, capsys) -> None:
-    path = tmp_path / f"{name}.py"
-    shutil.copy(HERE / f"{name}.config", path)
-    assert train([str(path)]) == 2
-    command = f"python tools/migrate.py xtuner --out my_config.py {path}"
-    expected = f"error: {path} is a config of xtuner or mmengine. Remedy: {command} writes one of it."
-    assert [line for line in capsys.readouterr().err.splitlines() if "[transformers]" not in line] == [expected]
-    path.write_text("default_scope = 'mmengine'\nmodel = dict(type='DecoderLM', llm=1)\n")
-    assert train([str(path)]) == 2 and "migrate" not in capsys.readouterr().err, "a config of this project"
 
 
 def test_all_flags_of_one_command(migrated) -> None:

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import socket
+import struct
 from pathlib import Path
 
 from unigen_ds.checkpoint import store
@@ -139,17 +140,15 @@ FILE_NAME = ".lock"
 def other_owner(folder: Path) -> str | None:
     """Which other process trains in ``folder``, as it has described itself; None: none does, or it is not known.
 
-    Its lock is held for a moment only. Writes nothing. A lock of this process itself is not seen.
+    Only asks who holds the lock, and writes nothing. A lock of this process itself is not seen.
     """
+    asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock: the whole file
     try:
         with (folder / FILE_NAME).open("r+", encoding="utf-8") as stream:
-            try:
-                fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                return stream.read().strip() or "its file has no name"
+            kind = struct.unpack_from("h", fcntl.fcntl(stream, fcntl.F_GETLK, asked))[0]
+            return None if kind == fcntl.F_UNLCK else stream.read().strip() or "its file has no name"
     except OSError:
-        pass
-    return None
+        return None
 
 
 class WorkDirLock:

@@ -62,14 +62,13 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
     """
     settings = Settings.from_config(config)
     settings = settings.with_resume(AUTO)
-    template, why = settings.work_dir, None
-    if PLACE in (template or ""):
+    template = settings.work_dir or ""
+    if PLACE in template:
         with as_launched(world_size or settings.world_size or dist.env_world_size()):
-            run = name_and_folder(settings, build_engine(settings)[1])
-        settings, why = settings.named(run.name, run.folder), run.why
+            settings = settings.named(*name_and_folder(settings, build_engine(settings)[1]))
     plan = plan_start(settings, hashes=verify)
     if plan.mode != "resume":
-        of_template = f" (work_dir is {template!r}). {why or ''}" if PLACE in (template or "") else ""
+        of_template = f" (work_dir is {template!r})" if PLACE in template else ""
         raise CheckpointError(
             f"{settings.checkpoints} contains no checkpoint{of_template}",
             remedy="name one with --checkpoint, or the folder with --work-dir",

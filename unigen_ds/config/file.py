@@ -23,11 +23,6 @@ from unigen_ds.core.errors import ConfigError
 
 _BASE = "_base_"
 _PLACEHOLDER = re.compile(r"\{\{\s*_base_\.(\w+)")
-_OF_MMENGINE = re.compile(
-    r"^\s*(from|import)\s+(xtuner|mm(?!engine)\w+|mmengine\.(dataset|optim|runner|model|visualization))\b"
-    r"|^(default_scope|val_evaluator|test_evaluator)\s*=",
-    re.MULTILINE,
-)
 _ALL_NAMES = {"globals", "locals", "vars", "eval", "exec"}
 """A file that calls one of these may read any of its names."""
 
@@ -84,11 +79,6 @@ def read_file(path: Path) -> Config:
         raise
     except Exception as error:  # a config is the user's code: whatever it raises, name the file
         raise ConfigError(f"config {path} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def is_of_mmengine(path: Path) -> bool:
-    """Whether a Python file has names that configs of xtuner and mmengine have and those of this project have not."""
-    return path.suffix == ".py" and _OF_MMENGINE.search(path.read_text(encoding="utf-8", errors="replace")) is not None
 
 
 def unread_names(path: Path) -> set[str]:

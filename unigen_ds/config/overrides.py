@@ -17,6 +17,7 @@ from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
+from unigen_ds.config.backend_option import with_backend
 from unigen_ds.config.file import plain_names, read_file, shipped_configs, unread_names
 from unigen_ds.config.registry import registered_name
 from unigen_ds.config.translation import Change, hint, translate
@@ -219,3 +220,18 @@ def top_problems(
             advice = f"did you mean '{meant}'? A helper variable of your own may begin with '_'"
             errors.append(UnknownKey(name, section="", valid=schema, hint=advice))
     return errors
+
+
+def overrides_of(arguments: Any, *, checkpoint: str | None = None) -> dict[str, Any]:
+    """Changes of the config by a tool's command line: ``--cfg-options``, a ``checkpoint`` to resume from, independent
+    of the config's own, ``--backend``, then the other options whose name is a key.
+    """
+    overrides = dict(map(parse_override, arguments.cfg_options))
+    if checkpoint is not None:
+        overrides |= {"resume": checkpoint, "load_from": None, "load_cfg": None}
+    if arguments.backend is not None:
+        overrides = with_backend(overrides, arguments.backend)
+    names = ("work_dir", "checkpoint_dir", "load_from", "base", "launcher", "on_batch_change", "on_data_change",
+             "assume")  # fmt: skip
+    values = {name: getattr(arguments, name, None) for name in names}
+    return overrides | {name: value for name, value in values.items() if value is not None}

@@ -285,6 +285,9 @@ class _View:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if self._what == "runner" and name in ("val_dataloader", "val_loop"):  # its property has no value
+            problem = f"{self._runner._user} uses runner.{name}, and the config has no val_dataloader"
+            raise NoSuchAttribute(problem, remedy="val_dataloader=dict(split=0.02), say; or without this hook")
         raise NoSuchAttribute(
             f"{self._runner._user} uses {self._what}.{name}, which does not exist in unigen_ds",
             allowed=", ".join(sorted(key for key in {*dir(type(self)), *vars(self)} if not key.startswith("_"))),

@@ -40,8 +40,7 @@ _OF_CONNECTION = re.compile(
 """A lost connection in a ``RuntimeError`` of torch's C++ parts. A timeout of the data loader is an error of its own."""
 _failed, _reported, _stopped = threading.Event(), threading.Event(), threading.Event()
 """Whether this rank has an error; whether rank 0 has reported one; whether this process ends."""
-_REPORTED = "_reported_by_rank_0"
-"""Attribute of what ``explain`` has returned."""
+_REPORTED = "_reported_by_rank_0"  # attribute of what ``explain`` has returned
 
 
 class RankEnded(TrainingError):
@@ -116,12 +115,17 @@ def explain(error: BaseException, *, first: bool = False) -> BaseException:
 
 
 def _explain(error: BaseException, store: Any) -> tuple[BaseException, bool]:
+    """What to raise, and whether rank 0 has reported it."""
     rank, world_size, text = dist.env_rank(), dist.env_world_size(), _text(error)
     everywhere = getattr(error, "everywhere", False)
     store.set(f"error/{rank}", text)
     store.add("errors", 1)
     if _is_consequence(error):
-        error = error if isinstance(error, RankEnded) else _source(error, store, world_size)
+        if not isinstance(error, RankEnded):  # why was the connection lost?
+            _wait(lambda: store.check(["cause"]) or store.add("errors", 0) == world_size)
+            remedy = "its output, and its machine's log: it was killed (out of memory?), stopped, or cannot be reached"
+            silent = _without(store, "error")
+            error = _cause(store) or (RankEnded(f"{silent} not answer ({text})", remedy=remedy) if silent else error)
     elif not everywhere:
         store.compare_set("cause", "", json.dumps([rank, text, getattr(error, "exit_status", 1)]))
         store.set("go", "")
@@ -135,19 +139,6 @@ def _explain(error: BaseException, store: Any) -> tuple[BaseException, bool]:
         return error, True
     heard = _wait(lambda: store.check(["heard"]))
     return error, heard and (everywhere or store.get("heard").decode() == text)
-
-
-def _source(error: BaseException, store: Any, world_size: int) -> BaseException:
-    """Why a connection was lost."""
-    _wait(lambda: store.check(["cause"]) or store.add("errors", 0) == world_size)
-    if (cause := _cause(store)) is not None:
-        return cause
-    if not (silent := _without(store, "error")):
-        return error
-    return RankEnded(
-        f"{silent} not answer ({_text(error)})",
-        remedy="its output, and its machine's log: it was killed (out of memory?), stopped, or cannot be reached",
-    )
 
 
 def _cause(store: Any) -> RankEnded | None:
@@ -176,8 +167,7 @@ def _watch(store: Any) -> None:
 def _without(store: Any, key: str) -> str:
     """``rank 1 does``, ``rank 1, 2 does``: those without a key ``key/<rank>``; '' where there is none."""
     ranks = [str(rank) for rank in range(dist.env_world_size()) if not store.check([f"{key}/{rank}"])]
-    listed = ", ".join(ranks[:20]) + (f" and {len(ranks) - 20} more" if len(ranks) > 20 else "")
-    return f"rank {listed} {'is' if key == 'here' else 'does'}" if ranks else ""
+    return f"rank {', '.join(ranks)} {'is' if key == 'here' else 'does'}" if ranks else ""
 
 
 def _wait(done: Callable[[], bool], timeout_s: float = _PATIENCE_S) -> bool:
@@ -197,8 +187,7 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _text(error: BaseException) -> str:
-    text = str(error) if isinstance(error, UnigenError) else f"{type(error).__name__}: {error}"
-    return text if len(text) <= _MOST else f"{text[:_MOST]} ..."
+    return (str(error) if isinstance(error, UnigenError) else f"{type(error).__name__}: {error}")[:_MOST]
 
 
 def for_torchrun(error: BaseException) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,35 +99,23 @@ class Clock:
         return wall, sections
 
 
-# How long a start needs: from the process, or from the building of a run, to its first update.
+# How long a start needs: from the building of a run to its first update.
 
 _since: float | None = None
-_whole_process = False
 
 
-def begin(*, whole_process: bool = False) -> None:
-    """A run begins now; with ``whole_process`` it began with this process, which a later ``begin()`` keeps."""
-    global _since, _whole_process
-    if not _whole_process:
-        _since = time.perf_counter() - (process_age() or 0.0 if whole_process else 0.0)
-        _whole_process = whole_process
+def begin() -> None:
+    """A run begins now."""
+    global _since
+    _since = time.perf_counter()
 
 
 def seconds() -> float | None:
-    """Since the start began; None where none did. The next ``begin`` counts anew."""
-    global _since, _whole_process
+    """Since the run began; None where none did."""
+    global _since
     duration = None if _since is None else time.perf_counter() - _since
-    _since, _whole_process = None, False
+    _since = None
     return duration
-
-
-def process_age() -> float | None:
-    """Seconds since this process was started; None where the system does not have ``/proc``."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, LookupError, AttributeError):
-        return None
 
 
 # How long an engine communicates, whatever the engine: the collectives of ``torch.distributed`` are timed.

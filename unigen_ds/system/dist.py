@@ -48,21 +48,15 @@ def launcher_environment(launcher: str) -> None:
             raise ConfigError(f"launcher {launcher!r} needs {', '.join(missing)} in the environment")
         for name, source in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), _ENV[launcher], strict=True):
             os.environ[name] = os.environ[source]
-        os.environ.setdefault("MASTER_ADDR", _first_node() if launcher == "slurm" else "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", _port_of_job() if launcher == "slurm" else "29500")
-
-
-def _first_node() -> str:
-    """Return the node of rank 0 of a SLURM step: ``gpu03-ib`` of ``gpu[03-04,7]-ib,n1``. None listed: this machine."""
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""
-    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
-    return "".join(match.groups("")) if match else "127.0.0.1"
-
-
-def _port_of_job() -> str:
-    """Return a port that is the same on every node of a job, and another one for jobs that share a node."""
-    job = os.environ.get("SLURM_JOB_ID", "")
-    return str(20000 + int(job) % 20000) if job.isdecimal() else "29500"
+        address, port = "127.0.0.1", "29500"
+        if launcher == "slurm":  # the node of rank 0: ``gpu03-ib`` of ``gpu[03-04,7]-ib,n1``
+            nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""
+            if match := re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes):
+                address = "".join(match.groups(""))
+            if (job := os.environ.get("SLURM_JOB_ID", "")).isdecimal():  # jobs that share a node have different ports
+                port = str(20000 + int(job) % 20000)
+        os.environ.setdefault("MASTER_ADDR", address)
+        os.environ.setdefault("MASTER_PORT", port)
 
 
 def env_rank() -> int:
@@ -95,7 +89,13 @@ def init(*, timeout_s: float = 1800.0) -> None:
         return
     backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(_device_index())
+        index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if count > 1 and index >= count:
+            raise ConfigError(
+                f"LOCAL_RANK is {index} and there are {count} CUDA devices",
+                remedy=f"start at most {count} processes on a machine, one for each device",
+            )
+        torch.cuda.set_device(index if count > 1 else 0)  # the only one that a scheduler lets the process see
         backend = "cpu:gloo,cuda:nccl"
     global _timeout
     _timeout = timedelta(seconds=timeout_s)
@@ -129,17 +129,6 @@ def job_store() -> Any:
 def has_store() -> bool:
     """Whether the store is in this process, and ends with it."""
     return env_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def _device_index() -> int:
-    """This process's CUDA device: LOCAL_RANK, or the only one that a scheduler lets the process see."""
-    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if count > 1 and index >= count:
-        raise ConfigError(
-            f"LOCAL_RANK is {index} and there are {count} CUDA devices",
-            remedy=f"start at most {count} processes on a machine, one for each device",
-        )
-    return index if count > 1 else 0
 
 
 def group(ranks: Sequence[int]) -> td.ProcessGroup:
@@ -280,13 +269,6 @@ def on_main(action: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     return value
-
-
-def only_on_main(action: Callable[[], T]) -> T | None:
-    """Rank 0's ``action()``, whose value stays there: None on the others. Fails on every rank alike. Collective."""
-    values: list[T] = []
-    on_main(lambda: values.append(action()))
-    return values[0] if values else None
 
 
 def shutdown(*, after_error: bool = False) -> None:

@@ -48,19 +48,14 @@ def make_directory(path: Path) -> None:
         raise NotADirectoryError(f"{path} is not a folder")
 
 
-def _pid_space() -> str:
-    try:
-        facts = (
-            socket.gethostname(),
-            Path("/proc/sys/kernel/random/boot_id").read_text(),
-            os.readlink("/proc/self/ns/pid"),
-        )
-    except OSError:  # then every process is on its own: nothing of another one counts as left by a dead one
-        return secrets.token_hex(6)
-    return hashlib.blake2b("\n".join(facts).encode(), digest_size=6).hexdigest()
-
-
-PID_SPACE = _pid_space()
+try:
+    PID_SPACE = hashlib.blake2b(
+        f"{socket.gethostname()}\n{Path('/proc/sys/kernel/random/boot_id').read_text()}\n"
+        f"{os.readlink('/proc/self/ns/pid')}".encode(),
+        digest_size=6,
+    ).hexdigest()
+except OSError:  # then every process is on its own: nothing of another one counts as left by a dead one
+    PID_SPACE = secrets.token_hex(6)
 """Names where a process number means the same process as here: not in a container of the same host name."""
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(tmp|writing)-(?P<space>[A-Za-z0-9-]*)\.(?P<process>\d+)(-[0-9a-f]+)?")
 _MADE: set[str] = set()
@@ -134,7 +129,7 @@ def rename_into_place(complete: Path, final: Path, *, durable: bool = True) -> N
         fsync_path(final.absolute().parent)
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` with a temporary file beside ``path``, make it durable, then rename it to ``path``.
 
     On any error ``path`` keeps what it held and the temporary file is removed.
@@ -151,11 +146,7 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_text_atomic(path: Path, text: str) -> None:
     """``write_atomic`` for text."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-
-    write_atomic(path, write)
+    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def check_new(out: Path) -> None:
@@ -205,6 +196,12 @@ def file_digest(path: Path) -> str:
     return f"{ALGORITHM}:{digest.hexdigest()}"
 
 
+@cache
+def _digest_now(path: Path, size: int, mtime_ns: int) -> str:
+    """``file_digest``, read once by a process, as long as the file's size and time stay."""
+    return file_digest(path)
+
+
 DIGESTS = "digests.json"
 """Beside the files of an export: path below the folder -> digest, as ``file_digest`` returns it."""
 
@@ -246,15 +243,9 @@ def check_digests(path: Path) -> None:
     folder = path if path.is_dir() else path.parent
     for name, digest in stored_digests(folder).items():
         file = folder / name
-        if file.is_file() and not _is_content(file, digest, file.stat().st_size, file.stat().st_mtime_ns):
+        if file.is_file() and _digest_now(file, file.stat().st_size, file.stat().st_mtime_ns) != digest:
             problem = f"{file} has changed since it was written (its hash is not that of {DIGESTS})"
             raise CheckpointError(problem, remedy=_ANEW.format(folder=folder))
-
-
-@cache
-def _is_content(file: Path, digest: str, size: int, mtime_ns: int) -> bool:
-    """Whether a file has a digest: read once by a process, as long as its size and time stay."""
-    return file_digest(file) == digest
 
 
 def quick_digest(path: Path, *, blocks: int = 64) -> str:

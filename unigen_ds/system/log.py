@@ -45,14 +45,14 @@ def logger() -> logging.Logger:
     return logging.getLogger(NAME)
 
 
-_waiting: dict[str, int] = {}
+_waiting: dict[str, None] = {}
 _shown: set[str] = set()
 
 
 def notice(text: str) -> None:
     """Log a line about the config or an import, once. ``setup`` repeats the earlier ones, for its file."""
     if not logger().handlers:
-        _waiting[text] = logging.INFO
+        _waiting[text] = None
     if text not in _shown:
         _shown.add(text)
         logger().info(text)
@@ -60,15 +60,9 @@ def notice(text: str) -> None:
 
 def pending_notices() -> list[str]:
     """Texts of ``notice`` that no log has: of a tool, which makes none. Each once."""
-    texts = [text for text, level in _waiting.items() if level == logging.INFO]
-    for text in texts:
-        del _waiting[text]
+    texts = [*_waiting]
+    _waiting.clear()
     return texts
-
-
-def warn_at_setup(text: str) -> None:
-    """Log a warning in the next ``setup``: it is known before the folder of the log is."""
-    _waiting[text] = logging.WARNING
 
 
 _KNOWN_RECORDS = {
@@ -78,25 +72,18 @@ _KNOWN_RECORDS = {
 """Name of a library's logger -> how its line begins. mmengine's hooks import both libraries: the first misses a kernel
 that nothing here uses, the second reports what a machine without a GPU has."""
 LIBRARIES = ("torch", "bitsandbytes", "transformers", "deepspeed", "DeepSpeed", "mmengine")
-
-
-def hide_known() -> None:
-    """Hide lines of libraries in which there is nothing to do, each by its logger or module and its text.
-
-    Called where this module is imported: before the libraries, which print some of them at their import.
-    """
-    # DeepSpeed and FSDP call these names, which torch 2.13 has renamed
-    renamed = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
-    warnings.filterwarnings("ignore", renamed, FutureWarning, r"torch\.distributed\.c10d_logger")
-    for name in _KNOWN_RECORDS:
-        logging.getLogger(name).addFilter(_is_unknown)  # the same function is added once
+# Lines of libraries in which there is nothing to do are hidden where this module is imported: before the libraries,
+# which print some at their import. DeepSpeed and FSDP call these names, which torch 2.13 has renamed.
+_RENAMED = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
+warnings.filterwarnings("ignore", _RENAMED, FutureWarning, r"torch\.distributed\.c10d_logger")
 
 
 def _is_unknown(record: logging.LogRecord) -> bool:
     return record.levelno > logging.WARNING or not record.getMessage().startswith(_KNOWN_RECORDS[record.name])
 
 
-hide_known()
+for _name in _KNOWN_RECORDS:
+    logging.getLogger(_name).addFilter(_is_unknown)
 
 
 def quiet_libraries(rank: int) -> None:
@@ -111,21 +98,15 @@ def quiet_libraries(rank: int) -> None:
             logging.getLogger(name).setLevel(logging.ERROR)
 
 
-_dated: dict[Path, Path] = {}
-
-
-def dated_log(log_file: Path, *, new: bool) -> Path:
-    """``logs/<stem>_<date>_<time>.log`` beside ``log_file``: of this start, or of a new one."""
-    if new or log_file not in _dated:
-        _dated[log_file] = log_file.parent / "logs" / f"{log_file.stem}_{datetime.now():%Y%m%d_%H%M%S}{log_file.suffix}"
-    return _dated[log_file]
+_of_start: dict[Path, Path] = {}
+"""Log of the run -> log of this start."""
 
 
 def setup(
     *, rank: int, log_file: Path | None = None, level: int | str = logging.INFO, new_start: bool = False
 ) -> logging.Logger:
     """Attach handlers once per process. Rank 0 writes to the console, appends to ``log_file`` (for ``tail -f``), and
-    writes a file for each start (``dated_log``), which ``new_start`` begins.
+    writes ``logs/<stem>_<date>_<time>.log`` beside it for each start, which ``new_start`` begins.
 
     Other ranks print warnings and errors only, prefixed with their rank.
     """
@@ -142,7 +123,10 @@ def setup(
     console.setLevel(level if rank == 0 else logging.WARNING)
     log.addHandler(console)
     if rank == 0 and log_file is not None:
-        of_start = dated_log(log_file, new=new_start)
+        if new_start or log_file not in _of_start:
+            name = f"{log_file.stem}_{datetime.now():%Y%m%d_%H%M%S}{log_file.suffix}"
+            _of_start[log_file] = log_file.parent / "logs" / name
+        of_start = _of_start[log_file]
         try:
             make_directory(of_start.parent)
             files = [_LogFile(path, mode="a", encoding="utf-8") for path in (log_file, of_start)]
@@ -153,8 +137,6 @@ def setup(
             file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
             log.addHandler(file)
     _shown.clear()
-    for text, of_text in _waiting.items():
-        _shown.add(text)
-        log.log(of_text, text)
-    _waiting.clear()
+    for text in pending_notices():
+        notice(text)
     return log

@@ -58,15 +58,8 @@ def git_commits() -> dict[str, dict[str, Any]]:
 
     A folder outside of git, or a machine without git, is left out.
     """
-    package, folder = git_commit(Path(__file__).resolve().parent), git_commit(Path.cwd())
-    commits = {"package": package} if package else {}
-    return commits | ({"folder": folder} if folder and folder != package else {})
 
-
-def git_commit(folder: Path) -> dict[str, Any] | None:
-    """The commit of the repository that tracks ``folder``; None where none does."""
-
-    def git(*arguments: str) -> str | None:
+    def git(folder: Path, *arguments: str) -> str | None:
         command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
         try:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=False)
@@ -74,11 +67,15 @@ def git_commit(folder: Path) -> dict[str, Any] | None:
             return None
         return ended.stdout.strip() if ended.returncode == 0 else None
 
-    commit = git("rev-parse", "HEAD")
-    if commit is None or not git("ls-files", "--", "."):  # an installation inside of some other repository
-        return None
-    changed = git("status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "changed": None if changed is None else bool(changed)}
+    commits: dict[str, dict[str, Any]] = {}
+    for name, folder in (("package", Path(__file__).resolve().parent), ("folder", Path.cwd())):
+        commit = git(folder, "rev-parse", "HEAD")
+        if commit is not None and git(folder, "ls-files", "--", "."):  # not an installation inside of some repository
+            changed = git(folder, "status", "--porcelain", "--untracked-files=no")
+            commits[name] = {"commit": commit, "changed": None if changed is None else bool(changed)}
+    if commits.get("folder") == commits.get("package"):
+        commits.pop("folder", None)
+    return commits
 
 
 def installed(package: str) -> str | None:

@@ -52,10 +52,6 @@ class Output:
     """Write the content. Not collective; may run in a thread. What it returns is passed to ``StateFiles.index``."""
 
 
-def _no_index(results: Sequence[Sequence[Any]]) -> Sequence[Output]:
-    return ()
-
-
 @dataclass(frozen=True)
 class StateFiles:
     """The files of an engine's state that a rank writes."""
@@ -63,7 +59,7 @@ class StateFiles:
     layout: str
     """Which reader opens it (``checkpoint/layouts``)."""
     files: Sequence[Output]
-    index: Callable[[Sequence[Sequence[Any]]], Sequence[Output]] = _no_index
+    index: Callable[[Sequence[Sequence[Any]]], Sequence[Output]] = lambda results: ()
     """Called on rank 0 once all ranks have written, with what each rank's ``write`` calls returned: further files."""
 
 
@@ -218,11 +214,7 @@ def save_torch(path: Path, entries: Sequence[Entry]) -> None:
 
 def bytes_output(path: str, content: bytes) -> Output:
     """A small file."""
-
-    def write(stream: HashedFile) -> None:
-        stream.write(content)
-
-    return Output(path, len(content), write)
+    return Output(path, len(content), lambda stream: stream.write(content))
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -247,30 +239,26 @@ def write_output(directory: Path, output: Output) -> tuple[int, str, Any]:
     return stream.tell(), stream.digest, result
 
 
-def save_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """``safetensors.torch.save_file``, but durable, and readable by whom the umask allows."""
-    save_entries(path, [Entry.of(name, tensor) for name, tensor in tensors.items()], metadata)
-
-
 def save_entries(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
-    """The same of entries."""
+    """``safetensors.torch.save_file``, but durable, and readable by whom the umask allows."""
     write_output(path.parent, safetensors_output(path.name, entries, metadata))
+
+
+def save_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """``save_entries`` of tensors."""
+    save_entries(path, [Entry.of(name, tensor) for name, tensor in tensors.items()], metadata)
 
 
 def nested_bytes(state: Any) -> int:
     """Bytes of all tensors in nested dicts and sequences, each storage once: about what ``torch.save`` writes."""
     storages: dict[int, int] = {}
-
-    def visit(value: Any) -> None:
+    values = [state]
+    while values:
+        value = values.pop()
         if isinstance(value, Tensor):
-            storage = value.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
         elif isinstance(value, Mapping):
-            for inner in value.values():
-                visit(inner)
+            values += value.values()
         elif isinstance(value, (list, tuple)):
-            for inner in value:
-                visit(inner)
-
-    visit(state)
+            values += value
     return sum(storages.values())

@@ -1,16 +1,19 @@
-"""How a tool ends: with an error in one line, and quietly where the program that reads its output has ended first
-(``tools/inspect_data.py CONFIG | head``).
+"""What all tools share: their parser, the options of several, and how they end: with an error in one line, and quietly
+where the program that reads their output has ended first (``tools/inspect_data.py CONFIG | head``).
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import select
 import sys
 from collections.abc import Callable, Sequence
 
+from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES, SHIPPED
 from unigen_ds.core.errors import UnigenError
+from unigen_ds.core.quantities import CommaSeparated
 
 READER_GONE = 141
 """Exit status where nobody reads the output any more: what a shell reports of a program that SIGPIPE ended."""
@@ -43,3 +46,39 @@ def ends_quietly(main: Callable[..., int]) -> Callable[..., int]:
             return READER_GONE
 
     return run
+
+
+def tool_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """The parser of a tool: ``doc`` is its module's docstring."""
+    return argparse.ArgumentParser(prog=name, description=doc, formatter_class=argparse.RawTextHelpFormatter)
+
+
+def add_config(p: argparse.ArgumentParser, *, backend: bool = False, resume: bool = False) -> None:
+    """The config and ``--cfg-options``; ``--backend``; and the options of a run that may be resumed."""
+    p.add_argument("config", help=f"a config file, or the name of a shipped config: {SHIPPED}")
+    p.add_argument(
+        "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
+    )
+    if backend:
+        p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
+    if resume:
+        p.add_argument("--work-dir", help="output folder of the run; default work_dirs/<config name>")
+        p.add_argument("--checkpoint-dir", metavar="DIR", help="folder of the checkpoints; default: the work dir")
+        p.add_argument("--base", metavar="DIR",
+                       help="of adapters (lora): folder of the base's files, in place of model.pretrained")  # fmt: skip
+        p.add_argument("--on-batch-change", choices=BATCH_CHOICES,
+                       help="how the learning rate changes when a resume has another effective batch\n"
+                       "(default: refuse)")  # fmt: skip
+        p.add_argument("--on-data-change", choices=DATA_CHOICES,
+                       help="how a resume treats changed data (default: refuse)")  # fmt: skip
+        p.add_argument("--assume", action=CommaSeparated, metavar="batch_size=N,accumulative_counts=N,dp_size=N",
+                       help="information that a checkpoint of another trainer does not contain")  # fmt: skip
+
+
+def add_source(p: argparse.ArgumentParser) -> None:
+    """How a checkpoint is opened: ``source_of``."""
+    p.add_argument("--tag", help="name of the checkpoint's folder below the first argument")
+    p.add_argument("--config", help="config of the training, if the checkpoint does not contain it")
+    p.add_argument("--base", metavar="DIR", help="of adapters: the folder of the base's files")
+    p.add_argument("--allow-custom-imports", action="store_true",
+                   help="import (and so execute) the modules that the checkpoint's config names")  # fmt: skip

@@ -279,16 +279,6 @@ def test_a_tokenizer_folder_that_is_missing_or_empty_is_named(
     assert "tokenizer.path" in said and problem in said and "a folder with tokenizer.json" in said
 
 
-def test_grey_autoencoder_and_colour_images(
-    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = json.loads(json.dumps(plain))
-    del config["processor"]["vae_transform"]["mode"]
-    said = words(capsys, write(tmp_path, "json", config))
-    assert "model.vae.channels is 1, and processor.vae_transform makes 3 (mode='RGB')" in said
-    assert "processor.vae_transform.mode='L' converts the images, or model.vae.channels=3" in said
-
-
 @pytest.mark.parametrize(("momentum", "warned"), [(0.9999, True), (0.01, False)])
 def test_an_average_whose_momentum_looks_like_a_decay(
     momentum: float, warned: bool, plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -112,15 +112,10 @@ def test_a_doubtful_resume_is_refused_with_the_commands(begun: Path, digits: Pat
         Runner.from_cfg(sized(tmp_path, digits, template=TEMPLATE, batch_size=8, resume=True))
     assert str(first) in str(error.value) and str(second) in str(error.value)
     assert {path.name for path in tmp_path.iterdir()} == {first.name, second.name}
+    another = sized(tmp_path, digits, template=TEMPLATE, resume=True, randomness__seed=1)
+    assert Runner.from_cfg(another).work_dir == tmp_path / (first.name.removesuffix("42") + "1")
     named = sized(tmp_path, digits, template=TEMPLATE, batch_size=8, resume=str(second / checkpoint.name))
     assert Runner.from_cfg(named, max_updates=1).work_dir == second
-
-
-def test_another_run_begins_with_a_warning(begun: Path, digits: Path, tmp_path: Path) -> None:
-    first = copied(begun, tmp_path)
-    runner = Runner.from_cfg(sized(tmp_path, digits, template=TEMPLATE, resume=True, randomness__seed=1), max_updates=1)
-    assert runner.work_dir == tmp_path / (first.name.removesuffix("42") + "1") and runner.progress.updates == 0
-    assert "WARNING Resume: no run is named UnifiedModel" in (runner.work_dir / "train.log").read_text()
 
 
 def test_the_inspection_finds_the_same_folder(

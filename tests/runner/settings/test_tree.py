@@ -27,7 +27,6 @@ from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.models.flux_vae import FluxAutoencoder
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import Settings, load_config, load_settings
-from unigen_ds.runner.start.stages import complete_config
 from unigen_ds.schedule.curves import CosineAnnealingLR, LinearLR, WarmupCosineLR
 from unigen_ds.system.log import NAME
 
@@ -229,12 +228,9 @@ def test_a_default_made_explicit_is_no_edit(plain: dict[str, Any], tmp_path: Pat
 
 def test_a_stored_config_of_unknown_content_is_completed_without_an_error() -> None:
     strange = {"model": {"type": "<class 'gone.Model'>"}, "was_once": 1, "train_cfg": None, "custom_hooks": "no list"}
-    found = complete_config(strange)
+    found = Settings.completed(strange)
     assert found["model"] == strange["model"] and found["was_once"] == 1
     assert found["optim_wrapper"]["paramwise_cfg"]["norm_decay_mult"] == 1.0
-    assert complete_config({"optim_wrapper": {}}) == {"optim_wrapper": {}}, (
-        "what another trainer left is no whole config"
-    )
 
 
 def test_every_key_with_its_value_and_where_it_comes_from(
@@ -250,8 +246,8 @@ def test_every_key_with_its_value_and_where_it_comes_from(
     assert noted == "# Config: log_level='ERROR' is read as env.log_level='ERROR'."
     lines = {line.split(" = ")[0]: line.split(" = ", 1)[1] for line in rows}
     shown = {key: [part.strip() for part in text.rsplit("  # ", 1)] for key, text in lines.items()}
-    assert shown["train_dataloader.seq_length"] == ["81", "child.py"]
-    assert shown["train_dataloader.batch_size"] == ["12", "base first.py"]
+    assert shown["train_dataloader.seq_length"] == ["81", "config"]
+    assert shown["train_dataloader.batch_size"] == ["12", "config"]
     assert shown["env.log_level"] == ["'ERROR'", "translated"]
     assert shown["randomness.seed"] == ["9", "command line"]
     assert shown["optim_wrapper.optimizer.lr"] == ["0.5", "command line"]

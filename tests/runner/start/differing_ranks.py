@@ -13,7 +13,7 @@ from unittest import mock
 from tests.data.support import write_jsonl
 from tests.text_run import text_config, words
 from unigen_ds.runner import Runner
-from unigen_ds.runner.start import agreement
+from unigen_ds.runner.start import parts
 from unigen_ds.system import dist
 
 RECORDS: list[Any] = [{"text": words(3 + i % 4, i)} for i in range(96)]
@@ -72,10 +72,10 @@ def run(name: str, shared: Mapping[str, Any], other: Mapping[str, Any], *, rank:
         options["val_dataloader"]["dataset"]["data_path"] = str(of_validation)
     options = {"train_dataloader.batch_size": 2, "work_dir": work_dir, **options}
     config = text_config(own, training, **{key.replace(".", "__"): value for key, value in options.items()})
-    installed, code = {**agreement.current_versions(), **versions}, digest or agreement.source_digest()
+    installed, code = {**parts.current_versions(), **versions}, digest or parts.source_digest()
     with (
-        mock.patch.object(agreement, "current_versions", lambda: installed),
-        mock.patch.object(agreement, "source_digest", lambda *file: code),
+        mock.patch.object(parts, "current_versions", lambda: installed),
+        mock.patch.object(parts, "source_digest", lambda *file: code),
     ):
         try:
             Runner.from_cfg(config, max_updates=most).train()

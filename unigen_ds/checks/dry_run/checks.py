@@ -109,8 +109,7 @@ def check_hooks(known: Known) -> Iterator[Checked]:
 def check_start(known: Known) -> Iterator[Checked]:
     """Adds ``start``: the checkpoint to begin with, the checklist of a resume, and all data sets."""
     settings, backend, geometry = known.need("settings"), known.need("backend"), known.need("geometry")
-    run = name_and_folder(settings, geometry)
-    settings = settings.named(run.name, run.folder)
+    settings = settings.named(*name_and_folder(settings, geometry))
     plan = plan_start(settings, hashes=False)
     yield from (warning(message) for message in plan.messages if message.startswith(NOT_RESUMED))
     if settings.work_dir and not same(settings.folder, settings.checkpoints):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,13 +17,13 @@ from unigen_ds.checkpoint.home import WorkDirLock, claim, run_id, same
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.saver import Form
 from unigen_ds.config.python_text import config_text
-from unigen_ds.config.section import Component
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Progress
 from unigen_ds.data.batches.statistics import list_left_out
 from unigen_ds.data.order.order import Cursor
 from unigen_ds.hooks.base import PRIORITY, Hook, Iteration, UpdateResult
 from unigen_ds.hooks.log.journal import SkippedSamplesHook
+from unigen_ds.resume.finding import format_first
 from unigen_ds.runner.loop.updates import LastUpdate, Update, count_ahead, losses
 from unigen_ds.runner.open.publish import export_checkpoint
 from unigen_ds.runner.start.build import check_states
@@ -56,7 +56,9 @@ class Runner:
         self.iteration: Iteration | None = None
         self._cursor: Cursor = start.cursor
         self._last: LastUpdate = LastUpdate.stored(manifest, start.cursor)
-        self._parent = _parent_name(self.checkpoint_dir, parts.plan.checkpoint) if manifest else None
+        self._parent: str | None = None  # the name of a checkpoint of the same folder, the whole path of any other
+        if manifest and (parent := parts.plan.checkpoint):
+            self._parent = store.outer(parent).name if store.is_inside(self.checkpoint_dir, parent) else str(parent)
         self._loss_weights = settings.term_weights
         self._config_text, self._identity = config_text(settings.given), start.data.stream.identity
         self._locks: list[WorkDirLock] = []
@@ -197,7 +199,15 @@ class Runner:
         with self.clock("step"):
             step = self.backend.step()
         self._call("after_train_iter", len(micro_batches) - 1, micro_batches[-1].batch)
-        self._advance(update, applied=step.applied)
+        self._last = LastUpdate(self._cursor, self.geometry.global_batch_size, update)
+        self._cursor, self.previous = micro_batches[-1].cursor, self.progress
+        self.progress = self.progress.advance(
+            sequences=self._cursor.sequences - self.progress.sequences,
+            samples=update.samples,
+            tokens=update.tokens,
+            epoch=self._cursor.epoch,
+            applied=step.applied,
+        )
         names = self._parts.start.data.stream.names
         sample_ids = [draw.sample_id(names) for m in micro_batches for row in m.rows for draw in row]
         result = UpdateResult(
@@ -218,18 +228,6 @@ class Runner:
         )
         self._call("after_update", result)
 
-    def _advance(self, update: Update, *, applied: bool) -> None:
-        self._last = LastUpdate(self._cursor, self.geometry.global_batch_size, update)
-        self._cursor = update.micro_batches[-1].cursor
-        self.previous = self.progress
-        self.progress = self.progress.advance(
-            sequences=self._cursor.sequences - self.progress.sequences,
-            samples=update.samples,
-            tokens=update.tokens,
-            epoch=self._cursor.epoch,
-            applied=applied,
-        )
-
     def _call(self, point: str, *arguments: Any) -> None:
         for hook in self.hooks:
             with self.clock(f"hook:{hook.name or type(hook).__name__}"):
@@ -246,7 +244,8 @@ class Runner:
 
     def save_checkpoint(self, name: str, *, form: Form = "sharded") -> Path:
         """See ``hooks.base.Run``."""
-        parts = self._parts
+        parts, tokenizer = self._parts, getattr(self.processor, "tokenizer", None)
+        of_files = parts.settings.tokenizer is not None and parts.settings.tokenizer.get("path")
         manifest = Manifest(
             commit=0,  # set by the saver
             parent=self._parent,
@@ -273,7 +272,7 @@ class Runner:
             config_text=self._config_text,
             form=form,
             before=self._before_save,
-            write_tokenizer=write_tokenizer(parts.settings.tokenizer, getattr(self.processor, "tokenizer", None)),
+            write_tokenizer=getattr(tokenizer, "save_pretrained", None) if of_files else None,
         )
         self._parent = path.name
         self._call("after_save_checkpoint", path)
@@ -283,8 +282,7 @@ class Runner:
     def model(self) -> nn.Module:
         """See ``hooks.base.Run``."""
         engine: Any = self.backend.model
-        found: Any = engine if isinstance(engine, self._parts.settings.model.cls) else engine.module
-        return cast(nn.Module, found)
+        return cast(nn.Module, engine if isinstance(engine, self._parts.settings.model.cls) else engine.module)
 
     def save_base(self) -> None:
         """See ``hooks.base.Run``."""
@@ -339,61 +337,38 @@ def train_config(config: Any, *, max_updates: int | None = None) -> str | None:
     return runner.stop_reason
 
 
-def write_tokenizer(settings: Component | None, tokenizer: Any) -> Callable[[str], None] | None:
-    """A function that writes the tokenizer's files, if its config names a folder or a model of the hub; else None."""
-    return getattr(tokenizer, "save_pretrained", None) if settings is not None and settings.get("path") else None
-
-
-def _parent_name(folder: Path, checkpoint: Path | None) -> str | None:
-    """The parent in a manifest: the name of a checkpoint of the same folder, the whole path of any other."""
-    if checkpoint is None:
-        return None
-    return store.outer(checkpoint).name if store.is_inside(folder, checkpoint) else str(checkpoint)
-
-
-# The parameters that the engine was built with. It has sharded them, and has optimizer states of those that are
-# trained, so a hook that freezes, adds or replaces one would not be obeyed: weight decay moves a weight without
-# gradient, and a new one is neither trained nor saved. Such a hook is refused by name.
-
 _RARE = ("before_run", "after_load_checkpoint", "before_train", "before_train_epoch", "after_train_epoch")
-"""Points after which the modules are walked through. After an update those alone that had a parameter are looked at,
-and after all others flags are compared."""
+"""Points of a hook after which the modules are walked through; after all others flags are compared."""
 
 
 class Parameters:
-    """As they are when a run begins."""
+    """The parameters that the engine was built with. It has sharded them, and has optimizer states of those that are
+    trained, so a hook that freezes, adds or replaces one would not be obeyed: weight decay moves a weight without
+    gradient, and a new one is neither trained nor saved. Such a hook is refused.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._built = backend.named_parameters()
-        self._trained = [parameter.requires_grad for parameter in self._built.values()]
+        self._trained = {name: parameter.requires_grad for name, parameter in self._built.items()}
         owners = (module._parameters for module in backend.model.modules())
-        self._owners = [(owner, name, p) for owner in owners for name, p in owner.items()]
+        self._owners = [(owner, name, parameter) for owner in owners for name, parameter in owner.items()]
 
     def check(self, hook: Hook, point: str) -> None:
         """Raise ``ConfigError`` where ``hook`` has changed them. Called after each of its methods."""
         if hook.name in PRIORITY and type(hook).__module__.startswith("unigen_ds."):
             return
         built = self._built
-        changes = [
-            f"sets requires_grad={not was} of {name}"
-            for (name, parameter), was in zip(built.items(), self._trained, strict=True)
-            if parameter.requires_grad != was
-        ]
-        if point in _RARE or (point == "after_update" and self._are_others()):
+        changed = [name for name, parameter in built.items() if parameter.requires_grad != self._trained[name]]
+        others = point == "after_update" and any(owner.get(name) is not p for owner, name, p in self._owners)
+        if point in _RARE or others:  # an engine may have gathered some: ``named_parameters`` knows
             now = self._backend.named_parameters()
-            changes += [f"adds {name}" for name in now if name not in built]
-            changes += [f"removes {name}" for name in built if name not in now]
-            changes += [f"replaces {name}" for name, p in now.items() if built.get(name, p) is not p]
-        if changes:
-            more = f" (and {len(changes) - 1} more changes)" if len(changes) > 1 else ""
+            changed += [name for name in {**built, **now} if now.get(name) is not built.get(name)]
+        if changed:
             raise ConfigError(
-                f"{hook.name or type(hook).__name__}.{point} {changes[0]}{more}, after the engine was built",
+                f"{hook.name or type(hook).__name__}.{point} freezes, adds, removes or replaces"
+                f" {format_first(changed)}, after the engine was built",
                 allowed="hooks that leave the model's parameters as they are",
                 remedy="model.freeze, or optim_wrapper.paramwise_cfg.groups=[dict(pattern=..., lr=0)], freezes; a model"
                 " with other parameters is a class of your own (docs/extending.md)",
             )
-
-    def _are_others(self) -> bool:
-        """Whether a module has another object, which may also be one that the engine has gathered."""
-        return any(owner.get(name) is not parameter for owner, name, parameter in self._owners)

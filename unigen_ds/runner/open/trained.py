@@ -24,7 +24,7 @@ from unigen_ds.models.lora import base_tensors
 from unigen_ds.resume.finding import BUILT
 from unigen_ds.runner.settings.custom_imports import custom_modules, import_custom
 from unigen_ds.runner.settings.family_settings import family_of_model
-from unigen_ds.runner.settings.tree import ModelSettings
+from unigen_ds.runner.settings.tree import ModelSettings, load_config
 from unigen_ds.runner.start.build import build_model, build_processor
 from unigen_ds.system.files import check_digests
 from unigen_ds.system.log import logger
@@ -105,6 +105,13 @@ def open_model(
     also = ", not their average (EMA), which the checkpoint has as well" if source.average is not None and raw else ""
     logger().info("%s: %s%s", source.directory, used, also)
     return model, processor
+
+
+def source_of(arguments: Any) -> dict[str, Any]:
+    """The arguments of ``open_model`` that are options of a tool (``pipes.add_source``)."""
+    config = load_config(arguments.config) if arguments.config else None
+    names = ("tag", "base", "allow_custom_imports")
+    return {"config": config, **{name: getattr(arguments, name) for name in names}}
 
 
 def open_inferencer(

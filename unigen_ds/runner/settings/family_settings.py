@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from unigen_ds.config.registry import MODELS, argument_problems, find
-from unigen_ds.config.section import Component, Of, one_or_many
+from unigen_ds.config.section import Of, one_or_many
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.data.images.augment import CHANGES, transform_problems
 from unigen_ds.data.settings import Transform
@@ -23,8 +23,6 @@ PROCESSOR_KEYS = (
 """Keys of ``processor`` of the families of this package."""
 _FIXED = ("tokenizer", "seed")
 """Arguments of a processor that no config sets in its section."""
-_CHANNELS = {"RGB": 3, "L": 1}
-_WITH_MODE = ("ImageTransform", "CenterCrop")
 
 
 def family_of_model(kind: type) -> Family:
@@ -94,33 +92,13 @@ def family_problems(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 def _of_transforms(processor: Mapping[str, Any]) -> Iterator[ConfigError]:
     of: Of = get_args(Transform)[1]
-
-    def problems(spec: Any, where: str, *, changes: bool) -> list[ConfigError]:
-        return of.problems(spec, where=where) or transform_problems(
-            find(of.registry, spec, where=where), where, changes=changes
-        )
-
-    for key in ("vit_transform", "vae_transform"):
-        if isinstance(spec := processor.get(key), Mapping):
-            yield from problems(spec, f"processor.{key}", changes=False)
+    transforms: list[tuple[str, Any]] = [(key, processor.get(key)) for key in ("vit_transform", "vae_transform")]
     for key in CHANGES:
-        augment = one_or_many(processor.get(key))
-        for index, spec in enumerate(augment if isinstance(augment, tuple) else ()):
-            yield from problems(spec, f"processor.{key}[{index}]", changes=True)
-
-
-def channel_problems(model: Component, processor: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Images of other channels than the model's input."""
-    for part, key in (("vae", "channels"), ("vit", "num_channels")):
-        transform, section = processor.get(f"{part}_transform"), model.get(part)
-        channels = section.get(key, 3) if isinstance(section, Mapping) else None
-        spec = transform if isinstance(transform, Mapping) else {}
-        mode = (spec.get("mode") or "RGB") if spec.get("type") in _WITH_MODE else None
-        produced = _CHANNELS.get(str(mode))
-        if isinstance(channels, int) and produced is not None and channels != produced:
-            other = next((name for name, number in _CHANNELS.items() if number == channels), None)
-            grey = f"processor.{part}_transform.mode={other!r} converts the images, or " if other else ""
-            problem = (
-                f"model.{part}.{key} is {channels}, and processor.{part}_transform makes {produced} (mode={mode!r})"
+        members = one_or_many(processor.get(key))
+        transforms += [(f"{key}[{i}]", spec) for i, spec in enumerate(members if isinstance(members, tuple) else ())]
+    for key, spec in transforms:
+        where, changes = f"processor.{key}", key.endswith("]")
+        if changes or isinstance(spec, Mapping):
+            yield from of.problems(spec, where=where) or transform_problems(
+                find(of.registry, spec, where=where), where, changes=changes
             )
-            yield ConfigError(problem, remedy=f"{grey}model.{part}.{key}={produced} keeps them as they are")

@@ -1,13 +1,9 @@
 """The name of a run from a template of its settings, and a folder of its own for each run.
 
 ``visualizer.run_name='nanovlm'`` is nanoVLM's own template. ``work_dir='checkpoints/{run_name}'`` makes a folder for
-each run. Which folder a resume continues in is decided by the names of the folders that hold checkpoints:
-
-===========================================================  ==============================================
-all fields but the date are as in the config                 the newest of them
-only ``gpus``, ``batch_size``, ``updates`` or rates differ   refused, with the command for each: which is meant?
-others differ (model, seed, ...)                             another run: a new folder, with a warning
-===========================================================  ==============================================
+each run. A resume continues in the newest folder of the same name but for the date. Where there is none, and runs
+whose names differ in ``gpus``, ``batch_size``, ``updates`` or rates have checkpoints, it is refused with the command
+for each.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ import string
 from collections.abc import Collection, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.home import home_of, same
@@ -48,36 +44,24 @@ class _Anything:
         return "*"
 
 
-class Named(NamedTuple):
-    """What a run is called."""
+def name_and_folder(settings: Settings, geometry: Geometry) -> tuple[str | None, str | None]:
+    """The name of the run, None where none is asked for; and its folder where ``work_dir`` contains ``{run_name}``.
 
-    name: str | None = None
-    """None: not asked for."""
-    folder: str | None = None
-    """Where ``work_dir`` contains ``{run_name}``."""
-    why: str | None = None
-    """A warning: a resume did not find a run of this name, and a new one begins."""
-
-
-def name_and_folder(settings: Settings, geometry: Geometry) -> Named:
-    """The name of the run, and its folder where ``work_dir`` contains ``{run_name}``.
-
-    Called on rank 0 alone: both contain the time. Raises ``ResumeBlocked`` where several runs, or a doubtful one, could
-    be the one to resume.
+    Called on rank 0 alone: both contain the time. Raises ``ResumeBlocked`` where another run could be the one to
+    resume.
     """
     template, folder = settings.visualizer.run_name, settings.work_dir or ""
     if template is None:
-        return Named()
+        return None, None
     template = NANOVLM if template == "nanovlm" else template
     name = name_from_template(template, settings, geometry, date=f"{datetime.now():%m%d-%H%M%S}")
     if PLACE not in folder:
-        return Named(name)
-    existing, why = _existing(folder, template, settings, geometry) if settings.resume else (None, None)
+        return name, None
+    existing = _existing(folder, template, settings, geometry) if settings.resume else None
     if existing is None:
-        return Named(name, folder.replace(PLACE, name), why)
-    parts = map(re.escape, folder.split(PLACE, 1))
-    match = re.fullmatch("(.+)".join(parts), existing)
-    return Named(match[1] if match else name, existing, why)
+        return name, folder.replace(PLACE, name)
+    match = re.fullmatch("(.+)".join(map(re.escape, folder.split(PLACE, 1))), existing)
+    return match[1] if match else name, existing
 
 
 def name_from_template(
@@ -126,50 +110,34 @@ def _part(pretrained: Any, part: str) -> str:
     return Path(str(path)).name if path else part
 
 
-def _existing(folder: str, template: str, settings: Settings, geometry: Geometry) -> tuple[str | None, str | None]:
-    """The folder that a resume continues in (None: a new one), and a warning: see the table above."""
+def _existing(folder: str, template: str, settings: Settings, geometry: Geometry) -> str | None:
+    """The folder that a resume continues in; None: a new one."""
 
     def folders(fields: Collection[str]) -> list[str]:
         wild = folder.replace(PLACE, name_from_template(template, settings, geometry, any_of=fields))
-        return sorted(path for path in glob.glob(glob.escape(wild).replace("[*]", "*")) if Path(path).is_dir())
+        paths = glob.glob(glob.escape(wild).replace("[*]", "*"))
+        return sorted((path for path in paths if Path(path).is_dir()), key=lambda path: Path(path).stat().st_mtime)
 
-    named = settings.load_from if settings.resume is True else settings.resume if settings.resume != AUTO else None
-    if named:
-        parent = Path(str(named)).expanduser().resolve().parent
-        return next((path for path in folders(FIELDS) if same(_home(path), parent)), None), None
-    own, every = folders({"date"}), folders(FIELDS)
-    begun = [path for path in every if _checkpoints(path)]
-    if candidates := [path for path in own if path in begun] or ([] if begun else own):
-        return max(candidates, key=_age), None
-    name = name_from_template(template, settings, geometry, date="<date>")
-    if doubtful := [path for path in folders(_DOUBTFUL) if path in begun]:
-        newest = {path: _checkpoints(path)[-1].path for path in doubtful}
-        commands = [f"--resume {checkpoint} or --resume --work-dir {path}" for path, checkpoint in newest.items()]
+    def home(path: str) -> Path:
+        try:
+            return home_of(Path(path))
+        except CheckpointError:  # the checkpoints of another run may be gone
+            return Path(path)
+
+    checkpoint = settings.load_from if settings.resume is True else settings.resume
+    if checkpoint and checkpoint != AUTO:
+        parent = Path(str(checkpoint)).expanduser().resolve().parent
+        return next((path for path in folders(FIELDS) if same(home(path), parent)), None)
+    own = folders({"date"})
+    if begun := [path for path in own if store.list_checkpoints(home(path))]:
+        return begun[-1]
+    doubtful = {path: found[-1].path for path in folders(_DOUBTFUL) if (found := store.list_checkpoints(home(path)))}
+    if doubtful:
+        name = name_from_template(template, settings, geometry, date="<date>")
+        commands = [f"--resume {newest} or --resume --work-dir {path}" for path, newest in doubtful.items()]
         raise ResumeBlocked(
             f"no run is named {name}, and {len(doubtful)} of this template may be meant, whose name has other settings:"
-            f" {format_first(doubtful)}",
+            f" {format_first([*doubtful])}",
             remedy=f"name the one to continue: {format_first(commands)}. Without --resume a new run begins",
         )
-    why = None
-    if begun:
-        why = (
-            f"Resume: no run is named {name}, so a new one begins. Others differ in more than a resume can change:"
-            f" {format_first(begun)}."
-        )
-    return max(own, key=_age, default=None), why
-
-
-def _home(folder: str) -> Path:
-    """Where the checkpoints of the run in a work dir are, or were: those of another run may be gone."""
-    try:
-        return home_of(Path(folder))
-    except CheckpointError:
-        return Path(folder)
-
-
-def _checkpoints(folder: str) -> list[store.Found]:
-    return store.list_checkpoints(_home(folder))
-
-
-def _age(path: str) -> float:
-    return Path(path).stat().st_mtime
+    return own[-1] if own else None

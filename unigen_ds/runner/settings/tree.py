@@ -9,9 +9,7 @@ reported in one ``ConfigError``. ``Settings.from_config`` does the same with val
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,12 +22,11 @@ from unigen_ds.backends.deepspeed import deepspeed as _deepspeed  # noqa: F401 -
 from unigen_ds.backends.fsdp import fsdp as _fsdp  # noqa: F401
 from unigen_ds.checkpoint.base_files import Base
 from unigen_ds.checkpoint.partial import LoadSettings
-from unigen_ds.config.file import is_of_mmengine
-from unigen_ds.config.overrides import ConfigValues, config_path, plain_values, read_values, top_problems
+from unigen_ds.config.overrides import ConfigValues, plain_values, read_values, top_problems
 from unigen_ds.config.paths import expand_paths
 from unigen_ds.config.registry import BACKENDS, MODELS, find
 from unigen_ds.config.section import LISTED, Component, Of, Section, argument_defaults, keys
-from unigen_ds.config.translation import Change, translate
+from unigen_ds.config.translation import translate
 from unigen_ds.config.values import Number
 from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.core.errors import ConfigError, raise_any
@@ -46,14 +43,10 @@ from unigen_ds.models.settings import Lora
 from unigen_ds.optim.settings import Finite, OptimWrapper
 from unigen_ds.runner.settings.custom_imports import CustomImports, import_custom, importable
 from unigen_ds.runner.settings.environment import Environment
-from unigen_ds.runner.settings.family_settings import PROCESSOR_KEYS, channel_problems, family_of_model, family_problems
+from unigen_ds.runner.settings.family_settings import PROCESSOR_KEYS, family_of_model, family_problems
 from unigen_ds.schedule.schedule import Curve
 from unigen_ds.system.log import notice
 from unigen_ds.tracking.settings import Visualizer
-
-
-def _single_by_default(config: Any) -> Any:
-    return config or {"type": "single"}
 
 
 class Randomness(Section):
@@ -107,12 +100,8 @@ class ModelSettings(Section):
     @classmethod
     def _own_sections(cls, config: Any) -> Any:
         """``processor`` and ``loss_weights`` may be None: all their keys are left out."""
-        if not isinstance(config, Mapping):
-            return config
-        none: dict[str, Any] = {
-            key: {} for key in ("processor", "loss_weights") if key in config and config[key] is None
-        }
-        return {**config, **none}
+        none = ("processor", "loss_weights")
+        return {key: {} if key in none and value is None else value for key, value in dict(config).items()}
 
 
 class Settings(ModelSettings):
@@ -128,7 +117,7 @@ class Settings(ModelSettings):
     )
     param_scheduler: Annotated[tuple[Curve, ...], LISTED] = Field(default=(), description="learning-rate curves")
     train_cfg: TrainCfg = Field(description="the length of training")
-    backend: Annotated[Component, Of(BACKENDS), BeforeValidator(_single_by_default)] = Field(
+    backend: Annotated[Component, Of(BACKENDS), BeforeValidator(lambda value: value or {"type": "single"})] = Field(
         default_factory=lambda: Component(_single.SingleBackend), description="component: the engine"
     )
     default_hooks: DefaultHooks = Field(
@@ -235,7 +224,8 @@ class Settings(ModelSettings):
             if not isinstance(values, dict):
                 raise ConfigError(f"the config is {config!r}", allowed="what load_config returns, or a mapping")
             if not isinstance(config, LoadedConfig):
-                log_changes(translate(values))
+                for change in translate(values):
+                    notice(str(change))
             unknown = top_problems(values, known_keys(), file=getattr(config, "filename", None))
             settings, errors = cls._with_errors(values, unknown)
         raise_any(errors)
@@ -258,11 +248,6 @@ class Settings(ModelSettings):
             errors.append(error)
         settings, more = cls.checked(sections)
         errors += [*more, *family_problems(sections)]
-        of_model = (
-            settings or ModelSettings.checked({k: sections[k] for k in ModelSettings.model_fields if k in sections})[0]
-        )
-        if of_model is not None:
-            errors += channel_problems(of_model.model, of_model.processor)
         if settings is None or errors:
             return None, errors
         settings._given = sections
@@ -372,17 +357,16 @@ def read_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
 
     Raises ``ConfigError`` where the file, or the text of an override, cannot be read.
     """
-    with _migration_advice(name):
-        config = read_values(name, overrides, known_keys())
-    log_changes(config.changes)
+    config = read_values(name, overrides, known_keys())
+    for change in config.changes:
+        notice(str(change))
     importable(config)
     return config
 
 
 def load_settings(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Settings:
     """Read a config and check it. Raises one ``ConfigError`` for all that is wrong."""
-    with _migration_advice(name):
-        return Settings.from_config(read_config(name, overrides))
+    return Settings.from_config(read_config(name, overrides))
 
 
 def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
@@ -396,25 +380,6 @@ def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
     loaded = LoadedConfig(config.values, cfg_text=config.text, filename=str(config.path))
     expand_paths(loaded)
     return loaded
-
-
-def log_changes(changes: Iterable[Change]) -> None:
-    """A line of the log for each key that was translated."""
-    for change in changes:
-        notice(str(change))
-
-
-@contextmanager
-def _migration_advice(name: str | Path) -> Iterator[None]:
-    """Inside, an error about a config that is written for xtuner or mmengine has the command that migrates it."""
-    try:
-        yield
-    except ConfigError as error:
-        broken = "cannot be read" in error.problem and not isinstance(error.__cause__, SyntaxError)
-        if not (broken or "model.type" in str(error)) or not is_of_mmengine(path := config_path(name)):
-            raise
-        command = f"python tools/migrate.py xtuner --out my_config.py {shlex.quote(str(path))}"
-        raise ConfigError(f"{path} is a config of xtuner or mmengine", remedy=f"{command} writes one of it") from error
 
 
 # ---- checks that involve several sections ---------------------------------------------------------------------------

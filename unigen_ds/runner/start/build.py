@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,14 +164,14 @@ def build_validation_data(
     again: bool = True,
 ) -> list[ValidationData]:
     """Each set of ``val_dataloader``: its own data sets, or the share ``held_out`` of the training's."""
-    found, training = [], settings.train_dataloader
+    sets, training = [], settings.train_dataloader
     for set_name, loader in settings.val_dataloader.sets.items() if settings.val_dataloader else ():
         datasets = build_sources(loader.dataset, processor, again=again)[0] or held_out
         check_streamed(datasets, what="val_dataloader.dataset")
         named = [(name, one) for name, one in zip(source_names(datasets), datasets, strict=True) if len(one)]
         seq_length = training.seq_length if loader.seq_length is None else loader.seq_length
         overflow = Overflow(seq_length, loader.overflow or training.overflow)
-        one = ValidationData(
+        data = ValidationData(
             [Fitted(dataset, overflow) for _, dataset in named],
             [name for name, _ in named],
             name=set_name,
@@ -184,8 +183,8 @@ def build_validation_data(
             pin_memory=torch.cuda.is_available() if loader.pin_memory is None else loader.pin_memory,
             timeout=loader.timeout,
         )
-        found.append(one)
-    return found
+        sets.append(data)
+    return sets
 
 
 def build_validation(settings: Settings, sets: Sequence[ValidationData]) -> list[Validation]:
@@ -209,9 +208,11 @@ def locate_pretrained(spec: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**spec, "pretrained": str(folder_of(pretrained, where=where))}
     if not isinstance(pretrained, Mapping):
         return spec
-    parts = {part: folder_of(path, where=f"{where}.{part}") if isinstance(path, str) else path
-             for part, path in pretrained.items()}  # fmt: skip
-    return {**spec, "pretrained": {part: str(path) if isinstance(path, Path) else path for part, path in parts.items()}}
+    parts = {
+        part: str(folder_of(path, where=f"{where}.{part}")) if isinstance(path, str) else path
+        for part, path in pretrained.items()
+    }
+    return {**spec, "pretrained": parts}
 
 
 def build_limits(train_cfg: TrainCfg, ruler: Ruler) -> list[Duration]:
@@ -259,17 +260,13 @@ def build_groups(settings: Settings, named: Iterable[tuple[str, nn.Parameter]]) 
 
 
 def recorded_fused(settings: Settings, manifest: Manifest | None) -> bool | None:
-    """``optim_wrapper.optimizer.fused`` for the manifest, where the config does not set it; None: no record.
-
-    A new run uses torch's fused AdamW; a resumed run what it used before, which without a record is not fused.
+    """``optim_wrapper.optimizer.fused`` for the manifest: True for a new run, and for a resume what the checkpoint has;
+    None where the config sets it, or the optimizer has no such choice.
     """
     optimizer = settings.optim_wrapper.optimizer
     if not default_fused(optimizer.type, optimizer.arguments):
         return None
-    if manifest is None:
-        return True
-    stored = ((manifest.config.get("optim_wrapper") or {}).get("optimizer") or {}).get("fused")
-    return None if stored is None else bool(stored)
+    return manifest is None or bool(((manifest.config.get("optim_wrapper") or {}).get("optimizer") or {}).get("fused"))
 
 
 def build_optimizer_config(settings: Settings, *, fused: bool | None = None) -> OptimizerConfig:
@@ -319,17 +316,13 @@ def build_hooks(settings: Settings) -> list[Hook]:
     hooks += [best for hook in hooks if isinstance(hook, EvaluateHook) and (best := BestHook.of(hook))]
     hooks = with_runtime_info(hooks)
     own = (Hook.state_dict, ())
-    with_state = [h for h in hooks if h.name or (type(h).state_dict, h.state_attributes) != own]
+    with_state = [hook for hook in hooks if hook.name or (type(hook).state_dict, hook.state_attributes) != own]
     names = [hook.name or "a hook with a state and no name" for hook in with_state]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if EvaluateHook.name in twice:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(
-            "custom_hooks has more than one EvaluateHook",
-            remedy="one hook evaluates everything: metrics and metric_interval belong into the EvaluateHook that has"
-            " interval and save_best",
+            f"hooks named twice: {', '.join(twice)}",
+            allowed="each once; one EvaluateHook has the interval, save_best and all metrics with their interval",
         )
-    if twice:
-        raise ConfigError(f"hooks named twice: {', '.join(twice)}", remedy="each may appear once")
     return hooks
 
 

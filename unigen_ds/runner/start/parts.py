@@ -7,14 +7,23 @@ is built, so initial weights depend on the seed and on nothing that was built ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from logging import INFO, WARNING
+from pathlib import Path
 from typing import Any
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.backends.memory import on_meta
+from unigen_ds.checkpoint.manifest import current_versions
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.json_values import as_text, json_values
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.loader import UpdateLoader
 from unigen_ds.data.batches.statistics import start_lines
@@ -25,16 +34,18 @@ from unigen_ds.hooks.base import Hook
 from unigen_ds.resume.finding import Finding, refuse
 from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan
 from unigen_ds.runner.settings.environment import apply_environment, apply_variables
-from unigen_ds.runner.settings.naming import PLACE, Named, name_and_folder
+from unigen_ds.runner.settings.naming import PLACE, name_and_folder
+from unigen_ds.runner.settings.origins import dotted_name, leaves
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.agreement import check_data, check_settings
 from unigen_ds.runner.start.build import (
+    Data,
     build_groups,
     build_hooks,
     build_loader,
     build_model,
     build_optimizer_config,
     build_validation,
+    locate_pretrained,
     named_parameters,
     parameter_table,
     prepare_engine,
@@ -43,7 +54,6 @@ from unigen_ds.runner.start.build import (
 from unigen_ds.runner.start.stages import (
     Start,
     build_engine,
-    plain_built,
     plain_values,
     plan_start,
     read_start,
@@ -52,6 +62,7 @@ from unigen_ds.runner.start.stages import (
 )
 from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.system import announced, clock, dist, log
+from unigen_ds.system.machine import source_digest
 from unigen_ds.system.seeding import seed_everything
 
 
@@ -97,8 +108,8 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     groups = build_groups(settings, named)
     parameters = parameter_table(named, groups)
     schedules = start.schedules(groups, global_batch_size=geometry.global_batch_size)
-    optimizer_cfg = build_optimizer_config(settings, fused=recorded_fused(settings, manifest))
-    prepare_engine(backend, model, groups, optimizer_cfg, geometry=geometry)
+    fused = recorded_fused(settings, manifest)
+    prepare_engine(backend, model, groups, build_optimizer_config(settings, fused=fused), geometry=geometry)
     if initial is not None and (plan.mode != "resume" or backend.left_out):  # all else is in the checkpoint
         backend.load_tensors(initial, weights_only=True)
     seed_everything(settings.seed, rank=dist.rank())
@@ -120,7 +131,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         geometry=geometry,
         schedules=schedules,
         parameters=parameters,
-        plain_config={**plain_values(settings, manifest), **plain_built(model)},
+        plain_config=plain_values(settings, manifest, model=model),
         loader=build_loader(loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=start.cursor),
         loader_at=lambda geometry, cursor: build_loader(
             loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=cursor, workers=False
@@ -138,12 +149,12 @@ def _begin(
     begun: tuple[ResumePlan, Start | None, list[Finding]] | None = None
     hooks: list[Hook] = []
     if joined:
-        settings = _with_name(settings, dist.on_main(lambda: name_and_folder(settings, geometry)))
+        settings = settings.named(*dist.on_main(lambda: name_and_folder(settings, geometry)))
     else:
         dist.check_port()
         dist.open_store(timeout_s=settings.env.dist_timeout_s)
         if dist.env_rank() == 0:
-            settings = _with_name(settings, name_and_folder(settings, geometry))
+            settings = settings.named(*name_and_folder(settings, geometry))
             hooks = build_hooks(settings)  # what they refuse is refused before data is read
             begun = _plan(settings, backend, geometry)
     hooks = hooks or build_hooks(settings)
@@ -155,20 +166,15 @@ def _begin(
         settings = settings.named(*dist.broadcast_object((settings.run_name, settings.work_dir)))
     log.setup(rank=dist.rank(), log_file=settings.folder / "train.log", level=settings.env.log_level)
     if joined:
-        begun = dist.only_on_main(lambda: _plan(settings, backend, geometry))
+        values: list[Any] = []
+        dist.on_main(lambda: values.append(_plan(settings, backend, geometry)))
+        begun = values[0] if values else None
     plan: ResumePlan = dist.on_main(lambda: begun[0])  # type: ignore[index]  # rank 0 has one
     _, start, findings = begun or (plan, None, ())
     if start is None:
         settings = settle(settings, plan, backend=backend, geometry=geometry)
         start = read_start(settings, plan, geometry=geometry)
     return plan, start, findings, hooks
-
-
-def _with_name(settings: Settings, run: Named) -> Settings:
-    """With the name of the run and its folder; a warning about the folder is logged once the log is there."""
-    if run.why:
-        log.warn_at_setup(run.why)
-    return settings.named(run.name, run.folder)
 
 
 def _plan(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[ResumePlan, Start | None, list[Finding]]:
@@ -193,3 +199,100 @@ def _plan(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[Res
                 number, len(findings))  # fmt: skip
     refuse(findings)
     return plan, start, findings
+
+
+# What must be equal on all ranks: a rank with other values would train something else, or wait for ever. Paths on the
+# disks of a node may differ; what is found there may not. So may what only rank 0 uses, and how a process computes.
+
+_OWN = (
+    "work_dir", "checkpoint_dir", "launcher", "visualizer", "env.num_threads", "env.cuda_allocator",
+    "env.tokenizers_parallelism", "env.peak_tflops", "env.log_level",
+)  # fmt: skip
+_OWN_LAST = ("cache_dir", "num_workers", "index_workers", "prefetch_factor", "pin_memory")
+_NAMED_ABOVE = ("names", "sizes", "digests", "records", "units")
+_LONGEST, _MOST = 80, 10
+"""Characters of a value, and keys, that the error has."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".json")
+
+
+class RanksDiffer(ConfigError):
+    """Ranks have other settings, data, versions or code."""
+
+    everywhere = True
+
+
+def check_settings(settings: Settings, *, max_updates: int | None) -> None:
+    """Raise ``RanksDiffer`` on all ranks where one has other settings, packages or code. Collective."""
+    if dist.world_size() == 1:
+        return
+    facts: dict[str, Any] = {}
+    for leaf, value in leaves(json_values(Settings.completed(settings.given), _as_name)):
+        key = dotted_name(leaf)
+        if not (key.startswith(_OWN) or key.endswith(_OWN_LAST) or _is_local(value)):
+            facts[key] = value
+        elif key == "backend.config" and Path(value).is_file():
+            facts[key] = Path(value).read_text(encoding="utf-8", errors="replace")
+    for name in settings.custom_imports.imports:  # modules that register a user's own classes; of a package all files
+        path = getattr(sys.modules.get(name), "__file__", None)
+        facts[f"code of {name}"] = None if path is None else source_digest(Path(path))
+    facts |= {f"version of {name}": version for name, version in current_versions().items()}
+    _compare({**facts, "max_updates": max_updates, "code of unigen_ds": source_digest()})
+
+
+def check_data(settings: Settings, data: Data, *, total_sequences: float) -> None:
+    """The same for the data that each rank has read, and for the files of published weights. Collective."""
+    if dist.world_size() == 1:
+        return
+    facts: dict[str, Any] = {"total_sequences": total_sequences}
+    for part in data.parts:
+        kind = "data" if part is data.stream else f"validation data {part.name}".rstrip()
+        for name, dataset in zip(part.names, part.datasets, strict=True):
+            facts[f"{kind} {name}: records"] = len(dataset)
+            facts[f"{kind} {name}: fingerprint"] = dataset.fingerprint
+    identity = data.stream.identity
+    order = {key: value for key, value in identity["facts"].items() if key not in _NAMED_ABOVE}
+    facts |= {dotted_name(leaf): value for leaf, value in leaves({"order": order, "phases": identity["phases"]})}
+    for leaf, value in leaves({"pretrained": locate_pretrained(settings.model.spec).get("pretrained")}):
+        if isinstance(value, str):  # names and sizes: to read all weights would need minutes
+            path = Path(value).expanduser()
+            files = [path] if path.is_file() else sorted(path.rglob("*"))
+            sizes = {str(file.relative_to(path)): file.stat().st_size for file in files if file.suffix in _WEIGHTS}
+            value = {name: size for name, size in sizes.items() if not name.startswith(".cache")}
+        facts[f"model.{dotted_name(leaf)}: files"] = value
+    _compare(facts)
+
+
+def _compare(own: Mapping[str, Any]) -> None:
+    texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in own.items()}
+    number = int.from_bytes(hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()[:6], "big")
+    highest, lowest = dist.max_floats([number, -number])
+    if highest == -lowest:
+        return
+    ranks = dist.gather_objects(texts)
+    everywhere = set.intersection(*map(set, ranks))
+    lines = []
+    for key in sorted({key for one in ranks for key in one}, key=lambda key: (key not in everywhere, key)):
+        having: dict[str, list[str]] = defaultdict(list)
+        for rank, one in enumerate(ranks):
+            having[one.get(key, "not there")].append(str(rank))
+        if len(having) > 1:
+            values = (f"rank {', '.join(of_text[:8])}: {text[:_LONGEST]}" for text, of_text in having.items())
+            lines.append(f"{key}: {'; '.join(values)}")
+    more = [f"and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
+    raise RanksDiffer(
+        "\n  ".join(["the processes differ:", *lines[:_MOST], *more]),
+        remedy="start all of them with the same config, files, packages and code",
+    )
+
+
+def _as_name(value: Any) -> Any:
+    """A class or a function by its name: the text of an object has its address."""
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return re.sub(r" at 0x[0-9a-f]+", "", text) if isinstance(text := as_text(value), str) else text
+
+
+def _is_local(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_local, value))
+    return isinstance(value, str) and value.startswith(("/", "~", "./", "../"))

@@ -29,11 +29,10 @@ from unigen_ds.checkpoint.base_files import Base, find_base, read_base
 from unigen_ds.checkpoint.foreign import Foreign, parse_assume, read_foreign
 from unigen_ds.checkpoint.home import check_home
 from unigen_ds.checkpoint.manifest import FileEntry, Manifest, current_versions
-from unigen_ds.checkpoint.partial import LoadSettings, fit
-from unigen_ds.core.errors import ConfigError, ResumeBlocked, UnigenError
+from unigen_ds.checkpoint.partial import LoadSettings
+from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.progress import Duration, Geometry, Progress, Ruler
-from unigen_ds.core.shards import persistent_buffers
 from unigen_ds.data.batches.change import DataChange, OnDataChange, compare, continue_stream
 from unigen_ds.data.batches.statistics import check_unusable
 from unigen_ds.data.batches.stream import SequenceStream
@@ -56,7 +55,6 @@ from unigen_ds.runner.start.build import (
     build_limits,
     build_model,
     build_optimizer_config,
-    build_processor,
     named_parameters,
     parameter_table,
     recorded_fused,
@@ -204,7 +202,7 @@ def read_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> S
     unknown: tuple[str, ...] = ()
     if plan.mode == "resume" and plan.checkpoint and manifest is None:
         foreign = read_foreign(plan.checkpoint, assume=parse_assume(settings.assume or ""))
-        stream = build_data(settings, geometry=geometry_of(foreign, settings), ruler=None).stream
+        stream = build_data(settings, geometry=geometry_of(foreign), ruler=None).stream
         manifest, unknown = adopt(foreign, settings, stream), foreign.unknown
     data, change, cursor = continue_data(settings, manifest, geometry=geometry, on_change=settings.on_data_change)
     for part in data.parts:
@@ -266,7 +264,7 @@ def run_checklist(
     proposal = Proposal(
         checkpoint=str(plan.checkpoint),
         config=plain,
-        complete=complete_config,
+        complete=lambda config: Settings.completed(config) if config.get("model") else config,
         saves=Saves(**saves),
         averages=any(hook.cls.__name__.startswith("EMAHook") for hook in settings.custom_hooks),
         geometry=geometry,
@@ -290,26 +288,18 @@ def free_bytes(checkpoints: Path) -> int | None:
     return shutil.disk_usage(folder).free if folder else None
 
 
-def complete_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A stored config with its defaults, if it is complete: a default made explicit is no edit."""
-    whole: Mapping[str, Any] = Settings.completed(config) if config.get("model") else config
-    return whole
+def plain_values(settings: Settings, manifest: Manifest | None, *, model: Any = None) -> dict[str, Any]:
+    """The config as plain JSON values, as a manifest keeps it, with what the run itself chose (``recorded_fused``).
 
-
-def plain_values(settings: Settings, manifest: Manifest | None) -> dict[str, Any]:
-    """The config as plain JSON values, as a manifest keeps it, with what the run itself chose (``recorded_fused``)."""
+    With ``model`` also its arguments as it was built, without ``pretrained``: with these a checkpoint needs no other
+    folder to be built again, and sizes that no config states can be compared.
+    """
     values: dict[str, Any] = json_values(settings.given)
     if (fused := recorded_fused(settings, manifest)) is not None:
         values["optim_wrapper"]["optimizer"]["fused"] = fused
+    if hasattr(model, "arguments"):
+        values |= json_values({BUILT: {"model": model.arguments()}})
     return values
-
-
-def plain_built(model: Any) -> dict[str, Any]:
-    """What a manifest's config has in addition: the model's arguments as it was built, without ``pretrained``.
-
-    With these a checkpoint needs no other folder to be built again, and sizes that no config states can be compared.
-    """
-    return json_values({BUILT: {"model": model.arguments()}}) if hasattr(model, "arguments") else {}
 
 
 # ---- a checkpoint of another trainer --------------------------------------------------------------------------------
@@ -318,15 +308,14 @@ def plain_built(model: Any) -> dict[str, Any]:
 # the order of this project. What could not be determined is in ``Foreign.unknown`` and in the checklist.
 
 
-def geometry_of(foreign: Foreign, settings: Settings) -> Geometry:
+def geometry_of(foreign: Foreign) -> Geometry:
     """The geometry it was trained with. Raises ``ResumeBlocked``: it cannot be resumed, with the command that loads its
     weights; or what to pass with ``--assume``.
     """
     if foreign.updates is None:
         raise ResumeBlocked(
             f"{foreign.directory} ({foreign.writer}) cannot be resumed: of such files the weights alone are read",
-            remedy=f"a new run with them: --load-from {shlex.quote(str(foreign.directory))}"
-            f" {_renaming(foreign, settings)} --work-dir NEW".replace("  ", " "),
+            remedy=f"a new run with them: --load-from {shlex.quote(str(foreign.directory))} --work-dir NEW",
         )
     if foreign.geometry is None:
         raise ResumeBlocked(
@@ -336,23 +325,9 @@ def geometry_of(foreign: Foreign, settings: Settings) -> Geometry:
     return foreign.geometry
 
 
-def _renaming(foreign: Foreign, settings: Settings) -> str:
-    """The further option with which its names are the model's, where they are not and one prefix changes them all."""
-    try:
-        with torch.device("meta"):
-            model = build_model(settings, build_processor(settings, seed=0), seed=0)
-        parameters = parameter_table(named_parameters(model), ())
-        buffers = {name: buffer.numel() for name, buffer in persistent_buffers(model).items()}
-        return fit(
-            foreign.reader, foreign.parameters, parameters=parameters, buffers=buffers, cfg=LoadSettings()
-        ).option
-    except UnigenError:  # it is reported when it is loaded
-        return ""
-
-
 def adopt(foreign: Foreign, settings: Settings, stream: SequenceStream) -> Manifest:
     """A manifest for ``--resume``. ``stream`` is built with the geometry of ``geometry_of``."""
-    geometry, sequences = geometry_of(foreign, settings), foreign.sequences or 0
+    geometry, sequences = geometry_of(foreign), foreign.sequences or 0
     ruler = Ruler(geometry, stream.sequences_per_epoch)
     cursor = stream.seek(sequences)
     optimizer = settings.optim_wrapper.optimizer
