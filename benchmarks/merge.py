@@ -53,8 +53,8 @@ from unigen_ds.system.files import DIGESTS, file_digest
 
 WALL, PEAK, FLAT = 0.7, 0.25, 1.10
 STAGES = (2, 3)
-THEIRS, OURS, VERIFIED = "theirs", "ours", "ours, verified"
-SIDES = (THEIRS, OURS, VERIFIED)
+THEIRS, OURS = "theirs", "ours"
+SIDES = (THEIRS, OURS)
 
 
 def command(side: str, source: Path, out: Path) -> list[str]:
@@ -62,7 +62,6 @@ def command(side: str, source: Path, out: Path) -> list[str]:
     arguments = {
         THEIRS: ["-m", "deepspeed.utils.zero_to_fp32", str(source), str(out)],
         OURS: ours,
-        VERIFIED: [*ours, "--verify"],
     }
     return [sys.executable, *arguments[side]]
 

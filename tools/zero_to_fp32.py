@@ -2,7 +2,7 @@
 
 The command line, the defaults and the files are those of DeepSpeed's script of this name. In addition it accepts
 ZeRO-1, 2 and 3, FSDP and single checkpoints of this project, of plain DeepSpeed, mmengine or xtuner, and the options
---ema, --dtype and --verify.
+--ema and --dtype.
 
 CKPT is a checkpoint; or a work dir or a folder of DeepSpeed, of which the newest checkpoint (or the one of -t) is used.
 OUT receives pytorch_model.bin or model.safetensors; above --max-shard-size several files and an index. Then:
@@ -18,7 +18,6 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
@@ -26,9 +25,6 @@ if not __package__:
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.system.pipes import ends_quietly, tool_parser
-
-if TYPE_CHECKING:
-    from unigen_ds.checkpoint.convert import OnProgress
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         "--exclude-frozen-parameters", "--exclude_frozen_parameters", action="store_true", help="do not write them"
     )
     p.add_argument("--config", help="a config whose custom_imports register the format or the layout of CKPT")
-    p.add_argument("--verify", action="store_true", help="read the files and compare every bit before OUT changes")
+
     p.add_argument("-d", "--debug", action="store_true", help="show the traceback of an error")
     return p
 
@@ -72,8 +68,6 @@ def main(argv: list[str] | None = None) -> int:
             max_shard_size=arguments.max_shard_size,
             safe_serialization=arguments.safe_serialization,
             exclude_frozen=arguments.exclude_frozen_parameters,
-            verify=arguments.verify,
-            progress=show_progress(),
         )
     except UnigenError as error:
         if arguments.debug:
@@ -82,24 +76,11 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_status
     print(
         f"{merged.num_tensors} tensors, {merged.numel:,} elements, {merged.nbytes / 2**20:,.1f} MiB"
-        f" in {time.perf_counter() - started:.1f} s{', verified' if arguments.verify else ''}"
+        f" in {time.perf_counter() - started:.1f} s"
     )
     for file in merged.files:
         print(arguments.out / file)
     return 0
-
-
-def show_progress() -> OnProgress:
-    """A function that prints a line for each tenth."""
-    tenths: dict[str, int] = {}
-
-    def line(what: str, done: int, total: int) -> None:
-        tenth = 10 * done // max(total, 1)
-        if tenth > tenths.get(what, 0):
-            tenths[what] = tenth
-            print(f"{what}: {10 * tenth} % of {total / 2**20:,.1f} MiB", file=sys.stderr, flush=True)
-
-    return line
 
 
 if __name__ == "__main__":

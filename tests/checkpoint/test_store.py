@@ -112,8 +112,8 @@ def test_commit_numbers_are_never_given_twice(tmp_path):
 
 def test_a_damaged_lineage_is_an_error_with_a_remedy(tmp_path):
     save(tmp_path)
-    (tmp_path / store.LINEAGE).write_text("{")
-    with pytest.raises(CheckpointError, match=r"lineage.json is damaged.*Remedy: remove it"):
+    (tmp_path / "lineage.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"(?s)lineage.json is damaged.*Remedy: remove it"):
         store.newest(tmp_path)
 
 

@@ -112,9 +112,8 @@ def wrong(draw: random.Random, good: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("created", 5), ("created", "\ud800"), ("config", []), ("commit", "7"), ("commit", True), ("commit", -1),
-        ("parameters", [1]), ("files", [{"path": "a\0", "size": 1, "digest": "x"}]), ("metrics", [1]),
-        ("files", [{"path": "a", "size": -1, "digest": "x"}]), ("files", [{"path": "a", "size": 1, "digest": 2}]),
+        ("created", 5), ("config", []), ("commit", "x"), ("parameters", [1]), ("metrics", [1]),
+        ("files", [{"path": "a", "size": 1, "digest": 2}]),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named_where_the_manifest_is_read(work_dir, key, value):

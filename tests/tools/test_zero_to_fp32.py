@@ -36,7 +36,6 @@ def test_as_a_script_it_does_what_deepspeeds_does(zero2, tmp_path):
         if name == "ours":
             assert "12 tensors, 2,028 elements" in ended.stdout
             assert str(tmp_path / "ours" / "pytorch_model.bin.index.json") in ended.stdout
-            assert "writing: 100 %" in ended.stderr  # no terminal, no bar
     ours, theirs = (tmp_path / name for name in ("ours", "theirs"))
     names = sorted(path.name for path in theirs.iterdir())
     assert sorted(path.name for path in ours.iterdir() if path.name != DIGESTS) == names and len(names) > 2
@@ -54,13 +53,12 @@ def test_both_spellings(zero2, tmp_path, spelling):
     assert not any(name.startswith("frozen.") for name in load_file(tmp_path / "out" / "model.safetensors"))
 
 
-def test_of_a_work_dir_the_newest(tmp_path, capsys):
+def test_of_a_work_dir_the_newest(tmp_path):
     save(tmp_path, "iter_12.pth", backend=make_backend(updates=1))
     newest = make_backend(updates=3)
     path = save(tmp_path, "iter_24.pth", backend=newest)
     (tmp_path / "last_checkpoint").write_text(str(path))
-    assert main([str(tmp_path), str(tmp_path / "out"), "--ema", "--dtype", "bf16", "--verify"]) == 0
-    assert ", verified" in capsys.readouterr().out
+    assert main([str(tmp_path), str(tmp_path / "out"), "--ema", "--dtype", "bf16"]) == 0
     merged = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     for shard in newest.master_shards():
         assert torch.equal(merged[shard.name].flatten(), shard.data.cpu().bfloat16())

@@ -1,9 +1,8 @@
 """The base of all engines: the interface that the loop, the hooks and the checkpoint saver use.
 
-A new engine subclasses ``Backend``, registers itself in ``BACKENDS``, and must match ``single`` (one process, plain
-PyTorch: the reference) in ``tests/backends``. It lists its state as flat shards (``master_shards``, ``frozen_shards``,
-``moments``, ``buffers``) and refreshes its low-precision copies; loading, averaging and swapping are written once,
-here. So any layout loads into any engine at any process count.
+A new engine lists its state as flat shards (``master_shards``, ``frozen_shards``, ``moments``, ``buffers``) and
+refreshes its low-precision copies; loading, averaging and swapping are written once, here. So any layout loads into any
+engine at any process count. ``single`` (one process, plain PyTorch) is the reference that every engine must match.
 """
 
 from __future__ import annotations
@@ -126,11 +125,11 @@ class Backend(abc.ABC):
     @property
     def dp_rank(self) -> int:
         """This process's index among the data-parallel ranks."""
-        return 0
+        return dist.rank()
 
     @property
     def dp_size(self) -> int:
-        return 1
+        return dist.world_size()
 
     def unlike_ranks(self) -> Sequence[int]:
         """Ranks that may need more memory than rank 0, after ``prepare``. Not collective."""
@@ -274,10 +273,10 @@ class Backend(abc.ABC):
             stored = {name: (reader.numel(kind, name),) for name in sorted(names)}
             return misfit(stored, {name: (numel,) for name, numel in own.items()})
 
-        weights = (MASTER, sizes), (BUFFER, {name: buffer.numel() for name, buffer in buffers.items()})
         refuse_misfit(
             "the checkpoint",
-            *(differences(kind, own, reader.names(kind)) for kind, own in weights),
+            differences(MASTER, sizes, reader.names(MASTER)),
+            differences(BUFFER, {name: buffer.numel() for name, buffer in buffers.items()}, reader.names(BUFFER)),
             # of the optimizer: state of parameters that are not trained is ignored
             **{kind: differences(kind, own, set(reader.names(kind)) & set(own)) for kind, own in state.items()},
         )
@@ -304,6 +303,11 @@ class Backend(abc.ABC):
         trainable, frozen = sum(self.trainable_sizes().values()), sum(self.frozen_sizes().values())
         mine = sum(shard.data.nbytes for shard in self.master_shards())
         held = dist.sum_floats([mine if rank == self.dp_rank else 0 for rank in range(self.dp_size)])
+        entries = []
+        for size, group in itertools.groupby(range(len(held)), key=held.__getitem__):  # equal neighbours are one entry
+            first, *others = group
+            ranks = f"ranks {first}-{others[-1]}" if others else f"rank {first}"
+            entries.append(f"{ranks}: {size:,.0f} ({100 * size / max(4 * trainable, 1):.1f} %)")
         logger().info(
             "%s over %d process(es), %s: %.2f M trainable and %.2f M frozen parameters. Bytes of fp32 masters (and as"
             " many for each Adam moment): %s.",
@@ -312,7 +316,7 @@ class Backend(abc.ABC):
             self.topology()["precision"],
             trainable / 1e6,
             frozen / 1e6,
-            _bytes_of_ranks(held, whole=4 * trainable),
+            ", ".join(entries),
         )
         if units:
             kinds = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in units)
@@ -333,13 +337,3 @@ def read_into(reader: ShardReader, kind: str, shard: Shard) -> None:
             problem = f"the checkpoint's {kind} of {shard.name} has negative values or NaN, which no optimizer writes"
             raise CheckpointError(problem, remedy="resume from another checkpoint; --load-from loads weights alone")
         shard.data.copy_(values)
-
-
-def _bytes_of_ranks(sizes: Sequence[float], *, whole: float) -> str:
-    """The bytes of every rank; consecutive ranks with the same number are one entry: ``ranks 0-3: 1,024 (25.0 %)``."""
-    entries = []
-    for size, group in itertools.groupby(range(len(sizes)), key=sizes.__getitem__):
-        ranks = [*group]
-        name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
-        entries.append(f"{name}: {size:,.0f} ({100 * size / max(whole, 1):.1f} %)")
-    return ", ".join(entries)

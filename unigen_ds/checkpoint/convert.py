@@ -5,9 +5,8 @@ In: a checkpoint of any layout, with or without a manifest. Out: a folder with t
 ``model.load_state_dict(torch.load(file))`` accepts. Tensors are streamed in bounded pieces (``system/outputs.py``).
 
 ``digests.json`` beside them has their digests. The files are written in the folder of ``out`` under a temporary name,
-flushed, compared with the source if asked, and then renamed: ``out`` appears complete or not at all. If ``out`` is an
-existing folder, its other files stay, and its older weight files are replaced one by one, the index and the digests
-last. The next merge deletes what a killed one left.
+flushed, and then renamed: ``out`` appears complete or not at all. If ``out`` is an existing folder, its other files
+stay, and its older weight files are replaced one by one. The next merge deletes what a killed one left.
 """
 
 from __future__ import annotations
@@ -17,25 +16,23 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from torch import Tensor
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.base_files import Base
 from unigen_ds.checkpoint.foreign import locate, read_foreign, stored_dtype
-from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.checkpoint.saver import TOKENIZER
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.shards import BUFFER, EMA, MASTER, OPTIMIZER_FILE, Fetch, PieceReader, slices_of
+from unigen_ds.core.shards import BUFFER, EMA, MASTER, OPTIMIZER_FILE, PieceReader
 from unigen_ds.system.files import (
     DIGESTS,
     check_digests,
@@ -49,9 +46,6 @@ from unigen_ds.system.files import (
 from unigen_ds.system.outputs import Entry, save_entries, save_torch
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
-
-OnProgress = Callable[[str, int, int], None]
-"""Called with what is being done (``'writing'``, ``'verifying'``), bytes done, bytes in all."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +133,6 @@ def merge(
     max_shard_size: str | int = "5GB",
     safe_serialization: bool = False,
     exclude_frozen: bool = False,
-    verify: bool = False,
-    progress: OnProgress | None = None,
 ) -> Merged:
     """Write the weights of ``checkpoint`` into the folder ``out``.
 
@@ -149,10 +141,9 @@ def merge(
         ema: the average of the weights instead of the weights; buffers and frozen parameters are the model's.
         max_shard_size: of a file, in bytes or as ``'5GB'``; a larger tensor gets a file of its own.
         safe_serialization: safetensors instead of ``torch.save``.
-        verify: read the files back and compare every bit with the checkpoint before they replace anything.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, the disk is full, or the files read back differ.
+        CheckpointError: the checkpoint is incomplete, or the disk is full.
         ConfigError: ``max_shard_size`` or ``out`` cannot work.
     """
     source = read_source(checkpoint, tag=tag)
@@ -166,155 +157,75 @@ def merge(
     ):
         what = "a checkpoint" if out.is_dir() else "a file"
         raise ConfigError(f"the output {out} is {what}", allowed="a folder of its own, new or not")
-    entries = source.entries(dtype=dtype, ema=ema, exclude_frozen=exclude_frozen)
+    entries = {entry.name: entry for entry in source.entries(dtype=dtype, ema=ema, exclude_frozen=exclude_frozen)}
     if not entries:
         raise CheckpointError(f"{source.directory} contains no weights")
-    form = _SAFETENSORS if safe_serialization else _TORCH
+    file = "model.safetensors" if safe_serialization else "pytorch_model.bin"
     try:  # by the function of Hugging Face that DeepSpeed uses, so with its result
         split = split_state_dict_into_shards_factory(
-            {entry.name: entry for entry in entries},
+            entries,
             get_storage_size=lambda entry: entry.nbytes,
-            get_storage_id=lambda entry: entry.source if form.shares else None,
-            filename_pattern=form.file.replace(".", "{suffix}.", 1),
+            get_storage_id=lambda entry: None if safe_serialization else entry.source,
+            filename_pattern=file.replace(".", "{suffix}.", 1),
             max_shard_size=max_shard_size,
         )
     except ValueError as error:
         allowed = "a number of bytes, or one with a unit, like 5GB"
         raise ConfigError(f"--max-shard-size {max_shard_size!r} is no size", allowed=allowed) from error
-    by_name = {entry.name: entry for entry in entries}
-    shards = {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
-    sizes = [*map(form.size, shards.values())]
-    needed = sum(sizes)
+    shards = {name: [entries[each] for each in names] for name, names in split.filename_to_tensors.items()}
+    sizes = []
+    for of_file in shards.values():  # torch.save stores what tied names share once
+        distinct = of_file if safe_serialization else {entry.source: entry for entry in of_file}.values()
+        sizes.append(sum(entry.nbytes for entry in distinct))
+    needed, index = sum(sizes), f"{file}.index.json"
+    out.resolve().parent.mkdir(parents=True, exist_ok=True)
+    home = out.resolve() if out.is_dir() else out.resolve().parent  # on the disk of ``out``
+    staging = temporary_beside(home / out.resolve().name, "writing")
     try:
-        with _staging_folder(out) as staging:
-            if (
-                shutil.disk_usage(staging).free < needed + max(sizes) * form.shares
-            ):  # now, and not after hours of writing
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            written = _report_bytes(shards, "writing", needed, progress)
-            for file, of_file in written.items():
-                form.save(staging / file, of_file)
-            if split.is_sharded:
-                index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-                text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-                (staging / form.index).write_text(text, encoding="utf-8")
-            if verify:
-                _verify(staging, _report_bytes(shards, "verifying", sum(e.nbytes for e in entries), progress))
-            write_digests(staging, keep={k: v for k, v in stored_digests(out).items() if not form.is_own(k)})
-            _publish(staging, out, form)
+        staging.mkdir()
+        more = 0 if safe_serialization else max(sizes)  # torch.save reads from a further file
+        if shutil.disk_usage(staging).free < needed + more:  # now, and not after hours of writing
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        for name, of_file in shards.items():
+            if safe_serialization:
+                save_entries(staging / name, of_file, {"format": "pt"})
+            else:
+                save_torch(staging / name, of_file)
+        if split.is_sharded:
+            content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (staging / index).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        _publish(staging, out, file)
     except OSError as error:
         raise CheckpointError(
             f"could not write {out}: {error}",
             remedy=f"free disk space ({needed / 2**20:,.1f} MiB are needed), fix the"
             " permission, or name another folder; nothing was changed",
         ) from error
-    files = [*shards, *([form.index] if split.is_sharded else [])]
-    return Merged(files, len(entries), sum(e.numel for e in entries), needed)
-
-
-@dataclass(frozen=True)
-class _Format:
-    """Names as DeepSpeed and Hugging Face have them."""
-
-    file: str
-    index: str
-    save: Callable[[Path, Sequence[Entry]], None]
-    shares: bool
-    """Whether tied names share their bytes."""
-
-    def size(self, entries: Sequence[Entry]) -> int:
-        if self.shares:
-            entries = list({entry.source: entry for entry in entries}.values())
-        return sum(entry.nbytes for entry in entries)
-
-    def is_own(self, name: str) -> bool:
-        """Whether an earlier merge in this format may have written the file."""
-        stem, ending = self.file.rsplit(".", 1)
-        return re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?", name) is not None
-
-
-_TORCH = _Format("pytorch_model.bin", "pytorch_model.bin.index.json", save_torch, shares=True)
-_SAFETENSORS = _Format(
-    "model.safetensors",
-    "model.safetensors.index.json",
-    partial(save_entries, metadata={"format": "pt"}),
-    shares=False,
-)
-
-
-def _report_bytes(
-    shards: Mapping[str, list[Entry]], what: str, total: int, progress: OnProgress | None
-) -> Mapping[str, list[Entry]]:
-    """The same entries, which report to ``progress`` the bytes that are read from them."""
-    if progress is None:
-        return shards
-    done = 0
-
-    def parts(entry: Entry, start: int, stop: int) -> Iterator[Tensor]:
-        nonlocal done
-        for part in entry.parts(start, stop):
-            yield part
-            done += part.numel() * entry.dtype.itemsize
-            progress(what, done, total)
-
-    return {file: [replace(e, parts=partial(parts, e)) for e in entries] for file, entries in shards.items()}
-
-
-def _verify(staging: Path, shards: Mapping[str, list[Entry]]) -> None:
-    """Compare every bit of the files with the source. Raises ``CheckpointError`` naming the tensor that differs."""
-    for file, entries in shards.items():
-        path = staging / file
-        written: dict[str, tuple[tuple[int, ...], Fetch]]
-        if path.suffix == ".safetensors":
-            reader = SafetensorsReader(staging, files=[file])
-            written = {name: (shape, partial(reader.read, kind, name)) for (kind, name), shape in reader.shapes.items()}
-        else:
-            state = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-            written = {name: (tuple(tensor.shape), slices_of(tensor)) for name, tensor in state.items()}
-        if set(written) != {entry.name for entry in entries}:
-            raise CheckpointError(f"{file}, read back, has other tensors than were written; nothing was changed")
-        for entry in entries:
-            shape, fetch = written[entry.name]
-            at, same = 0, shape == entry.shape
-            for piece in entry.pieces() if same else ():
-                values = fetch(at, at + piece.numel())
-                same = same and values.dtype == piece.dtype
-                same = same and torch.equal(values.view(torch.uint8), piece.view(torch.uint8))
-                at += piece.numel()
-            if not same:
-                problem = f"{entry.name} in {file}, read back, differs from the checkpoint"
-                raise CheckpointError(problem, remedy="merge again; if it happens again, the disk is faulty")
-
-
-@contextmanager
-def _staging_folder(out: Path) -> Iterator[Path]:
-    """A folder on the disk of ``out``, removed at the end unless it was renamed."""
-    out = out.resolve()
-    home = out if out.is_dir() else out.parent
-    home.mkdir(parents=True, exist_ok=True)
-    staging = temporary_beside(home / out.name, "writing")
-    staging.mkdir()
-    try:
-        yield staging
     finally:
         with suppress(OSError):
             delete_inside(staging, home)
+    files = [*shards, *([index] if split.is_sharded else [])]
+    return Merged(files, len(entries), sum(entry.numel for entry in entries.values()), needed)
 
 
-def _publish(staging: Path, out: Path, form: _Format) -> None:
-    """Rename. Into a folder that exists: without its old index first, and the digests last, so that a mixture never
-    looks complete.
+def _publish(staging: Path, out: Path, file: str) -> None:
+    """Rename. In a folder that exists its old index is deleted first, and the digests are replaced last, so that a
+    mixture never looks complete.
     """
-    files = sorted(path.name for path in staging.iterdir())
-    for path in (staging / form.index, staging / DIGESTS, staging):
+    stem, ending = file.rsplit(".", 1)
+    own = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
+    write_digests(staging, keep={name: value for name, value in stored_digests(out).items() if not own.fullmatch(name)})
+    index = f"{file}.index.json"
+    files = sorted((path.name for path in staging.iterdir()), key=lambda name: (name == DIGESTS, name == index))
+    for path in (staging / index, staging / DIGESTS, staging):
         if path.exists():
             fsync_path(path)
     if not out.is_dir():
         rename_into_place(staging, out)
         return
-    (out / form.index).unlink(missing_ok=True)
-    for name in sorted(files, key=lambda name: (name == DIGESTS, name == form.index)):
+    (out / index).unlink(missing_ok=True)
+    for name in files:
         rename_into_place(staging / name, out / name, durable=False)  # all of them together, below
-    for path in [path for path in out.iterdir() if form.is_own(path.name) and path.name not in files]:
+    for path in [path for path in out.iterdir() if own.fullmatch(path.name) and path.name not in files]:
         path.unlink()
     fsync_path(out)

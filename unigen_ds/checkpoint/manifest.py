@@ -36,9 +36,12 @@ import json
 import platform
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.progress import Geometry, Progress, Ruler
@@ -50,11 +53,6 @@ FULL = "full"
 """Folder of a checkpoint that was saved with ``CheckpointHook(form='both')``: the same checkpoint, consolidated."""
 _SHOWN = 300
 """Characters of an error that a message repeats: the error of a damaged file may be of any length."""
-_KINDS: dict[str, Any] = {
-    "commit": int, "parent": str | None, "topology": dict, "schedule": dict, "loader": dict, "parameters": list,
-    "config": dict, "versions": dict, "created": str, "run": str, "layout": str, "files": list, "metrics": dict,
-    "base": dict | None,
-}  # fmt: skip
 
 
 _PACKAGES = ("unigen_ds", "torch", "transformers", "safetensors", "numpy", "pillow", "mmengine", "deepspeed")
@@ -122,7 +120,7 @@ class Manifest:
 
     @property
     def stamp(self) -> str:
-        """The text that each file of this save has, so that none of another save passes for one of it."""
+        """The text in each file of this save: a file of another save has another one."""
         return f"update {self.progress.updates}"
 
     def files_in(self, folder: str) -> list[str]:
@@ -157,52 +155,14 @@ class Manifest:
                 )
             if digest != _digest(state):
                 raise CheckpointError(f"{path} has changed since it was written (its digest differs)")
-            iteration = state.pop("iteration", None)
-            state["progress"] = Progress.from_state_dict(state["progress"])
-            state["geometry"] = Geometry(**state["geometry"])
-            state["ruler"] = Ruler.from_state_dict(state["ruler"])
-            state["files"] = [FileEntry(**entry) for entry in state["files"]]
-            manifest = _check_types(cls(**state))
-            if problems := contradictions(manifest, iteration):
-                raise CheckpointError(f"{path} contradicts itself: {'; '.join(problems)}")
-            return manifest
+            state.pop("iteration", None)
+            return _values().validate_python(state)
         except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            what = f"{type(error).__name__}: {error}"[:_SHOWN].encode(errors="backslashreplace").decode()
+            what = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
             raise CheckpointError(f"{path} is damaged: {what}") from error
 
 
-def contradictions(manifest: Manifest, iteration: int | None) -> list[str]:
-    """List what two parts of a manifest state differently. ``iteration``: as it is stored."""
-    progress, cursor = manifest.progress, manifest.loader.get("cursor", {}).get("sequences")
-    problems = []
-    if cursor is not None and cursor != progress.sequences:
-        problems.append(f"progress has {progress.sequences} sequences, and loader.cursor {cursor}")
-    if iteration is not None and iteration != manifest.iteration:
-        problems.append(f"iteration is {iteration}, and {manifest.iteration} by progress and geometry")
-    if not progress.skipped_updates <= progress.updates <= progress.sequences:
-        problems.append(f"progress is {progress}")
-    return problems
-
-
-def _check_types(manifest: Manifest) -> Manifest:
-    """``manifest``, or ``TypeError`` or ``ValueError``: wrong values are found here, not where they are used."""
-    for name, kinds in _KINDS.items():
-        value = getattr(manifest, name)
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise TypeError(f"{name} is {type(value).__name__}")
-    for name, row in (*(("files", vars(f)) for f in manifest.files), *(("parameters", r) for r in manifest.parameters)):
-        if not isinstance(row, dict):
-            raise TypeError(f"{name} has {type(row).__name__}")
-    sizes = [entry.size for entry in manifest.files]
-    if not all(isinstance(size, int) and size >= 0 for size in sizes):
-        raise ValueError(f"files of sizes {sizes[:5]}")
-    if not all(isinstance(entry.digest, str) for entry in manifest.files):
-        raise ValueError("files without a digest")
-    if not all(isinstance(entry.path, str) and "\0" not in entry.path for entry in manifest.files):
-        raise ValueError("files without a name")
-    counts = [*vars(manifest.progress).values(), manifest.commit, manifest.ruler.sequences_per_epoch - 1]
-    if min(counts) < 0 or max(counts) >= 2**63:
-        raise ValueError("a count is negative or larger than any run's")
-    for text in (manifest.created, manifest.layout, manifest.parent or ""):
-        text.encode()
-    return manifest
+@cache
+def _values() -> TypeAdapter[Manifest]:
+    """The types of ``Manifest``: a wrong value is an error here, not where it is used."""
+    return TypeAdapter(Manifest)

@@ -7,12 +7,11 @@
     write      every rank: writes its files with their hashes, flushes each to disk (disk, no collectives)
     commit     rank 0:     index files, the consolidated files if asked for, manifest.json last,
                            rename: from here on it exists; last_checkpoint, a hint
-           What is not finite gets a name that no resume loads, and ends the run.
 
-``announce`` and ``commit`` end with one gather of every rank's outcome to rank 0 and one short answer to all, so no
-rank can wait in another collective than the others. A failure on any rank (a full disk, say) makes every rank raise the
-same ``SaveError``, removes the staging directory, and leaves every older checkpoint as it was. Deleting older ones is
-the caller's task, after the commit.
+``announce`` and ``commit`` end with one gather of every rank's outcome to rank 0 and one answer to all, so no rank can
+wait in another collective than the others. A failure on any rank makes every rank raise the same ``SaveError``, removes
+the staging directory, and leaves every older checkpoint as it was. What is not finite gets a name that no resume loads,
+and ends the run.
 """
 
 from __future__ import annotations
@@ -78,11 +77,10 @@ def save(
     ``hook_shards``: directory name -> shards (``{'ema': [...]}``). ``before`` is called on rank 0 first of all; an
     error of it is a failure of the save. ``manifest`` gets its commit number, files and layout here. A name that exists
     gets a suffix: ``iter_100.pth`` -> ``iter_100_2.pth``. ``write_tokenizer`` fills a folder with the tokenizer's
-    files, so that the checkpoint can be used without the folder that its config names. ``form``: as of
-    ``CheckpointHook``.
+    files. ``form``: as of ``CheckpointHook``.
     """
 
-    def files() -> StateFiles:
+    def collect() -> tuple[StateFiles, list[str]]:
         stamp = {STAMP: manifest.stamp}
         backend.stamp = manifest.stamp
         state = backend.state_files()
@@ -90,9 +88,11 @@ def save(
         metadata = {"scalars": json.dumps(generators.pop("scalars")), **stamp}
         entries = [Entry.of(*item) for item in generators.items()]
         outputs = [*state.files, safetensors_output(f"{RNG_DIRECTORY}/{rank_file()}", entries, metadata)]
+        bad = backend.not_finite()
         for folder, shards in hook_shards.items():
             entries = [Entry.of(shard_key(folder, s.name, s.flat_start), s.data) for s in shards if s.primary]
             outputs.append(safetensors_output(f"{folder}/{rank_file()}", entries, {"format": "pt", **stamp}))
+            bad += [f"{folder} of {shard.name}" for shard in shards if not all_finite(shard.data)]
         if dist.is_main():
             outputs.append(bytes_output(HOOKS_FILE, states_text({**hook_states, **stamp}).encode()))
             outputs.append(bytes_output(CONFIG_FILE, config_text.encode()))
@@ -101,17 +101,11 @@ def save(
                     write_tokenizer(temporary)
                 paths = sorted(Path(temporary).iterdir())
                 outputs += [bytes_output(f"{TOKENIZER}/{path.name}", path.read_bytes()) for path in paths]
-        return dataclasses.replace(state, files=outputs)
-
-    def not_finite() -> list[str]:
-        of_hooks = ((folder, shard) for folder, shards in hook_shards.items() for shard in shards)
-        return backend.not_finite() + [
-            f"{folder} of {shard.name}" for folder, shard in of_hooks if not all_finite(shard.data)
-        ]
+        return dataclasses.replace(state, files=outputs), bad
 
     attempt = Save(work_dir, name, manifest, form)
     try:
-        attempt.announce(files, not_finite, before)
+        attempt.announce(collect, before)
         attempt.write()
         return attempt.commit()
     except BaseException:
@@ -153,17 +147,37 @@ class Save:
         self._not_finite: list[str] = []
         self._written = _Outcome(None)
 
-    def announce(
-        self, files: Callable[[], StateFiles], not_finite: Callable[[], list[str]], before: Callable[[], None]
-    ) -> None:
-        """Collect the files of every rank, and make the staging directory. Collective; raises ``SaveError``."""
+    def announce(self, collect: Callable[[], tuple[StateFiles, list[str]]], before: Callable[[], None]) -> None:
+        """Make the staging directory for the files of every rank. Collective; raises ``SaveError``.
 
-        def collect() -> tuple[int, set[str], list[str]]:
-            self._state = files()
+        Args:
+            collect: returns the files of this rank, and the names of what is not finite.
+            before: called on rank 0 first of all.
+        """
+
+        def listed() -> tuple[int, set[str], list[str]]:
+            self._state, bad = collect()
             folders = {os.path.dirname(file.path) for file in self._state.files}
-            return sum(file.nbytes for file in self._state.files), folders, not_finite()
+            return sum(file.nbytes for file in self._state.files), folders, bad
 
-        self.staging = self._agree(_outcome(collect), lambda announced: self._prepare(announced, before))
+        def prepare(announced: Sequence[tuple[int, set[str], list[str]]]) -> Path:
+            """A quota is found only when it is reached; then the save fails."""
+            self._needed = sum(size for size, *_ in announced) * (2 if self._consolidates else 1)
+            self._not_finite = list(dict.fromkeys(name for *_, names in announced for name in names))
+            before()
+            make_directory(self.work_dir)
+            self.manifest.commit = store.next_commit(self.work_dir)
+            self.final = _free_name(self.final)
+            if _lacks_space(self.work_dir, self._needed):
+                raise UnigenError("the disk has too little free space")
+            staging = self.final.with_name(f"{self.final.name}{store.STAGING}{self.manifest.commit}")
+            delete_inside(staging, self.work_dir)
+            self.staging = staging
+            for folder in sorted(set().union({""}, *(folders for _, folders, _ in announced))):
+                (staging / folder).mkdir()
+            return staging
+
+        self.staging = self._agree(_outcome(listed), prepare)
 
     def write(self) -> None:
         """Write the files of this rank. Not collective; an error is raised by ``commit``, on every rank."""
@@ -199,26 +213,6 @@ class Save:
             raise failure
         return result
 
-    def _prepare(self, announced: Sequence[tuple[int, set[str], list[str]]], before: Callable[[], None]) -> Path:
-        """Make the staging directory, if there is space. A quota is found only when it is reached; then the save fails.
-
-        ``announced``: by rank, the bytes and the folders of its files, and what is not finite there.
-        """
-        self._needed = sum(size for size, *_ in announced) * (2 if self._consolidates else 1)
-        self._not_finite = list(dict.fromkeys(name for *_, names in announced for name in names))
-        before()
-        make_directory(self.work_dir)
-        self.manifest.commit = store.next_commit(self.work_dir)
-        self.final = _free_name(self.final)
-        if _lacks_space(self.work_dir, self._needed):
-            raise UnigenError("the disk has too little free space")
-        staging = self.final.with_name(f"{self.final.name}{store.STAGING}{self.manifest.commit}")
-        delete_inside(staging, self.work_dir)
-        self.staging = staging
-        for folder in sorted(set().union({""}, *(folders for _, folders, _ in announced))):
-            (staging / folder).mkdir()
-        return staging
-
     @property
     def _consolidates(self) -> bool:
         """Whether consolidated files are written beside those of the ranks."""
@@ -228,14 +222,14 @@ class Save:
         """``parts``: of each rank the entries of its files, and what their ``write`` returned. Returns the checkpoint,
         and the error that ends the run where it is not finite.
         """
-        staging = self.staging
+        staging, names = self.staging, self._not_finite
         assert staging is not None
-        if self._not_finite:
+        if names:
             self.final = _free_name(self.work_dir / f"{store.NOT_FINITE}{self.final.name}")
         index, _ = _write(staging, self._state.index([results for _, results in parts]))
         entries = [entry for of_rank, _ in parts for entry in of_rank] + index
         self.manifest.layout, self.manifest.files = self._state.layout, _sorted(entries)
-        if self._consolidates and not self._not_finite:
+        if self._consolidates and not names:
             _consolidate(staging, self.manifest, form=self.form)
         _write(staging, [bytes_output(FILE_NAME, self.manifest.to_json().encode())])
         try:
@@ -245,41 +239,43 @@ class Save:
                 self.staging = self.final
             raise
         self.staging = None
-        if self._not_finite:
-            return self.final, self._keep_apart(self._not_finite)
-        try:
-            store.write_hint(self.work_dir, self.final)
-        except OSError as error:  # it is committed; the hint is only for people and other tools
-            logger().warning("%s could not be updated: %s", store.HINT, error)
-        return self.final, None
-
-    def _keep_apart(self, names: Sequence[str]) -> TrainingError:
-        """``self.final`` is kept, and one that was kept before is deleted. Returns the error that ends the run."""
+        if not names:
+            try:
+                store.write_hint(self.work_dir, self.final)
+            except OSError as error:  # it is committed; the hint is only for people and other tools
+                logger().warning("%s could not be updated: %s", store.HINT, error)
+            return self.final, None
         for former in self.work_dir.glob(f"{store.NOT_FINITE}*"):
             if former != self.final and former.is_dir():
                 store.delete(former)
                 logger().info("Deleted %s: %s is the newest that is not finite.", former, self.final.name)
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        error = TrainingError(
+        end = TrainingError(
             f"after update {self.manifest.progress.updates} the state is not finite (NaN or infinite):"
             f" {', '.join(names[:_SHOWN])}{more}; it is kept apart in {self.final}, which no resume loads",
             remedy="--resume continues from the newest checkpoint that is finite: lower the learning rate, or look at"
             " the data since then (tools/inspect_data.py)",
         )
-        error.everywhere = True
-        return error
+        end.everywhere = True
+        return self.final, end
 
     def _failure(self, failed: Sequence[_Outcome]) -> SaveError:
         """Remove what was written. Returns the error, with its cause and the free space."""
         self.remove()
         parts = [f"rank {one.rank}: {one.problem}" for one in failed[:_SHOWN]]
-        if len(failed) > _SHOWN:
-            parts.append(f"and {len(failed) - _SHOWN} more ranks")
-        text = f"could not write checkpoint {self.final}: {'; '.join(parts)}"
+        more = f"; and {len(failed) - _SHOWN} more ranks" if len(failed) > _SHOWN else ""
+        text = f"could not write checkpoint {self.final}: {'; '.join(parts)}{more}"
         if self._needed is not None and self.work_dir.is_dir():
             free = shutil.disk_usage(self.work_dir).free
             text += f"; it needs {self._needed:,} bytes and {free:,} bytes are free there"
-        return SaveError(text, remedy=next((one.remedy for one in failed if one.remedy), None) or _REMEDY)
+        remedy = next((one.remedy for one in failed if one.remedy), None)
+        return SaveError(
+            text,
+            remedy=remedy
+            or "free disk space (it must suffice for one checkpoint more than max_keep_ckpts: an old one"
+            " is deleted only after the new one is complete) or fix the permission; older checkpoints and the training"
+            " itself are untouched",
+        )
 
     def remove(self) -> None:
         """Remove the staging directory, if this is rank 0 and it was made."""
@@ -288,12 +284,6 @@ class Save:
                 delete_inside(self.staging, self.work_dir)
             except OSError as error:
                 logger().warning("%s could not be removed (%s): the next start tries again.", self.staging, error)
-
-
-_REMEDY = (
-    "free disk space (it must suffice for one checkpoint more than max_keep_ckpts: an old one is deleted only"
-    " after the new one is complete) or fix the permission; older checkpoints and the training itself are untouched"
-)
 
 
 def _lacks_space(work_dir: Path, needed: int) -> bool:
@@ -332,17 +322,13 @@ def states_text(states: Mapping[str, Any]) -> str:
     return json.dumps(states, indent=1)
 
 
-# The consolidated files: the layout of ``single``, which every engine reads at any number of processes. Rank 0 makes
-# them from those of the ranks, a piece of 16 MiB at a time: no process ever has the whole model, no collective can
-# leave a rank waiting, and it works for every engine whose layout can be read. The price is time: everything is read
-# and written once more, by one process, while the others wait for the commit.
-
-
 def _consolidate(staging: Path, manifest: Manifest, *, form: Form) -> None:
-    """Add the consolidated files to a staging folder, or replace the engine's by them, and list them in
-    ``manifest``, which lists the engine's. The generators' states stay a file of each rank.
+    """Add the consolidated files (the layout of ``single``) to a staging folder, or replace the engine's by them, and
+    list them in ``manifest``, which lists the engine's. The generators' states stay a file of each rank.
 
-    With ``'both'``, ``full/`` is a checkpoint of its own, with its own manifest.
+    Rank 0 makes them from those of the ranks, a piece of 16 MiB at a time: no process ever has the whole model, no
+    collective can leave a rank waiting, and it works for every engine whose layout can be read. With ``'both'``,
+    ``full/`` is a checkpoint of its own, with its own manifest.
     """
     reader, readers, metadata = open_reader(staging, manifest), open_shards(staging, manifest), {STAMP: manifest.stamp}
     paths = {entry.path for entry in manifest.files if os.path.dirname(entry.path) in ("", *readers)}

@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from pydantic import TypeAdapter
 from safetensors.torch import safe_open
 
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
@@ -36,7 +37,7 @@ DELETING = ".deleting"
 NOT_FINITE = "not_finite_"
 """Begins the name of a checkpoint whose state is not finite: it is listed as no checkpoint of the run."""
 RNG_DIRECTORY, HOOKS_FILE = "rng", "hooks.json"
-_MOST_SHOWN = 8
+
 BY_UPDATE = ("step", "update")
 """First letters of names that count updates; others count iterations."""
 
@@ -55,14 +56,15 @@ def is_checkpoint_name(name: str) -> bool:
     return _is_name(name) and not _is_unfinished(name) and not name.startswith(NOT_FINITE)
 
 
+def _is_unfinished(name: str) -> bool:
+    """Whether this is a checkpoint that is being written or deleted, by its name."""
+    return _is_name(name) and (STAGING in name or name.endswith(DELETING))
+
+
 def _is_name(name: str) -> bool:
     """``*.pth*``, or ``step_1000`` and the like, with the suffix of a name that was in use."""
     base = name.partition(STAGING)[0].removesuffix(DELETING)
     return ".pth" in name or re.fullmatch(r"(step|update|iter)_\d+(_\d+)?", base) is not None
-
-
-def _is_unfinished(name: str) -> bool:
-    return STAGING in name or name.endswith(DELETING)
 
 
 def list_checkpoints(work_dir: Path) -> list[Found]:
@@ -89,11 +91,10 @@ def current(listing: Sequence[Found]) -> list[Found]:
 def missing(path: Path) -> CheckpointError:
     """The error for a path that does not exist, with the checkpoints of the run that it is of, if there are any."""
     names = [checkpoint.path.name for checkpoint in list_checkpoints(path.parent) if checkpoint.manifest is not None]
-    has = f"{path.parent} has {', '.join(names[-_MOST_SHOWN:])}; CheckpointHook.max_keep_ckpts deletes older ones"
-    if not path.parent.is_dir():
-        has = f"{path.parent} does not exist either: name a checkpoint"
-    return CheckpointError(f"checkpoint {path} does not exist", remedy=has if names or not path.parent.is_dir() else
-                           "name a checkpoint")  # fmt: skip
+    remedy = "name a checkpoint"
+    if names:
+        remedy = f"{path.parent} has {', '.join(names[-8:])}; CheckpointHook.max_keep_ckpts deletes older ones"
+    return CheckpointError(f"checkpoint {path} does not exist", remedy=remedy)
 
 
 def verify_manifest(
@@ -105,16 +106,17 @@ def verify_manifest(
 ) -> Manifest:
     """The manifest of a checkpoint, without the files that are not ``wanted``; all others are as they were written.
 
-    Every reader of a checkpoint begins here. Raises ``CheckpointError`` naming the file that has changed. Of one in a
-    ``listing`` the manifest has been read, and the sizes have been compared.
+    Every reader of a checkpoint begins here. Raises ``CheckpointError`` naming the file that has changed. What a
+    ``listing`` has is not read again.
     """
-    known = next((one for one in listing if one.path == directory and one.manifest is not None), None)
-    if known is not None and known.manifest is not None:
-        manifest, problem = known.manifest, known.problem or (hashes and _changed_content(directory, known.manifest))
-    else:
-        manifest = Manifest.read(directory)
-        manifest.files = [entry for entry in manifest.files if wanted(entry.path)]
+    known = next((one for one in listing if one.path == directory), Found(directory, None, None))
+    manifest = known.manifest or Manifest.read(directory)
+    manifest.files = [entry for entry in manifest.files if wanted(entry.path)]
+    problem = known.problem
+    if known.manifest is None:
         problem = verify(directory, manifest, hashes=hashes)
+    elif problem is None and hashes:  # their sizes have been compared
+        problem = _changed_content(directory, manifest)
     if problem:
         remedy = "name another: unigen-checkpoints list shows them; a resume without a name passes over it"
         raise CheckpointError(f"checkpoint {directory} is damaged: {problem}", remedy=remedy)
@@ -123,28 +125,31 @@ def verify_manifest(
 
 def verify(directory: Path, manifest: Manifest, *, hashes: bool = False) -> str | None:
     """The first problem of a checkpoint's files, or None. ``hashes`` reads every byte; else sizes are compared."""
-    problems = (_problem(directory / entry.path, entry) for entry in manifest.files)
-    return next(filter(None, problems), None) or (_changed_content(directory, manifest) if hashes else None)
+    for entry in manifest.files:
+        path = directory / entry.path
+        try:
+            if not path.is_file():
+                return f"{path} is missing"
+            if path.stat().st_size != entry.size:
+                return f"{path} has {path.stat().st_size} bytes, {entry.size} were written"
+        except (OSError, ValueError) as error:
+            return f"{path} cannot be read: {error}"
+    return _changed_content(directory, manifest) if hashes else None
 
 
 def _changed_content(directory: Path, manifest: Manifest) -> str | None:
     """The first file whose hash is another one."""
+
+    def problem(entry: FileEntry) -> str | None:
+        path = directory / entry.path
+        try:
+            same = file_digest(path) == entry.digest
+        except (OSError, ValueError) as error:
+            return f"{path} cannot be read: {error}"
+        return None if same else f"{path} has changed since it was written (hash differs)"
+
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        problems = pool.map(lambda entry: _problem(directory / entry.path, entry, hashed=True), manifest.files)
-        return next(filter(None, problems), None)
-
-
-def _problem(path: Path, entry: FileEntry, *, hashed: bool = False) -> str | None:
-    try:
-        if not path.is_file():
-            return f"{path} is missing"
-        if path.stat().st_size != entry.size:
-            return f"{path} has {path.stat().st_size} bytes, {entry.size} were written"
-        if hashed and file_digest(path) != entry.digest:
-            return f"{path} has changed since it was written (hash differs)"
-    except (OSError, ValueError) as error:
-        return f"{path} cannot be read: {error}"
-    return None
+        return next(filter(None, pool.map(problem, manifest.files)), None)
 
 
 def newest(
@@ -180,23 +185,23 @@ def continued_lineage(work_dir: Path, checkpoint: Path, listing: Sequence[Found]
     """The lineage of a run that continues from ``checkpoint``: all others that are newer, or were abandoned before, are
     abandoned.
     """
-    checkpoint = outer(checkpoint)
+    checkpoint, before = outer(checkpoint), Lineage.read(work_dir)
     manifests = {found.path.name: found.manifest for found in listing if found.manifest is not None}
-    before = Lineage.read(work_dir)
-    inside = is_inside(work_dir, checkpoint)
-    ancestors: set[str] = set()
-    name: str | None = checkpoint.name if inside else None
-    while name is not None and name not in ancestors:
+    own = manifests.get(checkpoint.name) if is_inside(work_dir, checkpoint) else None
+    ancestors, name, manifest = set[str](), checkpoint.name, own
+    while manifest is not None and name not in ancestors:
         ancestors.add(name)
-        name = manifests[name].parent if name in manifests else None
-    start = manifests[checkpoint.name].commit if inside and checkpoint.name in manifests else 0
+        name = manifest.parent or ""
+        manifest = manifests.get(name)
+    start = own.commit if own is not None else 0
     abandoned = [
         manifest.commit
         for name, manifest in manifests.items()
         if name not in ancestors and (manifest.commit > start or manifest.commit in before.abandoned)
     ]
     last_commit = max([before.last_commit, *(manifest.commit for manifest in manifests.values())])
-    return Lineage(None if inside else str(checkpoint), tuple(sorted(abandoned)), last_commit)
+    outside = None if is_inside(work_dir, checkpoint) else str(checkpoint)
+    return Lineage(outside, tuple(sorted(abandoned)), last_commit)
 
 
 def continue_from(work_dir: Path, checkpoint: Path, lineage: Lineage) -> None:
@@ -270,7 +275,8 @@ def retain(
     beyond = len(complete) - max_keep if max_keep >= 0 else 0
     deleted = []
     for number, (path, manifest) in enumerate(complete[:-1]):
-        old = max_days is not None and _age_days(manifest) > max_days
+        age = datetime.now(timezone.utc) - datetime.fromisoformat(manifest.created)
+        old = max_days is not None and age.total_seconds() > 86400.0 * max_days
         if not (number < beyond or old) or keeps(manifest):
             continue
         try:
@@ -281,22 +287,13 @@ def retain(
     return deleted
 
 
-def _age_days(manifest: Manifest) -> float:
-    """Since the save; 0 where its time cannot be read."""
-    try:
-        created = datetime.fromisoformat(manifest.created)
-        return (datetime.now(timezone.utc) - created).total_seconds() / 86400.0
-    except (ValueError, TypeError):
-        return 0.0
-
-
 def sweep(work_dir: Path) -> list[Path]:
     """Remove what a killed save or deletion left. Called when a run starts, on rank 0, under the lock: without one
     another process may be saving.
     """
     swept = remove_leftovers(work_dir)
     for path in sorted(work_dir.iterdir()) if work_dir.is_dir() else []:
-        if _is_name(path.name) and _is_unfinished(path.name) and path.is_dir():
+        if _is_unfinished(path.name) and path.is_dir():
             try:
                 delete_inside(path, work_dir)
                 swept.append(path)
@@ -375,14 +372,11 @@ def rank_file() -> str:
     return f"rank{dist.rank():05d}.safetensors"
 
 
-# Which checkpoints of a work dir the present run has abandoned by going back to an earlier one.
-
-LINEAGE = "lineage.json"
-
-
 @dataclass(frozen=True)
 class Lineage:
-    """See the module docstring."""
+    """Which checkpoints of a work dir the present run has abandoned by going back to an earlier one."""
+
+    FILE: ClassVar[str] = "lineage.json"
 
     start: str | None = None
     """The checkpoint outside the work dir that the run resumed from, until it saves its own."""
@@ -394,20 +388,18 @@ class Lineage:
     @classmethod
     def read(cls, work_dir: Path) -> Lineage:
         """The stored one, or the empty one. Raises ``CheckpointError`` when the file is damaged."""
-        path = work_dir / LINEAGE
+        path = work_dir / cls.FILE
         if not path.is_file():
             return cls()
         try:
-            state = json.loads(path.read_text(encoding="utf-8"))
-            start, last_commit = state["start"], int(state["last_commit"])
-            return cls(start, tuple(int(commit) for commit in state["abandoned"]), last_commit)
-        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"{path} is damaged: {type(error).__name__}: {error}",
+                f"{path} is damaged: {' '.join(str(error).split())}",
                 remedy="remove it; then every checkpoint of the folder is valid again, and --resume uses the newest",
             ) from error
 
     def write(self, work_dir: Path) -> None:
         """Durable when it returns. The file is not made for an empty lineage."""
-        if self.start or self.abandoned or (work_dir / LINEAGE).exists():
-            write_text_atomic(work_dir / LINEAGE, json.dumps(dataclasses.asdict(self)) + "\n")
+        if self.start or self.abandoned or (work_dir / self.FILE).exists():
+            write_text_atomic(work_dir / self.FILE, json.dumps(dataclasses.asdict(self)) + "\n")

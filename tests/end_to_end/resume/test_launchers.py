@@ -119,7 +119,7 @@ def test_every_tool_finds_the_checkpoints_by_the_work_dir(two_nodes, tmp_path, c
     assert (two_nodes / "checkpoint_dir.txt").read_text() == f"{home}\n"
     assert checkpoints.main(["list", str(two_nodes)]) == 0 and "iter_6.pth" in capsys.readouterr().out
     assert checkpoints.main(["verify", str(two_nodes)]) == 0
-    assert zero_to_fp32.main([str(two_nodes), str(tmp_path / "merged"), "--verify"]) == 0
+    assert zero_to_fp32.main([str(two_nodes), str(tmp_path / "merged")]) == 0
     assert zero_to_fp32.main([str(home / "iter_6.pth" / "full"), str(tmp_path / "again")]) == 0
     merged, again = (torch.load(tmp_path / name / "pytorch_model.bin") for name in ("merged", "again"))
     assert merged.keys() == again.keys() and all(torch.equal(merged[name], again[name]) for name in merged)

@@ -146,49 +146,44 @@ class DeepSpeedBackend(Backend):
         _choose_accelerator()
         leave_out_operator()
         dist.ensure_initialized()
-        with blocks_freed_at_once():
-            self._prepare(model, param_groups, optimizer_cfg, geometry)
-        self.log_summary(f"DeepSpeed ZeRO-{self.stage}" + (", optimizer in host memory" * self.offloads_optimizer))
-
-    def _prepare(
-        self, model: nn.Module, param_groups: Sequence[ParamGroup], optimizer_cfg: OptimizerConfig, geometry: Geometry
-    ) -> None:
         import deepspeed  # about 2 s, and it chooses its accelerator at import
 
         self._cfg = optimizer_cfg
-        parameters = dict(model.named_parameters())
-        self._names = {name: tuple(p.shape) for name, p in parameters.items()}
+        self._names = {name: tuple(p.shape) for name, p in model.named_parameters()}
         ds_config = fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg)
-        filled = not on_meta(model)
-        if not filled:
-            self._allocate(model, ds_config)
+        with blocks_freed_at_once():
+            filled = not on_meta(model)
+            if not filled:
+                self._allocate(model, ds_config)
             parameters = dict(model.named_parameters())
-        self._trainable = [name for name, p in parameters.items() if p.requires_grad]
-        keep = self._low_precision and filled
-        originals = {name: parameters[name].detach().clone() for name in self._trainable if keep}
-        grouped = [(group, [parameters[name] for name in group.parameters]) for group in param_groups]
-        # ZeRO-3's own hooks on the model look for tensors in dicts, not in LossTerms: theirs run between these two
-        model.register_forward_hook(_terms_to_dict)
-        if self.stage == 3:
-            _skip_modules_without_parameters(model)
-        self._engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=build_torch_optimizer(optimizer_cfg, grouped),
-            config=ds_config,
-            dist_init_required=False,
-        )
-        self._engine.module.register_forward_hook(_dict_to_terms)
-        self._parameters: dict[str, Any] = dict(self._engine.module.named_parameters())
-        self._zero = self._engine.optimizer
-        if hasattr(self._zero, "check_grad_overflow"):
-            self._zero.check_grad_overflow = True  # in fp32, too, an update with a non-finite gradient is skipped
-        if self._scaler is not None:
-            self._scaler.raise_error_at_min_scale = False  # NanGuardHook ends the run, under every engine
-        if originals:  # DeepSpeed starts from rounded weights
-            with torch.no_grad():
-                for shard in self.master_shards():
-                    shard.data.copy_(originals[shard.name].view(-1)[shard.flat_start : shard.flat_stop])
-            self.refresh_copies()
+            self._trainable = [name for name, p in parameters.items() if p.requires_grad]
+            keep = self._low_precision and filled
+            originals = {name: parameters[name].detach().clone() for name in self._trainable if keep}
+            grouped = [(group, [parameters[name] for name in group.parameters]) for group in param_groups]
+            # ZeRO-3's own hooks on the model look for tensors in dicts, not in LossTerms: theirs run between these two
+            model.register_forward_hook(_terms_to_dict)
+            if self.stage == 3:
+                _skip_modules_without_parameters(model)
+            self._engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=build_torch_optimizer(optimizer_cfg, grouped),
+                config=ds_config,
+                dist_init_required=False,
+            )
+            self._engine.module.register_forward_hook(_dict_to_terms)
+            self._parameters: dict[str, Any] = dict(self._engine.module.named_parameters())
+            self._zero = self._engine.optimizer
+            if hasattr(self._zero, "check_grad_overflow"):
+                self._zero.check_grad_overflow = True  # in fp32, too, an update with a non-finite gradient is skipped
+            if self._scaler is not None:
+                self._scaler.raise_error_at_min_scale = False  # NanGuardHook ends the run, under every engine
+            if originals:  # DeepSpeed starts from rounded weights
+                with torch.no_grad():
+                    for shard in self.master_shards():
+                        shard.data.copy_(originals[shard.name].view(-1)[shard.flat_start : shard.flat_stop])
+                self.refresh_copies()
+            del parameters, originals, grouped
+        self.log_summary(f"DeepSpeed ZeRO-{self.stage}" + (", optimizer in host memory" * self.offloads_optimizer))
 
     def _allocate(self, model: nn.Module, ds_config: dict[str, Any]) -> None:
         """Memory for a model on the meta device; in stage 3 each tensor is reduced to this rank's part at once.
@@ -234,14 +229,6 @@ class DeepSpeedBackend(Backend):
     @property
     def gathers_in_forward(self) -> bool:
         return self.stage == 3
-
-    @property
-    def dp_rank(self) -> int:
-        return dist.rank()
-
-    @property
-    def dp_size(self) -> int:
-        return dist.world_size()
 
     @property
     def lighter(self) -> str | None:
@@ -315,14 +302,10 @@ class DeepSpeedBackend(Backend):
 
     def _flats(self) -> list[Tensor]:
         """The fp32 flat buffers this rank owns."""
-        for attribute in (
-            "fp32_partitioned_groups_flat",
-            "single_partition_of_fp32_groups",
-            "fp32_groups_flat_partition",
-        ):
-            if hasattr(self._zero, attribute):
-                return list(getattr(self._zero, attribute))
-        raise AssertionError(f"unknown ZeRO optimizer {type(self._zero).__name__}; tested: DeepSpeed {TESTED_VERSION}")
+        names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+        name = next((name for name in names if hasattr(self._zero, name)), None)
+        assert name is not None, f"{type(self._zero).__name__} is unknown; tested: DeepSpeed {TESTED_VERSION}"
+        return list(getattr(self._zero, name))
 
     def _fragments(self) -> Iterator[tuple[str, int, int, int, int]]:
         """Of the local piece of each trained parameter: its name, the number of the flat buffer, the offset there, the
@@ -373,9 +356,6 @@ class DeepSpeedBackend(Backend):
     def frozen_sizes(self) -> dict[str, int]:
         return {name: math.prod(shape) for name, shape in self._names.items() if name not in set(self._trainable)}
 
-    def _state(self, flat: Tensor) -> dict[str, Any]:
-        return self._zero.optimizer.state[flat]
-
     def make_state(self) -> None:
         optimizer = self._zero.optimizer
         if optimizer.state:
@@ -386,30 +366,35 @@ class DeepSpeedBackend(Backend):
         initialize_state(optimizer, optimizer.step, parameters=members)
 
     def moments(self, kind: str) -> list[Shard]:
-        flats = self._flats()
-        return self._shards([self._state(flat).setdefault(kind, torch.zeros_like(flat)) for flat in flats])
+        state, flats = self._zero.optimizer.state, self._flats()
+        return self._shards([state[flat].setdefault(kind, torch.zeros_like(flat)) for flat in flats])
 
     def kept_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        states = [(flat, self._state(flat)) for flat in self._flats()]
-        kinds = {kind for flat, state in states for kind, value in state.items() if _is_like(value, flat)}
+        states = [(flat, self._zero.optimizer.state[flat]) for flat in self._flats()]
+        kinds = {
+            kind
+            for flat, state in states
+            for kind, value in state.items()
+            if isinstance(value, Tensor) and value.shape == flat.shape
+        }
         for kind in sorted(kinds):
             for shard in self._shards([state.get(kind, flat) for flat, state in states]):
                 yield kind, shard.name, shard.data
 
     def set_steps(self, steps: Mapping[str, float]) -> None:
         """One step count per flat buffer: parameters that share one must agree."""
-        flats = self._flats()
         by_flat: dict[int, set[float]] = {}
         for name, flat, *_ in self._fragments():
             by_flat.setdefault(flat, set()).add(steps[name])
-        for number, buffer in enumerate(flats):
+        for number, buffer in enumerate(self._flats()):
             counts = by_flat.get(number) or set(steps.values())
             if len(counts) > 1:
                 raise CheckpointError(
                     f"parameters of one optimizer group have different Adam steps: {sorted(counts)}",
                     remedy="ZeRO keeps one step per group; resume with FSDP or single, or put them into own groups",
                 )
-            self._state(buffer)[STEP] = step_count(self._state(buffer)[STEP], counts.pop())
+            state = self._zero.optimizer.state[buffer]
+            state[STEP] = step_count(state[STEP], counts.pop())
         if self.stage != 3:
             self._zero._lazy_init_hp_params_optimizer_state()
 
@@ -457,10 +442,6 @@ def _zero3_part(parameter: Any) -> tuple[int, int]:
     """The first element of this rank's part of a parameter, and how many there are without the padding."""
     start = dist.rank() * parameter.partition_numel()
     return start, min(parameter.partition_numel(), parameter.ds_numel - start)
-
-
-def _is_like(value: Any, flat: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == flat.shape
 
 
 def set_loss_scale(scaler: Any, scale: float, good_updates: int) -> None:

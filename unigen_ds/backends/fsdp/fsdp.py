@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,6 @@ from unigen_ds.core.shards import BUFFER, MASTER, STEP, Shard
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, JoinedOptimizer, OptimizerConfig, ParamGroup
 from unigen_ds.system import dist
 from unigen_ds.system.outputs import StateFiles
-
-if TYPE_CHECKING:
-    pass
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 
@@ -91,7 +88,7 @@ class FSDPBackend(TorchOptimizerBackend):
         dist.ensure_initialized()
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self._mesh = self._make_mesh(self._device.type)
+        self._replica = dist.rank() // self.num_shard
         root = self._shard(model, optimizer_cfg.precision)
         held = torch.device("cpu") if self.cpu_offload else self._device
         allocate(
@@ -104,25 +101,6 @@ class FSDPBackend(TorchOptimizerBackend):
         units = [name or "the root" for name, module in root.named_modules() if isinstance(module, FSDPModule)]
         self.log_summary(f"FSDP2 {self.strategy} ({self.num_shard} shard(s))", units=units)
 
-    @property
-    def _replica(self) -> int:
-        """Which of the copies of the model this rank has a part of."""
-        return dist.rank() // self.num_shard
-
-    def _make_mesh(self, device_type: str) -> DeviceMesh:
-        """All processes in one row where all share a copy, else (replicate, shard). All units share this one object.
-
-        A row is the default process group. ``init_device_mesh`` would make every group of every rank in turn: 1,024
-        groups of one process at 1,024 processes; here a rank makes its own two.
-        """
-        world, num_shard = dist.world_size(), self.num_shard
-        if num_shard == world:
-            return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
-        ranks = torch.arange(world).view(-1, num_shard)
-        row, column = divmod(dist.rank(), num_shard)
-        groups = [dist.group(ranks[:, column].tolist()), dist.group(ranks[row].tolist())]
-        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("replicate", "shard"))
-
     def _shard(self, model: Any, precision: str) -> Any:
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
@@ -132,16 +110,23 @@ class FSDPBackend(TorchOptimizerBackend):
             register_fsdp_forward_method,
         )
 
+        world, num_shard = dist.world_size(), self.num_shard
+        if num_shard == world:
+            mesh = init_device_mesh(self._device.type, (world,), mesh_dim_names=("shard",))
+        else:  # ``init_device_mesh`` would make the groups of every rank in turn; here a rank makes its own two
+            ranks = torch.arange(world).view(-1, num_shard)
+            row, column = divmod(dist.rank(), num_shard)
+            groups = [dist.group(ranks[:, column].tolist()), dist.group(ranks[row].tolist())]
+            mesh = DeviceMesh.from_group(groups, self._device.type, ranks, mesh_dim_names=("replicate", "shard"))
         low = None if precision == "fp32" else COMPUTE_DTYPE[precision]
-        offload: OffloadPolicy = (
-            CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if self.cpu_offload else OffloadPolicy()
-        )
         settings: dict[str, Any] = {
-            "mesh": self._mesh,
+            "mesh": mesh,
             "reshard_after_forward": self.strategy in ("FULL_SHARD", "HYBRID_SHARD"),
             # activations already have the weights' dtype; casting inputs would round the rotary tables
             "mp_policy": MixedPrecisionPolicy(low, torch.float32 if low else None, cast_forward_inputs=False),
-            "offload_policy": offload,
+            "offload_policy": CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
+            if self.cpu_offload
+            else OffloadPolicy(),
         }
         # fully_shard moves one unit after the other to the device and keeps this rank's part, so it never has the model
         for unit in model.shard_units():
@@ -154,14 +139,6 @@ class FSDPBackend(TorchOptimizerBackend):
     @property
     def gathers_in_forward(self) -> bool:
         return self.num_shard > 1
-
-    @property
-    def dp_rank(self) -> int:
-        return dist.rank()
-
-    @property
-    def dp_size(self) -> int:
-        return dist.world_size()
 
     @property
     def lighter(self) -> str | None:
@@ -211,14 +188,13 @@ class FSDPBackend(TorchOptimizerBackend):
             self._step_matrices(self._optimizer.matrices)
             self._optimizer.step_rest()
         else:
-            self._optimizer.step()
+            super()._update()
 
     @torch.no_grad()
     def _step_matrices(self, optimizer: torch.optim.Optimizer) -> None:
         """Step one whole matrix after the other, as ``single`` does: gathered on each process, which keeps its rows.
 
-        So no process holds more than one whole matrix. Each computes the update of all of them, as it would without
-        sharding.
+        So no process holds more than one whole matrix; each computes the updates of all of them.
         """
         state, groups = optimizer.state, optimizer.param_groups
         members = [group["params"] for group in groups]
@@ -268,18 +244,15 @@ class FSDPBackend(TorchOptimizerBackend):
                 shards.append(Shard(name, shape, start, local.detach().view(-1), primary=self._replica == 0))
         return shards
 
-    def _parameters(self, *, trained: bool) -> dict[str, nn.Parameter]:
-        return {
-            name: p
-            for name, p in self.named_parameters().items()
-            if name in self._masters and p.requires_grad == trained
-        }
-
     def master_shards(self) -> list[Shard]:
         return self._shards(self._parameters(trained=True))
 
     def frozen_shards(self) -> list[Shard]:
         return self._shards(self._parameters(trained=False))
+
+    def _parameters(self, *, trained: bool) -> dict[str, nn.Parameter]:
+        parameters = self.named_parameters().items()
+        return {name: p for name, p in parameters if name in self._masters and p.requires_grad == trained}
 
     def moments(self, kind: str) -> list[Shard]:
         return self._shards(self._moment_tensors(kind))
@@ -309,13 +282,13 @@ def check_num_shard(strategy: str, num_shard: int | None, *, world_size: int) ->
             raise ConfigError(problem, remedy="num_shard=N: how many processes share one copy of the model")
     else:
         number = world_size
-    if num_shard is not None and strategy != "HYBRID_SHARD" and num_shard != number:
+    if strategy != "HYBRID_SHARD" and num_shard not in (None, number):
         raise ConfigError(f"num_shard={num_shard} with {strategy}", remedy="num_shard belongs to HYBRID_SHARD")
     if number < 1 or world_size % number:
-        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         raise ConfigError(
             f"num_shard is {number} and there are {world_size} process(es)",
-            allowed="a divisor of the process count: " + ", ".join(map(str, divisors)),
+            allowed=f"a divisor of the process count: {', '.join(divisors)}",
         )
     return number
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import pickle
 import struct
 import zipfile
 from collections.abc import Iterable
 from functools import cache, partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ _RECORDS = {
 _LEFT_OUT = ""
 """Kind of what is not read."""
 _SMALL = 1 << 16
-"""Bytes; an item up to this is simply read."""
+"""Bytes; an item up to this is simply read, and the end of a larger one that has its list of records."""
 _SAFE = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): str,
@@ -90,7 +89,7 @@ class DCPReader(PieceReader):
     ) -> None:
         super().__init__()
         metadata = read_metadata(directory)
-        _check_files(directory, metadata.storage_data.values())
+
         allowed = None if files is None else set(files)
         names = _names(metadata)
         chunks: dict[str, dict[tuple[int, ...], Any]] = {}
@@ -150,19 +149,6 @@ def _names(metadata: Any) -> dict[str, tuple[str, str]]:
     return names
 
 
-def _check_files(directory: Path, entries: Iterable[Any]) -> None:
-    """Raises ``CheckpointError`` naming a file that is missing or shorter than ``.metadata`` states."""
-    ends: dict[str, int] = {}
-    for info in entries:
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in sorted(ends.items()):
-        path = directory / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
-        if path.stat().st_size < end:
-            raise CheckpointError(f"{path} is incomplete: it has {path.stat().st_size} bytes of {end}")
-
-
 def _fetch(path: Path, offset: int, length: int, numel: int, dtype: torch.dtype) -> Fetch:
     """Elements of the archive at a byte range. Of a large one only the bytes asked for are read."""
 
@@ -171,13 +157,16 @@ def _fetch(path: Path, offset: int, length: int, numel: int, dtype: torch.dtype)
         """Find the tensor's bytes in the file; None where the archive is not simply one whole tensor."""
         if length <= _SMALL:
             return None
-        with path.open("rb") as stream, zipfile.ZipFile(_Window(stream, offset, length)) as archive:
-            records = [record for record in archive.infolist() if "/data/" in record.filename]
+        with path.open("rb") as stream:
+            stream.seek(offset + length - _SMALL)  # an archive has its list of records at its end
+            records = zipfile.ZipFile(io.BytesIO(stream.read(_SMALL))).infolist()
+            records = [record for record in records if "/data/" in record.filename]
             if len(records) != 1 or records[0].file_size != numel * dtype.itemsize:
                 return None
-            stream.seek(offset + records[0].header_offset)
+            header = offset + length - _SMALL + records[0].header_offset
+            stream.seek(header)
             name_length, extra_length = struct.unpack_from("<HH", stream.read(30), 26)
-            return offset + records[0].header_offset + 30 + int(name_length) + int(extra_length)
+            return header + 30 + int(name_length) + int(extra_length)
 
     def fetch(first: int, last: int) -> Tensor:
         try:
@@ -196,30 +185,3 @@ def _fetch(path: Path, offset: int, length: int, numel: int, dtype: torch.dtype)
             raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
     return fetch
-
-
-class _Window(io.RawIOBase):
-    """A byte range of a file as a file."""
-
-    def __init__(self, stream: IO[bytes], start: int, length: int) -> None:
-        self._stream, self._start, self._length, self._at = stream, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._length)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        self._stream.seek(self._start + self._at)
-        block = self._stream.read(min(len(buffer), max(0, self._length - self._at)))
-        buffer[: len(block)] = block
-        self._at += len(block)
-        return len(block)

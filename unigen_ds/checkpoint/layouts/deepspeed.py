@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unigen_ds.checkpoint.layouts.torch_file import load_file
+from unigen_ds.checkpoint.layouts.torch_file import load_file, shared_names
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.shards import BUFFER, LOSS_SCALE, MASTER, STAMP, STEP, PieceReader, slices_of
 
@@ -62,8 +62,13 @@ class DeepSpeedReader(PieceReader):
                     allowed="ZeRO stages 0 to 3",
                     remedy="merge it with the tool of the trainer that wrote it",
                 )
-        model, optim = ([self._load(path) for path in _by_rank(directory, kind, names)] for kind in (_MODEL, _OPTIM))
-        optim = [content["optimizer_state_dict"] for content in optim]
+        contents: list[list[Any]] = []
+        for kind in (_MODEL, _OPTIM):
+            paths = _by_rank(directory, kind, names)
+            contents.append([load_file(path) for path in paths])
+            for path, content in zip(paths, contents[-1], strict=True):
+                self.stamps[path.name] = partial(str, content.get(STAMP, ""))
+        model, optim = contents[0], [content["optimizer_state_dict"] for content in contents[1]]
         if not model or (not optim and model[0].get("param_shapes") is not None):
             raise CheckpointError(
                 f"{directory} lacks DeepSpeed's model or optimizer files",
@@ -80,9 +85,15 @@ class DeepSpeedReader(PieceReader):
             self.zero_stage = 3 if "fp32_flat_groups" in optim[0] else 1
             if values:
                 self.zero_stage = _STAGES.index(values[1]) if len(values) == 2 else int(values[0])
-        self._add_buffers(model[0])
-        if not optim:
-            self._add_module(model[0]["module"])
+        module: Mapping[str, Tensor] = model[0]["module"]
+        for name in model[0]["buffer_names"]:
+            self.add(BUFFER, name, 0, module[name].numel(), slices_of(module[name]), shape=module[name].shape)
+        if not optim:  # without ZeRO it is a plain state dict
+            state = {name: tensor for name, tensor in module.items() if (BUFFER, name) not in self.shapes}
+            self.tied = {**self.tied, **shared_names(state)}
+            for name in [name for name in state if name not in self.tied]:
+                tensor = state[name]
+                self.add(MASTER, name, 0, tensor.numel(), slices_of(tensor), shape=tensor.shape)
             return
         count = optim[0]["partition_count"]  # ZeRO-1/2: one number for each group
         number = max(count) if isinstance(count, (list, tuple)) else int(count)
@@ -98,30 +109,11 @@ class DeepSpeedReader(PieceReader):
             self._add_zero3(model[0]["param_shapes"], optim)
         else:
             self._add_zero12(optim)
-        self._add_loss_scale(optim[0])
-
-    def _load(self, path: Path) -> Any:
-        content = load_file(path)
-        self.stamps[path.name] = partial(str, content.get(STAMP, ""))
-        return content
-
-    def _add_buffers(self, model: Mapping[str, Any]) -> None:
-        for name in model["buffer_names"]:
-            tensor = model["module"][name]
-            self.add(BUFFER, name, 0, tensor.numel(), slices_of(tensor), shape=tensor.shape)
-
-    def _add_module(self, module: Mapping[str, Tensor]) -> None:
-        """Without ZeRO: a plain state dict, where tied weights share their memory."""
-        first: dict[tuple[int, int], str] = {}
-        for name, tensor in module.items():
-            if (BUFFER, name) in self.shapes:
-                continue
-            memory = tensor.data_ptr(), tensor.numel()
-            if tensor.numel() and memory in first:
-                self.tied = {**self.tied, name: first[memory]}
-                continue
-            first[memory] = name
-            self.add(MASTER, name, 0, tensor.numel(), slices_of(tensor), shape=tensor.shape)
+        scaler = getattr(optim[0].get("loss_scaler"), "state", None) or {}
+        if "cur_iter" in scaler:  # the dynamic one
+            good = scaler["cur_iter"] - scaler["last_overflow_iter"] - 1  # -1: none yet
+            pair = torch.tensor([scaler["cur_scale"], good], dtype=torch.float64)
+            self.add(LOSS_SCALE, LOSS_SCALE, 0, 2, slices_of(pair))
 
     def _add_zero12(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         consumed: dict[str, int] = defaultdict(int)
@@ -158,13 +150,11 @@ class DeepSpeedReader(PieceReader):
 
     def _add_frozen(self, model: Sequence[Mapping[str, Any]]) -> None:
         """ZeRO-2 and 3 list frozen parameters; ZeRO-1 has them only among the module's tensors."""
-        shapes = model[0].get("frozen_param_shapes")
+        shapes, fragments = model[0].get("frozen_param_shapes"), model[0].get("frozen_param_fragments") or {}
         if shapes is None:
             others = {*self.names(BUFFER), *self.groups, *self.tied}
-            fragments = {name: t for name, t in model[0]["module"].items() if name not in others}
+            fragments = {name: tensor for name, tensor in model[0]["module"].items() if name not in others}
             shapes = {name: tensor.shape for name, tensor in fragments.items()}
-        else:
-            fragments = model[0]["frozen_param_fragments"]
         self.frozen = set(shapes)
         for name, shape in shapes.items():
             if self.zero_stage < 3:
@@ -174,13 +164,6 @@ class DeepSpeedReader(PieceReader):
                 start, numel, _ = _zero3_part(math.prod(shape), rank, len(model))
                 part = state["frozen_param_fragments"][name]
                 self.add(MASTER, name, start, numel, slices_of(part), shape=shape)
-
-    def _add_loss_scale(self, state: Mapping[str, Any]) -> None:
-        scaler = getattr(state.get("loss_scaler"), "state", None) or {}
-        if "cur_iter" in scaler:  # the dynamic one
-            good = scaler["cur_iter"] - scaler["last_overflow_iter"] - 1  # -1: none yet
-            pair = torch.tensor([scaler["cur_scale"], good], dtype=torch.float64)
-            self.add(LOSS_SCALE, LOSS_SCALE, 0, 2, slices_of(pair))
 
 
 def _moments(optimizer: Mapping[str, Any], group: int) -> dict[str, Tensor]:

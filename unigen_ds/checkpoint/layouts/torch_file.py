@@ -1,9 +1,8 @@
 """``torch.save`` files that others wrote, read as data: memory-mapped tensors, and nothing of theirs is executed.
 
-torch's restricted unpickler accepts tensors and plain containers. Every other name in a file (the classes of DeepSpeed,
-mmengine, numpy, of a user's own ``client_state``) is replaced by an inert class that keeps the stored values and does
-nothing; the module is never imported. An inert class may be *filled*, which is how objects are stored. *Calling* a name
-is how a file would run code, so that is refused, except for the few names below that store objects this way.
+torch's restricted unpickler accepts tensors and plain containers. Every other name in a file (classes of DeepSpeed,
+mmengine, a user) is replaced by an inert class that keeps the stored values; the module is never imported. *Calling* a
+name is how a file would run code, so that is refused, except for the few names below that store objects this way.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ class Inert:
 
     def __new__(cls, *values: Any) -> Inert:
         self = super().__new__(cls)
-        self.values = values
-        self.state = {}
+        self.values, self.state = values, {}
         return self
 
     def __setstate__(self, state: Any) -> None:
@@ -109,27 +107,40 @@ class TorchReader(PieceReader):
     def __init__(self, paths: Iterable[Path]) -> None:
         super().__init__(unique=True)
         self.others: list[str] = []
-        tensors: dict[str, tuple[Tensor, Path]] = {}
+        tensors: dict[str, Tensor] = {}
+        sources: dict[str, Path] = {}
         for path in paths:
             content = load_file(path)
             state = _state_dict(content, path)
             if state is not content:
                 self.others += [str(key) for key in content if content[key] is not state]
-            tensors |= {str(name): (tensor, path) for name, tensor in state.items() if isinstance(tensor, Tensor)}
-        first: dict[tuple[int, ...], str] = {}
+            of_file = {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+            tensors |= of_file
+            sources |= dict.fromkeys(of_file, path)
         for prefix in PREFIXES:
             if tensors and all(name.startswith(prefix) for name in tensors):
-                tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
-        for name, (tensor, path) in tensors.items():
-            memory = (tensor.data_ptr(), tensor.numel(), *tensor.stride())
-            if tensor.numel() and memory in first:
-                self.tied = {**self.tied, name: first[memory]}
+                sources = {name.removeprefix(prefix): path for name, path in sources.items()}
+                tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        self.tied = shared_names(tensors)
+        for name, tensor in tensors.items():
+            if name in self.tied:
                 continue
-            first[memory] = name
             if tensor.layout is not torch.strided or tensor.is_quantized:
                 raise CheckpointError(f"{name} is a {tensor.layout} tensor", allowed="dense tensors")
             fetch = slices_of(tensor if tensor.is_contiguous() else tensor.contiguous())
-            self.add(MASTER, name, 0, tensor.numel(), fetch, source=str(path), shape=tensor.shape)
+            self.add(MASTER, name, 0, tensor.numel(), fetch, source=str(sources[name]), shape=tensor.shape)
+
+
+def shared_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of tensors that share their memory: each further name, and the first."""
+    first: dict[tuple[int, ...], str] = {}
+    shared = {}
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.strided and tensor.numel():
+            memory = (tensor.data_ptr(), tensor.numel(), *tensor.stride())
+            if first.setdefault(memory, name) != name:
+                shared[name] = first[memory]
+    return shared
 
 
 def _state_dict(content: Any, path: Path) -> Mapping[str, Any]:
