@@ -30,11 +30,10 @@ import numpy as np
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
 from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import PlannedDataset, source_names
-from unigen_ds.data.datasets.filtering import filtering_of
 from unigen_ds.data.datasets.groups import Blend, check_mandatory
 from unigen_ds.data.datasets.overflow import Overflow
 from unigen_ds.data.datasets.streamed_units import ShardWalk, StreamedFitted, fit
-from unigen_ds.data.datasets.subset import division_of, whole_of
+from unigen_ds.data.datasets.subset import division_of, filtering_of, whole_of
 from unigen_ds.data.order.order import Cursor, Draw, GlobalOrder, Phase
 from unigen_ds.data.order.packing import Packer
 from unigen_ds.data.samples.sample import RULE_VERSIONS, Array

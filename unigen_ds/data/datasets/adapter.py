@@ -7,6 +7,7 @@ order, packing, resume and ledger work for it too. Without ``lengths()`` a start
 from __future__ import annotations
 
 import hashlib
+import importlib
 import random
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,6 @@ from unigen_ds.config.registry import DATASETS, check_arguments, checked
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError, suggestion
 from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import ScannedDataset
-from unigen_ds.data.datasets.filters import import_object
 from unigen_ds.data.index.index import UNUSABLE
 from unigen_ds.data.records.unusable import NUM_LISTED, BadRecord, OnRecordError, as_array, from_array, unusable_error
 from unigen_ds.data.samples.processor import ConversationProcessor
@@ -264,7 +264,12 @@ class _Tokens(Split):
 def _make(spec: Mapping[str, Any]) -> Any:
     kind = spec.get("type")
     if isinstance(kind, str):
-        kind = import_object(kind, where="DatasetAdapter.dataset.type")
+        module, _, name = kind.rpartition(".")
+        try:
+            kind = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            problem = f"DatasetAdapter.dataset.type {kind!r} cannot be imported: {error}"
+            raise ConfigError(problem, allowed="'my.module.name'") from error
     if not callable(kind):
         raise ConfigError(f"DatasetAdapter.dataset.type is {kind!r}", allowed="a class or 'module.Class'")
     arguments = {key: value for key, value in spec.items() if key != "type"}

@@ -135,10 +135,6 @@ class ConversationProcessor:
         decoded = image if isinstance(image, Image.Image) else open_image(image)
         return flatten(decoded, white=self.on_white)
 
-    def touches(self, header: ImageHeader) -> bool:
-        """Whether the rule ``images`` changes what PIL decodes of such a picture."""
-        return header.changed or header.transparent
-
     def header(self, path: str, *, keep: bool) -> ImageHeader:
         """Of an image; ``keep``: read the whole file, for decoding it next."""
         return image_header(ImageContent(path) if keep else path)
@@ -165,8 +161,7 @@ class ConversationProcessor:
         """``plan`` where the ids of the texts are known."""
         turns = _merge(turns)
         splits = tuple(self.splits_of(turns, iter(ids), where, keep_images=keep_images))
-        spells = any(map(self.spells_special, _texts(turns)))
-        return Sample(splits, spells_special=spells, plain=is_document(turns))
+        return Sample(splits, plain=is_document(turns))
 
     def splits_of(
         self, turns: Sequence[Turn], ids: Iterator[Sequence[int]], where: object, *, keep_images: bool
@@ -184,11 +179,6 @@ class ConversationProcessor:
         # a tokenizer of a user's own may have "encode" alone
         together = getattr(self.tokenizer, "encode_texts", None)
         return together(texts) if together else [self.tokenizer.encode(text) for text in texts]
-
-    def spells_special(self, text: str) -> bool:
-        """Whether a text spells a special token of the tokenizer."""
-        spells = getattr(self.tokenizer, "spells_special", None)
-        return spells is not None and spells(text)
 
     def text_ids(self, records: Sequence[Sequence[Turn]]) -> Iterator[list[Sequence[int]]]:
         """Of each of some records the ids of its texts, in order; images are not read. For ``cache_tokens``.
