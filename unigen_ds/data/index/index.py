@@ -3,9 +3,8 @@
 What packing, truncation and statistics need of a record without reading it again. The cache is a file in
 ``.unigen_index/`` beside the data file (or in ``cache_dir`` where that folder cannot be written), named after a
 fingerprint of data file, processor and format, and mapped into the memory of every process (``array_cache.py``).
-Trade-off: the first start parses, tokenizes, counts and digests every record, in batches, in this process or by workers
-(two cores do about 40,000 texts of 20 words a second; an image costs one header read), and writes at most 144 bytes a
-record; a later start maps them.
+Trade-off: the first start parses, tokenizes, counts and digests every record (two cores do about 40,000 texts of 20
+words a second; an image costs one header read), and writes about 110 bytes a record; a later start maps them.
 """
 
 from __future__ import annotations
@@ -297,45 +296,45 @@ class Plan:
         """``_PLANNED`` of the records of a chunk, and ``UNUSABLE``. Texts that are read together are tokenized so."""
         rows: list[tuple[int, ...]] = []
         unusable: list[BadRecord] = []
+        unk_id = getattr(self.processor.tokenizer, "unk_id", None)
 
         def leave_out(number: int, record: Record, reason: str, *, image: bool = False) -> None:
             unusable.append(BadRecord.of(number, *self.source.file_of(number), record, reason, image=image))
 
         for first, entries in batches(self.source, chunk):
-            parsed: dict[int, tuple[FoundRecord, Record, list[Turn], bytes]] = {}
+            turns: dict[int, list[Turn]] = {}
             for number, entry in enumerate(entries, first):
                 record: Record = {}
                 try:
                     if isinstance(entry, DataError):
                         raise entry
                     record = entry.record
-                    turns = self.layout.at(folder_of(entry)).learned_turns(record, entry.where)
-                    parsed[number] = (entry, record, turns, entry.content)
+                    turns[number] = self.layout.at(folder_of(entry)).learned_turns(record, entry.where)
                 except DataError as error:
                     leave_out(number, record, str(error))
             samples: dict[int, Sample] = {}
             try:
-                together = self.processor.plan_many((turns, entry.where) for entry, _, turns, _ in parsed.values())
-                samples = dict(zip(parsed, together, strict=True))
+                together = self.processor.plan_many((of, entries[number - first].where) for number, of in turns.items())
+                samples = dict(zip(turns, together, strict=True))
             except DataError:  # of one of them, which the model cannot take
-                for number, (entry, record, turns, _) in parsed.items():
+                for number, of in turns.items():
+                    entry = entries[number - first]
                     try:
-                        samples[number] = self.processor.plan(turns, entry.where)
+                        samples[number] = self.processor.plan(of, entry.where)
                     except DataError as error:
-                        leave_out(number, record, str(error))
-            for number in range(first, first + len(entries)):
+                        leave_out(number, entry.record, str(error))
+            for number, entry in enumerate(entries, first):
                 if (sample := samples.get(number)) is None:
                     rows.append(_NOTHING)
                     continue
-                entry, record, turns, content = parsed[number]
-                empty = sum(turn.kind == "text" and not turn.value.strip() for turn in turns)
-                row = count(sample, unk_id=getattr(self.processor.tokenizer, "unk_id", None), empty_texts=empty)
+                empty = sum(turn.kind == "text" and not turn.value.strip() for turn in turns[number])
+                row = count(sample, unk_id=unk_id, empty_texts=empty)
                 if row[_UNREADABLE]:
                     problem = next(split.error for split in sample.splits if split.error)
-                    leave_out(number, record, f"{entry.where}: {problem}", image=True)
-                record = self.layout.named(record, entry.where) if self.layout.columns else record
+                    leave_out(number, entry.record, f"{entry.where}: {problem}", image=True)
+                record = self.layout.named(entry.record, entry.where) if self.layout.columns else entry.record
                 unused = unused_keys(record, self.layout, getattr(entry, "unused", ()))
-                rows.append((*row, record_digest(content, row), unused_texts(record), unused))
+                rows.append((*row, record_digest(entry.content, row), unused_texts(record), unused))
         unusable.sort(key=lambda one: one.number)
         return *np.asarray(rows, dtype=np.int64).T, as_array(unusable[:_MOST_LINES])
 
@@ -350,14 +349,13 @@ def batches(source: RecordSource, chunk: Chunk) -> Iterator[tuple[int, Sequence[
         try:
             yield first, source.read(first, last)
         except MalformedRecord:
-            yield first, [_read_alone(source, number) for number in range(first, last)]
-
-
-def _read_alone(source: RecordSource, number: int) -> FoundRecord | DataError:
-    try:
-        return source.read(number, number + 1)[0]
-    except MalformedRecord as error:
-        return error
+            entries: list[FoundRecord | DataError] = []
+            for number in range(first, last):
+                try:
+                    entries += source.read(number, number + 1)
+                except MalformedRecord as error:
+                    entries.append(error)
+            yield first, entries
 
 
 class TokenCache:

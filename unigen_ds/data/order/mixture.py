@@ -58,7 +58,8 @@ class Mixture:
         if not self.is_long:
             passed, within = np.divmod(np.arange(start, stop, dtype=np.int64), self.period)
             sources, numbers = (column[within] for column in self._pattern)
-            return sources, numbers + passed * np.asarray(self.parts, dtype=np.int64)[sources]
+            parts: Array = np.asarray(self.parts, dtype=np.int64)
+            return sources, numbers + passed.astype(np.int64) * parts[sources]
         rounds, first = divmod(start, self.period)
         anchor = self._before(first)
         before = self._states[anchor]
