@@ -312,8 +312,8 @@ def _ledger_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
     from unigen_ds.data.batches.statistics import group_line
-    from unigen_ds.data.datasets.filtering import removal_line
     from unigen_ds.data.datasets.overflow import overflow_line
+    from unigen_ds.data.datasets.subset import removal_line
 
     for name, source in report["sources"].items():
         records = source["records"]

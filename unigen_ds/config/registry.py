@@ -55,8 +55,7 @@ _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
     DATASETS: (("lengths", "sample"), "a class with lengths() and sample(index); dict(type='DatasetAdapter', "
                                       "dataset=dict(type=...)) wraps a map-style data set"),
     SOURCES: (("scan", "use", "read"), "a subclass of unigen_ds.data.sources.base.RecordSource"),
-    FILTERS: (("keeps",), "a subclass of unigen_ds.data.datasets.filters.RecordFilter, or dict(type='FunctionFilter', "
-                          "function='my.module.keeps')"),
+    FILTERS: (("keeps",), "a subclass of unigen_ds.data.datasets.filters.RecordFilter"),
     PACKERS: (("plan",), "a class with plan(lengths, tiles, seq_length, key)"),
     CURVES: (("place", "evaluate"), "a subclass of unigen_ds.schedule.curves.Curve"),
     HOOKS: (("after_update", "load_shards"), "a subclass of unigen_ds.hooks.base.Hook"),

@@ -33,7 +33,6 @@ class Chat:
     """Signs that replace special tokens spelled in a text (``Special.shield``); empty where there are none."""
     images: Sequence[Any]
     """The images in order, as ``image_splits`` of the subclass needs them."""
-    spelled: bool
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class ChatImage(Split):
     path: str
     ids: tuple[int, ...]
     error: str = field(default="", kw_only=True)
-    touched: bool = field(default=False, compare=False, repr=False, kw_only=True)
     content: ImageContent | None = field(default=None, compare=False, repr=False, kw_only=True)
     """The file, where planning has read all of it."""
 
@@ -104,12 +102,6 @@ class ChatProcessor(ConversationProcessor):
                 messages.append([turn])
         return messages
 
-    def shielded(self, texts: Sequence[str]) -> tuple[Sequence[str], Mapping[str, str], bool]:
-        """Texts in which no special token is spelled, the signs that replace these, and whether there are any."""
-        if any(map(self.spells_special, texts)):
-            return *self.tokenizer.special.shield(texts), True
-        return texts, {}, False
-
     def plan(
         self, turns: Sequence[Turn], where: object = "", *, keep_images: bool = False, reply: bool = False
     ) -> Sample:
@@ -131,7 +123,7 @@ class ChatProcessor(ConversationProcessor):
         encoded = encode_chats(self.tokenizer, [(chat.rendered.text, chat.signs) for chat in chats])
         for chat, (ids, starts) in zip(chats, encoded, strict=True):
             splits = tuple(self._splits(chat, ids, starts))
-            yield Sample(splits, plain=is_document(chat.turns), spells_special=chat.spelled)
+            yield Sample(splits, plain=is_document(chat.turns))
 
     def _splits(self, chat: Chat, ids: Sequence[int], starts: Sequence[int]) -> Iterator[Split]:
         labels, done = next_token_labels(ids, chat.rendered.from_assistant(starts)), 0

@@ -50,14 +50,6 @@ class WithBadItems(BadItems, WithLengths):
     """The same, with lengths, which do not show them."""
 
 
-class Fingerprinted(Items):
-    """The same, with a text that changes with its content."""
-
-    def __init__(self, reads: str, extra: int = 0, version: str = "1") -> None:
-        super().__init__(reads, extra)
-        self.fingerprint = f"{version}/{extra}"
-
-
 class Edits:
     """Several images with a role each."""
 

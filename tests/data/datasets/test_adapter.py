@@ -12,7 +12,7 @@ import torch
 from tests.data.datasets import adapted
 from tests.data.support import make_processor
 from tests.tiny import tiny_config
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import DataError
 from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.datasets.adapter import DatasetAdapter
 from unigen_ds.data.order.order import Draw
@@ -53,20 +53,6 @@ def test_an_item_of_another_length_is_a_counted_skip(tmp_path: Path) -> None:
     Runner.from_cfg(made, max_updates=1).train()
     lines = [json.loads(line) for line in (tmp_path / "skipped_samples.jsonl").read_text().splitlines()]
     assert lines and "tokens, but" in str(lines[0])
-
-
-def test_what_was_read_is_kept_where_the_data_set_has_a_fingerprint(tmp_path: Path) -> None:
-    more = {"more": {"cache_dir": str(tmp_path / "cache")}, "reads": str(tmp_path / "reads")}
-    first = trained(tmp_path / "a", "Fingerprinted", **more)
-    assert len([index for _, index in reads(tmp_path / "reads")]) > adapted.NUMBER
-    (tmp_path / "reads").unlink()
-    assert trained(tmp_path / "b", "Fingerprinted", **more) == first
-    assert len(reads(tmp_path / "reads")) < adapted.NUMBER
-    (tmp_path / "reads").unlink()
-    trained(tmp_path / "c", "Fingerprinted", **more, version="2")
-    assert len(reads(tmp_path / "reads")) > adapted.NUMBER, "another content is read"
-    with pytest.raises(ConfigError, match=r"cache_dir is given, and Items.fingerprint is None"):
-        trained(tmp_path / "d", "Items", **more)
 
 
 @pytest.mark.parametrize("measured", [False, True], ids=["read", "measured"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,14 @@ import pytest
 from PIL import Image
 
 from tests.data.support import make_processor, write_jsonl
-from tests.processes import ROOT, run
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
 from unigen_ds.config.overrides import plain_values
 from unigen_ds.config.registry import FILTERS
 from unigen_ds.core.errors import DataError, ResumeBlocked
-from unigen_ds.data.datasets import filtering
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.datasets.filtering import apply_filters, filtering_of
-from unigen_ds.data.datasets.filters import CheckedRecord, FunctionFilter, RecordFilter
-from unigen_ds.data.datasets.subset import first_records, record_number, whole_of
+from unigen_ds.data.datasets.filters import CheckedRecord, RecordFilter
+from unigen_ds.data.datasets.subset import apply_filters, filtering_of, first_records, record_number, whole_of
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
 
@@ -32,25 +28,32 @@ LIMITS: list[dict[str, Any]] = [
     {"type": "RatingFilter", "relevance_min_rating": 3, "formatting_min_rating": 2},
     {"type": "ImageSizeFilter", "max_ratio": 3.0},
     {"type": "TextLengthFilter", "max_characters": 60},
-    {"type": "FunctionFilter", "function": "tests.data.datasets.test_filters.not_nine"},
+    {"type": "NotNine"},
 ]
-REMOVED = {"RatingFilter": 2, "ImageSizeFilter": 1, "TextLengthFilter": 1, "not_nine": 2}
+REMOVED = {"RatingFilter": 2, "ImageSizeFilter": 1, "TextLengthFilter": 1, "NotNine": 2}
 KEPT = [0, 2, 6, 7, 8, 9, 10]
 
 
-def not_nine(record: CheckedRecord) -> bool:
-    """A user's own function."""
-    return "nine" not in " ".join(record.texts)
+@FILTERS.register_module()
+class NotNine(RecordFilter):
+    """A user's own component."""
+
+    def keeps(self, record: CheckedRecord) -> bool:
+        return "nine" not in " ".join(record.texts)
 
 
-def others(record: CheckedRecord) -> bool:
-    """``not_nine`` after an edit: as many, and not the same."""
-    return "four" not in " ".join(record.texts)
+class NotFour(RecordFilter):
+    """``NotNine`` after an edit: as many, and not the same."""
+
+    settings = "NotNine()"
+
+    def keeps(self, record: CheckedRecord) -> bool:
+        return "four" not in " ".join(record.texts)
 
 
 @FILTERS.register_module()
 class AtLeastTwoTurns(RecordFilter):
-    """A user's own component."""
+    """Another one, with a setting."""
 
     def __init__(self, *, turns: int) -> None:
         self.turns = turns
@@ -109,7 +112,7 @@ def test_what_is_left_out_is_counted_and_keeps_its_number(
     Runner.from_cfg(config(tmp_path / "straight", data, filters=LIMITS), max_updates=4).train()
     log = (tmp_path / "straight" / "train.log").read_text()
     assert (
-        "filters remove 6 of 13 records (46.2%): RatingFilter 2, ImageSizeFilter 1, TextLengthFilter 1, not_nine 2"
+        "filters remove 6 of 13 records (46.2%): RatingFilter 2, ImageSizeFilter 1, TextLengthFilter 1, NotNine 2"
         in log
     )
     assert (
@@ -128,11 +131,8 @@ def test_what_is_left_out_is_counted_and_keeps_its_number(
     assert inspect_data([str(file), "--sequences", "0:8"]) == 0
     shown = capsys.readouterr().out
     assert {int(word.split(":")[1]) for word in shown.split() if word.startswith("talks:")} == {*KEPT}
-    done = run(
-        [sys.executable, "tools/inspect_data.py", str(file), "--ledger", str(tmp_path / "cut" / "ledger.jsonl")],
-        cwd=ROOT, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0 and "every digest agrees" in done.stdout, done.stderr
+    assert inspect_data([str(file), "--ledger", str(tmp_path / "cut" / "ledger.jsonl")]) == 0
+    assert "every digest agrees" in capsys.readouterr().out
     assert inspect_data([str(file)]) == 0 and "  filters remove 6 of 13 records" in capsys.readouterr().out
 
 
@@ -177,14 +177,13 @@ def test_other_limits_are_another_data_set_and_no_limits_none(data: Path, tmp_pa
     assert "talks had 7 records and has 8" in str(caught.value)
 
 
-def test_a_function_that_was_edited_is_changed_data_where_it_keeps_others(
+def test_a_filter_that_was_edited_is_changed_data_where_it_keeps_others(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name and version are as before, and so is the number of records that are left."""
-    limits = [{"type": "FunctionFilter", "function": "tests.data.datasets.test_filters.not_nine"}]
+    limits = [{"type": "NotNine"}]
     Runner.from_cfg(config(tmp_path, data, filters=limits), max_updates=1).train()
-    monkeypatch.setattr(sys.modules[__name__], "not_nine", others)
-    others.__qualname__ = "not_nine"
+    monkeypatch.setitem(FILTERS.module_dict, "NotNine", NotFour)
     with pytest.raises(ResumeBlocked, match="their processor or what its filters keep changed"):
         Runner.from_cfg(config(tmp_path, data, filters=limits, resume=True), max_updates=2).train()
 
@@ -192,7 +191,8 @@ def test_a_function_that_was_edited_is_changed_data_where_it_keeps_others(
 def test_a_record_is_checked_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [{"type": "AtLeastTwoTurns", "turns": 3}, {"type": "TextLengthFilter", "min_tokens": 2}]
     first = apply_filters(UnifiedGenerationDataset(data, make_processor(), filters=limits))
-    monkeypatch.setattr(filtering, "_decide_all", lambda *_: pytest.fail("checked again"))
+    monkeypatch.setattr(RecordFilter, "keeps", lambda *_: pytest.fail("checked again"))
+    monkeypatch.setattr(AtLeastTwoTurns, "keeps", lambda *_: pytest.fail("checked again"))
     again = apply_filters(UnifiedGenerationDataset(data, make_processor(), filters=limits))
     assert again.numbers.tolist() == first.numbers.tolist() and again.fingerprint == first.fingerprint
 
@@ -210,20 +210,9 @@ def test_appended_records_and_a_share_for_validation(data: Path, tmp_path: Path)
     assert "filters remove 7 of 16 records" in (tmp_path / "run" / "train.log").read_text()
 
 
-def broken(record: CheckedRecord) -> Any:
-    return record.values["no such key"]
-
-
-@pytest.mark.parametrize(
-    ("filters", "message"),
-    [
-        ([{"type": "TextLengthFilter", "min_characters": 999}], "all 13 records are left out"),
-        ([FunctionFilter(function=broken)], r"talks.jsonl:1: the filter broken failed: KeyError: 'no such key'"),
-        ([FunctionFilter(function=lambda record: "yes")], "returned 'yes'"),
-    ],
-)
-def test_a_filter_that_fails_or_leaves_nothing(filters: Any, message: str, data: Path) -> None:
-    with pytest.raises(DataError, match=message):
+def test_a_filter_that_leaves_nothing(data: Path) -> None:
+    filters = [{"type": "TextLengthFilter", "min_characters": 999}]
+    with pytest.raises(DataError, match="all 13 records are left out"):
         apply_filters(UnifiedGenerationDataset(data, make_processor(), filters=filters))
 
 

@@ -51,7 +51,6 @@ def test_grey_of_16_bits_keeps_its_upper_8(tmp_path: Path, suffix: str) -> None:
     Image.fromarray(GREY).save(path)
     for processor in (make_processor(), vlm(tmp_path)):
         assert np.array_equal(pixels(processor.read_image(path)), three((GREY >> 8).astype(np.uint8)))
-        assert processor.touches(image_header(path))
 
 
 @pytest.mark.parametrize("suffix", ["png", "webp", "tif"])
@@ -63,8 +62,7 @@ def test_exif_turns_a_picture_upright(tmp_path: Path, suffix: str) -> None:
         path = tmp_path / f"{orientation}.{suffix}"
         lossless = {"lossless": True} if suffix == "webp" else {}
         Image.fromarray(np.ascontiguousarray(stored(upright))).save(path, exif=exif.tobytes(), **lossless)
-        header = image_header(path)
-        assert header.size == (8, 4) and header.changed == (orientation > (4 if suffix == "tif" else 1))
+        assert image_header(path).size == (8, 4)
         assert np.array_equal(pixels(open_image(path)), three(upright)), orientation
 
 
@@ -91,10 +89,6 @@ def test_transparency_as_the_public_code_of_the_family(tmp_path: Path) -> None:
         assert pixels(nanovlm.read_image(tmp_path / name)).tolist() == [[first, second], [second, first]]
     assert pixels(bagel.read_image(tmp_path / "keyed.png")).tolist() == [[[1, 2, 3], blank]]
     assert pixels(nanovlm.read_image(tmp_path / "keyed.png")).tolist() == [[[1, 2, 3], [7, 8, 9]]]
-    touched = {name: [p.touches(image_header(tmp_path / name)) for p in (bagel, nanovlm)]
-               for name in ("rgba.png", "la.png", "palette.gif", "keyed.png")}  # fmt: skip
-    assert touched == {"rgba.png": [False, True], "la.png": [True, True], "palette.gif": [False, True],
-                       "keyed.png": [False, True]}  # fmt: skip
 
 
 def test_only_pictures_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,15 +25,15 @@ from tests.data.support import (
 )
 from tests.data.text.chat_support import character_tokenizer
 from tests.processes import popen
+from unigen_ds.config.registry import FILTERS
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.cache import array_cache
 from unigen_ds.data.cache.array_cache import FOLDER, load_or_fill
 from unigen_ds.data.datasets import overflow
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.datasets.filtering import apply_filters
-from unigen_ds.data.datasets.filters import CheckedRecord
+from unigen_ds.data.datasets.filters import CheckedRecord, RecordFilter
 from unigen_ds.data.datasets.overflow import Fitted, Overflow
-from unigen_ds.data.datasets.subset import Division, divide
+from unigen_ds.data.datasets.subset import Division, apply_filters, divide
 from unigen_ds.data.index import index as index_module
 from unigen_ds.data.order.order import Cursor, GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
@@ -114,13 +114,15 @@ def test_a_million_records_take_at_most_16_bytes_each(tmp_path: Path, monkeypatc
         assert np.array_equal(getattr(stream.fitted[0], name), getattr(alone.fitted[0], name))
 
 
-def without_captions(record: CheckedRecord) -> bool:
-    return not any("seen" in text for text in record.texts)
+@FILTERS.register_module()
+class WithoutCaptions(RecordFilter):
+    def keeps(self, record: CheckedRecord) -> bool:
+        return not any("seen" in text for text in record.texts)
 
 
 def test_what_filters_keep_of_many_records_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, and the share that is trained on of it."""
-    given = [{"type": "FunctionFilter", "function": f"{__name__}.without_captions"}]
+    given = [{"type": "WithoutCaptions"}]
     found = []
     for least in (1 << 20, 1):
         monkeypatch.setattr("unigen_ds.data.samples.sample.SHARED_FROM", least)

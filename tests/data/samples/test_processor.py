@@ -43,19 +43,18 @@ def test_text_to_image(folder: Path) -> None:
     sample = plan(folder, text("user", "draw"), image("assistant", "a.png"))
     assert shown(sample) == ["-draw?", "noise:a"]
     assert sample.splits[1].grid == (1, 2)  # 8 x 16 pixels, 8 per latent patch
-    assert sample.num_tokens == 6 + 4 and sample.num_tiles == 0
+    assert sample.num_tokens == 6 + 4
 
 
 def test_understanding(folder: Path) -> None:
     sample = plan(folder, image("user", "a.png"), text("user", "what"), text("assistant", "that"))
     assert shown(sample) == ["vit:a?", "-what?", "+that"]
-    assert sample.splits[0].grid == (2, 4) and sample.num_tiles == 1
+    assert sample.splits[0].grid == (2, 4)
 
 
 def test_editing_has_the_clean_latent_before_the_vit(folder: Path) -> None:
     sample = plan(folder, image("user", "a.png"), text("user", "edit"), image("assistant", "b.png"))
     assert shown(sample) == ["vae:a?", "vit:a?", "-edit?", "noise:b"]
-    assert sample.num_tiles == 2
 
 
 def test_several_turns_show_a_drawn_image_again(folder: Path) -> None:

@@ -14,7 +14,8 @@ from PIL import Image
 
 from tests.data.support import picture, write_jsonl
 from tests.end_to_end.engines.cases import OWN_RECORDS
-from unigen_ds.data.datasets.filters import CheckedRecord
+from unigen_ds.config.registry import FILTERS as REGISTRY
+from unigen_ds.data.datasets.filters import CheckedRecord, RecordFilter
 
 NUM_ROWS, NUM_PICTURES, NUM_DOCUMENTS, NUM_USED = 64, 48, 96, 80
 """Records of each file; ``NUM_USED``: of the documents, ``num_used_data``."""
@@ -31,14 +32,17 @@ FILTERS: dict[str, list[dict[str, Any]]] = {
     "pictures": [{"type": "ImageSizeFilter", "max_ratio": MAX_RATIO}],
     "documents": [
         {"type": "TextLengthFilter", "min_characters": MIN_CHARACTERS},
-        {"type": "FunctionFilter", "function": "tests.end_to_end.engines.mixture_data.not_nine"},
+        {"type": "NotNineFirst"},
     ],
 }
 
 
-def not_nine(record: CheckedRecord) -> bool:
+@REGISTRY.register_module()
+class NotNineFirst(RecordFilter):
     """A user's own filter."""
-    return not record.texts[0].startswith("nine")
+
+    def keeps(self, record: CheckedRecord) -> bool:
+        return not record.texts[0].startswith("nine")
 
 
 def write_sources(folder: Path) -> None:
@@ -94,7 +98,7 @@ def removed(folder: Path) -> dict[str, dict[str, set[int]]]:
     return {
         "rows": {"RatingFilter": rated, "ImageCountFilter": crowded},
         "pictures": {"ImageSizeFilter": wide},
-        "documents": {"TextLengthFilter": brief, "not_nine": nine},
+        "documents": {"TextLengthFilter": brief, "NotNineFirst": nine},
     }
 
 

@@ -28,8 +28,8 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.batches.shown import ShownImage, ShownToken, shown
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.datasets.filtering import apply_filters
 from unigen_ds.data.datasets.filters import ImageSizeFilter, RatingFilter, TextLengthFilter
+from unigen_ds.data.datasets.subset import apply_filters
 from unigen_ds.data.order.order import Draw
 
 LONGEST_S = 20

@@ -9,9 +9,7 @@ choice is needed twice.
   the old order; from the next epoch on all are used.
 * ``restart``: anything may differ. A new epoch of the new data begins; the rest of the old one is not used.
 
-A new phase numbers its passes above all earlier ones, so no sample id (source:index:pass) comes twice in a run, with or
-without weights. In a weighted mixture the sources are stopped in mid-pass: each begins a new pass with the new phase,
-and what its unfinished pass had not reached comes with that one.
+A new phase numbers its passes above all earlier ones, so no sample id (source:index:pass) comes twice in a run.
 """
 
 from __future__ import annotations

@@ -2,14 +2,12 @@
 
 In: a ``SequenceStream`` and a cursor. Out: per update ``accumulative_counts`` micro-batches, endlessly, each with the
 cursor after its iteration. Iteration i has the next ``batch_size * dp_size`` rows of the stream; rank r has rows r, r +
-dp_size, ... of them. Workers receive the rows themselves (a few numbers), so they share no state, and 0, 1 or many
-return the same batches. How far ahead they are has no effect: the cursor comes with the micro-batch that is used.
+dp_size, ... of them. Workers receive the rows themselves (a few numbers), so 0, 1 or many return the same batches.
 
 The processor defines a batch: its ``builder`` collects the documents, and each split loads and adds itself.
-Everything random is keyed by (seed, pass, sample id, purpose, number of the split in its sample), so a sample is the
-same wherever it is loaded. A sample that cannot be loaded, or whose length is no longer the one it was planned with,
-becomes a document of padding of the planned length and is named in ``skipped``. A row without any token becomes one
-padding token, so that no micro-batch is empty. A worker sends a batch as one block of bytes (``Packet``).
+Everything random is keyed by (seed, pass, sample id, purpose, number of the split in its sample). A sample that cannot
+be loaded, or whose length is no longer the one it was planned with, becomes a document of padding of the planned length
+and is named in ``skipped``. A row without any token becomes one padding token, so that no micro-batch is empty.
 """
 
 from __future__ import annotations
@@ -22,9 +20,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypedDict
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -110,11 +106,8 @@ class UpdateLoader:
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         while not self._closed:
-            yield [self._next() for _ in range(self.geometry.accumulative_counts)]
-
-    def _next(self) -> MicroBatch:
-        batch = self._batches.next()
-        return MicroBatch(batch, *self._pending.popleft())
+            numbers = range(self.geometry.accumulative_counts)
+            yield [MicroBatch(self._batches.next(), *self._pending.popleft()) for _ in numbers]
 
     def close(self) -> None:
         """End the workers. Safe to call twice, and after an error."""
@@ -284,16 +277,13 @@ def load(
 # --- a batch on its way from a loading process ----------------------------------------------------------------------
 
 _ALIGN = 64
-_BY_VALUE = 256 * 1024
-"""Bytes up to which a block is sent through the pipe."""
 
 
 @dataclass(frozen=True)
 class Packet:
-    """A batch whose tensors are in one block of bytes."""
+    """A batch whose tensors are in one block of shared memory."""
 
-    block: Tensor | NDArray[np.uint8]
-    """In shared memory; or an array, which is pickled by value."""
+    block: Tensor
     layout: dict[str, tuple[torch.dtype, torch.Size, int]]
     """Type, shape and first byte of each tensor, aligned: sums may depend on the alignment."""
     others: dict[str, Any]
@@ -307,16 +297,14 @@ class Packet:
         for name, tensor in tensors.items():
             layout[name] = (tensor.dtype, tensor.shape, size)
             size += -(-tensor.nbytes // _ALIGN) * _ALIGN
-        block = torch.empty(size, dtype=torch.uint8)
-        packet = cls(block.numpy() if size <= _BY_VALUE else block.share_memory_(), layout, others, type(batch))
-        for name, target in packet._tensors(block).items():
+        packet = cls(torch.empty(size, dtype=torch.uint8).share_memory_(), layout, others, type(batch))
+        for name, target in packet._tensors(packet.block).items():
             target.copy_(tensors[name])
         return packet
 
     def unpacked(self, *, pin: bool = False) -> Batch:
         """A copy of the batch in memory of this process, page-locked with ``pin``: one allocation."""
-        block = torch.from_numpy(self.block) if isinstance(self.block, np.ndarray) else self.block
-        return self.kind.of(self._tensors(block.pin_memory() if pin else block.clone()), self.others)
+        return self.kind.of(self._tensors(self.block.pin_memory() if pin else self.block.clone()), self.others)
 
     def _tensors(self, block: Tensor) -> dict[str, Tensor]:
         """Views of ``block``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -67,7 +67,9 @@ def shown(batch: Batch, processor: Any) -> list[ShownSample]:
     ends, ids = [0, *batch.sample_ends], [*batch.sample_ids]
     if ends[-1] < batch.num_tokens:
         ends, ids = [*ends, batch.num_tokens], [*ids, ""]
-    parts = _Parts(batch, processor) if isinstance(batch, PackedBatch) and hasattr(processor, "tokenizer") else None
+    parts = None
+    if isinstance(batch, PackedBatch) and hasattr(processor, "tokenizer"):
+        parts = _parts(batch, processor)
     skipped = {one["sample"]: one["why"] for one in batch.skipped}
     positions = {term: index.numpy() for term, (index, _) in batch.target_positions().items()}
     return [
@@ -76,67 +78,49 @@ def shown(batch: Batch, processor: Any) -> list[ShownSample]:
             num_tokens=stop - start,
             targets={term: int(((at >= start) & (at < stop)).sum()) for term, at in positions.items()},
             skipped=skipped.get(sample, ""),
-            parts=() if parts is None else tuple(parts.between(start, stop)),
+            parts=() if parts is None else [part for at in range(start, stop) for part in parts.get(at, ())],
         )
         for sample, (start, stop) in zip(ids, pairwise(ends), strict=True)
     ]
 
 
-class _Parts:
-    """The tokens and images of a micro-batch, by their index."""
+def _parts(batch: PackedBatch, processor: Any) -> dict[int, list[ShownToken | ShownImage]]:
+    """The tokens and images of a micro-batch by the index of their first token."""
+    tokenizer = processor.tokenizer
+    names = ("bos_id", "eos_id", "image_start_id", "image_end_id")
+    special = {
+        *getattr(getattr(tokenizer, "special", None), "ids", ()),
+        *(getattr(tokenizer, one, -1) for one in names),
+    }
+    parts: dict[int, list[ShownToken | ShownImage]] = {}
+    within: set[int] = set()
+    for index, image in (*_vit_images(batch, processor), *_latent_images(batch, processor)):
+        parts[int(index[0])] = [image]
+        within |= {*index.tolist()}
+    ids = {at: token for at, token in zip(batch.text_index.tolist(), batch.text_ids.tolist(), strict=True)}
+    ids = {at: ids[at] for at in sorted(ids) if at not in within}
+    documents, learned, predicts = batch.document_ids.tolist(), set[int](), dict[int, str]()
+    for at, target in zip(batch.text_target_index.tolist(), batch.text_target_ids.tolist(), strict=True):
+        if ids.get(at + 1) == target and documents[at] == documents[at + 1]:
+            learned.add(at + 1)
+        else:
+            predicts[at] = _pieces(tokenizer, [target])[0]
+    for (at, token), text in zip(ids.items(), _pieces(tokenizer, [*ids.values()]), strict=True):
+        kind: Literal["text", "special", "unknown", "padding"] = "special" if token in special else "text"
+        if token == getattr(tokenizer, "unk_id", None):
+            kind = "unknown"
+        elif token == tokenizer.pad_id and token not in (tokenizer.bos_id, tokenizer.eos_id):
+            kind = "padding"
+        parts[at] = [ShownToken(token, text, kind, at in learned, predicts.get(at))]
+    return parts
 
-    def __init__(self, batch: PackedBatch, processor: Any) -> None:
-        self._tokenizer = tokenizer = processor.tokenizer
-        names = ("bos_id", "eos_id", "pad_id", "image_start_id", "image_end_id")
-        known: frozenset[int] = getattr(getattr(tokenizer, "special", None), "ids", frozenset())
-        self._special = known | {getattr(tokenizer, name) for name in names if hasattr(tokenizer, name)}
-        self._images = [*_vit_images(batch, processor), *_latent_images(batch, processor)]
-        total = batch.position_ids.numel()  # also of tokens that are no record's
-        self._owner = np.full(total, -1)
-        """Number of the image of each token; -1: text."""
-        for number, (index, _) in enumerate(self._images):
-            self._owner[index] = number
-        self._ids = np.full(total, -1)
-        self._ids[batch.text_index.numpy()] = batch.text_ids.numpy()
-        documents = batch.document_ids.numpy()
-        self._learned = np.zeros(total, dtype=bool)
-        self._predicts: dict[int, str] = {}
-        for at, target in zip(batch.text_target_index.tolist(), batch.text_target_ids.tolist(), strict=True):
-            if at + 1 < len(self._ids) and self._ids[at + 1] == target and documents[at] == documents[at + 1]:
-                self._learned[at + 1] = True
-            else:
-                self._predicts[at] = self._pieces([target])[0]
 
-    def between(self, start: int, stop: int) -> Iterator[ShownToken | ShownImage]:
-        """Those of a sample."""
-        for number, run in groupby(range(start, stop), key=lambda at: int(self._owner[at])):
-            if number >= 0:
-                yield self._images[number][1]
-                continue
-            indices = [*run]
-            ids = self._ids[indices].tolist()
-            for at, token, text in zip(indices, ids, self._pieces(ids), strict=True):
-                yield ShownToken(token, text, self._kind(token), bool(self._learned[at]), self._predicts.get(at))
-
-    def _kind(self, token: int) -> Literal["text", "special", "unknown", "padding"]:
-        if token == getattr(self._tokenizer, "unk_id", None):
-            return "unknown"
-        if token == self._tokenizer.pad_id and token not in (self._tokenizer.bos_id, self._tokenizer.eos_id):
-            return "padding"
-        return "special" if token in self._special else "text"
-
-    def _pieces(self, ids: Sequence[int]) -> list[str]:
-        """What each id adds to the text of those before it; of a user's own tokenizer its own text, or its number."""
-        if hasattr(self._tokenizer, "pieces"):
-            pieces: list[str] = self._tokenizer.pieces(ids)
-            return pieces
-        texts = []
-        for token in ids:
-            try:
-                texts.append(str(self._tokenizer.decode([token])) or f"<{token}>")
-            except Exception:  # half of a character, an id without text
-                texts.append(f"<{token}>")
-        return texts
+def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """What each id adds to the text of those before it; of a user's own tokenizer its own text."""
+    if hasattr(tokenizer, "pieces"):
+        pieces: list[str] = tokenizer.pieces(ids)
+        return pieces
+    return [str(tokenizer.decode([token])) or f"<{token}>" for token in ids]
 
 
 def _vit_images(batch: PackedBatch, processor: Any) -> Iterator[tuple[NDArray[np.int64], ShownImage]]:

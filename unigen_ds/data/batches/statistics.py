@@ -17,15 +17,17 @@ import numpy as np
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.batches.stream import Row, SequenceStream
-from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset, planned_tokens
-from unigen_ds.data.datasets.filtering import Filtering, filtering_of, removal_line
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset, planned_tokens
 from unigen_ds.data.datasets.overflow import ACTIONS, Fitted
 from unigen_ds.data.datasets.streamed_units import StreamedFitted, streamed_lines, streamed_report
 from unigen_ds.data.datasets.subset import (
+    Filtering,
     FirstRecords,
     Side,
+    filtering_of,
     first_records_line,
     record_number,
+    removal_line,
     subset_by,
     subsets,
     whole_of,
@@ -33,12 +35,11 @@ from unigen_ds.data.datasets.subset import (
 from unigen_ds.data.order.order import Cursor
 from unigen_ds.data.records.unusable import LIST_FILE, SKIPPED, BadRecord, unusable_error
 from unigen_ds.data.records.unused import unused_records
-from unigen_ds.data.samples.sample import RULE_VERSIONS, Array, unit_tokens
+from unigen_ds.data.samples.sample import RULE_VERSIONS, unit_tokens
 from unigen_ds.system.files import write_text_atomic
 
-NUM_EXAMPLES = 3
-_TEXT = 240
-"""Characters of an example."""
+_EXAMPLES, _TEXT = 3, 240
+"""Examples of a reason, and characters of one."""
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _WINDOWS = 8
 IMBALANCE = 10
@@ -58,114 +59,94 @@ class Reason:
     number: int
     total: int
     """Of the source, from which ``number`` were counted."""
+    name: str = ""
+    dataset: Any = None
+    """The data set that has the records, and its name in sample ids."""
+    records: Sequence[int] = ()
+    """The first of them, by their numbers in ``dataset``."""
     used: bool = True
     """Whether the run uses them, in whole or in part."""
-    examples: Sequence[tuple[str, str]] = ()
-    """(sample id, the beginning of its texts and why it is one) of the first records."""
     unit: str = "records"
     """What is counted."""
-    warns: bool = True
-    """Whether a start warns of it."""
 
     def __str__(self) -> str:
         share = 100 * self.number / max(self.total, 1)
         return f"{self.number:,} of {self.total:,} {self.unit} ({share:.2g} %): {self.reason}"
+
+    @property
+    def examples(self) -> list[tuple[str, str]]:
+        """Sample id, and the beginning of the texts, of the first records. Images are their names."""
+        examples = []
+        for index in self.records:
+            number, whole, text = record_number(self.dataset, index), whole_of(self.dataset), ""
+            if isinstance(whole, UnifiedGenerationDataset):  # another class has no texts
+                try:
+                    turns = [
+                        turn.value if turn.kind == "text" else f"[image {turn.value}]" for turn in whole.turns(number)
+                    ]
+                    errors = [split.error for split in whole.sample(number).splits if split.error]
+                    text = " | ".join([*errors, *turns])
+                except DataError as error:
+                    text = str(error)
+            examples.append((f"{self.name}:{number}", text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"))
+        return examples
 
 
 def reasons(stream: SequenceStream) -> list[Reason]:
     """In the order in which a record meets them. Those without a record are not in the list."""
     max_tiles = getattr(stream.packer, "max_tiles", None)
     sources = zip(stream.names, stream.fitted, strict=True)
-    return [
-        reason
-        for name, fitted in sources
-        for reason in (*_left_out(name, fitted), *_noticed(name, fitted, max_tiles, examples=NUM_EXAMPLES))
-        if reason.number
-    ]
+    both = ((*_left_out(name, fitted), *_noticed(name, fitted, max_tiles)) for name, fitted in sources)
+    return [reason for of_source in both for reason in of_source if reason.number]
 
 
 def _left_out(name: str, fitted: Fitted) -> Iterator[Reason]:
     """What is no longer in the data set that is packed, and long records."""
-    title, whole = fitted.titled(name), whole_of(fitted.dataset)
-    for subset in reversed([*subsets(fitted.dataset)]):
-        choice = subset.choice
+    title, dataset, overflow = fitted.titled(name), fitted.dataset, fitted.overflow
+    for subset in reversed([*subsets(dataset)]):
+        choice, whole = subset.choice, subset.whole
         if not isinstance(choice, Filtering):
             text = "after the first num_used_data"
             if isinstance(choice, Side):
                 text = f"held out for validation (val_dataloader.split={choice.division.share:g})"
-            yield Reason(title, text, len(subset.whole) - len(subset), len(subset.whole), used=False)
+            yield Reason(title, text, len(whole) - len(subset), len(whole), used=False)
             continue
-        records = len(choice.removed)
         for k, (rule, number) in enumerate(choice.report["removed"].items(), start=1):
-            if rule != SKIPPED:
-                first = np.flatnonzero(choice.removed == k)[:NUM_EXAMPLES].tolist()
-                examples = [_example(name, whole, record_number(subset.whole, i)) for i in first]
-                yield Reason(title, f"removed by {rule}", number, records, False, examples)
-        examples = [(f"{name}:{one.number}", one.reason) for one in choice.unusable[:NUM_EXAMPLES]]
-        yield Reason(title, f"cannot be trained on ({SKIPPED})", len(choice.unusable), records, False, examples)
+            text = f"cannot be trained on ({SKIPPED})" if rule == SKIPPED else f"removed by {rule}"
+            first = np.flatnonzero(choice.removed == k)[:_EXAMPLES].tolist()
+            yield Reason(title, text, number, len(choice.removed), name, whole, first, used=False)
         for rule, number in choice.report.get("questions_removed", {}).items():
             text = f"below the least {rule} rating (their records stay)"
-            yield Reason(title, text, number, choice.report["questions_rated"], False, (), "questions")
-    tokens = fitted.dataset.lengths()[0]
+            yield Reason(title, text, number, choice.report["questions_rated"], used=False, unit="questions")
     for action in ACTIONS:
-        text = f"longer than {fitted.overflow.key} {fitted.overflow.seq_length:,}: {_ACTIONS[action]}"
+        text = f"longer than {overflow.key} {overflow.seq_length:,}: {_ACTIONS[action]}"
         long, used = fitted.by_action[action], action in ("split", "truncate")
-        examples = _examples(name, fitted, long[:NUM_EXAMPLES], tokens, "tokens")
-        yield Reason(title, text, len(long), len(tokens), used, examples)
+        yield Reason(title, text, len(long), len(dataset), name, dataset, long[:_EXAMPLES].tolist(), used)
 
 
-def _noticed(name: str, fitted: Fitted, max_tiles: int | None, *, examples: int) -> Iterator[Reason]:
-    """What of the records that are packed is not learned as their author may think. ``examples``: of each at most."""
-    title, whole, counts = fitted.titled(name), whole_of(fitted.dataset), fitted.dataset.counts()
+def _noticed(name: str, fitted: Fitted, max_tiles: int | None) -> Iterator[Reason]:
+    """What of the records that are packed is not learned as their author may think."""
+    title, dataset, counts = fitted.titled(name), fitted.dataset, fitted.dataset.counts()
+    whole = whole_of(dataset)
 
-    def reason(text: str, records: Array, values: Array | None = None, unit: str = "", **more: Any) -> Reason:
-        first = _examples(name, fitted, records[:examples], values, unit)
-        return Reason(title, text, len(records), len(counts.tokens), examples=first, **more)
+    def reason(text: str, records: np.ndarray, of: Any = dataset, *, used: bool = True) -> Reason:
+        return Reason(title, text, len(records), len(of), name, of, records[:_EXAMPLES].tolist(), used)
 
     text = "an image that cannot be read: padding in their position"
     yield reason(text, np.flatnonzero(counts.unreadable), used=False)
     if isinstance(whole, UnifiedGenerationDataset):
-        total, several = len(whole.index), np.flatnonzero(whole.index.unused_texts)
         for text, records in unused_records(whole.index.unused).items():
-            first = [_example(name, whole, i) for i in records[:examples].tolist()]
-            yield Reason(title, text, len(records), total, examples=first)
-        unused = int(whole.index.unused_texts.sum())
-        text = f"several texts to choose from: one is used, always the same; {unused:,} texts are not used"
-        yield Reason(title, text, len(several), total)
+            yield reason(text, records, whole)
+        unused = whole.index.unused_texts
+        text = f"several texts to choose from: one is used, always the same; {int(unused.sum()):,} texts are not used"
+        yield reason(text, np.flatnonzero(unused), whole)
     yield reason("an empty text (a caption, a question or an answer)", np.flatnonzero(counts.empty_texts))
     if max_tiles is not None:
         text = f"more than packing.max_tiles={max_tiles} condition images: each in a sequence without another image"
-        yield reason(text, np.flatnonzero(counts.tiles > max_tiles), counts.tiles, "images")
-    most = np.argsort(-counts.unknown, kind="stable")[: int((counts.unknown > 0).sum())]
-    yield Reason(
-        title, "words that the tokenizer does not have (<unk>)", int(counts.unknown.sum()),
-        int((counts.tokens - counts.image_tokens).sum()),
-        examples=_examples(name, fitted, most[:examples], counts.unknown, "tokens"), unit="text tokens",
-    )  # fmt: skip
-    spelled = np.flatnonzero(counts.touched_by("special_tokens"))
-    yield reason("a text that spells a special token, read as ordinary text", spelled, warns=False)
-
-
-def _examples(name: str, fitted: Fitted, records: Array, values: Array | None, unit: str) -> list[tuple[str, str]]:
-    """Of some records of the data set that is packed; ``values``: of each of its records."""
-    whole, examples = whole_of(fitted.dataset), []
-    for i in records.tolist():
-        value = "" if values is None else f"{int(values[i]):,} {unit}: "
-        examples.append(_example(name, whole, record_number(fitted.dataset, i), value))
-    return examples
-
-
-def _example(name: str, whole: PlannedDataset, number: int, value: str = "") -> tuple[str, str]:
-    """``number``: of the record in its source. Images are their names; a class of a user's own has no texts."""
-    text = ""
-    if isinstance(whole, UnifiedGenerationDataset):
-        try:
-            turns = [turn.value if turn.kind == "text" else f"[image {turn.value}]" for turn in whole.turns(number)]
-            text = " | ".join([*(split.error for split in whole.sample(number).splits if split.error), *turns])
-        except DataError as error:
-            text = str(error)
-    text = text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"
-    return f"{name}:{number}", (value + text).removesuffix(": ")
+        yield reason(text, np.flatnonzero(counts.tiles > max_tiles))
+    text, tokens = "words that the tokenizer does not have (<unk>)", int((counts.tokens - counts.image_tokens).sum())
+    first = np.flatnonzero(counts.unknown)[:_EXAMPLES].tolist()
+    yield Reason(title, text, int(counts.unknown.sum()), tokens, name, dataset, first, unit="text tokens")
 
 
 def check_unusable(sources: Sequence[Fitted], names: Sequence[str], limit: float) -> None:
@@ -190,12 +171,11 @@ def list_left_out(parts: Sequence[Any], folder: Path) -> None:
     path, lines = folder / LIST_FILE, list[str]()
     before = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     for name, source in (pair for part in parts for pair in zip(part.names, part.fitted, strict=True)):
-        own = [one.line(name) for one in source.unusable]
+        lines += [one.line(name) for one in source.unusable]
         if isinstance(source, StreamedFitted):
             source.left_out_file = path
             source.listed = {line for line in before if line.startswith(f'{{"sample": "{name}:')}
-            own += sorted(source.listed)
-        lines += own
+            lines += sorted(source.listed)
     if lines or before:
         write_text_atomic(path, "".join(dict.fromkeys(lines)))
 
@@ -212,9 +192,9 @@ def source_lines(name: str, fitted: Fitted, max_tiles: int | None = None) -> Ite
         removal = filtering.report
         yield removal.get("questions_rated") == 0 or SKIPPED in removal["removed"], removal_line(removal)
     yield report["share_lost"] > 0 or report["skipped"] > 0, fitted.line(name)
-    for reason in _noticed(name, fitted, max_tiles, examples=0):
+    for reason in _noticed(name, fitted, max_tiles):
         if reason.number:
-            yield reason.warns, str(reason)
+            yield True, str(reason)
 
 
 def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
@@ -233,44 +213,30 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
         )
     for name, group in group_report(stream).items():
         yield False, f"Data, {group_line(name, group)}."
-    mixture = stream.order.mixture
-    if mixture is not None and mixture.is_long:
-        yield (
-            False,
-            f"Data: the weights repeat after {mixture.period:.3g} draws. A position that no checkpoint has is found by"
-            " following the order from its start, about 2 seconds for a million draws.",
-        )
 
 
 def _balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
     """What an epoch draws of texts and images: one line for each source, one of all, and whether it is balanced."""
     names, balance = titles(stream), epoch_balance(stream)
-    estimated = [name for name, title in names.items() if name != title]
-    for name, one in balance.items():
-        about = "about " if name in estimated else ""
-        yield False, f"Data, {names[name]}: {about}{_balance_text(one)}."
     total = {key: sum(one[key] for one in balance.values()) for key in next(iter(balance.values()))}
-    if len(balance) > 1:
-        how = f" (estimated, since {', '.join(estimated)} is measured in part)" if estimated else ""
-        yield False, f"Data, all sources{how}: {_balance_text(total)}."
+    several = {"all sources": total} if len(balance) > 1 else {}
+    for name, one in {**balance, **several}.items():
+        tokens, about = one["text_tokens"] + one["image_tokens"], "about " * (names.get(name, name) != name)
+        yield (
+            False,
+            f"Data, {names.get(name, name)}: {about}{one['samples']:,.0f} samples drawn an epoch, {tokens:,.0f} tokens"
+            f" ({one['image_tokens'] / max(tokens, 1):.0%} of images, {one['text_targets']:,.0f} text targets);"
+            f" {one['text_samples']:,.0f} generate text, {one['image_samples']:,.0f} generate images.",
+        )
     texts, images = total["text_samples"], total["image_samples"]
     if min(texts, images) > 0 and max(texts, images) > IMBALANCE * min(texts, images):
         more, fewer = ("texts", "images") if texts > images else ("images", "texts")
         yield (
             True,
-            f"Data: {'about ' * bool(estimated)}{max(texts, images):,.0f} samples of an epoch generate {more},"
-            f" {min(texts, images):,.0f} generate {fewer}: more than {IMBALANCE} to 1. What is rare is learned"
-            " slowly: set weights of the sources (weight=...), or loss_weights.",
+            f"Data: {max(texts, images):,.0f} samples of an epoch generate {more}, {min(texts, images):,.0f} generate"
+            f" {fewer}: more than {IMBALANCE} to 1. What is rare is learned slowly: set weights of the sources"
+            " (weight=...), or loss_weights.",
         )
-
-
-def _balance_text(one: Mapping[str, float]) -> str:
-    tokens = one["text_tokens"] + one["image_tokens"]
-    return (
-        f"{one['samples']:,.0f} samples drawn an epoch, {tokens:,.0f} tokens"
-        f" ({one['image_tokens'] / max(tokens, 1):.0%} of images, {one['text_targets']:,.0f} text targets);"
-        f" {one['text_samples']:,.0f} generate text, {one['image_samples']:,.0f} generate images"
-    )
 
 
 def titles(stream: SequenceStream) -> dict[str, str]:
@@ -328,7 +294,7 @@ def _describe_source(stream: SequenceStream, name: str, number: int) -> dict[str
     dataset, sums = fitted.dataset, fitted.kept_sums
     counts, filtering, first = dataset.counts(), filtering_of(dataset), subset_by(dataset, FirstRecords)
     with_image, unknown = int((counts.images > 0).sum()), int(counts.unknown.sum())
-    noticed = _noticed(name, fitted, getattr(stream.packer, "max_tiles", None), examples=1)
+    noticed = [one for one in _noticed(name, fitted, getattr(stream.packer, "max_tiles", None)) if one.number]
     return {
         "name": dataset.name,
         "records": len(dataset),
@@ -337,24 +303,13 @@ def _describe_source(stream: SequenceStream, name: str, number: int) -> dict[str
         "unknown_tokens": unknown,
         "unknown_token_share": unknown / max(int((counts.tokens - counts.image_tokens).sum()), 1),
         "noticed": [
-            {
-                "reason": one.reason,
-                "number": one.number,
-                "of": one.total,
-                "unit": one.unit,
-                "text": str(one),
-                "first": list(one.examples),
-            }
+            {"reason": one.reason, "number": one.number, "of": one.total, "unit": one.unit, "text": str(one),
+             "first": one.examples[:1]}
             for one in noticed
-            if one.number
         ],
-        "tokens": sums["tokens"],
+        **sums,
         "text_tokens": sums["tokens"] - sums["image_tokens"],
-        "image_tokens": sums["image_tokens"],
         "image_token_share": sums["image_tokens"] / max(sums["tokens"], 1),
-        "text_targets": sums["text_targets"],
-        "image_targets": sums["image_targets"],
-        "other_targets": sums["other_targets"],
         "condition_images": sums["tiles"],
         "lengths": _percentiles(dataset.lengths()[0]),
         "overflow": fitted.report(name),
@@ -363,7 +318,7 @@ def _describe_source(stream: SequenceStream, name: str, number: int) -> dict[str
         **({"streamed": streamed_report(fitted)} if isinstance(fitted, StreamedFitted) else {}),
         **({"filters": dict(filtering.report)} if filtering is not None else {}),
         **({"num_used_data": {"used": len(first), "records": len(first.whole)}} if first is not None else {}),
-    }
+    }  # fmt: skip
 
 
 def _percentiles(lengths: np.ndarray) -> dict[str, float]:

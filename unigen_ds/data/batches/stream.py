@@ -8,12 +8,10 @@ Packed: an epoch is split into windows of the global order, each planned from le
 window (20 ms at 8,192 samples), wherever it is. Unpacked: one draw a row.
 
 A mandatory group has a sample in every row. Where a window has too few of it, the next records of the group are drawn
-in addition, so its share is raised by what is needed and no more; how many were drawn before a window is part of the
-cursor, as the number of sequences is.
+in addition; how many were drawn before a window is part of the cursor.
 
-A run whose data was changed on a resume (``change.py``) has several phases, each with an order of its own. An epoch
-here is always one of the stream: ``sequences_per_epoch``, by which schedules and limits measure the run, stays that of
-its first start, however much longer its phases' epochs have become.
+A run whose data was changed on a resume (``change.py``) has several phases, each with an order of its own.
+``sequences_per_epoch``, by which schedules and limits measure the run, stays that of its first start.
 """
 
 from __future__ import annotations
@@ -30,11 +28,10 @@ import numpy as np
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
 from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import PlannedDataset, source_names
-from unigen_ds.data.datasets.filtering import filtering_of
 from unigen_ds.data.datasets.groups import Blend, check_mandatory
 from unigen_ds.data.datasets.overflow import Overflow
 from unigen_ds.data.datasets.streamed_units import ShardWalk, StreamedFitted, fit
-from unigen_ds.data.datasets.subset import division_of, whole_of
+from unigen_ds.data.datasets.subset import division_of, filtering_of, whole_of
 from unigen_ds.data.order.order import Cursor, Draw, GlobalOrder, Phase
 from unigen_ds.data.order.packing import Packer
 from unigen_ds.data.samples.sample import RULE_VERSIONS, Array
@@ -44,6 +41,8 @@ Row = tuple[Draw, ...]
 """The draws of one sequence. An empty one only fills up the last iteration of an epoch that keeps its last samples."""
 
 _CHUNK = 1024
+_REPLACED = "is from before the data was replaced (--on-data-change restart)"
+_OLD_DATA = "the data of that time, with a checkpoint of that time"
 _FORMAT = "stream-1"
 
 
@@ -76,23 +75,23 @@ class SequenceStream:
         sequences_per_epoch: int | None = None,
         blend: Blend | None = None,
     ) -> None:
-        if seq_length < 1:
-            raise ConfigError(f"seq_length is {seq_length}", allowed="at least 1 token")
-        self.fitted = tuple(fit(dataset, overflow or Overflow(seq_length)) for dataset in datasets)
+        overflow = overflow or Overflow(seq_length)
+        self.fitted = tuple(fit(dataset, overflow) for dataset in datasets)
         assert tuple(map(len, self.fitted)) == order.sizes, "the order is that of other data sets"
         self.datasets, self.order, self.packer, self.seq_length = tuple(datasets), order, packer, seq_length
         self.sources = tuple(whole_of(dataset) for dataset in datasets)
         """What the draws of rows point into."""
+        self.sample_length = overflow.seq_length
+        """Tokens of a sample at most."""
         self.drop_last, self.sequences_per_iteration = drop_last, sequences_per_iteration
-        self.blend = blend or Blend()
-        self.names = source_names(datasets)
+        self.blend, self.names = blend or Blend(), source_names(datasets)
         self._tokens = [source.tokens for source in self.fitted]
-        self._tiles = [source.tiles for source in self.fitted]
-        check_mandatory(self.blend, self._tokens, self._tiles, packer=packer, seq_length=seq_length)
+        tiles = [source.tiles for source in self.fitted]
+        check_mandatory(self.blend, self._tokens, tiles, packer=packer, seq_length=seq_length)
         self._use((self.new_phase(0, first_pass=0, first_sequence=0, rows=sequences_per_epoch),))
         self.sequences_per_epoch = sequences_per_epoch or self._first_epoch_rows
-        """What an epoch means for schedules and limits: the sequences of epoch 0, for the whole run. Packed: nominal
-        also for the stream's other epochs of the first phase (another order packs into a few more or fewer rows)."""
+        """What an epoch means for schedules and limits: the sequences of epoch 0, for the whole run. Packed: other
+        epochs have a few more or fewer rows."""
 
     def _use(self, phases: tuple[Phase, ...]) -> None:
         """Begin in these phases; the last one has these data sets."""
@@ -129,15 +128,12 @@ class SequenceStream:
         whole = order.epoch_size // number
         if not self.drop_last:
             whole = -(-order.epoch_size // number)
-        if self.packer is not None:
-            rows = None
-        elif rows is None and whole == 0:
+        rows = None if self.packer is not None else rows or whole * number
+        if rows == 0:
             raise ConfigError(
                 f"{order.epoch_size} samples do not fill one iteration of {number} sequences",
                 remedy="a smaller batch_size, more data, or drop_last=False",
             )
-        elif rows is None:
-            rows = whole * number
         return Phase(first_epoch, first_pass, first_sequence, order.sizes, order.weights, rows, order.mandatory)
 
     @property
@@ -158,16 +154,6 @@ class SequenceStream:
             return max(1, self.window_count(first.first_epoch, 0) * size // (stop - start))
         return sum(self.window_count(first.first_epoch, w) for w in range(self.num_windows(first.first_epoch)))
 
-    @property
-    def samples_per_sequence(self) -> float:
-        """Mean over an epoch of the first phase; 1 where nothing is packed."""
-        return 1.0 if self.packer is None else sum(self._draws(0)) / self.sequences_per_epoch
-
-    @property
-    def sample_length(self) -> int:
-        """Tokens of a sample at most."""
-        return self.fitted[0].overflow.seq_length
-
     @cached_property
     def draws_per_epoch(self) -> tuple[int, ...]:
         """Of each source, in the first epoch that has all the present data, the additional ones of mandatory groups
@@ -184,6 +170,11 @@ class SequenceStream:
         return tuple(map(sum, zip(order.counts, ahead, strict=True)))
 
     @property
+    def samples_per_sequence(self) -> float:
+        """Mean over an epoch of the first phase; 1 where nothing is packed."""
+        return 1.0 if self.packer is None else sum(self._draws(0)) / self.sequences_per_epoch
+
+    @property
     def tokens_per_sequence(self) -> float:
         """Mean over an epoch of the first phase, so that appended data moves no limit in tokens; from lengths alone:
         condition dropout makes the true number a little smaller."""
@@ -196,7 +187,7 @@ class SequenceStream:
         """Which phase an epoch belongs to."""
         number = bisect([phase.first_epoch for phase in self.phases], epoch) - 1
         if number < 0:
-            raise _replaced_error(f"epoch {epoch} of the data")
+            raise DataError(f"epoch {epoch} of the data {_REPLACED}", remedy=_OLD_DATA)
         return number
 
     def epoch_order(self, epoch: int) -> GlobalOrder:
@@ -210,13 +201,12 @@ class SequenceStream:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """The data by name, so that a resume can report what changed. Plain values."""
-        records = [dataset.prefix_digest(len(dataset)) for dataset in self.datasets]
         filtering = {name: filtering_of(dataset) for name, dataset in zip(self.names, self.datasets, strict=True)}
         filters = {name: list(one.settings) for name, one in filtering.items() if one is not None and one.settings}
         return {
             **self._facts_of_order,
             **({"filters": filters} if filters else {}),
-            "records": records,
+            "records": [dataset.prefix_digest(len(dataset)) for dataset in self.datasets],
             "rules": dict(RULE_VERSIONS),
             "overflow": self.fitted[0].overflow.actions,
             "units": list(self.order.sizes),
@@ -286,23 +276,19 @@ class SequenceStream:
     def _extra_before(self, epoch: int, window: int) -> tuple[int, ...]:
         """Additional draws of each mandatory group before a window, since the start of its phase."""
         order = self.epoch_order(epoch)
-        if (epoch, window) == (order.first_epoch, 0):
+        if not order.mandatory or (epoch, window) == (order.first_epoch, 0):
             return (0,) * len(order.mandatory)
-        return self._extra_after(*self._window_before(epoch, window)) if order.mandatory else ()
+        return self._extra_after(*self._window_before(epoch, window))
 
     def _extra_after(self, epoch: int, window: int) -> tuple[int, ...]:
         """As ``_extra_before``, after a window. Plans all before it that are not known: those of a phase's first epoch
         are cached, and a cursor has its own.
         """
-        begin = (self.epoch_order(epoch).first_epoch, 0)
+        if (epoch, window) not in self._after:
+            self.window_count(self.epoch_order(epoch).first_epoch, 0)  # plans the first epoch, or reads its plan
         unplanned, at = [], (epoch, window)
         while at not in self._after:
-            if self.epoch_order(at[0]).first_epoch == at[0] and (at[0], 0) not in self._window_counts:
-                self.window_count(at[0], 0)
-                continue
             unplanned.append(at)
-            if at == begin:
-                break
             at = self._window_before(*at)
         for one in reversed(unplanned):
             self._plan(*one)
@@ -450,7 +436,7 @@ class SequenceStream:
         known = [(phase.first_sequence, phase.first_epoch) for phase in self.phases]
         before = [(first, epoch) for first, epoch in known if first is not None and first <= sequence]
         if not before:
-            raise _replaced_error(f"sequence {sequence}")
+            raise DataError(f"sequence {sequence} {_REPLACED}", remedy=_OLD_DATA)
         first, epoch = before[-1]
         left, window = sequence - first, 0
         if self.packer is None:
@@ -466,10 +452,3 @@ class SequenceStream:
 def _wrong_cursor(problem: str) -> CheckpointError:
     remedy = "the data, its packing, weights or groups, or sequences_per_epoch, are not those of the checkpoint"
     return CheckpointError(f"the data cursor {problem}", remedy=remedy)
-
-
-def _replaced_error(what: str) -> DataError:
-    return DataError(
-        f"{what} is from before the data was replaced (--on-data-change restart)",
-        remedy="the data of that time, with a checkpoint of that time",
-    )

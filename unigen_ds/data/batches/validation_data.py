@@ -3,8 +3,7 @@
 In: sources fitted to ``seq_length``. Out: batches of one source each, so that a loss can be given for every source,
 with one sample a sequence. An iteration has the next ``batch_size * dp_size`` samples of a source, of which rank r has
 every ``dp_size``-th from the r-th on; empty sequences fill up the last iteration of a source, so that all ranks make
-the same calls of the model. Noise and time steps are keyed by sample id, so none of this changes a number by more than
-rounding.
+the same calls of the model.
 """
 
 from __future__ import annotations
@@ -82,22 +81,18 @@ class ValidationData:
 
     def draws(self, limit: int | None = None) -> list[list[Draw]]:
         """The samples of each source; ``limit``: at most so many of all, spread evenly over each source."""
+        sizes = [len(source) for source in self.fitted]
+        numbers = sizes if limit is None or limit >= sum(sizes) else shares(limit, sizes)
         return [
             [source.record(Draw(k, int(index), 0)) for index in np.arange(number) * len(source) // max(number, 1)]
-            for k, (source, number) in enumerate(zip(self.fitted, self._numbers(limit), strict=True))
+            for k, (source, number) in enumerate(zip(self.fitted, numbers, strict=True))
         ]
-
-    def _numbers(self, limit: int | None) -> Sequence[int]:
-        """How many samples of each source are evaluated."""
-        sizes = [len(source) for source in self.fitted]
-        return sizes if limit is None or limit >= sum(sizes) else shares(limit, sizes)
-
-    def _limit(self, max_batches: int | None) -> int | None:
-        return None if max_batches is None else max_batches * self.batch_size
 
     def num_batches(self, max_batches: int | None = None, *, dp_size: int = 1) -> int:
         """How many ``batches`` has on each rank."""
-        return sum(-(-number // (self.batch_size * dp_size)) for number in self._numbers(self._limit(max_batches)))
+        step = self.batch_size * dp_size
+        draws = self.draws(None if max_batches is None else max_batches * self.batch_size)
+        return sum(-(-len(of_source) // step) for of_source in draws)
 
     def batches(
         self, max_batches: int | None = None, *, dp_rank: int = 0, dp_size: int = 1
@@ -105,7 +100,7 @@ class ValidationData:
         """All samples once, over all ranks. ``max_batches``: at most so many times ``batch_size`` of them, however many
         ranks there are.
         """
-        limit = self._limit(max_batches)
+        limit = None if max_batches is None else max_batches * self.batch_size
         iterations: list[tuple[str, list[Row]]] = []
         step = self.batch_size * dp_size
         for name, draws in zip(self.names, self.draws(limit), strict=True):

@@ -7,6 +7,7 @@ order, packing, resume and ledger work for it too. Without ``lengths()`` a start
 from __future__ import annotations
 
 import hashlib
+import importlib
 import random
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,13 +25,11 @@ from torch import Tensor
 
 from unigen_ds.config.registry import DATASETS, check_arguments, checked
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError, suggestion
-from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
+from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.datasets.dataset import ScannedDataset
-from unigen_ds.data.datasets.filters import import_object
-from unigen_ds.data.index.index import UNUSABLE
-from unigen_ds.data.records.unusable import NUM_LISTED, BadRecord, OnRecordError, as_array, from_array, unusable_error
+from unigen_ds.data.records.unusable import NUM_LISTED, BadRecord, OnRecordError, unusable_error
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.data.samples.sample import COLUMNS, Array, Counts, Sample, Split, Tally, count, record_digest
+from unigen_ds.data.samples.sample import Array, Counts, Sample, Split, Tally, count, record_digest
 from unigen_ds.data.samples.splits import ImageKind, TokenSplit
 from unigen_ds.system.seeding import derive_seed
 
@@ -48,9 +47,8 @@ class DatasetAdapter(ScannedDataset):
     ``'condition'`` (seen by the vision tower) and ``'edited'`` (encoded by the VAE) are before it.
 
     At a start each process reads every item once, for its length. A data set with ``lengths()`` is not read: for each
-    item the number of tokens, or ``(tokens, [(height, width), ...])`` with its images, or ``(height, width, role)``.
-    One with ``fingerprint``, a text that changes with its content, is read once for all
-    starts.
+    item the number of tokens, or ``(tokens, [(height, width), ...])`` with its images, or ``(height, width, role)``; a
+    resume sees that its content changed by its ``fingerprint``, a text.
 
     Args:
         dataset: the object, or ``dict(type='module.Class', ...)``: a class or its path, and its arguments.
@@ -60,7 +58,6 @@ class DatasetAdapter(ScannedDataset):
         group: its group of `train_dataloader.groups`.
         num_used_data: only the first records are used, so many of them; None: all.
         name: first part of a sample id; None: the class's name.
-        cache_dir: folder for what was read of a data set with ``fingerprint``, and for plans; None: nothing is kept.
         on_record_error: ``'error'``: malformed items stop the start, with a list of the first. ``'skip'``: every item
             is read, also with ``lengths()``; malformed ones are left out, counted, and listed in ``left_out.jsonl``;
             more than ``max_skipped_fraction`` are refused.
@@ -77,18 +74,15 @@ class DatasetAdapter(ScannedDataset):
         group: str | None = None,
         num_used_data: Annotated[int, Ge(1)] | None = None,
         name: str | None = None,
-        cache_dir: str | Path | None = None,
         on_record_error: OnRecordError = "error",
     ) -> None:
         self.on_record_error, self._bad = on_record_error, list[BadRecord]()
-        self._arguments = str(dataset) if isinstance(dataset, Mapping) else None
         self.dataset = _make(dataset) if isinstance(dataset, Mapping) else dataset
         is_map = hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")
         if not is_map or isinstance(self.dataset, (str, bytes)):
             raise ConfigError(
                 f"DatasetAdapter.dataset is {self.dataset!r}",
                 allowed="a map-style data set: an object, or dict(type='module.Class', ...)",
-                remedy=f"dataset=dict(type={self.dataset!r})" if isinstance(self.dataset, str) else None,
             )
         self.processor, self.images, self.weight = processor, images, weight
         self.group, self.num_used_data = group, num_used_data
@@ -96,13 +90,6 @@ class DatasetAdapter(ScannedDataset):
         if not len(self.dataset):
             raise DataError(f"{self.name}: the data set has no item (its __len__ is 0)")
         self.unk_id = getattr(processor.tokenizer, "unk_id", None)
-        self.own_fingerprint: str | None = getattr(self.dataset, "fingerprint", None)
-        if cache_dir is not None:
-            if not isinstance(self.own_fingerprint, str):
-                kind = type(self.dataset).__name__
-                problem = f"DatasetAdapter.cache_dir is given, and {kind}.fingerprint is {self.own_fingerprint!r}"
-                raise ConfigError(problem, allowed="a text that changes with the content of the data set")
-            self.cache_folder = Path(cache_dir)
         self._has_lengths = on_record_error == "error" and callable(getattr(self.dataset, "lengths", None))
 
     def __len__(self) -> int:
@@ -111,43 +98,27 @@ class DatasetAdapter(ScannedDataset):
     @property
     def fingerprint(self) -> str:
         """As of ``ScannedDataset``; with ``lengths()`` of them and of the data set's own ``fingerprint``."""
-        return fingerprint(super().fingerprint, self.own_fingerprint) if self._has_lengths else super().fingerprint
+        own = getattr(self.dataset, "fingerprint", None)
+        return fingerprint(super().fingerprint, own) if self._has_lengths else super().fingerprint
 
     def content_digests(self) -> Array:
         """As of ``ScannedDataset``. With ``lengths()`` every item is read for it."""
-        return self._read_once()[1] if self._has_lengths else super().content_digests()
+        return self._read_all()[1] if self._has_lengths else super().content_digests()
 
     @cached_property
     def _scan(self) -> tuple[Counts, Array, str]:
-        return self._of_lengths() if self._has_lengths else self._read_once()
-
-    def _read_once(self) -> tuple[Counts, Array, str]:
-        """``_read_all``; with ``cache_dir`` by one process of all starts."""
-        processor = getattr(self.processor, "fingerprint", None)
-        facts = (_ADAPTER, self.name, len(self), self.images, processor, self.unk_id, self.own_fingerprint)
-        key = fingerprint(*facts, self._arguments, self.on_record_error)
-
-        def make() -> dict[str, Array]:
-            self._bad.clear()
-            counts, records, digest = self._read_all()
-            if self._bad and self.on_record_error == "error":
-                raise unusable_error(self._bad, self.name, len(self))
-            whole = np.frombuffer(bytes.fromhex(digest), dtype="<i8").astype(np.int64)
-            columns = {name: getattr(counts, name) for name in COLUMNS}
-            return {**columns, "records": records, "digest": whole, UNUSABLE: as_array(self._bad)}
-
-        folder = self.cache_folder
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        arrays = load_or_make(folder and folder / f"adapter-{key[:16]}{SUFFIX}", key, make)
-        digest = np.ascontiguousarray(arrays["digest"], dtype="<i8").tobytes().hex()
-        counts, self._bad = Counts(*(arrays[name] for name in COLUMNS)), [*from_array(arrays[UNUSABLE])]
+        if self._has_lengths:
+            return self._of_lengths()
+        self._bad.clear()
+        counts, records, digest = self._read_all()
+        if self._bad and self.on_record_error == "error":
+            raise unusable_error(self._bad, self.name, len(self))
         if not counts.targets.any():
             raise DataError(
                 f"{self.name}: none of its {len(self):,} items has a target: labels are -100, and no image is drawn",
                 allowed="labels aligned with input_ids; the first one is not used",
             )
-        return counts, arrays["records"], digest
+        return counts, records, digest
 
     def _sample_or_none(self, index: int) -> Sample:
         try:
@@ -205,14 +176,14 @@ class DatasetAdapter(ScannedDataset):
             raise DataError(
                 f"{where}.image_roles is {roles!r}", allowed=f"a list of {len(tensors)}, one for each image"
             )
-        images = []
+        before: list[Split] = []
+        after: list[Split] = []
         for i, tensor in enumerate(tensors):
             kind = self._kind(roles[i] if roles else None, f"{where}.image_roles[{i}]")
-            images.append(self.processor.ready_image(tensor, kind, f"{where}.padded_images[{i}]"))
-        before = [image for image in images if image.kind != "noise"]
-        splits: list[Split] = [*before, tokens, *(image for image in images if image.kind == "noise")]
-        document = not images and all(label >= 0 for label in tokens.labels[:-1])
-        return Sample(tuple(splits), plain=document)
+            image = self.processor.ready_image(tensor, kind, f"{where}.padded_images[{i}]")
+            (after if kind == "noise" else before).append(image)
+        document = not tensors and all(label >= 0 for label in tokens.labels[:-1])
+        return Sample((*before, tokens, *after), plain=document)
 
     def _item(self, index: int, pass_number: int, where: str) -> Mapping[str, Any]:
         """As the data set returns it. Raises ``DataError`` where that fails, or is no dict of known keys."""
@@ -239,7 +210,6 @@ class DatasetAdapter(ScannedDataset):
         return item
 
 
-_ADAPTER = "unigen-adapter-1"
 _KEYS = ("input_ids", "attention_mask", "labels", "padded_images", "image_roles")
 _LARGEST = 16.0
 """Largest absolute value of a pixel: with published means and deviations it is below 5."""
@@ -264,7 +234,12 @@ class _Tokens(Split):
 def _make(spec: Mapping[str, Any]) -> Any:
     kind = spec.get("type")
     if isinstance(kind, str):
-        kind = import_object(kind, where="DatasetAdapter.dataset.type")
+        module, _, name = kind.rpartition(".")
+        try:
+            kind = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            problem = f"DatasetAdapter.dataset.type {kind!r} cannot be imported: {error}"
+            raise ConfigError(problem, allowed="'my.module.name'") from error
     if not callable(kind):
         raise ConfigError(f"DatasetAdapter.dataset.type is {kind!r}", allowed="a class or 'module.Class'")
     arguments = {key: value for key, value in spec.items() if key != "type"}

@@ -242,11 +242,11 @@ class ScannedDataset:
     first_number = 0
 
     def __len__(self) -> int:
-        raise NotImplementedError(f"{type(self).__name__}.__len__")
+        raise NotImplementedError
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
         """As of ``PlannedDataset``."""
-        raise NotImplementedError(f"{type(self).__name__}.sample")
+        raise NotImplementedError
 
     @cached_property
     def _scan(self) -> tuple[Counts, Array, str]:
@@ -296,29 +296,15 @@ def check_readable(datasets: Sequence[PlannedDataset], names: Sequence[str]) -> 
         if not dataset.counts().no_image_readable:
             continue
         shards = getattr(dataset, "shards", None)
-        remedy = (
-            f"relative image paths start at {getattr(dataset, 'image_root', None)}: image_root=FOLDER is another one"
-        )
-        if shards is not None and shards.listed.root is None:
-            remedy = (
-                "images as single files beside urls are not fetched: a relative path is a file of this machine, below"
-                " image_root=FOLDER; or have the images inside of the shards (tar, Parquet)"
-            )
+        errors: dict[str, str] = {}
+        for index in np.flatnonzero(dataset.counts().unreadable)[:_LISTED].tolist():
+            errors |= {split.source: split.error for split in dataset.sample(index).splits if split.error}
         raise DataError(
             f"{name if shards is None else shards.titled(name)}: none of its {int(dataset.counts().images.sum()):,}"
-            " images can be read. The first:\n  " + "\n  ".join(unreadable(dataset)),
-            remedy=remedy,
+            " images can be read. The first:\n  " + "\n  ".join([*errors.values()][:_LISTED]),
+            remedy=f"relative image paths start at {getattr(dataset, 'image_root', None)}: image_root=FOLDER is another"
+            " one; images as single files beside urls are not fetched",
         )
-
-
-def unreadable(dataset: PlannedDataset, *, most: int = _LISTED) -> list[str]:
-    """Why the first images that cannot be read cannot: a sentence for each, with its path."""
-    errors: dict[str, str] = {}
-    for index in np.flatnonzero(dataset.counts().unreadable).tolist():
-        errors |= {split.source: split.error for split in dataset.sample(index).splits if split.error}
-        if len(errors) >= most:
-            break
-    return list(errors.values())[:most]
 
 
 def is_streamed(dataset: PlannedDataset) -> bool:

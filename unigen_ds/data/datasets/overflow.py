@@ -9,7 +9,7 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -19,8 +19,7 @@ import numpy as np
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import PlannedDataset
-from unigen_ds.data.datasets.filtering import filtering_of
-from unigen_ds.data.datasets.subset import record_number
+from unigen_ds.data.datasets.subset import filtering_of, record_number
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.records.unusable import BadRecord
 from unigen_ds.data.samples.sample import COLUMNS, CONTENT, KINDS, RULES, Array, count, num_pieces, piece_bounds
@@ -77,21 +76,19 @@ class Fitted:
         }
         """Records that are too long, by what happens to them."""
         units = {"tokens": tokens, "tiles": tiles}
-        folder = dataset.cache_folder
-        if self.longer.size and (folder is None or len(dataset) < SHARED_FROM):
+        if self.longer.size and len(dataset) < SHARED_FROM:
             units = self._units()
-        elif self.longer.size and folder is not None:  # of many records in a file that all processes share
-            key = fingerprint(_UNITS, *self._facts)
-            units = load_or_make(folder / f"units-{key[:16]}{SUFFIX}", key, self._units)
+        elif self.longer.size:  # of many records in a file that all processes share
+            units = self._cached("units", self._units)
         self.tokens: Array = units["tokens"]
         """Of each unit. Without a longer record the index's own, which needs no memory of the process."""
         self.tiles: Array = units["tiles"]
         self._records, self._pieces = units.get("records"), units.get("pieces")
 
-    @property
-    def _facts(self) -> tuple[object, ...]:
-        """What the units follow from; the fingerprint may read the data."""
-        return self.dataset.fingerprint, self.overflow.seq_length, RULES.overflow, self.overflow.actions
+    def _cached(self, name: str, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
+        overflow, folder = self.overflow, self.dataset.cache_folder
+        key = fingerprint(name, self.dataset.fingerprint, overflow.seq_length, RULES, overflow.actions, COLUMNS)
+        return load_or_make(folder and folder / f"{name}-{key[:16]}{SUFFIX}", key, make)
 
     def _units(self) -> dict[str, Array]:
         """Of each unit: its record, its piece or -1, tokens and tiles."""
@@ -144,18 +141,15 @@ class Fitted:
     @cached_property
     def kept_sums(self) -> dict[str, int]:
         """Sums of the columns ``CONTENT`` of what is trained on. Reads truncated records once (cached)."""
-        counts, overflow, cut = self.dataset.counts(), self.overflow, self.by_action["truncate"]
+        counts, cut = self.dataset.counts(), self.by_action["truncate"]
         lost = np.concatenate([self.by_action["skip"], self.by_action["error"], cut])
 
         def make() -> dict[str, Array]:
             samples = (self.dataset.sample(index) for index in cut.tolist())
-            rows = [count(sample.truncated(overflow.seq_length)) for sample in samples]
-            return {"rows": np.asarray(rows, dtype=np.int64).reshape(-1, len(COLUMNS))}
+            rows = [count(sample.truncated(self.overflow.seq_length)) for sample in samples]
+            return {"rows": np.asarray(rows, dtype=np.int64)}
 
-        rows = np.empty((0, len(COLUMNS)), dtype=np.int64)
-        if cut.size:
-            folder, key = self.dataset.cache_folder, fingerprint(*self._facts, COLUMNS)
-            rows = load_or_make(folder and folder / f"cut-{key[:16]}{SUFFIX}", key, make)["rows"]
+        rows = self._cached("cut", make)["rows"] if cut.size else np.empty((0, len(COLUMNS)), dtype=np.int64)
         columns = {name: getattr(counts, name) for name in CONTENT}
         return {
             name: int(column.sum() - column[lost].sum()) + int(rows[:, COLUMNS.index(name)].sum())
@@ -167,13 +161,6 @@ class Fitted:
         """Targets of each loss term that are not trained on."""
         counts, names = self.dataset.counts(), {kind: f"{kind}_targets" for kind in ("text", "image", "other")}
         return {kind: int(getattr(counts, name).sum()) - self.kept_sums[name] for kind, name in names.items()}
-
-    def line(self, name: str) -> str:
-        """``report`` as a sentence."""
-        overflow = self.overflow
-        return overflow_line(
-            self.report(name), records=len(self.dataset), seq_length=overflow.seq_length, key=overflow.key
-        )
 
     def report(self, name: str) -> dict[str, Any]:
         """Plain numbers. ``name``: of the source in sample ids."""
@@ -190,19 +177,45 @@ class Fitted:
             "share_lost": sum(lost.values()) / max(int(counts.targets.sum()), 1),
         }
 
+    def line(self, name: str) -> str:
+        """``report`` as a sentence."""
+        overflow = self.overflow
+        return overflow_line(
+            self.report(name), records=len(self.dataset), seq_length=overflow.seq_length, key=overflow.key
+        )
 
-_UNITS = "unigen-units-1"
+
 _DONE: dict[Action, str] = {"split": "split", "truncate": "truncated", "error": "refused", "skip": "skipped"}
+
+
+def overflow_line(report: Mapping[str, Any], *, records: int, seq_length: int, key: str = "seq_length") -> str:
+    """``Fitted.report`` as a sentence. ``key``: as of ``Overflow``."""
+    if not report["longer"]:
+        return f"all {records:,} records fit {key} {seq_length:,}: 0.0% of the targets are lost"
+    more = {"split": f" into {report['pieces']:,} samples", "skipped": f" ({_first(report['skipped_records'])})"}
+    done = [f"{report[what]:,} {what}{more.get(what, '')}" for what in _DONE.values() if report[what]]
+    lost = (
+        f"{report[f'{kind}_targets_lost']:,} of {report[f'{kind}_targets']:,} {kind} targets"
+        for kind in ("text", "image", "other")
+        if f"{kind}_targets" in report
+    )
+    return (
+        f"{report['longer']:,} of {records:,} records are longer than {key} {seq_length:,}: {', '.join(done)};"
+        f" {report['share_lost']:.1%} of the targets are lost ({', '.join(lost)})"
+    )
+
+
+def _first(ids: Sequence[str]) -> str:
+    return ", ".join(ids[:_LISTED]) + ", ..." * (len(ids) > _LISTED)
 
 
 def check_refused(source: Fitted, name: str, title: str) -> None:
     """Raise ``DataError`` where a record is too long and ``overflow`` is 'error'. ``name``: as in sample ids."""
     refused, limit, key = source.by_action["error"], source.overflow.seq_length, source.overflow.key
     if refused.size:
-        first = ", ".join(source.ids(name, refused[:_LISTED])) + ", ..." * (refused.size > _LISTED)
         raise DataError(
-            f"{title}: {len(refused):,} of {len(source.dataset):,} records are longer than {key} {limit:,} ({first}),"
-            " and train_dataloader.overflow is 'error'",
+            f"{title}: {len(refused):,} of {len(source.dataset):,} records are longer than {key} {limit:,}"
+            f" ({_first(source.ids(name, refused))}), and train_dataloader.overflow is 'error'",
             remedy=f"{key} of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
             " 'split', 'truncate' or 'skip'",
         )
@@ -214,29 +227,23 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
         title, limit, key = source.titled(name), source.overflow.seq_length, source.overflow.key
         check_refused(source, name, title)
         counts, tokens = source.dataset.counts(), source.dataset.lengths()[0]
-        shortest, longest = int(tokens.min()), int(tokens.max())
+        remedy = f"a train_dataloader.{key} of {int(tokens.min()):,} or more (the longest: {int(tokens.max()):,})"
+        if not len(source):
+            if KINDS.index("images") not in counts.kind:
+                remedy += ", or train_dataloader.overflow='split'"
+            problem = f"{title}: all {len(source.dataset):,} records are longer than {key} {limit:,} and are skipped"
+            raise DataError(problem, remedy=remedy)
         total, lost = int(counts.image_targets.sum()), source.lost["image"]
         if lost > _MOST_LOST * total:
             raise DataError(
-                f"{title}: {lost:,} of {total:,} image targets do not fit {key} {limit:,} (the largest image has"
-                f" {int(counts.largest_image.max()):,} tokens, the longest record {longest:,})",
+                f"{title}: {lost:,} of {total:,} image targets do not fit {key} {limit:,}",
                 allowed="at most half of a source's image targets lost",
-                remedy=f"a larger train_dataloader.{key}, or a smaller max_size of processor.vae_transform",
-            )
-        larger = f"a train_dataloader.{key} of {shortest:,} or more (the longest: {longest:,})"
-        if not len(source):
-            has_images = KINDS.index("images") in counts.kind
-            raise DataError(
-                f"{title}: all {len(source.dataset):,} records are longer than {key} {limit:,} and are skipped",
-                remedy=larger + ("" if has_images else ", or train_dataloader.overflow='split'"),
+                remedy=f"{remedy}, or a smaller max_size of processor.vae_transform",
             )
         targets = int(counts.targets.sum())
         if targets and sum(source.lost.values()) == targets:
-            raise DataError(
-                f"{title}: all {targets:,} targets are lost: what of its records fits {key} {limit:,} has none",
-                allowed="records that leave something to learn",
-                remedy=larger,
-            )
+            problem = f"{title}: all {targets:,} targets are lost: what of its records fits {key} {limit:,} has none"
+            raise DataError(problem, allowed="records that leave something to learn", remedy=remedy)
 
 
 def check_positions(sources: Sequence[Fitted], names: Sequence[str], *, limit: int | None) -> None:
@@ -251,21 +258,3 @@ def check_positions(sources: Sequence[Fitted], names: Sequence[str], *, limit: i
                 f" positions, model.llm.max_position_embeddings {limit:,}",
                 remedy=f"train_dataloader.seq_length of at most {limit:,}: longer texts are split",
             )
-
-
-def overflow_line(report: Mapping[str, Any], *, records: int, seq_length: int, key: str = "seq_length") -> str:
-    """``Fitted.report`` as a sentence. ``key``: as of ``Overflow``."""
-    if not report["longer"]:
-        return f"all {records:,} records fit {key} {seq_length:,}: 0.0% of the targets are lost"
-    first = ", ".join(report["skipped_records"][:_LISTED]) + ", ..." * (report["skipped"] > _LISTED)
-    more = {"split": f" into {report['pieces']:,} samples", "skipped": f" ({first})"}
-    done = [f"{report[what]:,} {what}{more.get(what, '')}" for what in _DONE.values() if report[what]]
-    lost = (
-        f"{report[f'{kind}_targets_lost']:,} of {report[f'{kind}_targets']:,} {kind} targets"
-        for kind in ("text", "image", "other")
-        if f"{kind}_targets" in report
-    )
-    return (
-        f"{report['longer']:,} of {records:,} records are longer than {key} {seq_length:,}: {', '.join(done)};"
-        f" {report['share_lost']:.1%} of the targets are lost ({', '.join(lost)})"
-    )

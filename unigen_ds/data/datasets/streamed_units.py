@@ -21,10 +21,9 @@ import numpy as np
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.datasets.dataset import PlannedDataset, is_streamed
-from unigen_ds.data.datasets.filtering import all_removed, filtering_of, kept_records, removal_line
 from unigen_ds.data.datasets.overflow import Fitted, Overflow, check_positions, check_refused
 from unigen_ds.data.datasets.streamed import SPAN, Recent, StreamedShards
-from unigen_ds.data.datasets.subset import whole_of
+from unigen_ds.data.datasets.subset import all_removed, filtering_of, kept_records, removal_line, whole_of
 from unigen_ds.data.order.order import Draw, permute_many
 from unigen_ds.data.records.unusable import BadRecord, exceeds, unusable_error
 from unigen_ds.data.samples.sample import Array

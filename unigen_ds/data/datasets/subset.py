@@ -4,13 +4,14 @@ In: a source and the numbers of its records. Out: a ``Subset``, which is a ``Pla
 stay those of the data file (``record_number``), so a sample id names the same record with and without a subset. Whether
 a record is in a share for validation (``val_dataloader=dict(split=0.02)``) is a function of (seed, digest of the
 record's content): equal records are on the same side, in whichever source they are, and records that are appended later
-move no other one.
+move no other one. What filters decide is cached with the index, and is in the fingerprint only where records are left
+out.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,13 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.cache.array_cache import fingerprint
-from unigen_ds.data.datasets.dataset import PlannedDataset, source_names
+from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, fingerprint, load_or_fill
+from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset, is_streamed, source_names
+from unigen_ds.data.datasets.filters import RATED, CheckedRecord, RecordFilter
+from unigen_ds.data.index.index import batches
 from unigen_ds.data.order.order import mix_many
+from unigen_ds.data.records.unusable import LIST_FILE, SKIPPED, BadRecord
 from unigen_ds.data.samples.sample import COLUMNS, Array, Counts, Sample
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger, notice
 from unigen_ds.system.seeding import derive_seed
+
+_FORMAT = "unigen-filters-1"
 
 
 class Choice(Protocol):
@@ -53,10 +59,7 @@ class Subset:
     def __init__(self, whole: PlannedDataset, numbers: Array, choice: Any) -> None:
         self.whole, self.numbers, self.choice = whole, numbers, choice
         self.name, self.weight, self.group = whole.name, whole.weight, getattr(whole, "group", None)
-
-    @property
-    def cache_folder(self) -> Path | None:
-        return self.whole.cache_folder
+        self.cache_folder: Path | None = whole.cache_folder
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -121,6 +124,9 @@ def record_number(dataset: PlannedDataset, index: int) -> int:
     return getattr(whole_of(dataset), "first_number", 0) + index
 
 
+# --- num_used_data --------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class FirstRecords:
     """``num_used_data`` of a data set: only its first records are trained on."""
@@ -136,11 +142,9 @@ class FirstRecords:
 def first_records(dataset: Any) -> Any:
     """Return the data set, or the part that its ``num_used_data`` asks for. Warns where it has no more than that."""
     number = getattr(dataset, "num_used_data", None)
-    if number is None or number == len(dataset):
-        return dataset
-    if number < len(dataset):
+    if number is not None and number < len(dataset):
         return Subset(dataset, np.arange(number), FirstRecords())
-    if dist.env_rank() == 0:
+    if number is not None and number > len(dataset) and dist.env_rank() == 0:
         text = "%s: num_used_data is %d, and there are %d records: all of them are used"
         logger().warning(text, dataset.name, number, len(dataset))
     return dataset
@@ -150,6 +154,9 @@ def first_records_line(subset: Subset) -> str:
     """A subset by ``FirstRecords`` as a sentence."""
     number = f"{len(subset):,}"
     return f"num_used_data={number}: the first {number} of {len(subset.whole):,} records are used"
+
+
+# --- val_dataloader.split -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -196,7 +203,7 @@ def divide(datasets: Sequence[PlannedDataset], division: Division) -> tuple[list
     """
     training: list[Subset] = []
     validation: list[Subset] = []
-    least, what = 1.0, f"val_dataloader.split={division.share:g}"
+    what, remedy = f"val_dataloader.split={division.share:g}", "more data, or a dataset of its own for val_dataloader"
     for name, dataset in zip(source_names(datasets), datasets, strict=True):
         kind: Any = type(whole_of(dataset))
         if not hasattr(kind, "content_digests"):
@@ -205,27 +212,145 @@ def divide(datasets: Sequence[PlannedDataset], division: Division) -> tuple[list
                 remedy=f"add content_digests(self) to {kind.__name__}: 64 bits of each record as an int64 array; or"
                 " give val_dataloader a dataset of its own",
             )
-        drawn = division.drawn(dataset.content_digests())  # type: ignore[attr-defined]
-        is_held_out, least = drawn < division.share, min(least, float(drawn.min(initial=1.0)))
+        is_held_out = division.drawn(dataset.content_digests()) < division.share  # type: ignore[attr-defined]
         training.append(Subset(dataset, np.flatnonzero(~is_held_out), Side(division, "train")))
         validation.append(Subset(dataset, np.flatnonzero(is_held_out), Side(division, "validation")))
         if not len(training[-1]):
-            raise DataError(
-                f"{what} leaves none of the {len(dataset):,} records of {name} to train on",
-                remedy="a smaller share, more data, or a dataset of its own for val_dataloader",
-            )
+            problem = f"{what} leaves none of the {len(dataset):,} records of {name} to train on"
+            raise DataError(problem, remedy=f"a smaller share, {remedy}")
         if not len(validation[-1]):
             notice(f"{what} selects none of the {len(dataset):,} records of {name}.")
     if not any(map(len, validation)):
-        raise DataError(
-            f"{what} selects none of {sum(map(len, datasets)):,} records (each is drawn on its own)",
-            remedy=f"val_dataloader.split={_above(least)} selects at least one of these; or more data, or a dataset of"
-            " its own for val_dataloader",
-        )
+        problem = f"{what} selects none of {sum(map(len, datasets)):,} records (each is drawn on its own)"
+        raise DataError(problem, remedy=f"a larger share, {remedy}")
     return training, validation
 
 
-def _above(share: float) -> str:
-    """A short number that is larger."""
-    step = 10.0 ** (math.floor(math.log10(share)) - 1) if share else 1e-6
-    return f"{(math.floor(share / step) + 1) * step:.6g}"
+# --- filters, and on_record_error -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Filtering:
+    """What filters have decided: the choice of a ``Subset``."""
+
+    settings: tuple[str, ...]
+    """Of the filters, in words."""
+    report: Mapping[str, Any]
+    """Plain numbers: records, those that each filter removes (the first one that does), and questions by rating."""
+    removed: Array
+    """Of each record the number of the filter that removes it, from 1; 0: none. One more than there are filters: it
+    cannot be trained on (``on_record_error``)."""
+    unusable: Sequence[BadRecord]
+    """Those."""
+
+    def facts(self, numbers: Array) -> tuple[object, ...]:
+        """See ``Choice``."""
+        return _FORMAT, hashlib.blake2b(numbers.astype("<i8").tobytes(), digest_size=16).hexdigest()
+
+    def prefix_facts(self, numbers: Array) -> tuple[object, ...] | None:
+        """See ``Choice``. Before the first bad record it is the source's own: a bad one may be appended."""
+        if not self.settings and (not len(numbers) or numbers[-1] == len(numbers) - 1):
+            return None
+        return self.facts(numbers)[1:]
+
+
+def apply_filters(dataset: Any) -> Any:
+    """Return the data set, or what its filters keep of it. Raises ``DataError`` where that is nothing."""
+    if is_streamed(whole_of(dataset)):
+        return dataset  # each shard is filtered when it is reached
+    kept = kept_records(dataset)
+    if kept is not dataset and not len(kept):
+        raise all_removed(kept, kept.name)
+    return kept
+
+
+def kept_records(dataset: Any) -> Any:
+    """Return the data set, or what its filters keep of it, which may be nothing."""
+    whole: Any = whole_of(dataset)
+    number = len(dataset)  # num_used_data counts records of the file
+    if not hasattr(whole, "unusable"):
+        return dataset
+    filters, first = getattr(whole, "filters", ()), whole.first_number
+    unusable = [one for one in whole.unusable() if one.number - first < number]
+    if not filters and not unusable:
+        return dataset
+    removed, parts = np.zeros(number, dtype=np.int64), np.zeros((number, 0), dtype=np.int64)
+    if filters:
+        removed, parts = (array[:number].copy() for array in _decide(whole))
+    removed[[one.number - first for one in unusable]] = len(filters) + 1
+    names: list[str] = []
+    for kind in (type(one).__name__ for one in filters):
+        names.append(kind if kind not in names else f"{kind}#{len(names)}")
+    counts = {name: int((removed == k).sum()) for k, name in enumerate(names, start=1)}
+    report: dict[str, Any] = {
+        "records": number,
+        "removed": {**counts, **({SKIPPED: len(unusable)} if unusable else {})},
+    }
+    if rules := [rule for one in filters for rule in one.rules]:
+        questions = dict(zip(rules, parts.sum(axis=0).tolist(), strict=True))
+        report["questions_rated"] = questions.pop(RATED)
+        report["questions_removed"] = questions
+    filtering = Filtering(tuple(one.settings for one in filters), report, removed, unusable)
+    return Subset(dataset, np.flatnonzero(removed == 0), filtering)
+
+
+def all_removed(subset: Subset, title: str) -> DataError:
+    """Return the error for a source of which nothing is kept."""
+    report = subset.choice.report
+    return DataError(
+        f"{title}: all {report['records']:,} records are left out ({removal_line(report)})",
+        remedy="weaker limits in `filters`, or other data",
+    )
+
+
+def filtering_of(dataset: PlannedDataset) -> Filtering | None:
+    """Return what the filters of a data set have decided, or None if it has none."""
+    subset = subset_by(dataset, Filtering)
+    return None if subset is None else subset.choice
+
+
+def _decide(dataset: UnifiedGenerationDataset) -> tuple[Array, Array]:
+    """Of each record the number of the first filter that removes it, from 1, or 0; and ``removed_parts`` [N, rules]."""
+    filters: Sequence[RecordFilter] = dataset.filters
+    index, rules = dataset.index, sum(len(one.rules) for one in filters)
+    facts = [fact for one in filters for fact in (one.settings, one.code)]
+    key = fingerprint(_FORMAT, dataset.prefix_digest(len(dataset)), dataset.fingerprint, *facts)
+    cache = None
+    if index.folder is not None and all(one.code is not None for one in filters):
+        cache = index.folder / f"{index.source.origin.name}-filters-{key[:16]}{SUFFIX}"
+
+    def fill(new: ArrayFile) -> None:
+        new.add("removed", len(index))
+        new.add("parts", len(index) * rules, shape=(len(index), rules))
+        malformed = set(index.malformed.tolist())
+        for start, entries in batches(index.source, (0, len(index))):
+            removed, parts = np.zeros(len(entries), dtype=np.int64), np.zeros((len(entries), rules), dtype=np.int64)
+            columns = [getattr(index.counts, name)[start : start + len(entries)].tolist() for name in COLUMNS]
+            for i, (entry, row) in enumerate(zip(entries, zip(*columns, strict=True), strict=True)):
+                if start + i in malformed:
+                    continue
+                record = CheckedRecord(entry, index.layout, dataset.processor, dict(zip(COLUMNS, row, strict=True)))
+                removed[i] = next((k for k, one in enumerate(filters, start=1) if not one.keeps(record)), 0)
+                parts[i] = [value for one in filters if one.rules for value in one.removed_parts(record)]
+            new.put("removed", start, removed)
+            new.put("parts", start * rules, parts.reshape(-1))
+
+    arrays = load_or_fill(cache, key, fill)
+    return arrays["removed"], arrays["parts"]
+
+
+def removal_line(report: Mapping[str, Any]) -> str:
+    """The numbers of ``Filtering.report`` as a sentence."""
+    removed, records = sum(report["removed"].values()), report["records"]
+    each = ", ".join(f"{name} {number:,}" for name, number in report["removed"].items())
+    who = "filters remove"
+    if list(report["removed"]) == [SKIPPED]:
+        who, each = f"{SKIPPED} leaves out", f"see {LIST_FILE}"
+    line = f"{who} {removed:,} of {records:,} records ({removed / max(records, 1):.1%}): {each}"
+    if "questions_removed" in report:
+        questions = report["questions_removed"]
+        by_rule = ", ".join(f"{rule} {number:,}" for rule, number in questions.items())
+        line += f"; {sum(questions.values()):,} of {report['questions_rated']:,} questions by their ratings: {by_rule}"
+        if not report["questions_rated"]:
+            line += ". RatingFilter does nothing: no record has ratings"
+    return line

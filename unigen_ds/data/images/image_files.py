@@ -174,12 +174,6 @@ class ImageHeader:
     """(width, height), upright; None: not readable."""
     error: str = ""
     """Why it cannot be read."""
-    changed: bool = False
-    """Whether it is turned, or its grey has 16 bits."""
-    mode: str = ""
-    """PIL's name for its channels."""
-    transparent: bool = False
-    """Whether it has an alpha channel or a transparent colour."""
     content: ImageContent | None = field(default=None, compare=False, repr=False)
     """What it was read from, where that was the whole file."""
 
@@ -188,18 +182,8 @@ def image_header(path: AnyImage) -> ImageHeader:
     """From the header alone. An unreadable image does not raise."""
     try:
         with _open_header(path, "read") as image:
-            orientation, size = _orientation(image), image.size
-            turned = orientation > 1
-            if image.format == "TIFF":  # PIL turns it while it is decoded, and has its size after that
-                tags = getattr(image, "tag_v2", {})
-                turned = size != (tags.get(256), tags.get(257))
-            return ImageHeader(
-                size if orientation < 5 else (size[1], size[0]),
-                changed=turned or _is_deep(image),
-                mode=image.mode,
-                transparent=image.mode in _ALPHA or "transparency" in image.info,
-                content=path if isinstance(path, ImageContent) else None,
-            )
+            size = image.size if _orientation(image) < 5 else (image.size[1], image.size[0])
+            return ImageHeader(size, content=path if isinstance(path, ImageContent) else None)
     except UnreadableImage as error:
         return ImageHeader(None, error.problem)
 

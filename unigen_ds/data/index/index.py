@@ -3,9 +3,8 @@
 What packing, truncation and statistics need of a record without reading it again. The cache is a file in
 ``.unigen_index/`` beside the data file (or in ``cache_dir`` where that folder cannot be written), named after a
 fingerprint of data file, processor and format, and mapped into the memory of every process (``array_cache.py``).
-Trade-off: the first start parses, tokenizes, counts and digests every record, in batches, in this process or by workers
-(two cores do about 40,000 texts of 20 words a second; an image costs one header read), and writes at most 144 bytes a
-record; a later start maps them.
+Trade-off: the first start parses, tokenizes, counts and digests every record (two cores do about 40,000 texts of 20
+words a second; an image costs one header read), and writes about 110 bytes a record; a later start maps them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from unigen_ds.data.cache.array_cache import (
     fingerprint,
     load_or_fill,
 )
-from unigen_ds.data.images.image_files import StoredImage
 from unigen_ds.data.records.records import Layout, Record, Turn, unused_texts
 from unigen_ds.data.records.unusable import (
     BadRecord,
@@ -44,15 +42,12 @@ from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.samples.sample import (
     COLUMNS,
     NUM_DIGESTED,
-    RULE_VERSIONS,
     RULES,
-    TOUCH_BITS,
     Array,
     Counts,
     Sample,
     count,
     record_digest,
-    touching,
 )
 from unigen_ds.data.sources.base import FoundRecord, RecordSource, folder_of
 from unigen_ds.system import dist
@@ -61,7 +56,7 @@ from unigen_ds.system.workers import Workers
 
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
-_CACHE_FORMAT = "unigen-index-10"
+_CACHE_FORMAT = "unigen-index-11"
 _CONTENT_FORMAT = "unigen-content-1"
 _UNUSED_KEYS = "unused_keys"
 """An array of the index: what a record has of other layouts (``unused.unused_keys``)."""
@@ -74,7 +69,7 @@ _PLANNED = (*COLUMNS, "records", _UNUSED, _UNUSED_KEYS)
 _DIGESTS = "digests"
 """An array of the index: the digest of its counts, then that of its records, 16 bytes each. For 10^8 records they
 need seconds."""
-_TOUCHED, _UNREADABLE = COLUMNS.index("touched"), COLUMNS.index("unreadable")
+_UNREADABLE = COLUMNS.index("unreadable")
 _MALFORMED = record_digest(b"", (0,) * len(COLUMNS))
 _NOTHING = (*[0] * len(COLUMNS), _MALFORMED, 0, 0)
 """``_PLANNED`` of a malformed record."""
@@ -147,7 +142,7 @@ class Index:
         counts = self.counts
         (entry,) = self.source.read(index, index + 1)
         row = tuple(int(getattr(counts, name)[index]) for name in COLUMNS[:NUM_DIGESTED])
-        if record_digest(entry.content, row, int(counts.touched[index])) != self.records[index]:
+        if record_digest(entry.content, row) != self.records[index]:
             raise DataError(
                 f"record {index} of data file {self.source.title} was changed during the run: it is not the one of the"
                 " index",
@@ -194,9 +189,7 @@ class Index:
         folder = source.index_folder(cache_dir)
         content = source.content_digest(folder)
         beneath = os.path.relpath(root, source.root)
-        extra = (*source.cache_facts, *layout.facts)
-        if source.several_folders and layout.folders:
-            extra = (*extra, ("image_folders", RULE_VERSIONS["image_folders"]))
+        extra = (source.several_folders and layout.folders, *source.cache_facts, *layout.facts)
         key = fingerprint(content, beneath, processor.fingerprint, RULES, _CACHE_FORMAT, *extra)
         cache = None if folder is None else folder / f"{source.origin.name}-{key[:16]}{SUFFIX}"
         made = False
@@ -212,10 +205,8 @@ class Index:
         of_counts, of_records = (part.tobytes().hex() for part in arrays[_DIGESTS].reshape(2, 16))
         for note in source.notes() if report and dist.env_rank() == 0 else ():
             logger().warning("%s: %s", source.title, note)
-        # not of the key: the same data in another folder is the same data, and so is what no rule changes
-        rules = touching(counts.all_touched)
-        facts = (*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *rules, *layout.facts)
-        digest = fingerprint(*facts)
+        # not of the key: the same data in another folder is the same data
+        digest = fingerprint(*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *layout.facts)
         index = cls(
             source, arrays["records"], counts, digest, folder, layout, of_records, content, arrays[_UNUSED_KEYS],
             arrays[_UNUSED], arrays[UNUSABLE], None if made else cache,
@@ -301,59 +292,47 @@ class Plan:
         """``_PLANNED`` of the records of a chunk, and ``UNUSABLE``. Texts that are read together are tokenized so."""
         rows: list[tuple[int, ...]] = []
         unusable: list[BadRecord] = []
+        unk_id = getattr(self.processor.tokenizer, "unk_id", None)
 
         def leave_out(number: int, record: Record, reason: str, *, image: bool = False) -> None:
             unusable.append(BadRecord.of(number, *self.source.file_of(number), record, reason, image=image))
 
         for first, entries in batches(self.source, chunk):
-            parsed: dict[int, tuple[FoundRecord, Record, list[Turn], bytes]] = {}
+            turns: dict[int, list[Turn]] = {}
             for number, entry in enumerate(entries, first):
                 record: Record = {}
                 try:
                     if isinstance(entry, DataError):
                         raise entry
                     record = entry.record
-                    turns = self.layout.at(folder_of(entry)).learned_turns(record, entry.where)
-                    parsed[number] = (entry, record, turns, entry.content)
+                    turns[number] = self.layout.at(folder_of(entry)).learned_turns(record, entry.where)
                 except DataError as error:
                     leave_out(number, record, str(error))
             samples: dict[int, Sample] = {}
             try:
-                together = self.processor.plan_many((turns, entry.where) for entry, _, turns, _ in parsed.values())
-                samples = dict(zip(parsed, together, strict=True))
+                together = self.processor.plan_many((of, entries[number - first].where) for number, of in turns.items())
+                samples = dict(zip(turns, together, strict=True))
             except DataError:  # of one of them, which the model cannot take
-                for number, (entry, record, turns, _) in parsed.items():
+                for number, of in turns.items():
+                    entry = entries[number - first]
                     try:
-                        samples[number] = self.processor.plan(turns, entry.where)
+                        samples[number] = self.processor.plan(of, entry.where)
                     except DataError as error:
-                        leave_out(number, record, str(error))
-            for number in range(first, first + len(entries)):
+                        leave_out(number, entry.record, str(error))
+            for number, entry in enumerate(entries, first):
                 if (sample := samples.get(number)) is None:
                     rows.append(_NOTHING)
                     continue
-                entry, record, turns, content = parsed[number]
-                empty = sum(turn.kind == "text" and not turn.value.strip() for turn in turns)
-                moved = TOUCH_BITS["image_folders"] * self._is_moved(entry, record)
-                unk_id = getattr(self.processor.tokenizer, "unk_id", None)
-                row = count(sample, unk_id=unk_id, empty_texts=empty, touched=moved)
+                empty = sum(turn.kind == "text" and not turn.value.strip() for turn in turns[number])
+                row = count(sample, unk_id=unk_id, empty_texts=empty)
                 if row[_UNREADABLE]:
                     problem = next(split.error for split in sample.splits if split.error)
-                    leave_out(number, record, f"{entry.where}: {problem}", image=True)
-                record = self.layout.named(record, entry.where) if self.layout.columns else record
+                    leave_out(number, entry.record, f"{entry.where}: {problem}", image=True)
+                record = self.layout.named(entry.record, entry.where) if self.layout.columns else entry.record
                 unused = unused_keys(record, self.layout, getattr(entry, "unused", ()))
-                rows.append((*row, record_digest(content, row, row[_TOUCHED]), unused_texts(record), unused))
+                rows.append((*row, record_digest(entry.content, row), unused_texts(record), unused))
         unusable.sort(key=lambda one: one.number)
         return *np.asarray(rows, dtype=np.int64).T, as_array(unusable[:_MOST_LINES])
-
-    def _is_moved(self, entry: FoundRecord, record: Record) -> bool:
-        """Whether the rule ``image_folders`` decides where an image of the record is: its path is relative, and its
-        file is in another folder than the first one.
-        """
-        if folder_of(entry) is None or not self.layout.folders:
-            return False
-        turns = replace(self.layout, image_root=None).turns(record, entry.where)
-        images = [turn.value for turn in turns if turn.kind == "image"]
-        return any(not isinstance(image, StoredImage) and not os.path.isabs(image) for image in images)
 
 
 def batches(source: RecordSource, chunk: Chunk) -> Iterator[tuple[int, Sequence[Any]]]:
@@ -366,11 +345,10 @@ def batches(source: RecordSource, chunk: Chunk) -> Iterator[tuple[int, Sequence[
         try:
             yield first, source.read(first, last)
         except MalformedRecord:
-            yield first, [_read_alone(source, number) for number in range(first, last)]
-
-
-def _read_alone(source: RecordSource, number: int) -> FoundRecord | DataError:
-    try:
-        return source.read(number, number + 1)[0]
-    except MalformedRecord as error:
-        return error
+            entries: list[FoundRecord | DataError] = []
+            for number in range(first, last):
+                try:
+                    entries += source.read(number, number + 1)
+                except MalformedRecord as error:
+                    entries.append(error)
+            yield first, entries

@@ -6,10 +6,9 @@ for all k and p: Tijdeman's solution of the chairman assignment problem (Discret
 source k may come from position ``(j + 1/(2n - 2)) / w_k`` on and must come before ``(j + 1 - 1/(2n - 2)) / w_k``; of
 those that may come, the one that must come first is drawn.
 
-The sequence repeats with the common denominator of the weights, its period. Up to ``MAX_PERIOD`` it is computed once
-(0.1 s for the longest), and any position is looked up. A longer one (weights in proportion to the sizes of large
-sources) is followed from the nearest position whose state is known, about 2 microseconds a draw: the states of
-positions that were passed are kept, and checkpoints store the one that a resume needs.
+The sequence repeats with the common denominator of the weights, its period. Up to ``MAX_PERIOD`` it is computed once,
+and any position is looked up. A longer one (weights in proportion to the sizes of large sources) is followed from the
+nearest position whose state is known, about 2 microseconds a draw; checkpoints store the one that a resume needs.
 """
 
 from __future__ import annotations
@@ -58,10 +57,9 @@ class Mixture:
         """Of the positions ``start .. stop``: the source of each, and how many draws of it came before."""
         if not self.is_long:
             passed, within = np.divmod(np.arange(start, stop, dtype=np.int64), self.period)
-            sources, numbers = self._pattern
-            found = sources[within]
+            sources, numbers = (column[within] for column in self._pattern)
             parts: Array = np.asarray(self.parts, dtype=np.int64)
-            return found, (numbers[within] + passed * parts[found]).astype(np.int64)
+            return sources, numbers + passed.astype(np.int64) * parts[sources]
         rounds, first = divmod(start, self.period)
         anchor = self._before(first)
         before = self._states[anchor]

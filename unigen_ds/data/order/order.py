@@ -26,13 +26,15 @@ from unigen_ds.system.seeding import derive_seed
 
 Weight = float | str
 """A number, or the text of an exact fraction."""
+Array = NDArray[np.int64]
+Columns = tuple[Array, Array, Array]
 _EXTRA_PERIOD = 1024
 """Draws after which the additional draws of a mandatory group of several sources repeat."""
 _ROUNDS = 8
 _GOLDEN, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64
 
 
-def permute_many(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
+def permute_many(indices: Array, size: int, key: int) -> Array:
     """The position of each index in the shuffle of ``range(size)`` keyed by the 64-bit ``key``: a bijection.
 
     The network's domain is the smallest even bit width that holds ``range(size)``: at most 4 x size.
@@ -101,19 +103,14 @@ class GlobalOrder:
 
     Without weights every record comes once in each epoch. With weights (positive, relative) each source has an endless
     stream of passes over its records, of which the order draws the next one: a small source repeats only after all
-    its records were drawn, and a large one continues in the next epoch where it stopped. The order draws the share of
-    each up to every position.
-
-    A mandatory group may need more draws than its weight means (``stream.py``): of each, ``extra`` draws were added
-    before a position, so the later draws of its sources are further ahead in their passes.
-
-    An order may begin in mid-run (changed data): its first epoch and its first passes then have the given numbers.
+    its records were drawn, and a large one continues in the next epoch where it stopped. Of a mandatory group
+    (``stream.py``) ``extra`` draws were added before a position, so its sources are further ahead in their passes.
 
     Args:
         source_sizes: records, or other units, of each source.
         weights: of each source; None: every record once an epoch.
         seed: of the shuffles.
-        first_epoch, first_pass: numbers of the first ones.
+        first_epoch, first_pass: numbers of the first ones: an order may begin in mid-run (changed data).
         mandatory: the numbers of the sources of each mandatory group.
         rows_per_epoch: unpacked: of the whole iterations. Fewer than there are samples leave out the last ones of an
             epoch; a weighted order draws them in the next one.
@@ -149,7 +146,6 @@ class GlobalOrder:
         """Draws of each source in an epoch; with weights that of some epochs is one more or one less."""
         if self.weights is not None:
             self.counts = tuple(shares(self.epoch_size, [float(exact(w)) for w in self.weights]))
-        self._bounds = np.cumsum(np.asarray(self.counts, dtype=np.int64))
 
     @cached_property
     def mixture(self) -> Mixture | None:
@@ -179,14 +175,13 @@ class GlobalOrder:
             drawn = [positions * part // period + bool(epochs) + extra for part in self.mixture.parts]
         return self.first_pass + max(-(-number // size) for number, size in zip(drawn, self.sizes, strict=True))
 
-    def draws(self, epoch: int, start: int, stop: int, *, extra: Sequence[int] = ()) -> list[Draw]:
+    def draws(self, epoch: int, start: int, stop: int) -> list[Draw]:
         """The draws at positions ``start .. stop`` of ``epoch``."""
-        rows = zip(*(column.tolist() for column in self.columns(epoch, start, stop, extra=extra)), strict=True)
-        return [Draw(*row) for row in rows]
+        return [
+            Draw(*row) for row in zip(*(column.tolist() for column in self.columns(epoch, start, stop)), strict=True)
+        ]
 
-    def columns(
-        self, epoch: int, start: int, stop: int, *, extra: Sequence[int] = ()
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def columns(self, epoch: int, start: int, stop: int, *, extra: Sequence[int] = ()) -> Columns:
         """``draws`` as three arrays: source, index, pass_number. ``extra``: additional draws of each group before."""
         assert epoch >= self.first_epoch, (epoch, self.first_epoch)
         assert 0 <= start <= stop <= self.epoch_size, (start, stop, self.epoch_size)
@@ -196,35 +191,32 @@ class GlobalOrder:
             return self._draw(sources, numbers + self.ahead(extra)[sources])
         positions = np.arange(start, stop, dtype=np.int64)
         shuffled = permute_many(positions, self.epoch_size, derive_seed(self.seed, "epoch", epoch))
-        sources = np.searchsorted(self._bounds, shuffled, side="right")
         counts = np.asarray(self.counts, dtype=np.int64)
+        bounds = np.cumsum(counts)
+        sources = np.searchsorted(bounds, shuffled, side="right")
         begun = (epoch - self.first_epoch) * counts[sources]
-        return self._draw(sources, begun + shuffled - (self._bounds - counts)[sources])
+        return self._draw(sources, begun + shuffled - (bounds - counts)[sources])
 
-    def additional(
-        self, epoch: int, stop: int, group: int, number: int, *, extra: Sequence[int]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def additional(self, epoch: int, stop: int, group: int, number: int, *, extra: Sequence[int]) -> Columns:
         """The next ``number`` draws of a mandatory group, in addition to all up to position ``stop`` of ``epoch``."""
         assert self.mixture is not None
-        found, numbers = self._extra[group].draws(extra[group], extra[group] + number)
-        members = np.asarray(self.mandatory[group], dtype=np.int64)
+        members, numbers = self._extra[group].draws(extra[group], extra[group] + number)
+        sources = np.asarray(self.mandatory[group], dtype=np.int64)[members]
         drawn = np.asarray(self.mixture.counts(self.position(epoch, stop)), dtype=np.int64)
-        return self._draw(members[found], numbers + drawn[members[found]])
+        return self._draw(sources, numbers + drawn[sources])
 
     def position(self, epoch: int, offset: int) -> int:
         """The number of draws of the order, additional ones left out, before an offset of an epoch."""
         return (epoch - self.first_epoch) * self.stride + offset
 
-    def ahead(self, extra: Sequence[int]) -> NDArray[np.int64]:
+    def ahead(self, extra: Sequence[int]) -> Array:
         """Additional draws of each source [sources], where ``extra`` were drawn of each group."""
-        found = np.zeros(len(self.sizes), dtype=np.int64)
+        ahead = np.zeros(len(self.sizes), dtype=np.int64)
         for group, mixture, number in zip(self.mandatory, self._extra, extra, strict=False):
-            found[list(group)] = mixture.counts(number)
-        return found
+            ahead[list(group)] = mixture.counts(number)
+        return ahead
 
-    def _draw(
-        self, sources: NDArray[np.int64], numbers: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _draw(self, sources: Array, numbers: Array) -> Columns:
         """Source, index and pass of draw ``numbers`` of ``sources``."""
         records, passes = np.empty_like(numbers), np.empty_like(numbers)
         for k in np.unique(sources).tolist():
@@ -234,18 +226,11 @@ class GlobalOrder:
                 continue
             rounds, offsets = np.divmod(numbers[here], self.sizes[k])
             passes[here] = self.first_pass + rounds
-            records[here] = self._records(k, passes[here], offsets)
+            for number in np.unique(rounds).tolist():
+                of_pass = rounds == number
+                key = derive_seed(self.seed, "source", k, self.first_pass + number)
+                records[here[of_pass]] = permute_many(offsets[of_pass], self.sizes[k], key)
         return sources, records, passes
-
-    def _records(self, source: int, passes: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-        records = np.empty_like(offsets)
-        order = np.argsort(passes, kind="stable")
-        bounds = np.flatnonzero(np.diff(passes[order])) + 1
-        for group in np.split(order, bounds):
-            if group.size:
-                key = derive_seed(self.seed, "source", source, int(passes[group[0]]))
-                records[group] = permute_many(offsets[group], self.sizes[source], key)
-        return records
 
 
 def _lists(value: Any) -> Any:
@@ -304,15 +289,8 @@ class Phase:
 
     def order(self, *, seed: int) -> GlobalOrder:
         """That of its epochs."""
-        return GlobalOrder(
-            self.sizes,
-            self.weights,
-            seed=seed,
-            first_epoch=self.first_epoch,
-            first_pass=self.first_pass,
-            mandatory=self.mandatory,
-            rows_per_epoch=self.rows_per_epoch,
-        )
+        arguments = {name: getattr(self, name) for name in ("first_epoch", "first_pass", "mandatory", "rows_per_epoch")}
+        return GlobalOrder(self.sizes, self.weights, seed=seed, **arguments)
 
     def state_dict(self) -> dict[str, Any]:
         """As a checkpoint has it."""

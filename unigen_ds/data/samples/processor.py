@@ -132,10 +132,6 @@ class ConversationProcessor:
         decoded = image if isinstance(image, Image.Image) else open_image(image)
         return flatten(decoded, white=self.on_white)
 
-    def touches(self, header: ImageHeader) -> bool:
-        """Whether the rule ``images`` changes what PIL decodes of such a picture."""
-        return header.changed or header.transparent
-
     def header(self, path: str, *, keep: bool) -> ImageHeader:
         """Of an image; ``keep``: read the whole file, for decoding it next."""
         return image_header(ImageContent(path) if keep else path)
@@ -155,8 +151,7 @@ class ConversationProcessor:
         ids = iter(self._encode([text for turns, _ in merged for text in _texts(turns)]))
         for turns, where in merged:
             splits = tuple(self.splits_of(turns, ids, where, keep_images=keep_images))
-            spells = any(map(self.spells_special, _texts(turns)))
-            yield Sample(splits, spells_special=spells, plain=is_document(turns))
+            yield Sample(splits, plain=is_document(turns))
 
     def splits_of(
         self, turns: Sequence[Turn], ids: Iterator[Sequence[int]], where: object, *, keep_images: bool
@@ -174,11 +169,6 @@ class ConversationProcessor:
         # a tokenizer of a user's own may have "encode" alone
         together = getattr(self.tokenizer, "encode_texts", None)
         return together(texts) if together else [self.tokenizer.encode(text) for text in texts]
-
-    def spells_special(self, text: str) -> bool:
-        """Whether a text spells a special token of the tokenizer."""
-        spells = getattr(self.tokenizer, "spells_special", None)
-        return spells is not None and spells(text)
 
     def ready_image(self, image: Tensor, kind: ImageKind, where: str) -> ImageSplit:
         """The split of an image that a data set has as a tensor ``[C, H, W]``. Raises ``DataError`` for its shape."""

@@ -1,13 +1,11 @@
 """A sample as splits, before any tensor exists: enough to compute its length, shorten it, drop parts, and pack it; and
 what packing, truncation and statistics need of many: a row of numbers and a digest of each.
 
-A split is one text, one image, one row of numbers: whatever a kind of model reads or learns as a unit. It has its
-own length and targets, and methods that shorten it, load it and add it to a batch (``Split``). Splits of
-texts and images are in ``splits.py``; a family may have others (``families/nanovlm/processor.py``), or none of these.
+A split is one text, one image, one row of numbers: whatever a kind of model reads or learns as a unit (``Split``).
+Splits of texts and images are in ``splits.py``; a family may have others (``families/nanovlm/processor.py``).
 
 Records become tokens and pixels, and are mixed, by rules with versions. There is one version of each, that of 1.0. They
-are in every manifest, so a checkpoint whose data was read by other rules is refused. The digest of a record contains a
-version only where its rule changes the record ("touches" it): another one reads the same without the rule.
+are in every manifest, so a checkpoint whose data was read by other rules is refused.
 
 =================  ===  ===========================================================================================
 overflow           1    a long text is split, any other long record is left out, or as ``train_dataloader.overflow``
@@ -24,7 +22,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,25 +36,14 @@ if TYPE_CHECKING:
 Array = NDArray[np.int64]
 IGNORED = -100
 """A label: nothing is to be predicted."""
-TOUCH_BITS = {"images": 1, "special_tokens": 2, "image_folders": 4}
-"""Bit of each rule in ``Counts.touched``: rules whose effect on a record follows from the record and its file alone."""
 KINDS = ("text", "conversation", "images")
 """What a record is, for ``train_dataloader.overflow``."""
 NUM_DIGESTED = 6
 """Columns of ``Counts`` that ``record_digest`` contains."""
-
-
-class DataRules(NamedTuple):
-    """The rules by which any record may become other tokens and pixels: part of the keys of indices."""
-
-    overflow: int = 1
-    images: int = 1
-    special_tokens: int = 1
-
-
-RULES = DataRules()
-RULE_VERSIONS = {**RULES._asdict(), "mixture": 1, "image_folders": 1}
+RULE_VERSIONS = {"overflow": 1, "images": 1, "special_tokens": 1, "mixture": 1, "image_folders": 1}
 """As a manifest has them."""
+RULES = tuple(RULE_VERSIONS.items())
+"""In the keys of indices."""
 
 
 def check_rules(facts: Mapping[str, Any]) -> None:
@@ -71,24 +58,19 @@ def check_rules(facts: Mapping[str, Any]) -> None:
         )
 
 
-def touching(touched: int) -> tuple[tuple[str, int], ...]:
-    """(rule, version) of each rule that changes what has the bits ``touched``; part of its digest."""
-    return tuple((name, RULE_VERSIONS[name]) for name, bit in TOUCH_BITS.items() if touched & bit) if touched else ()
-
-
 class Tally:
     """Sums over the splits of one record; ``count`` makes a row of ``Counts`` of it."""
 
     __slots__ = (
-        "image_targets", "image_tokens", "images", "largest_image", "other_targets", "text_targets", "tiles", "unk_id",
-        "unknown", "unreadable",
+        "image_targets", "image_tokens", "images", "other_targets", "text_targets", "tiles", "unk_id", "unknown",
+        "unreadable",
     )  # fmt: skip
 
     def __init__(self, unk_id: int | None = None) -> None:
         self.unk_id = unk_id
         """The tokenizer's id of unknown words, if it has one."""
         self.tiles = self.image_tokens = self.text_targets = self.image_targets = self.unreadable = 0
-        self.images = self.unknown = self.largest_image = self.other_targets = 0
+        self.images = self.unknown = self.other_targets = 0
 
 
 class Loaded(Protocol):
@@ -110,15 +92,13 @@ class Split:
 
     error: Any = ""
     """Why it cannot be loaded; its sample is then left out, and counted as skipped."""
-    touched: Any = False
-    """Whether the rule ``images`` changes what PIL decodes."""
     drawn: Any = False
     """Whether it is a picture that the model learns to draw: previews and metrics of pictures ask for it."""
 
     @property
     def num_tokens(self) -> int:
         """Its length in a sequence, at least 1. Where nothing is a token, 1 for each unit that fills a sequence."""
-        raise NotImplementedError(f"{type(self).__name__}.num_tokens")
+        raise NotImplementedError
 
     def count(self, tally: Tally) -> None:
         """Add its targets, and what it has of images."""
@@ -160,11 +140,11 @@ class Split:
 
         Raises ``UnreadableImage`` where its sample must be left out.
         """
-        raise NotImplementedError(f"{type(self).__name__}.load")
+        raise NotImplementedError
 
     def pixels(self, processor: Any) -> Tensor:
         """Of a ``drawn`` one: the record's own picture, ``[C, H, W]`` in [-1, 1]. Raises ``UnreadableImage``."""
-        raise NotImplementedError(f"{type(self).__name__}.pixels")
+        raise NotImplementedError
 
     def picture_size(self, processor: Any) -> tuple[int, int]:
         """Of a ``drawn`` one: (height, width) in pixels."""
@@ -177,35 +157,16 @@ class Sample:
     """One record, as splits."""
 
     splits: tuple[Split, ...]
-    # the digest of a user's own data set is made of the repr, so what is added later is not part of it
-    spells_special: bool = field(default=False, compare=False, repr=False)
-    """Whether a text of the record spells a special token."""
     plain: bool = field(default=False, compare=False, repr=False)
-    """Whether all of it is text to be learned: a document, not a conversation."""
-
-    @property
-    def touched(self) -> int:
-        """``TOUCH_BITS`` of the rules that change this record."""
-        touched = TOUCH_BITS["special_tokens"] if self.spells_special else 0
-        for split in self.splits:
-            if split.touched:
-                return touched | TOUCH_BITS["images"]
-        return touched
+    """Whether all of it is text to be learned: a document, not a conversation. Not part of the ``repr``, of which the
+    digest of a user's own data set is made."""
 
     @property
     def num_tokens(self) -> int:
         return sum(split.num_tokens for split in self.splits)
 
-    @property
-    def num_tiles(self) -> int:
-        """Images that a vision tower must encode."""
-        return sum(split.num_encoded for split in self.splits)
-
     def truncated(self, seq_length: int) -> Sample:
-        """Truncated to ``seq_length`` tokens: a text is shortened, an image is kept whole or removed with all after it.
-
-        The last token that is kept predicts nothing.
-        """
+        """A text is shortened, an image is kept whole or removed with all after it; the last token predicts nothing."""
         kept: list[Split] = []
         left = seq_length
         for split in self.splits:
@@ -277,20 +238,12 @@ class Counts:
     """Images, readable or not; one that is seen in two ways counts twice."""
     kind: Array
     """0 plain text, 1 a conversation of texts, 2 a record with images (``KINDS``)."""
-    touched: Array
-    """``TOUCH_BITS`` of the data rules that change the record."""
     unknown: Array
     """Text tokens that are the tokenizer's unknown token."""
     empty_texts: Array
     """Texts (captions, questions, answers) without any character but white space."""
-    largest_image: Array
-    """Tokens of the largest image."""
     other_targets: Array
     """Targets of a family's own loss terms."""
-
-    def touched_by(self, rule: str) -> NDArray[np.bool_]:
-        """[N] whether a data rule changes the record."""
-        return (self.touched & TOUCH_BITS[rule]) != 0
 
     @property
     def targets(self) -> Array:
@@ -301,11 +254,6 @@ class Counts:
     def no_image_readable(self) -> bool:
         """There are images, and none can be read."""
         return 0 < int(self.images.sum()) == int(self.unreadable.sum())
-
-    @property
-    def all_touched(self) -> int:
-        """``TOUCH_BITS`` of the rules that change any record."""
-        return int(np.bitwise_or.reduce(self.touched, initial=0))
 
     def some(self, numbers: Array, folder: Path | None, key: Callable[[], str]) -> Counts:
         """Those of some records; of many in a file that all processes share, recognised by ``key()``."""
@@ -329,10 +277,7 @@ class Counts:
     @property
     def digest(self) -> str:
         """Changes with every length: a packing plan is a function of it."""
-        digest = hashlib.blake2b(digest_size=16)
-        for array in (self.tokens, self.tiles):
-            digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()
+        return hashlib.blake2b(self.tokens.tobytes() + self.tiles.tobytes(), digest_size=16).hexdigest()
 
 
 CONTENT = ("tokens", "tiles", "image_tokens", "text_targets", "image_targets", "other_targets")
@@ -340,10 +285,8 @@ CONTENT = ("tokens", "tiles", "image_tokens", "text_targets", "image_targets", "
 COLUMNS = tuple(column.name for column in fields(Counts))
 
 
-def count(sample: Sample, *, unk_id: int | None = None, empty_texts: int = 0, touched: int = 0) -> tuple[int, ...]:
-    """One row of ``Counts``. ``unk_id``: the tokenizer's id of unknown words, if it has one; ``touched``: the bits of
-    rules that the sample does not know.
-    """
+def count(sample: Sample, *, unk_id: int | None = None, empty_texts: int = 0) -> tuple[int, ...]:
+    """One row of ``Counts``. ``unk_id``: the tokenizer's id of unknown words, if it has one."""
     tokens, tally = 0, Tally(unk_id)
     for split in sample.splits:  # one pass: it is done for every record
         tokens += split.num_tokens
@@ -351,17 +294,13 @@ def count(sample: Sample, *, unk_id: int | None = None, empty_texts: int = 0, to
     kind = "images" if tally.images else "text" if sample.plain else "conversation"
     return (
         tokens, tally.tiles, tally.image_tokens, tally.text_targets, tally.image_targets, tally.unreadable,
-        tally.images, KINDS.index(kind), sample.touched | touched, tally.unknown, empty_texts, tally.largest_image,
-        tally.other_targets,
+        tally.images, KINDS.index(kind), tally.unknown, empty_texts, tally.other_targets,
     )  # fmt: skip
 
 
-def record_digest(content: bytes, counts: tuple[int, ...], touched: int = 0) -> int:
-    """64 bits of BLAKE2b of one record: of its bytes, of its counts, which follow the sizes of its images, and of the
-    versions of the rules that change it (the bits ``touched``).
-    """
-    facts = repr(counts[:NUM_DIGESTED]) + (repr(touching(touched)) if touched else "")
-    digest = hashlib.blake2b(facts.encode() + content, digest_size=8).digest()
+def record_digest(content: bytes, counts: tuple[int, ...]) -> int:
+    """64 bits of BLAKE2b of one record: of its bytes, and of its counts, which follow the sizes of its images."""
+    digest = hashlib.blake2b(repr(counts[:NUM_DIGESTED]).encode() + content, digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
@@ -375,11 +314,7 @@ class TextTokenizer(Protocol):
     image_end_id: int
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that a user wrote: ordinary text, whatever it spells.
-
-        A tokenizer whose texts can spell a special token also has ``spells_special(text) -> bool``, as
-        ``tokenizers.py``.
-        """
+        """Ids of a text that a user wrote: ordinary text, whatever it spells."""
         ...
 
     def decode(self, ids: list[int]) -> str:

@@ -131,8 +131,6 @@ class ImageSplit(Split):
     droppable: bool = False
     error: str = ""
     """Why its header could not be read; then ``grid`` is that of the smallest image and the sample becomes a skip."""
-    touched: bool = field(default=False, compare=False, repr=False)
-    """Whether the rule ``images`` changes what PIL decodes."""
     tensor: Tensor | None = field(default=None, compare=False, repr=False)
     """The image itself, [C, H, W] in [-1, 1], where a user's own data set returned it; ``path`` then only names it."""
     content: ImageContent | None = field(default=None, compare=False, repr=False)
@@ -256,12 +254,10 @@ def count_text(tally: Tally, split: TextSplit | TokenSplit) -> None:
 
 def count_image(tally: Tally, split: Split) -> None:
     """What any image adds to the counts of its record."""
-    length = split.num_tokens
     tally.images += 1
-    tally.image_tokens += length
+    tally.image_tokens += split.num_tokens
     tally.tiles += split.num_encoded
     tally.unreadable += bool(split.error)
-    tally.largest_image = max(tally.largest_image, length)
 
 
 def augmented(

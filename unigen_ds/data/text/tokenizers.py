@@ -19,8 +19,6 @@ from unigen_ds.data.images.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, TILE_TOKENS
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_MOST_BYTES = 4
-"""Of a character in UTF-8."""
 _PRIVATE = range(0xF0000, 0xFFFFE)
 """Unicode's private use: characters that mean nothing by themselves."""
 
@@ -151,10 +149,6 @@ class _Tokenizer:
         backend.encode_special_tokens = False  # a call for a text that spells a special token leaves it on
         return [one.ids for one in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def spells_special(self, text: str) -> bool:
-        """Whether a text spells a special token."""
-        return self.special.is_spelled_in(text)
-
     def decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
@@ -162,17 +156,10 @@ class _Tokenizer:
         """What each id adds to the text of the ids before it, special tokens included. Of a character that several ids
         make the last one has it, and the others have nothing.
         """
-        decode, pieces = self._tokenizer.backend_tokenizer.decode, list[str]()
-        before = done = 0  # ids before ``done`` are shown; a tokenizer may join words by spaces, so some are kept
-        for number in range(1, len(ids) + 1):
-            known = decode(list(ids[before:done]), skip_special_tokens=False)
-            text = decode(list(ids[before:number]), skip_special_tokens=False)
-            if text.endswith("\ufffd") and number - done < _MOST_BYTES:
-                pieces.append("")
-                continue
-            pieces.append(text[len(known) :])
-            before, done = done, number
-        return pieces
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream()
+        return [stream.step(self._tokenizer.backend_tokenizer, token) or "" for token in ids]
 
     @property
     def fingerprint(self) -> str:

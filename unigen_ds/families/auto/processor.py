@@ -85,9 +85,9 @@ class ModelProcessor(ChatProcessor):
         return batches[0], batches[1]
 
     def render(self, turns: Sequence[Turn], where: object, *, keep_images: bool, reply: bool) -> Chat:
-        texts, signs, spelled = self.shielded([turn.value for turn in turns if turn.kind == "text"])
+        texts, signs = self.tokenizer.special.shield([turn.value for turn in turns if turn.kind == "text"])
         if is_document(turns) and not reply:
-            return Chat(turns, where, self._document("\n".join(texts)), signs, (), spelled)
+            return Chat(turns, where, self._document("\n".join(texts)), signs, ())
         if not self.tokenizer.chat.chat_template:
             raise ConfigError(
                 f"tokenizer {self.tokenizer.name!r} has no chat template", remedy="give tokenizer.chat_template"
@@ -110,7 +110,7 @@ class ModelProcessor(ChatProcessor):
         except Exception as error:  # a template raises what it likes
             raise DataError(f"{where}: the model's chat template refuses the conversation: {error}") from error
         rendered, images = self._with_images(rendered, paths, where, keep_images)
-        return Chat(turns, where, rendered, signs, images, spelled)
+        return Chat(turns, where, rendered, signs, images)
 
     def _document(self, text: str) -> RenderedChat:
         """A text with the begin token, if the tokenizer adds one, and the end token; all of it is learned."""
@@ -162,6 +162,6 @@ class ModelProcessor(ChatProcessor):
         for path, header, start, stop in chat.images:
             first = next((i for i in range(done, len(ids)) if starts[i] >= start), len(ids))
             done = last = next((i for i in range(first, len(ids)) if starts[i] >= stop), len(ids))
-            state = {"error": header.error, "touched": self.touches(header), "content": header.content}
+            state = {"error": header.error, "content": header.content}
             tokens, size = (tuple(ids[first:last]), tuple(labels[first:last])), header.size or _UNREADABLE
             yield first, last, PictureSplit(path, *tokens, size, **state)

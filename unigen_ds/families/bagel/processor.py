@@ -111,9 +111,6 @@ class UnifiedProcessor(ConversationProcessor):
         )
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
-    def touches(self, header: ImageHeader) -> bool:
-        return header.changed or header.mode in ("LA", "PA", "La", "RGBa")
-
     def splits_of(
         self, turns: Sequence[Turn], ids: Iterator[Sequence[int]], where: object, *, keep_images: bool
     ) -> Iterator[Split]:
@@ -165,7 +162,6 @@ class UnifiedProcessor(ConversationProcessor):
             (height // stride, width // stride),
             droppable,
             header.error,
-            self.touches(header),
             content=header.content,
         )
 

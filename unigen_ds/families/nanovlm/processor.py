@@ -108,7 +108,7 @@ class VLMProcessor(ChatProcessor):
     def render(self, turns: Sequence[Turn], where: object, *, keep_images: bool, reply: bool) -> Chat:
         messages = self.messages(turns, where)
         joined = ["\n".join(turn.value for turn in turns if turn.kind == "text") for turns in messages]
-        texts, signs, spelled = self.shielded(joined)
+        texts, signs = self.tokenizer.special.shield(joined)
         rendered, images = [], list[_PlannedImage]()
         for message, text in zip(messages, texts, strict=True):
             grids = []
@@ -120,7 +120,7 @@ class VLMProcessor(ChatProcessor):
             rendered.append({"role": message[0].role, "content": content})
         unlearned = [number for number, message in enumerate(messages) if not message[0].learned]
         chat = RenderedChat.of(self.tokenizer.chat, rendered, reply=reply, unlearned=unlearned)
-        return Chat(turns, where, chat, signs, images, spelled)
+        return Chat(turns, where, chat, signs, images)
 
     def image_splits(
         self, chat: Chat, ids: Sequence[int], starts: Sequence[int], labels: Sequence[int]
@@ -134,7 +134,7 @@ class VLMProcessor(ChatProcessor):
         for path, number, header in chat.images:
             first, last = indices[done] - 1, indices[done + number * self.tokens_per_tile - 1] + 1
             done += number * self.tokens_per_tile
-            state = {"error": header.error, "touched": self.touches(header), "content": header.content}
+            state = {"error": header.error, "content": header.content}
             yield first, last, TiledSplit(path, tuple(ids[first:last]), image_id, number, **state)
 
 

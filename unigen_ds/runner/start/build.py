@@ -23,11 +23,10 @@ from unigen_ds.data.batches.loader import UpdateLoader
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.data.datasets.dataset import check_readable, source_names
-from unigen_ds.data.datasets.filtering import apply_filters
 from unigen_ds.data.datasets.groups import blend
 from unigen_ds.data.datasets.overflow import Fitted, Overflow, check_overflow
 from unigen_ds.data.datasets.streamed_units import check_streamed, fit
-from unigen_ds.data.datasets.subset import Division, divide, first_records
+from unigen_ds.data.datasets.subset import Division, apply_filters, divide, first_records
 from unigen_ds.data.order.order import Cursor, GlobalOrder
 from unigen_ds.data.settings import TrainDataloader
 from unigen_ds.evaluation.validation import Validation
