@@ -29,9 +29,9 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import BUFFER, MASTER, persistent_buffers
 from unigen_ds.families.auto.attention import documents, is_causal, use_documents
 from unigen_ds.families.auto.batch import ModelBatch, Rows
-from unigen_ds.families.auto.cost import Cost
 from unigen_ds.families.auto.loading import build, plain_config, read_config, read_weights
 from unigen_ds.models.attention import Attend, plan_attention
+from unigen_ds.models.flops import attention_flops, linear_flops
 from unigen_ds.models.losses import loss_terms, text_losses
 from unigen_ds.models.weights import PretrainedModel, check_here, match
 from unigen_ds.system.log import logger
@@ -114,10 +114,9 @@ class TransformersModel(PretrainedModel):
             self._stored = match(self, read_weights(folder, causal, auto=self.auto))
             if not meta:
                 self._fill()
-        self._cost = Cost(causal, self.shard_units())
         _freeze_by_name(self, freeze)
         if activation_checkpointing:
-            recompute_layers(causal)
+            causal.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         if compile:
             for layer in self.shard_units():
                 layer.compile()
@@ -203,8 +202,36 @@ class TransformersModel(PretrainedModel):
         return loss_terms({"text": text}, training=self.training)
 
     def flops(self, batch: ModelBatch) -> float:
-        """Floating point operations of forward and backward on this micro-batch (``cost.py``)."""
-        return self._cost.of(batch)
+        """Floating point operations of forward and backward on this micro-batch (``models/flops.py``): every token in
+        the layers of the language model, every target in the head, every patch of an image in all other linear layers.
+        """
+        cost, text = self._row_flops, self.transformers_model.config.get_text_config()
+        pixels = batch.image_inputs.get("pixel_values") if batch.num_images else None
+        attention = attention_flops(batch.document_lengths, text.hidden_size, grad=True)
+        return (
+            cost["token"] * batch.num_tokens
+            + cost["target"] * len(batch.text_target_index)
+            + cost["patch"] * (0 if pixels is None else pixels.numel())
+            + attention * text.num_hidden_layers
+        )
+
+    @cached_property
+    def _row_flops(self) -> dict[str, float]:
+        """Of a token, a target and a number of an image."""
+        model = self.transformers_model
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
+        text, inside = model.config.get_text_config(), {*decoder.modules(), head}
+        experts = [p for p in decoder.parameters() if p.ndim == 3]
+        chosen = getattr(text, "num_experts_per_tok", None) or 0
+        others = [m for m in model.modules() if m not in inside and not [*m.children()]]
+        patch = next((m for m in others if hasattr(m, "kernel_size") and hasattr(m, "in_channels")), None)
+        numbers = patch.weight[0].numel() if patch is not None else 1
+        return {
+            "token": linear_flops(decoder, input_grad=True)
+            + sum(2.0 * chosen * p[0].numel() * (2 + p.requires_grad) for p in experts if p.numel()),
+            "target": linear_flops(head, input_grad=True),
+            "patch": sum(linear_flops(m, input_grad=False) for m in others) / numbers,
+        }
 
     def logits(self, batch: ModelBatch) -> Tensor:
         """``[T, vocabulary]``: for every token what follows it."""
@@ -404,20 +431,9 @@ def _freeze_by_name(model: nn.Module, patterns: Sequence[str]) -> None:
         except re.error as error:
             raise ConfigError(f"model.freeze: {pattern!r} is no regular expression: {error}") from error
         if not matches:
-            parts = dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in parameters)
-            raise ConfigError(
-                f"model.freeze: {pattern!r} matches no parameter", allowed=f"a part of {', '.join(parts)}"
-            )
+            parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in parameters))
+            raise ConfigError(f"model.freeze: {pattern!r} matches no parameter", allowed=f"a part of {parts}")
         for parameter in matches:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for _, parameter in parameters):
         raise ConfigError(f"model.freeze {[*patterns]} leaves nothing to train")
-
-
-def recompute_layers(model: Any) -> None:
-    """Activation checkpointing of a model of transformers, by the name that its version has: the former one warns."""
-    how = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
