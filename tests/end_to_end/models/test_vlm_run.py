@@ -18,9 +18,9 @@ from unigen_ds.core.batch import PackedBatch
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.data.records.records import Turn
-from unigen_ds.families.nanovlm.family import ChatInferencer
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import vlm_arguments
+from unigen_ds.inference.answers import PackedInferencer
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.naming import NANOVLM as TEMPLATE
 from unigen_ds.runner.settings.naming import name_from_template
@@ -86,7 +86,7 @@ def test_it_learns_to_name_pictures_and_goes_on_where_it_stopped(data, tmp_path)
     runner.train()
     straight = losses(tmp_path / "straight")
     assert straight[max(straight)] < 0.1 * straight[1]
-    inferencer = ChatInferencer(runner.backend.model, runner.processor)
+    inferencer = PackedInferencer(runner.backend.model, runner.processor)
     for name in NAMES:
         assert inferencer.unified_generate("?", images=data / f"{name}.png", max_length=8).text == name
     assert inferencer.unified_generate("hi", max_length=8).text == "yo"
