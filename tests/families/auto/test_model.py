@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import warnings
@@ -203,34 +202,6 @@ def test_attention_inside_of_documents_is_compared_too(
             caplog.clear()
             torch.testing.assert_close(model(batch).sums["text"], expected)
         assert "documents share one row, with a mask of all pairs" in caplog.text and model.packing
-
-
-@pytest.mark.parametrize("limit", ["attention_chunk_size", "sliding_window"])
-def test_layers_that_see_a_part_of_a_document_keep_their_own_masks(folder: Path, limit: str) -> None:
-    model, processor = opened(folder, "qwen3")
-    setattr(model.transformers_model.config, limit, 8)
-    model(text_batch([[30, 31, 32], [33, 34]], processor))
-    assert model.packing and not model._inside_documents
-
-
-def test_packed_documents_need_no_memory_for_pairs_of_two_of_them(folder: Path) -> None:
-    """2,048 tokens in 16 documents: what is kept for the backward pass."""
-    ids = torch.randint(30, 90, (16, 128), generator=torch.Generator().manual_seed(0))
-    batch = text_batch(ids.tolist(), opened(folder, "qwen3")[1])
-    batch = dataclasses.replace(batch, text_target_index=torch.arange(2048), text_target_ids=ids.flatten(),
-                                text_target_weight=torch.ones(2048))  # fmt: skip
-    found = []
-    for given in (None, "sdpa"):
-        model, _ = opened(folder, "qwen3", attention=given, config={"max_position_embeddings": 128})
-        model(batch)
-        held: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, held=held: held.append(t) or t, lambda tensor: tensor):
-            loss = model(batch).sums["text"]
-        kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
-        found.append((loss, sum(kept.values()), max(tensor.numel() for tensor in held)))
-    (inside, small, largest), (whole, large, mask) = found
-    torch.testing.assert_close(inside, whole)
-    assert mask >= 2048**2 > 4 * largest and large > 2 * small
 
 
 def test_text_alone_trains_the_vision_tower_by_nothing(folder: Path) -> None:

@@ -99,10 +99,9 @@ class TransformersModel(PretrainedModel):
         self.__dict__["_causal"] = causal
         for name, module in causal.named_children():
             self.add_module(name, module)
-        direct = [name for name, _ in causal.named_parameters(recurse=False)]
-        if direct or causal.get_output_embeddings() is None:
-            what = f"parameters outside of its layers ({', '.join(direct)})" if direct else "no head over a vocabulary"
-            raise ConfigError(f"{type(causal).__name__} of transformers has {what}", remedy=_OWN)
+        if [*causal.parameters(recurse=False)] or causal.get_output_embeddings() is None:
+            problem = f"{type(causal).__name__} of transformers has parameters outside of its layers, or no head"
+            raise ConfigError(problem, remedy=_OWN)
         self.packing = packing
         self._may_change_attention = attention is None and not compile
         self._inside_documents = False
@@ -254,13 +253,12 @@ class TransformersModel(PretrainedModel):
     def inputs(self, batch: ModelBatch) -> dict[str, Any]:
         """transformers' arguments for one document without positions, which ``generate`` makes itself."""
         ids = batch.text_ids[None]
-        images = {**self._images(batch), **self._types(batch, None)}
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **images}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **self._images(batch, None)}
 
     def _in_one_row(self, batch: ModelBatch, index: Tensor, attend: Attend | None = None) -> Tensor:
         """All documents in one row."""
-        positions = self._accept({"position_ids": self.positions(batch)})
-        inputs = {"input_ids": batch.text_ids[None], **positions, **self._images(batch), **self._types(batch, None)}
+        inputs = {"input_ids": batch.text_ids[None], **self._accept({"position_ids": self.positions(batch)})}
+        inputs |= self._images(batch, None)
         if not self._inside_documents:
             return self._call(inputs, index)
         with documents(batch.document_lengths, attend or plan_attention(batch)):
@@ -272,8 +270,7 @@ class TransformersModel(PretrainedModel):
         inputs = {"input_ids": rows.filled(batch.text_ids, self._pad_id), "attention_mask": rows.mask}
         if self._inner_positions is None:
             inputs |= self._accept({"position_ids": rows.positions})
-        inputs |= {**self._images(batch), **self._types(batch, rows)}
-        return self._call(inputs, rows.slots[index])
+        return self._call(inputs | self._images(batch, rows), rows.slots[index])
 
     def _call(self, inputs: Mapping[str, Any], index: Tensor) -> Tensor:
         """Logits, of which the head computes those at the tokens ``index`` alone."""
@@ -289,37 +286,31 @@ class TransformersModel(PretrainedModel):
             return None
         return (arguments[0].flatten(0, -2)[self._targets][None], *arguments[1:])
 
+    @cached_property
+    def _accepted(self) -> frozenset[str]:
+        return frozenset(inspect.signature(type(self.transformers_model).forward).parameters)
+
     def _accept(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return those inputs that the model's own forward pass accepts."""
-        return {
-            name: value for name, value in inputs.items() if value is not None and name in self._parameters_of_forward
-        }
-
-    @cached_property
-    def _parameters_of_forward(self) -> frozenset[str]:
-        return frozenset(inspect.signature(type(self.transformers_model).forward).parameters)
+        return {name: value for name, value in inputs.items() if value is not None and name in self._accepted}
 
     @cached_property
     def _pad_id(self) -> int:
         config = self.transformers_model.config.get_text_config()
         return next((i for i in (config.pad_token_id, config.eos_token_id) if isinstance(i, int) and i >= 0), 0)
 
-    def _images(self, batch: ModelBatch) -> dict[str, Tensor]:
-        """The model's inputs of images, in the precision of its weights."""
+    def _images(self, batch: ModelBatch, rows: Rows | None) -> dict[str, Tensor]:
+        """The model's inputs of images, in the precision of its weights, and the marks of their tokens, for models that
+        read these; ``rows``: documents as rows, or None for one row.
+        """
         if not self.reads_images:
             return {}
         dtype = self.transformers_model.get_input_embeddings().weight.dtype
         inputs = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.image_inputs.items()}
-        return self._accept(inputs)
-
-    def _types(self, batch: ModelBatch, rows: Rows | None) -> dict[str, Tensor]:
-        """Mark the tokens of images, for models that read this; ``rows``: documents as rows, or None for one row."""
-        if not self.reads_images:
-            return {}
         host = batch.host.get("token_types")
         types = torch.zeros_like(batch.text_ids) if host is None else to_device(host, batch.text_ids.device)
         shaped = types[None] if rows is None else rows.filled(types, 0)
-        return self._accept({"mm_token_type_ids": shaped, "token_type_ids": shaped})
+        return self._accept({**inputs, "mm_token_type_ids": shaped, "token_type_ids": shaped})
 
     @cached_property
     def _inner_positions(self) -> Any:
@@ -358,7 +349,7 @@ class TransformersModel(PretrainedModel):
         kind, why = type(model).__name__, "its forward pass has no position_ids"
         if self._pair is None:
             why = "no processor has documents to check it"
-        elif "position_ids" in self._parameters_of_forward:
+        elif "position_ids" in self._accepted:
             first, other = (batch.to(device) for batch in self._pair())
             self.eval()
             with torch.no_grad():
@@ -382,9 +373,9 @@ class TransformersModel(PretrainedModel):
 
     def _cannot_pack(self, first: ModelBatch, other: ModelBatch, alone: Tensor) -> str:
         """Why not; '' for nothing. ``alone``: logits of the documents of ``first``, each a row."""
-        index = torch.arange(first.position_ids.numel(), device=first.position_ids.device)
         try:
-            packed, changed = self._in_one_row(first, index), self._in_one_row(other, index)
+            packed, changed = (self._in_one_row(one, torch.arange(len(alone), device=alone.device))
+                               for one in (first, other))  # fmt: skip
         except _NO_MASK as error:
             return f"its code has an error with it ({str(error).strip().splitlines()[0]})"
         second = first.document_lengths[0]
