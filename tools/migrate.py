@@ -6,8 +6,8 @@ After ``--``: the command line of the old trainer, its launcher included, as wor
 mmengine. Nothing of it is executed. A value of a Python config that only code could compute is ``...`` in the config
 that is written, to be filled in; whatever mmengine's ``Config.dump`` writes is read.
 
-The config is complete otherwise, and checked. Each value has what it was made of beside it; whatever has no
-counterpart is a comment with the reason, and their number is printed at the end. docs/migrating.md explains every name.
+The config is complete otherwise, and checked. Whatever has no counterpart is a comment with the reason, and their
+number is printed at the end. docs/migrating.md explains every name.
 
 Exit status: 0 written, 1 a file cannot be read, 2 wrong usage, or a value that no config may have.
 """
@@ -46,7 +46,6 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         p.error(f"{' '.join(unknown)}: put -- before the old command line: unigen-migrate {arguments.guide} --"
                 f" {' '.join([*arguments.given, *unknown])}")  # fmt: skip
-    from unigen_ds.migration.commands import start_command
     from unigen_ds.migration.guides import migrate  # after parsing: --help does not wait for torch
     from unigen_ds.runner.settings.tree import problems_of
 
@@ -58,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(f"--out {out} exists", remedy="another name, or --force")
         name = str(out) if out is not None else "CONFIG.py"
         draft = migrate(arguments.guide, arguments.given, problems=problems_of)
-        text = draft.text(start=start_command(draft.command, name))
+        text = draft.text(start=draft.command.start(name))
         if out is None:
             print(text, end="")
         else:
@@ -68,8 +67,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     where = f"Written: {out}. " if out is not None else ""
-    counts = f"Of {draft.num_settings} settings given, {len(draft.omissions)} could not be carried over"
-    print(f"{where}{counts}; each is a comment at the top of the config. {len(draft.notes)} notes.", file=sys.stderr)
+    print(
+        f"{where}{len(draft.omissions)} settings could not be carried over; each is a comment at the top of the config."
+        f" {len(draft.notes)} notes.",
+        file=sys.stderr,
+    )
     return 0
 
 

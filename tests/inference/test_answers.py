@@ -96,17 +96,6 @@ def test_one_that_ends_does_not_disturb_the_others(model, processor, prompts) ->
     assert len(logits[0]) == 3 and len(logits[3]) < 3
 
 
-def test_a_token_costs_its_own_row(model, processor, prompts, monkeypatch) -> None:
-    sizes: list[int] = []
-    forward = model.language_model.model.forward
-    monkeypatch.setattr(
-        model.language_model.model, "forward", lambda x, *rest: sizes.append(len(x)) or forward(x, *rest)
-    )
-    written(model, processor, prompts)
-    whole = 9 + 4 + 1 + 2 * processor.tokens_per_tile + 5 + 1
-    assert sizes == [whole, *[len(prompts)] * (NEW - 1)]
-
-
 LOGITS = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 
 

@@ -66,6 +66,6 @@ def test_what_cannot_work_is_refused(run: Runner, tmp_path: Path, capsys: pytest
     llm = json.loads((other / FILES[0]).read_text())
     (other / FILES[0]).write_text(json.dumps({**llm, "hidden_size": 1}))
     assert main([str(run.work_dir), str(tmp_path / "out"), "--source", str(other)]) == 2
-    assert "hidden_size 1, not" in capsys.readouterr().err
+    assert "hidden_size is 1" in capsys.readouterr().err
     assert main([str(tmp_path), str(tmp_path / "out")]) == 1
     assert not (tmp_path / "out").exists()

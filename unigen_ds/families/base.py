@@ -51,18 +51,14 @@ class PublishedFormat:
         raise NotImplementedError(f"{type(self).__name__}.config")
 
     def weights(self, folder: Path) -> Pretrained | None:
-        """Its tensors by the model's names, for ``load_from`` and the tools. No value is read yet.
-
-        None (the default): files of weights in it have the model's names, and are read as any other trainer's.
-        Raises ``ConfigError`` or ``CheckpointError`` naming the file that is not as it must be.
+        """Its tensors by the model's names, for ``load_from`` and the tools. No value is read yet. None (the default):
+        files of weights in it have the model's names. Raises as ``config``.
         """
         return None
 
     def sizes(self, folder: Path) -> dict[str, Any]:
-        """Arguments of the model that configs in a folder of weights state, where they are of this format; else {}.
-
-        Called for any folder. ``load_from`` compares them with the model's where no shape shows them. Raises
-        ``ConfigError`` or ``CheckpointError`` for a config that is damaged.
+        """Arguments of the model that configs in any folder of weights state, where they are of this format; else {}.
+        ``load_from`` compares them with the model's where no shape shows them. Raises as ``config``.
         """
         return {}
 
@@ -191,11 +187,10 @@ class ConversationFamily(Family):
         return model
 
     def processor(self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int) -> Processor:
-        transforms: dict[str, Any] = {
-            key: build(TRANSFORMS, given[key], where=f"processor.{key}")
-            for key in ("vit_transform", "vae_transform")
-            if given.get(key) is not None
-        }
+        transforms: dict[str, Any] = {}
+        for key in ("vit_transform", "vae_transform"):
+            if given.get(key) is not None:
+                transforms[key] = build(TRANSFORMS, given[key], where=f"processor.{key}")
         for key in CHANGES:
             if specs := one_or_many(given.get(key)):
                 transforms[key] = [build(TRANSFORMS, one, where=f"processor.{key}[{i}]") for i, one in enumerate(specs)]

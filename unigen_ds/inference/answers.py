@@ -13,6 +13,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -79,10 +80,9 @@ class TextInterface(ABC):
         that is longer than the model's positions.
         """
         context = pictures(images)
-        options = {"parts": parts, "think": think, "size": size, "max_parts": max_parts}
-        options = options if self.reads_images else {"images": context, **options}
-        unsupported = [name for name, value in options.items() if value]
-        if unsupported:
+        options: dict[str, Any] = {} if self.reads_images else {"images": context}
+        options |= {"parts": parts, "think": think, "size": size, "max_parts": max_parts}
+        if unsupported := [name for name, value in options.items() if value]:
             raise ConfigError(f"{', '.join(unsupported)}: {self.limits}")
         sampling = Sampling(temperature, top_p)
         with tempfile.TemporaryDirectory() as folder:
@@ -165,11 +165,9 @@ def chooser(sampling: Sampling, seeds: Sequence[int]) -> Choose:
     if sampling.temperature == 0.0:
         return likeliest
     randoms = [generator(seed, "write") for seed in seeds]
-
-    def choose(logits: Tensor, documents: Sequence[int]) -> Sequence[int]:
-        return [sample(row, sampling, randoms[i]) for row, i in zip(logits, documents, strict=True)]
-
-    return choose
+    return lambda logits, documents: [
+        sample(row, sampling, randoms[i]) for row, i in zip(logits, documents, strict=True)
+    ]
 
 
 def device_of(model: Any) -> torch.device:
@@ -220,7 +218,7 @@ def continue_prompts(
             sizes = torch.tensor(lengths)
             batch = replace(batch, position_ids=batch.position_ids + begin[open_ones].repeat_interleave(sizes))
             begin[open_ones] = batch.position_ids[sizes.cumsum(0) - 1] + 1
-            attend = _cached([caches[i] for i in open_ones], lengths)
+            attend = partial(_attend_each, [caches[i].attend(causal=True, keep=True) for i in open_ones], lengths)
         tokens = choose(model.next_token_logits(batch.to(device), attend=attend), open_ones)
         for i, token in zip(open_ones, tokens, strict=True):
             texts[i].append(int(token))
@@ -273,12 +271,7 @@ class KVCache:
         return attend
 
 
-def _cached(caches: Sequence[KVCache], lengths: Sequence[int]) -> Attend:
-    """Attention of one causal forward pass over the next tokens of several documents, each with its own cache."""
-    attends = [cache.attend(causal=True, keep=True) for cache in caches]
-
-    def attend(*qkv_THE: Tensor) -> Tensor:
-        documents = zip(*(x.split(list(lengths)) for x in qkv_THE), strict=True)
-        return torch.cat([attend(*qkv) for attend, qkv in zip(attends, documents, strict=True)])
-
-    return attend
+def _attend_each(attends: Sequence[Attend], lengths: Sequence[int], *qkv_THE: Tensor) -> Tensor:
+    """Attention of the next tokens of several documents, each with its own cache."""
+    documents = zip(*(x.split(list(lengths)) for x in qkv_THE), strict=True)
+    return torch.cat([attend(*qkv) for attend, qkv in zip(attends, documents, strict=True)])

@@ -99,7 +99,15 @@ def read_prompts(path: Path, *, where: str) -> list[Prompt]:
             continue
         try:
             row = json.loads(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
-            prompts.append(_of_row(row))
+            if not isinstance(row, Mapping) or not {"prompt", "parts"} & {*row}:
+                raise ValueError("no prompt")
+            if misspelt := [key for key in row if key not in _KEYS and suggestion(str(key), _KEYS)]:
+                raise ValueError(f"unknown key {misspelt[0]!r}")
+            images = row.get("images", ())
+            if isinstance(images, str) or not all(isinstance(one, str) for one in images):
+                raise ValueError(f"images is {images!r}")
+            parts = checked_parts(row.get("parts", ()))
+            prompts.append(Prompt(str(row.get("prompt", "")), tuple(images), parts))
         except (ValueError, TypeError) as error:
             raise DataError(f"{path}:{number} is no prompt: {line!r} ({error})", allowed=ROW) from error
         others.update({*row} - _KEYS)
@@ -107,14 +115,3 @@ def read_prompts(path: Path, *, where: str) -> list[Prompt]:
         keys = ", ".join(f"{key!r} of {number} lines" for key, number in sorted(others.items()))
         logger().warning("%s: %s: not read. Allowed: %s", path, keys, ROW)
     return prompts
-
-
-def _of_row(row: Any) -> Prompt:
-    if not isinstance(row, Mapping) or not {"prompt", "parts"} & {*row}:
-        raise ValueError("no prompt")
-    if misspelt := [key for key in row if key not in _KEYS and suggestion(str(key), _KEYS)]:
-        raise ValueError(f"unknown key {misspelt[0]!r}")
-    images = row.get("images", ())
-    if isinstance(images, str) or not all(isinstance(one, str) for one in images):
-        raise ValueError(f"images is {images!r}")
-    return Prompt(str(row.get("prompt", "")), tuple(images), checked_parts(row.get("parts", ())))

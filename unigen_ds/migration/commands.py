@@ -77,6 +77,15 @@ class Command:
             self.files.remove(name)
             self.settings[:0] = _leaves(read_file(Path(name)).to_dict())
 
+    def start(self, config: str) -> str:
+        """Return how the written config is started, as the old one was: with the same processes and variables."""
+        words = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        launchers = [word for word in self.starts if word in _LAUNCHERS]
+        words += launchers[:1] or ["torchrun" if self.launch else "python"]
+        for name, value in self.launch.items():
+            words.append(f"--{'nnodes' if name == 'num_nodes' else name}={shlex.quote(value)}")
+        return " ".join([*words, "tools/train.py", config])
+
 
 def read_command(words: Sequence[str]) -> Command:
     """Read the words of a command line, a command line in quotes, or one file. Files that it names as arguments
@@ -89,40 +98,57 @@ def read_command(words: Sequence[str]) -> Command:
         return Command(files=[first])
     if len(words) == 1 and first.endswith((".sh", ".slurm")) and " " not in first:
         try:
-            words = _words_of_text(Path(first).read_text(encoding="utf-8"), where=first)
+            words = _words_of_text(Path(first).read_text(encoding="utf-8"))
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"{first} cannot be read: {error}", allowed="a shell script") from error
     elif len(words) == 1 and " " in first:
-        words = _words_of_text(first, where="it")
+        words = _words_of_text(first)
     if operators := [word for word in words if _OPERATOR.fullmatch(word)]:
-        raise _several(shlex.join(words), f"it has {operators[0]!r}, which is of the shell")
-    arguments = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    starts = (i for i, word in enumerate(words) if _STARTER.fullmatch(Path(word).name) or word.endswith(_SCRIPTS))
-    begin = min(next(starts, len(words)), arguments)
-    for word in words[:begin]:  # variables, and nohup, time, conda run
-        if _ASSIGNMENT.fullmatch(word):
-            name, _, value = word.partition("=")
+        raise _not_one_command(f"{operators[0]!r} is of the shell")
+    is_started = False  # after the script come its arguments
+    is_begun = False  # after variables, and nohup, time, conda run
+    rest = [*words]
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.lstrip("-").partition("=")
+        is_begun = is_begun or bool(_STARTER.fullmatch(Path(word).name)) or word.endswith(_SCRIPTS)
+        if word == "...":
+            command.others.append((word, "what else the command has is not stated"))
+        elif word == "-m" and rest and is_begun and not is_started:
+            module = rest.pop(0)
+            is_started = module not in _MODULES
+            command.starts.append(module if is_started else "torchrun")
+        elif word.startswith("-"):
+            is_started, is_begun = is_started or not is_begun, True
+            values = [value] if equals else []
+            most = len(rest) if is_started else 1  # an option of a launcher has one value, and the script comes after
+            while not equals and len(values) < most and rest and _is_value(rest[0], of_launcher=not is_started):
+                values.append(rest.pop(0))
+            source = word if equals else shlex.join([word, *values])
+            command.add(name.replace("-", "_"), values if len(values) > 1 else values[0] if values else True, source)
+        elif _ASSIGNMENT.fullmatch(word) and not is_begun:
             command.add(name, value, f"{name}={shlex.quote(value)}")
-        elif word.endswith(MAPPINGS):
+        elif is_started or word.endswith(MAPPINGS):
             command.files.append(word)
+        elif is_begun:
+            command.starts.append(word)
+            is_started = word.endswith(_SCRIPTS) or word == "train"
         elif word not in ("export", "env"):
             command.others.append((word, "put it before the command that you start"))
-    others = {word for word, _ in command.others}
-    if others and (begin == len(words) or words[begin].startswith("-")):
+    if command.others and not command.starts and command.others[0][0] != "...":
         raise ConfigError(
             f"{shlex.join(words)} starts no training, and states no settings",
             remedy="docs/migrating.md has what replaces each command of the guides",
         )
-    _read_start([*words[begin:]], command)
     return command
 
 
-def _several(name: str, why: str) -> ConfigError:
+def _not_one_command(why: str) -> ConfigError:
     remedy = "give the command itself, with its variables in front: NAME=VALUE ... COMMAND; `bash -x SCRIPT` prints it"
-    return ConfigError(f"{name} is more than one command line: {why}", remedy=remedy)
+    return ConfigError(f"it is more than one command line: {why}", remedy=remedy)
 
 
-def _words_of_text(text: str, *, where: str) -> list[str]:
+def _words_of_text(text: str) -> list[str]:
     """Return the variables that a script exports, and the words of its only command."""
     exports: list[str] = []
     command: list[str] = []
@@ -132,64 +158,23 @@ def _words_of_text(text: str, *, where: str) -> list[str]:
         try:
             words = [*lexer]
         except ValueError as error:
-            raise _several(where, f"{line.strip()!r} has {str(error).lower()}") from error
-        comment = next((i for i, word in enumerate(words) if word.startswith("#")), len(words))
-        words = words[:comment]
-        if unknown := next((word for word in words if "$" in word or "`" in word), None):
-            raise _several(where, f"the shell computes {unknown!r}")
+            raise _not_one_command(f"{line.strip()!r} has {str(error).lower()}") from error
+        words = words[: next((i for i, word in enumerate(words) if word.startswith("#")), len(words))]
+        if computed := [word for word in words if "$" in word or "`" in word]:
+            raise _not_one_command(f"{computed[0]!r} is of the shell")
         variables = words[1:] if words[:1] == ["export"] else words
         if all(map(_ASSIGNMENT.fullmatch, variables)):
             exports += variables
         elif command:
-            raise _several(where, f"{shlex.join(command)!r} is followed by {shlex.join(words)!r}")
+            raise _not_one_command(f"{shlex.join(command)!r} is followed by {shlex.join(words)!r}")
         else:
             command = words
     return [*exports, *command]
 
 
-def _read_start(words: list[str], command: Command) -> None:
-    """Read a launcher with its options, the script, and its arguments; or arguments alone."""
-    is_started = bool(words) and words[0].startswith("-")
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.lstrip("-").partition("=")
-        if word == "...":
-            command.others.append((word, "what else the command has is not stated"))
-        elif not word.startswith("-") and (is_started or word.endswith(MAPPINGS)):
-            command.files.append(word)
-        elif not word.startswith("-"):
-            command.starts.append(word)
-            is_started = word.endswith(_SCRIPTS) or word == "train"
-        elif word == "-m" and words and not is_started:
-            is_started = words[0] not in _MODULES
-            command.starts.append(words.pop(0) if is_started else "torchrun")
-            words = words if is_started else words[1:]
-        else:
-            values = [value] if equals else []
-            most = len(words) if is_started else 1  # an option of a launcher has one value, and the script comes after
-            while not equals and len(values) < most and words and _is_value(words[0], of_launcher=not is_started):
-                values.append(words.pop(0))
-            source = word if equals else shlex.join([word, *values])
-            command.add(name.replace("-", "_"), values if len(values) > 1 else values[0] if values else True, source)
-
-
 def _is_value(word: str, *, of_launcher: bool) -> bool:
-    if word.startswith("-"):
-        try:
-            float(word)
-        except ValueError:
-            return False
-    return word != "..." and not (of_launcher and word.endswith(_SCRIPTS))
-
-
-def start_command(command: Command, config: str) -> str:
-    """Return how the written config is started, as the old one was: with the same processes and variables."""
-    launch = {{"num_nodes": "nnodes"}.get(name, name): value for name, value in command.launch.items()}
-    words = [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
-    launchers = [word for word in command.starts if word in _LAUNCHERS]
-    words += [*launchers[:1]] or ["torchrun" if launch else "python"]
-    words += [f"--{name}={shlex.quote(value)}" for name, value in launch.items()]
-    return " ".join([*words, "tools/train.py", config])
+    is_number = re.fullmatch(r"-[\d.]+(e-?\d+)?", word) is not None
+    return word != "..." and (not word.startswith("-") or is_number) and not (of_launcher and word.endswith(_SCRIPTS))
 
 
 def _leaves(values: Mapping[str, Any], section: str = "") -> Iterator[Setting]:

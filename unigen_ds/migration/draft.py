@@ -1,21 +1,18 @@
-"""A config in the making: values, where each comes from, and what could not be carried over. Written as Python text."""
+"""A config in the making: values, and what could not be carried over with the reason. Written as Python text."""
 
 from __future__ import annotations
 
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from unigen_ds.config.overrides import plain_values, read
 from unigen_ds.config.python_text import python_text
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.migration.commands import Command
 
-_WIDTH = 110
 SECTIONS = (
     "custom_imports", "model", "lora", "base", "tokenizer", "processor", "train_dataloader", "val_dataloader",
     "optim_wrapper", "loss_weights", "param_scheduler", "train_cfg", "backend", "default_hooks", "custom_hooks",
@@ -43,18 +40,14 @@ def text(value: Any) -> str:
 
 def number(value: Any) -> float | int:
     """A number; a whole one without a point."""
-    try:
-        return int(value) if re.fullmatch(r"[-+]?\d+", str(value)) else float(text(value))
-    except ValueError:
-        raise ValueError(f"{value!r} is no number") from None
+    return int(value) if re.fullmatch(r"[-+]?\d+", str(value)) else float(text(value))
 
 
 def whole(value: Any) -> int:
     """A whole number."""
-    result = number(value)
-    if not float(result).is_integer():
+    if not float(number(value)).is_integer():
         raise ValueError(f"{value!r} is no whole number")
-    return int(result)
+    return int(number(value))
 
 
 def boolean(value: Any) -> bool:
@@ -74,8 +67,7 @@ class Draft:
         self.what, self.command = what, command
         self.settings = {setting.name: setting for setting in command.settings}
         self.sources = {setting.name: setting.source for setting in command.settings}
-        self.origins: dict[str, str] = {}
-        """Dotted path -> what it was made of."""
+        """Name of a setting -> how the user wrote it."""
         self.omissions: list[tuple[str, str]] = [*command.others]
         """What the other trainer had and the config does not have, and why."""
         self.notes: list[str] = []
@@ -83,50 +75,42 @@ class Draft:
         for setting in command.settings:
             if setting is not self.settings[setting.name]:
                 self.omit(setting.source, "it is given again later")
-        self.num_settings = len(command.settings) + len(command.others) + len(command.launch) + len(command.files)
+
+    def parent(self, path: str) -> tuple[Any, Any]:
+        """The mapping or list that has the value at a dotted path, which is made where there is none, and its key."""
+        node: Any = self.values
+        *above, last = path.split(".")
+        for step in above:
+            key: Any = int(step) if isinstance(node, list) else step
+            if isinstance(node, dict) and not isinstance(node.get(key), (dict, list)):
+                node[key] = {}
+            node = node[key]
+        return node, int(last) if isinstance(node, list) else last
 
     def get(self, path: str) -> Any:
         """Return the value at a dotted path; None where there is none."""
         node: Any = self.values
         for step in path.split("."):
-            if isinstance(node, list) and step.isdigit() and int(step) < len(node):
-                node = node[int(step)]
-            else:
-                node = node.get(step) if isinstance(node, Mapping) else None
-        return node
-
-    def set(self, path: str, value: Any, *names: str) -> None:
-        """Set a value; ``names``: the settings that it is made of."""
-        *above, last = path.split(".")
-        node: Any = self.values
-        for step in above:
             if isinstance(node, list):
                 node = node[int(step)]
                 continue
-            if not isinstance(node.get(step), (dict, list)):
-                node[step] = {}
-            node = node[step]
-        node[int(last) if isinstance(node, list) else last] = value
-        if source := ", ".join(self.sources[name] for name in names if name in self.sources):
-            self.origins[path] = source
+            node = node.get(step) if isinstance(node, Mapping) else None
+        return node
 
-    def remove(self, path: str) -> Any:
-        """Remove a value. Returns it."""
-        above, _, last = path.rpartition(".")
-        node = self.get(above) if above else self.values
-        if isinstance(node, list):
-            return node.pop(int(last))
-        return node.pop(last, None) if isinstance(node, dict) else None
+    def set(self, path: str, value: Any) -> None:
+        """Set the value at a dotted path."""
+        node, key = self.parent(path)
+        node[key] = value
+
+    def drop(self, path: str, why: str) -> None:
+        """Remove a value of the config, if there is one; a comment states the reason."""
+        if self.get(path) is not None:
+            node, key = self.parent(path)
+            self.omit(assignment(path, node.pop(key)), why)
 
     def omit(self, source: str, why: str) -> None:
         """Do not carry it over; a comment states the reason."""
         self.omissions.append((source, why))
-
-    def drop(self, path: str, why: str) -> None:
-        """Remove a value of the config; a comment states the reason."""
-        value = self.remove(path)
-        if value is not None:
-            self.omit(assignment(path, value), why)
 
     def take(self, name: str, kind: Kind = text) -> Any:
         """Remove a setting. Returns its value, or None without one. A value that ``kind`` cannot read is omitted, with
@@ -141,29 +125,27 @@ class Draft:
             self.omit(setting.source, str(error))
             return None
 
-    def carry(self, path: str, *names: str, kind: Kind = text) -> Any:
-        """Set ``path`` to the value of the first of these settings that there is. Returns the value there."""
-        for name in names:
-            value = self.take(name, kind)
-            if value is None:
-                continue
-            if path in self.origins and self.get(path) != value:
-                self.omit(self.sources[name], f"{path} is already that of {self.origins[path]}")
-            else:
-                self.set(path, value, name)
-        return self.get(path)
+    def carry(self, path: str, *names: str, kind: Kind = text) -> bool:
+        """Set ``path`` to the value of the first of these settings that there is. Returns whether there is one."""
+        values = {name: value for name in names if (value := self.take(name, kind)) is not None}
+        for position, (name, value) in enumerate(values.items()):
+            if position == 0:
+                self.set(path, value)
+            elif value != self.get(path):
+                self.omit(self.sources[name], f"{path} is already that of {self.sources[next(iter(values))]}")
+        return bool(values)
 
     def carry_all(self, table: Table) -> None:
         """Carry each row of a table over."""
         for path, (kind, names) in table.items():
             self.carry(path, *names, kind=kind)
 
-    def continue_from(self, path: str, name: str) -> None:
+    def continue_from(self, path: str) -> None:
         """Set ``resume`` for a checkpoint of this project's or DeepSpeed's that is here, else ``load_from``."""
         folder = Path(path).expanduser()
         is_known = any((folder / file).is_file() for file in ("manifest.json", "latest"))
         is_known = is_known or any(folder.glob("*_states.pt"))
-        self.set("resume" if is_known else "load_from", path, name)
+        self.set("resume" if is_known else "load_from", path)
         if not is_known:
             self.notes.append(
                 "Only the weights of that checkpoint are read, and the training starts at 0. One of DeepSpeed's or"
@@ -181,43 +163,27 @@ class Draft:
 
     def text(self, *, start: str) -> str:
         """Return the whole file. ``start``: the command that trains with it."""
-        notes = [
-            f"{_quote(self.what)}, translated by tools/migrate.py. Train with it:",
+
+        def quote(line: str) -> str:
+            return _plain(line).replace("\\", "\\\\").replace('"""', "'''")
+
+        lines = [
+            f'"""{quote(self.what)}, translated by tools/migrate.py. Train with it:',
             "",
-            f"    {_quote(start)}",
+            f"    {quote(start)}",
             "",
         ]
-        notes += [line for note in self.notes for line in _wrap(f"* {_quote(note)}", following="  ")]
-        lines = ['"""' + notes[0], *notes[1:], '"""', ""]
+        lines += [line for note in self.notes for line in _wrap(f"* {quote(note)}", following="  ")]
+        lines += ['"""', ""]
         if self.omissions:
             lines += [f"# NOT CARRIED OVER ({len(self.omissions)}):"]
             for source, why in self.omissions:
                 lines += _wrap(f"# {_plain(source)}", following="#   ")
                 lines += _wrap(f"#     {_plain(why)}", following="#     ")
             lines += [""]
-        if self.origins:
-            lines += ["# CARRIED OVER; every other value is that of the guide or of this project:"]
-            for path, source in self.origins.items():
-                lines += _wrap(f"#     {_plain(source)}: {path}", following="#         ")
-            lines += [""]
-        for path, value in leaves(self.values):
-            if not isinstance(value, (str, float, int, list, tuple, dict, NoneType)):
-                raise ConfigError(f"{path} of the config is {value!r}", allowed="texts, numbers, lists and dicts")
         for key in sorted(self.values, key=lambda key: SECTIONS.index(key) if key in SECTIONS else len(SECTIONS)):
             lines.append(f"{key} = {python_text(self.values[key])}")
         return "\n".join(lines) + "\n"
-
-
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of everything that is no section."""
-    if isinstance(value, Mapping) and value:
-        for key, inside in value.items():
-            yield from leaves(inside, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, (list, tuple)) and any(isinstance(inside, (Mapping, list, tuple)) for inside in value):
-        for index, inside in enumerate(value):
-            yield from leaves(inside, f"{path}.{index}")
-    else:
-        yield path, value
 
 
 def assignment(path: str, value: Any) -> str:
@@ -231,10 +197,5 @@ def _plain(line: str) -> str:
     return " ".join(line.split()).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
 
 
-def _quote(line: str) -> str:
-    """The same in a docstring."""
-    return _plain(line).replace("\\", "\\\\").replace('"""', "'''")
-
-
-def _wrap(line: str, *, following: str = "") -> list[str]:
-    return textwrap.wrap(line, _WIDTH, subsequent_indent=following, break_long_words=False, break_on_hyphens=False)
+def _wrap(line: str, *, following: str) -> list[str]:
+    return textwrap.wrap(line, 110, subsequent_indent=following, break_long_words=False, break_on_hyphens=False)

@@ -19,6 +19,8 @@ from unigen_ds.migration.draft import Draft, Table, assignment, boolean, number,
 from unigen_ds.migration.xtuner import xtuner_config
 
 Problems = Callable[[dict[str, Any]], list[ConfigError]]
+_CLASS = re.compile(r"(?!model\.|tokenizer\.)([\w.\[\]]+)\.type is ")
+"""An error about the class of a component."""
 
 
 def migrate(guide: str, words: Sequence[str], *, problems: Problems) -> Draft:
@@ -40,26 +42,15 @@ def migrate(guide: str, words: Sequence[str], *, problems: Problems) -> Draft:
         if isinstance(values.get("backend"), dict):  # a start compares the number of shards with that of its processes
             values["backend"] = {key: value for key, value in values["backend"].items() if key != "num_shard"}
         errors = problems(values)
-        removals = [(_steps(error.path), error.hint or "there is no such key here") for error in errors
-                    if isinstance(error, UnknownKey)]  # fmt: skip
-        if not removals:
-            classes = ((_steps(match[1]), str(error)) for error in errors if (match := _CLASS.match(error.problem)))
-            removals = [one for one in classes if one[0] not in ("model", "tokenizer") and draft.get(one[0])][:1]
-        if not removals:
+        unknown = [(error.path, error.hint or "there is no such key here") for error in errors
+                   if isinstance(error, UnknownKey)]  # fmt: skip
+        classes = [(match[1], str(error)) for error in errors if (match := _CLASS.match(error.problem))]
+        if not unknown and not classes:
             raise_any(errors)
-            draft.num_settings = max(draft.num_settings, len(draft.omissions))
             return draft
-        for path, why in removals:
-            draft.omit(assignment(re.sub(r"\.(\d+)", r"[\1]", path), draft.get(path)), why)
-            draft.remove(path)
-
-
-def _steps(path: str) -> str:
-    return re.sub(r"\[(\d+)\]", r".\1", path)
-
-
-_CLASS = re.compile(r"([\w.\[\]]+)\.type is ")
-"""An error about the class of a component."""
+        for path, why in unknown or classes[:1]:
+            node, key = draft.parent(re.sub(r"\[(\d+)\]", r".\1", path))
+            draft.omit(assignment(path, node.pop(key)), why)
 
 
 # ---- BAGEL: exported variables of train_unified_fsdp.sh, flags of train_unified_generation.py -----------------------
@@ -68,7 +59,6 @@ _BAGEL: Table = {
     "train_dataloader.dataset.data_path": (text, ("train_data_path",)),
     "train_dataloader.batch_size": (whole, ("batch_size",)),
     "train_dataloader.num_workers": (whole, ("num_workers",)),
-    "train_dataloader.seq_length": (whole, ("max_sequence_length",)),
     "optim_wrapper.accumulative_counts": (whole, ("gradient_accumulation_steps",)),
     "optim_wrapper.optimizer.lr": (number, ("learning_rate", "lr")),
     "optim_wrapper.optimizer.weight_decay": (number, ("weight_decay",)),
@@ -86,62 +76,6 @@ _BAGEL: Table = {
     "backend.sharding_strategy": (text, ("sharding_strategy",)),
     "backend.cpu_offload": (boolean, ("cpu_offload",)),
 }
-
-
-def _bagel_draft(command: Command, values: dict[str, Any], *, what: str, warmup: int) -> Draft:
-    """The guides' example values, and of what they do not state those of ``bagel_7b_fsdp``."""
-    shipped = recipe("bagel_7b_fsdp")
-    loader, wrapper = shipped["train_dataloader"], shipped["optim_wrapper"]
-    draft = Draft({
-        "model": {"type": "UnifiedModel", "pretrained": shipped["model"]["pretrained"], "freeze": ["vae"]},
-        "tokenizer": shipped["tokenizer"],
-        "processor": shipped["processor"],
-        "train_dataloader": {
-            "batch_size": 1, "num_workers": 1, "seq_length": loader["seq_length"],
-            "dataset": {"type": "UnifiedGenerationDataset", "data_path": "data/train.jsonl"},
-        },
-        "optim_wrapper": {**wrapper, "optimizer": {**wrapper["optimizer"], "lr": 1e-5}, "accumulative_counts": 8},
-        "loss_weights": {"text": 1.0, "image": 1.0},
-        "default_hooks": {
-            "logger": {"type": "LoggerHook", "interval": 10, "unit": "update"},
-            "checkpoint": {"type": "CheckpointHook", "unit": "update", "interval": 1000, "filename_tmpl": "step_{}"},
-        },
-        "randomness": {"seed": 42},
-        **values,
-    }, command, what=what)  # fmt: skip
-    _bagel_model(draft)
-    draft.carry_all(_BAGEL)
-    if "train_dataloader.seq_length" in draft.origins:
-        draft.set("train_dataloader.overflow", "truncate")
-        draft.notes.append("overflow='truncate' cuts texts, never an image: a longer image is skipped and counted.")
-    for name, key in (("total_steps", "max_updates"), ("num_epochs", "max_epochs")):
-        if (amount := draft.take(name, number)) is not None:
-            if not any(path.startswith("train_cfg") for path in draft.origins):
-                draft.values["train_cfg"] = {}
-            draft.set(f"train_cfg.{key}", amount, name)
-    path = draft.take("val_data_path")
-    if path is not None:
-        data = {"dataset": {"type": "UnifiedGenerationDataset", "data_path": path}} if path else None
-        draft.set("val_dataloader", data, "val_data_path")
-    for name in ("wandb_project", "wandb_run_name", "wandb_entity"):
-        if (value := draft.take(name)) is not None:
-            if not draft.get("visualizer.vis_backends"):
-                draft.set("visualizer.vis_backends", [{"type": "WandbVisBackend"}])
-            draft.set(f"visualizer.vis_backends.0.{name.rpartition('_')[2]}", value, name)
-    for name in ("bf16", "fp16"):
-        if (enabled := draft.take(name, boolean)) is not None:
-            draft.set("optim_wrapper.precision", name if enabled else "fp32", name)
-    shards, strategy = draft.take("num_shard", whole), draft.get("backend.sharding_strategy")
-    if shards is not None and strategy != "HYBRID_SHARD":
-        draft.omit(draft.sources["num_shard"], f"{strategy} shards over all processes, HYBRID_SHARD alone over a part")
-    elif shards is not None:  # None: the processes of a node
-        is_node = draft.command.launch.get("nproc_per_node") == str(shards)
-        draft.set("backend.num_shard", None if is_node else shards, "num_shard")
-    _warmup(draft, default=warmup)
-    _bagel_resume(draft)
-    return draft.finish({f"{part}_path": "the published directory of model_path has it" for part in _PARTS})
-
-
 _PARTS = ("llm", "vit", "vae")
 
 
@@ -166,28 +100,87 @@ def flags(command: Command) -> Draft:
     several = "torchrun" in command.starts
     backend = {"type": "fsdp", "sharding_strategy": "NO_SHARD"} if several else {"type": "single"}
     values = {"train_cfg": {"max_epochs": 3}, "work_dir": "outputs/unified_training", "backend": backend}
-    draft = _bagel_draft(command, values, what="The unified generation trainer (flags)", warmup=0)
-    if "optim_wrapper.precision" not in draft.origins:
-        draft.set("optim_wrapper.precision", "fp32")
-    return draft
+    return _bagel_draft(command, values, what="The unified generation trainer (flags)", warmup=0, precision="fp32")
+
+
+def _bagel_draft(command: Command, values: dict[str, Any], *, what: str, warmup: int, **wrapper: Any) -> Draft:
+    """The guides' example values, and of what they do not state those of ``bagel_7b_fsdp``."""
+    shipped = recipe("bagel_7b_fsdp")
+    wrapper = {**shipped["optim_wrapper"], **wrapper, "accumulative_counts": 8}
+    draft = Draft({
+        "model": {"type": "UnifiedModel", "pretrained": shipped["model"]["pretrained"], "freeze": ["vae"]},
+        "tokenizer": shipped["tokenizer"],
+        "processor": shipped["processor"],
+        "train_dataloader": {
+            "batch_size": 1, "num_workers": 1, "seq_length": shipped["train_dataloader"]["seq_length"],
+            "dataset": {"type": "UnifiedGenerationDataset", "data_path": "data/train.jsonl"},
+        },
+        "optim_wrapper": {**wrapper, "optimizer": {**wrapper["optimizer"], "lr": 1e-5}},
+        "loss_weights": {"text": 1.0, "image": 1.0},
+        "default_hooks": {
+            "logger": {"type": "LoggerHook", "interval": 10, "unit": "update"},
+            "checkpoint": {"type": "CheckpointHook", "unit": "update", "interval": 1000, "filename_tmpl": "step_{}"},
+        },
+        "randomness": {"seed": 42},
+        **values,
+    }, command, what=what)  # fmt: skip
+    _bagel_model(draft)
+    draft.carry_all(_BAGEL)
+    if draft.carry("train_dataloader.seq_length", "max_sequence_length", kind=whole):
+        draft.set("train_dataloader.overflow", "truncate")
+        draft.notes.append("overflow='truncate' cuts texts, never an image: a longer image is skipped and counted.")
+    limits = {"max_updates": draft.take("total_steps", number), "max_epochs": draft.take("num_epochs", number)}
+    if limits := {key: value for key, value in limits.items() if value is not None}:
+        draft.values["train_cfg"] = limits
+    path = draft.take("val_data_path")
+    if path is not None:
+        draft.set("val_dataloader", {"dataset": {"type": "UnifiedGenerationDataset", "data_path": path}})
+    if path == "":
+        draft.set("val_dataloader", None)
+    for name in ("wandb_project", "wandb_run_name", "wandb_entity"):
+        if (value := draft.take(name)) is not None:
+            if not draft.get("visualizer.vis_backends"):
+                draft.set("visualizer.vis_backends", [{"type": "WandbVisBackend"}])
+            draft.set(f"visualizer.vis_backends.0.{name.rpartition('_')[2]}", value)
+    for name in ("bf16", "fp16"):
+        if (enabled := draft.take(name, boolean)) is not None:
+            draft.set("optim_wrapper.precision", name if enabled else "fp32")
+    shards, strategy = draft.take("num_shard", whole), draft.get("backend.sharding_strategy")
+    if shards is not None and strategy != "HYBRID_SHARD":
+        draft.omit(draft.sources["num_shard"], f"{strategy} shards over all processes, HYBRID_SHARD alone over a part")
+    elif shards is not None:  # None: the processes of a node
+        is_node = draft.command.launch.get("nproc_per_node") == str(shards)
+        draft.set("backend.num_shard", None if is_node else shards)
+    _warmup(draft, default=warmup)
+    newest = draft.take("auto_resume", boolean)
+    for name in ("resume_from", "resume_from_checkpoint"):
+        path = draft.take(name)
+        if path and newest:
+            draft.set("load_from", path)
+            draft.notes.append(
+                f"Both auto_resume and {name} are given: the newest checkpoint of the work dir is resumed; where there"
+                f" is none, the weights of {name} are loaded and the training starts at 0."
+            )
+        elif path:
+            draft.continue_from(path)
+    if newest is not None and (newest or draft.get("resume") is None):
+        draft.set("resume", "auto" if newest else False)
+    return draft.finish({f"{part}_path": "the published directory of model_path has it" for part in _PARTS})
 
 
 def _bagel_model(draft: Draft) -> None:
     """A published directory, or its three parts; what is frozen."""
     folder = draft.take("model_path")
     if folder is not None:
-        draft.set("model.pretrained", folder, "model_path")
-        draft.set("tokenizer.path", folder, "model_path")
-    for part in _PARTS if folder is None else ():
-        path = draft.take(f"{part}_path")
-        if path is not None:
-            draft.set(f"model.pretrained.{part}", path, f"{part}_path")
-        if path is not None and part == "llm":
-            draft.set("tokenizer.path", path, "llm_path")
-            draft.set("model.copy_init_moe", True)
+        draft.set("model.pretrained", folder)
+        draft.set("tokenizer.path", folder)
+    elif draft.carry("model.pretrained.llm", "llm_path"):
+        draft.set("tokenizer.path", draft.get("model.pretrained.llm"))
+        draft.set("model.copy_init_moe", True)
+    for part in ("vit", "vae") if folder is None else ():
+        draft.carry(f"model.pretrained.{part}", f"{part}_path")
     freeze = {part: draft.take(f"freeze_{part}", boolean) for part in _PARTS}
-    frozen = [part for part in ("vit", "llm") if freeze[part]]
-    draft.set("model.freeze", [*frozen, "vae"], *(f"freeze_{part}" for part in _PARTS if freeze[part] is not None))
+    draft.set("model.freeze", [*(part for part in ("vit", "llm") if freeze[part]), "vae"])
     if freeze["vae"] is False:
         draft.omit(draft.sources["freeze_vae"], "the autoencoder is always frozen: it has no trainable form here")
 
@@ -205,7 +198,7 @@ def _warmup(draft: Draft, *, default: int) -> None:
         curves.append({"type": "CosineAnnealingLR", "unit": "update", "begin": begin})
     elif schedule == "linear":
         curves.append({"type": "LinearLR", "unit": "update", "begin": begin, "start_factor": 1.0, "end_factor": 0.0})
-    draft.set("param_scheduler", curves, "warmup_steps", *names)
+    draft.set("param_scheduler", curves)
 
 
 def _schedule(value: Any) -> str:
@@ -213,23 +206,6 @@ def _schedule(value: Any) -> str:
     if name not in ("linear", "cosine", "constant"):
         raise ValueError(f"{value!r} is none of linear, cosine, constant")
     return name
-
-
-def _bagel_resume(draft: Draft) -> None:
-    """From a named checkpoint, or from the newest one."""
-    newest = draft.take("auto_resume", boolean)
-    for name in ("resume_from", "resume_from_checkpoint"):
-        path = draft.take(name)
-        if path and not newest:
-            draft.continue_from(path, name)
-        elif path:
-            draft.set("load_from", path, name)
-            draft.notes.append(
-                f"Both auto_resume and {name} are given: the newest checkpoint of the work dir is resumed; where there"
-                f" is none, the weights of {name} are loaded and the training starts at 0."
-            )
-    if newest is not None and (newest or draft.get("resume") is None):
-        draft.set("resume", "auto" if newest else False, "auto_resume")
 
 
 # ---- decoder language models: train_fsdp.py CONFIG.yaml -------------------------------------------------------------
@@ -241,7 +217,6 @@ _DECODER: Table = {
     "model.dropout": (number, ("dropout",)),
     "optim_wrapper.optimizer.lr": (number, ("lr", "learning_rate")),
     "optim_wrapper.optimizer.weight_decay": (number, ("weight_decay",)),
-    "train_dataloader.seq_length": (whole, ("block_size", "seq_length", "max_sequence_length")),
     "train_dataloader.dataset.data_path": (text, ("train_data_path", "data_path")),
     "train_dataloader.num_workers": (whole, ("num_workers",)),
 }
@@ -265,24 +240,24 @@ def yaml_file(command: Command) -> Draft:
     draft = Draft(values, command, what=f"The FSDP trainer of decoder LMs ({file.name})")
     draft.notes.append(f"The model is that of the shipped config {name}, by the name of the file.")
     draft.carry_all(_DECODER)
-    if "train_dataloader.seq_length" in draft.origins:
+    if draft.carry("train_dataloader.seq_length", "block_size", "seq_length", "max_sequence_length", kind=whole):
         draft.set("model.llm.max_position_embeddings", draft.get("train_dataloader.seq_length"))
     shards = draft.take("fsdp", boolean)
     if shards is False:
-        draft.set("backend.sharding_strategy", "NO_SHARD", "fsdp")
-    total, each = draft.take("train_batch", whole), draft.take("batch_size", whole)
+        draft.set("backend.sharding_strategy", "NO_SHARD")
+    total, each, processes = draft.take("train_batch", whole), draft.take("batch_size", whole), draft.get("world_size")
     if total is not None:  # that of an update; batch_size is that of a process
-        draft.remove("train_dataloader.batch_size")
-        draft.set("train_dataloader.global_batch_size", total, "train_batch")
+        draft.values["train_dataloader"].pop("batch_size", None)
+        draft.set("train_dataloader.global_batch_size", total)
         draft.set("optim_wrapper.accumulative_counts", 1)
     if total is None and each is not None:
-        draft.set("train_dataloader.batch_size", each, "batch_size")
-    elif each is not None and total % (each * (draft.get("world_size") or total + 1)):
-        draft.omit(draft.sources["batch_size"], f"with train_batch {total} the number of processes decides it")
+        draft.set("train_dataloader.batch_size", each)
+    elif each is not None and processes and total % (each * processes) == 0:
+        draft.set("optim_wrapper.accumulative_counts", total // (each * processes))
     elif each is not None:
-        draft.set("optim_wrapper.accumulative_counts", total // (each * draft.get("world_size")), "batch_size")
+        draft.omit(draft.sources["batch_size"], f"with train_batch {total} the number of processes decides it")
     if (path := draft.take("resume_from")) is not None:
-        draft.continue_from(path, "resume_from")
+        draft.continue_from(path)
     return draft.finish({"vocab_size": "model.llm.vocab_size follows from the tokenizer"})
 
 
@@ -338,18 +313,17 @@ def train_flags(command: Command) -> Draft:
     draft.carry_all(_NANOVLM)
     loads, folder = draft.take("resume_from_vlm_checkpoint", boolean), draft.take("vlm_checkpoint_path")
     if folder is not None and loads:  # one name has two meanings there
-        draft.set("model", {"type": "VLM"})
-        draft.set("model.pretrained", folder, "resume_from_vlm_checkpoint", "vlm_checkpoint_path")
+        draft.set("model", {"type": "VLM", "pretrained": folder})
         draft.notes.append(
             "As in nanoVLM only the weights of that folder are read, and the training starts at 0. A checkpoint of this"
             f" project continues in full: resume={folder!r} instead."
         )
     elif folder is not None:
-        draft.set("work_dir", f"{folder.rstrip('/')}/{{run_name}}", "vlm_checkpoint_path")
+        draft.set("work_dir", f"{folder.rstrip('/')}/{{run_name}}")
     elif loads:
         draft.omit(draft.sources["resume_from_vlm_checkpoint"], "there is no vlm_checkpoint_path")
-    longest, length = "train_dataloader.max_sample_tokens", draft.get("train_dataloader.seq_length")
-    if (draft.get(longest) or 0) > length:
+    longest = "train_dataloader.max_sample_tokens"
+    if (draft.get(longest) or 0) > draft.get("train_dataloader.seq_length"):
         draft.drop(longest, "a sample has at most the tokens of a sequence: seq_length is smaller")
     _nanovlm_data(draft)
     _nanovlm_hooks(draft)
@@ -361,20 +335,17 @@ def train_flags(command: Command) -> Draft:
 
 def _nanovlm_data(draft: Draft) -> None:
     """A data set, or one for each configuration; one that cannot be opened is skipped, as there."""
-    path, names = draft.take("train_dataset_path"), draft.take("train_dataset_name", _names)
-    dataset, where = draft.get("train_dataloader.dataset"), "train_dataloader.dataset"
-    if path is None:
+    dataset = draft.get("train_dataloader.dataset")
+    if not draft.carry("train_dataloader.dataset.data_path", "train_dataset_path"):
         draft.notes.append("train_dataset_path is not given: edit train_dataloader.dataset.data_path.")
-    else:
-        draft.set(f"{where}.data_path", path, "train_dataset_path")
-        if is_hub_name(path):
-            dataset["format"] = {"type": "huggingface"}
+    elif is_hub_name(dataset["data_path"]):
+        dataset["format"] = {"type": "huggingface"}
     if dataset.get("streaming"):
         dataset.pop("index_workers", None)
-    if names:
-        form: dict[str, Any] = {"type": "huggingface"}
-        draft.set(where, [{**dataset, "format": {**form, "config": name}, "on_error": "skip", "name": name}
-                          for name in names], "train_dataset_name")  # fmt: skip
+    if names := draft.take("train_dataset_name", _names):
+        datasets = [{**dataset, "format": {"type": "huggingface", "config": name}, "on_error": "skip", "name": name}
+                    for name in names]  # fmt: skip
+        draft.set("train_dataloader.dataset", datasets)
 
 
 def _names(value: Any) -> list[str]:
@@ -384,31 +355,27 @@ def _names(value: Any) -> list[str]:
 def _nanovlm_hooks(draft: Draft) -> None:
     """Evaluation, benchmarks, trackers and the upload."""
     hooks = draft.values["custom_hooks"]
-    if (interval := draft.take("eval_interval", whole)) is not None:
-        draft.set("custom_hooks.0.interval", interval, "eval_interval")
-        draft.set("default_hooks.checkpoint.interval", interval, "eval_interval")
+    if draft.carry("custom_hooks.0.interval", "eval_interval", kind=whole):
+        draft.set("default_hooks.checkpoint.interval", hooks[0]["interval"])
     evaluates = draft.take("eval_in_epochs", boolean)
     benchmarks, tasks = draft.take("use_lmms_eval", boolean), draft.take("lmms_eval_tasks")
     repo = draft.take("hf_repo_name")
     if benchmarks:
-        command = (
-            f"python tools/evaluate.py {{checkpoint}} --lmms-tasks {tasks or _TASKS} --step {{step}} --out {{out}}"
-        )
-        hooks.append(
-            {"type": "AsyncEvaluateHook", "command": command, "interval": 2 * hooks[0]["interval"], "unit": "update"}
-        )
+        command = f"python tools/evaluate.py {{checkpoint}} --lmms-tasks {tasks or _TASKS}"
+        command += " --step {step} --out {out}"
+        interval = 2 * hooks[0]["interval"]
+        hooks.append({"type": "AsyncEvaluateHook", "command": command, "interval": interval, "unit": "update"})
     if repo and repo != "None":
         hooks.append({"type": "PushToHubHook", "repo": repo})
     if evaluates is False:
         hooks.pop(0)
         draft.values["val_dataloader"] = None
-    draft.set("custom_hooks", hooks, "eval_in_epochs", "use_lmms_eval", "lmms_eval_tasks", "hf_repo_name")
     off, on = draft.take("no_log_wandb", boolean), draft.take("log_wandb", boolean)
-    writers = [] if off or on is False else draft.get("visualizer.vis_backends")
-    draft.set("visualizer.vis_backends", writers, "no_log_wandb", "log_wandb")
+    if off or on is False:
+        draft.set("visualizer.vis_backends", [])
     entity = draft.take("wandb_entity")
-    if entity is not None and writers:
-        draft.set("visualizer.vis_backends.0.entity", entity, "wandb_entity")
+    if entity is not None and draft.get("visualizer.vis_backends"):
+        draft.set("visualizer.vis_backends.0.entity", entity)
     elif entity is not None:
         draft.omit(draft.sources["wandb_entity"], "W&B is off")
 

@@ -18,9 +18,9 @@ from unigen_ds.core.batch import PackedBatch
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.data.records.records import Turn
-from unigen_ds.families.nanovlm.family import ChatInferencer
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import vlm_arguments
+from unigen_ds.inference.answers import PackedInferencer
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.naming import NANOVLM as TEMPLATE
 from unigen_ds.runner.settings.naming import name_from_template
@@ -86,7 +86,7 @@ def test_it_learns_to_name_pictures_and_goes_on_where_it_stopped(data, tmp_path)
     runner.train()
     straight = losses(tmp_path / "straight")
     assert straight[max(straight)] < 0.1 * straight[1]
-    inferencer = ChatInferencer(runner.backend.model, runner.processor)
+    inferencer = PackedInferencer(runner.backend.model, runner.processor)
     for name in NAMES:
         assert inferencer.unified_generate("?", images=data / f"{name}.png", max_length=8).text == name
     assert inferencer.unified_generate("hi", max_length=8).text == "yo"
@@ -95,18 +95,22 @@ def test_it_learns_to_name_pictures_and_goes_on_where_it_stopped(data, tmp_path)
     assert losses(tmp_path / "cut") == {update: loss for update, loss in straight.items() if update <= 24}
 
 
-def test_it_begins_with_the_weights_of_a_published_directory(data, tmp_path) -> None:
+@pytest.mark.parametrize("file", ["", "model.safetensors"])
+def test_it_begins_with_the_weights_of_a_published_directory(data, tmp_path, file: str) -> None:
+    """A file of the directory means the directory; its names are nanoVLM's."""
     published = VLM(pretrained=str(NANOVLM))
     model = {"type": "VLM", **vlm_arguments(NANOVLM_CONFIG)}
     tile = model["vit"]["image_size"]
     changes = {"model": model, "processor": {"max_image_size": tile}, "train_dataloader__seq_length": 400}
     changes["optim_wrapper__optimizer__lr"] = 0.0
-    runner = Runner.from_cfg(config(data, tmp_path / "x", load_from=str(NANOVLM), **changes), max_updates=1)
+    runner = Runner.from_cfg(config(data, tmp_path / "x", load_from=str(NANOVLM / file), **changes), max_updates=1)
     runner.train()
     trained = dict(runner.backend.model.named_parameters())
     assert len(trained) == len(list(published.parameters()))
     for name, parameter in published.named_parameters():
         assert torch.equal(trained[name], parameter), name
+    log = (tmp_path / "x" / "train.log").read_text()
+    assert log.count(f"Loaded weights only from {NANOVLM}; progress starts at zero.") == 1
 
 
 @TRANSFORMS.register_module(force=True)

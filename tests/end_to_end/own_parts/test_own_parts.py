@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,30 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny import tiny_config
-from unigen_ds.config.registry import CURVES, TRANSFORMS
+from unigen_ds.config.registry import TRANSFORMS
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.log.logger import logger_of
 from unigen_ds.runner import Runner
-from unigen_ds.schedule.curves import Curve, Point
 from unigen_ds.system.journals import read_lines
 
 UPDATES = 4
-
-
-@CURVES.register_module()
-@dataclass(frozen=True, kw_only=True)
-class HalvedEachUpdate(Curve):
-    """A curve of a user's own."""
-
-    @property
-    def needs_end(self) -> bool:
-        return False
-
-    @staticmethod
-    def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
-        return point.given * 0.5 ** (point.since / point.step)
 
 
 @TRANSFORMS.register_module()
@@ -94,12 +78,6 @@ def train(work_dir: Path, data: Path, *, updates: int = UPDATES, sleep_s: float 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Trained:
     return train(tmp_path_factory.mktemp("plain"), data)
-
-
-def test_a_curve_of_ones_own(tmp_path: Path, data: Path) -> None:
-    curve = {"type": "HalvedEachUpdate", "unit": "update", "end": 1000}
-    rates = [line["lr"] for line in train(tmp_path, data, param_scheduler=[curve]).lines]
-    assert rates == pytest.approx([2e-3 * 0.5**k for k in range(UPDATES)])
 
 
 def test_an_augmentation_of_ones_own_changes_what_is_read_alone(tmp_path: Path, data: Path, plain: Trained) -> None:

@@ -80,20 +80,6 @@ def test_the_tools_export_and_ask_it_with_permission_alone(folder: Path) -> None
     assert published.status == asked.status == 0 and texts[0] == texts[1] and texts[0] in asked.out
 
 
-def test_a_killed_run_of_one_process_is_bit_equal_to_one_never_stopped(tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.txt")
-    given = {"train_dataloader.dataset.path": str(tmp_path / "rows.txt"), "custom_hooks": [{"type": "LowestLossHook"}]}
-
-    def train(name: str, updates: int, **more: object) -> list[dict[str, object]]:
-        config = load_config(CONFIG, {**given, "work_dir": str(tmp_path / name), **more})
-        Runner.from_cfg(config, max_updates=updates).train()
-        return [line for line in read_lines(tmp_path / name / "metrics.jsonl") if "loss" in line]
-
-    keys = ("update", "loss", "loss/value", "loss/label", "grad_norm", "lr", "tokens")
-    whole, _, parts = train("whole", UPDATES), train("parts", KILLED_AT), train("parts", UPDATES, resume="auto")
-    assert [[line[key] for key in keys] for line in parts] == [[line[key] for key in keys] for line in whole]
-
-
 def test_a_name_that_is_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in_use.py").write_text(KILLER.replace("KillerHook", "EMAHook"))
     monkeypatch.syspath_prepend(str(tmp_path))

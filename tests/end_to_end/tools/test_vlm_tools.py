@@ -16,7 +16,7 @@ from tests.end_to_end.models.test_vlm_run import config, data  # noqa: F401 - a 
 from tools.export import main as export
 from tools.generate import main as generate
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.families.nanovlm.family import ChatInferencer
+from unigen_ds.inference.answers import PackedInferencer
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_inferencer, open_model
 from unigen_ds.system.files import DIGESTS
@@ -52,7 +52,7 @@ def said(model: Path, out: Path, *words: str) -> str:
 
 def test_it_answers_with_the_weights_or_their_average(run: Runner, data: Path, tmp_path: Path) -> None:  # noqa: F811
     shown = ["--prompt", "?", "--image", str(data / "red.png")]
-    inferencer = ChatInferencer(open_model(run.work_dir)[0], run.processor)
+    inferencer = PackedInferencer(open_model(run.work_dir)[0], run.processor)
     average = inferencer.unified_generate("?", images=data / "red.png", max_length=6).text
     assert said(run.work_dir, tmp_path, *shown, "--raw") == "red" != average
     assert said(run.work_dir, tmp_path, *shown) == average

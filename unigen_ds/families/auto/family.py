@@ -28,8 +28,21 @@ class AutoDirectory(PublishedFormat):
 
     def recognises(self, folder: Path) -> bool:
         """Compare the class that ``config.json`` names, or else its kind of model, with those of transformers."""
+        from transformers.models.auto import modeling_auto as names
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
         stored = read_statement(folder / "config.json")
-        return "model_type" in stored and _auto_of(stored) == self.model.auto
+        if stored.get("model_type") not in CONFIG_MAPPING_NAMES:  # code of its own, which is never run
+            return False
+        classes = stored.get("architectures") or ()
+        kinds = {
+            "AutoModelForImageTextToText": names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+            "AutoModelForCausalLM": names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        }
+        for auto, known in kinds.items():  # some kinds are of both
+            if any(each in known.values() for each in classes) if classes else stored["model_type"] in known:
+                return auto == self.model.auto
+        return False
 
     def config(self, folder: Path) -> dict[str, Any]:
         return {
@@ -55,24 +68,6 @@ class AutoDirectory(PublishedFormat):
                     folder,
                     wanted=lambda name: name != "config.json" and not name.endswith(TRANSFORMERS_WEIGHTS),
                 )
-
-
-def _auto_of(stored: Mapping[str, Any]) -> str | None:
-    """The class of transformers that loads a directory, by its ``config.json``."""
-    from transformers.models.auto import modeling_auto as names
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    if stored.get("model_type") not in CONFIG_MAPPING_NAMES:  # code of its own, which is never run
-        return None
-    kinds = {
-        "AutoModelForImageTextToText": names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        "AutoModelForCausalLM": names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    }
-    classes = stored.get("architectures") or ()
-    for auto, known in kinds.items():
-        if any(each in known.values() for each in classes) if classes else stored.get("model_type") in known:
-            return auto
-    return None
 
 
 class _OfTransformers(ConversationFamily):

@@ -64,12 +64,10 @@ class ModelInferencer(TextInterface):
         document, and has the same modules on every rank.
         """
         document, ids = [*prompt], list[int]()
-        while len(ids) < max_new_tokens:
+        num_tokens = len(self._batch(document, adds_plain=False).text_ids)
+        left = tokens_left(num_tokens, self.model.max_document_tokens)
+        while len(ids) < min(max_new_tokens, left):
             batch = self._batch(document, adds_plain=True)
-            if not ids:
-                max_new_tokens = min(
-                    max_new_tokens, tokens_left(batch.document_lengths[0], self.model.max_document_tokens)
-                )
             logits = self.model.next_token_logits(batch.to(device_of(self.model)))[:1]
             ids += choose(self._of_text(logits), [0])
             document.append(TokenSplit.unlearned(ids[-1:]))

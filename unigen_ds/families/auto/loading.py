@@ -28,6 +28,9 @@ from unigen_ds.system.log import logger
 _VOCABULARY = r"(embed_tokens|lm_head|wte|embed_in|embed_out)\.weight$"
 _NOT_THE_MODELS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
 """Keys of a config that change no number, in the config and in its parts."""
+_OF_EVERY_CONFIG = {"id2label", "return_dict", "output_hidden_states"}
+_FORMER_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "dtype", "model_type")
+"""That configs of transformers accept and keep under other names."""
 
 
 def read_config(folder: Path | None, changes: Mapping[str, Any], *, where: str = "model.config") -> Any:
@@ -35,51 +38,29 @@ def read_config(folder: Path | None, changes: Mapping[str, Any], *, where: str =
 
     Raises ``ConfigError`` for a kind of model or a value that cannot work.
     """
-    from transformers import CONFIG_MAPPING
-
-    stored = {"model_type": changes.get("model_type")}
-    if folder is not None:
-        config = _stored_config(folder)
-        stored = config.to_dict()
-    kind = stored["model_type"]
-    if kind not in CONFIG_MAPPING:
-        raise ConfigError(f"{where}.model_type is {kind!r}", allowed="a kind of model that transformers has")
-    if changes.get("model_type", kind) != kind:
-        raise ConfigError(f"{where}.model_type is {changes['model_type']!r}, and the files have {kind!r}")
-    if changes or folder is None:
-        try:
-            config = CONFIG_MAPPING[kind].from_dict(_over(stored, plain(changes)))
-        except Exception as error:  # strict dataclasses and the kind's own checks
-            raise ConfigError(f"{where}: {_in_one_line(error)}") from error
-        _check_keys(changes, config, stored, where)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"{folder or where} holds quantised weights", remedy="the model's unquantised files")
-    return config
-
-
-def _stored_config(folder: Path) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    kind = read_json(folder / "config.json").get("model_type")
+    source = where if folder is None else f"model.pretrained {folder}"
+    kind = changes.get("model_type") if folder is None else read_json(folder / "config.json").get("model_type")
     if kind not in CONFIG_MAPPING:
         raise ConfigError(
-            f"model.pretrained {folder} is a {kind!r}; code of its own is never run",
-            allowed="a kind of model that transformers has",
+            f"{source}: model_type is {kind!r}",
+            allowed="a kind of model that transformers has; code beside a model's files is never run",
             remedy="a family of your own, in custom_imports (docs/extending.md)",
         )
+    if changes.get("model_type", kind) != kind:
+        raise ConfigError(f"{where}.model_type is {changes['model_type']!r}, and the files have {kind!r}")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # strict dataclasses, JSON, the hub: many kinds
-        raise ConfigError(f"model.pretrained {folder}: {_in_one_line(error)}") from error
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:400]
-
-
-_OF_EVERY_CONFIG = {"id2label", "return_dict", "output_hidden_states"}
-_FORMER_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "dtype", "model_type")
-"""That configs of transformers accept and keep under other names."""
+        config = None if folder is None else AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        stored = {"model_type": kind} if config is None else config.to_dict()
+        if changes or config is None:
+            config = CONFIG_MAPPING[kind].from_dict(_over(stored, plain(changes)))
+    except Exception as error:  # strict dataclasses, the kind's own checks, JSON, the hub: many kinds
+        raise ConfigError(f"{where if changes else source}: {' '.join(str(error).split())[:400]}") from error
+    _check_keys(changes, config, stored, where)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"{source} holds quantised weights", remedy="the model's unquantised files")
+    return config
 
 
 def _check_keys(changes: Mapping[str, Any], config: Any, stored: Mapping[str, Any], where: str) -> None:
@@ -97,14 +78,13 @@ def _check_keys(changes: Mapping[str, Any], config: Any, stored: Mapping[str, An
 
 def plain_config(config: Any) -> dict[str, Any]:
     """Return plain values from which ``read_config(None, ...)`` makes the same config."""
-    values: dict[str, Any] = _without(json.loads(config.to_json_string(use_diff=False)))
-    return {"model_type": config.model_type, **values}
 
+    def of_model(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: of_model(inner) for key, inner in value.items() if key not in _NOT_THE_MODELS}
+        return value
 
-def _without(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without(inner) for key, inner in value.items() if key not in _NOT_THE_MODELS}
-    return value
+    return {"model_type": config.model_type, **of_model(json.loads(config.to_json_string(use_diff=False)))}
 
 
 def _over(stored: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,30 +153,23 @@ def read_weights(folder: Path, model: Any, *, auto: str) -> Pretrained:
             f"{folder} holds no *.safetensors" + f" (it holds {held})" * bool(held),
             remedy="save it again with save_pretrained of transformers: other formats can execute code",
         )
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if index.is_file():  # a folder may have the same weights again in another program's names
+        named = stored_object(index).get("weight_map")
+        if not isinstance(named, dict):
+            raise CheckpointError(f"{index} is damaged", allowed="an object with weight_map, a file for each tensor")
+        files = [folder / name for name in sorted(set(named.values()))]
     stored: dict[str, Stored] = {}
-    for path in _weight_files(folder):
+    for path in files:
         stored |= stored_tensors(path, linear_patches=False)
     tensors = _rename(stored, model)
     if tensors is None:
         tensors = _loaded_whole(folder, model.config, auto)
-    return Pretrained(str(folder), {}, tensors, may_leave=_unused_pattern(model), may_grow=_VOCABULARY)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """List the files that transformers loads; a folder may have the same weights again in another program's names."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if not index.is_file():
-        return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    files = stored_object(index).get("weight_map")
-    if not isinstance(files, dict):
-        raise CheckpointError(f"{index} is damaged", allowed="an object with weight_map, a file for each tensor")
-    return [folder / name for name in sorted(set(files.values()))]
-
-
-def _unused_pattern(model: Any) -> str:
-    """Pattern of names in files that transformers ignores, too; older files have the rotary frequencies."""
-    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
-    return "|".join(f"(?:{pattern})" for pattern in patterns)
+    # older files have the rotary frequencies
+    unused = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
+    may_leave = "|".join(f"(?:{pattern})" for pattern in unused)
+    return Pretrained(str(folder), {}, tensors, may_leave=may_leave, may_grow=_VOCABULARY)
 
 
 def _rename(tensors: Mapping[str, Stored], model: Any) -> dict[str, Stored] | None:

@@ -29,9 +29,9 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import BUFFER, MASTER, persistent_buffers
 from unigen_ds.families.auto.attention import documents, is_causal, use_documents
 from unigen_ds.families.auto.batch import ModelBatch, Rows
-from unigen_ds.families.auto.cost import Cost
 from unigen_ds.families.auto.loading import build, plain_config, read_config, read_weights
 from unigen_ds.models.attention import Attend, plan_attention
+from unigen_ds.models.flops import attention_flops, linear_flops
 from unigen_ds.models.losses import loss_terms, text_losses
 from unigen_ds.models.weights import PretrainedModel, check_here, match
 from unigen_ds.system.log import logger
@@ -99,10 +99,9 @@ class TransformersModel(PretrainedModel):
         self.__dict__["_causal"] = causal
         for name, module in causal.named_children():
             self.add_module(name, module)
-        direct = [name for name, _ in causal.named_parameters(recurse=False)]
-        if direct or causal.get_output_embeddings() is None:
-            what = f"parameters outside of its layers ({', '.join(direct)})" if direct else "no head over a vocabulary"
-            raise ConfigError(f"{type(causal).__name__} of transformers has {what}", remedy=_OWN)
+        if [*causal.parameters(recurse=False)] or causal.get_output_embeddings() is None:
+            problem = f"{type(causal).__name__} of transformers has parameters outside of its layers, or no head"
+            raise ConfigError(problem, remedy=_OWN)
         self.packing = packing
         self._may_change_attention = attention is None and not compile
         self._inside_documents = False
@@ -114,10 +113,9 @@ class TransformersModel(PretrainedModel):
             self._stored = match(self, read_weights(folder, causal, auto=self.auto))
             if not meta:
                 self._fill()
-        self._cost = Cost(causal, self.shard_units())
         _freeze_by_name(self, freeze)
         if activation_checkpointing:
-            recompute_layers(causal)
+            causal.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         if compile:
             for layer in self.shard_units():
                 layer.compile()
@@ -203,8 +201,36 @@ class TransformersModel(PretrainedModel):
         return loss_terms({"text": text}, training=self.training)
 
     def flops(self, batch: ModelBatch) -> float:
-        """Floating point operations of forward and backward on this micro-batch (``cost.py``)."""
-        return self._cost.of(batch)
+        """Floating point operations of forward and backward on this micro-batch (``models/flops.py``): every token in
+        the layers of the language model, every target in the head, every patch of an image in all other linear layers.
+        """
+        cost, text = self._row_flops, self.transformers_model.config.get_text_config()
+        pixels = batch.image_inputs.get("pixel_values") if batch.num_images else None
+        attention = attention_flops(batch.document_lengths, text.hidden_size, grad=True)
+        return (
+            cost["token"] * batch.num_tokens
+            + cost["target"] * len(batch.text_target_index)
+            + cost["patch"] * (0 if pixels is None else pixels.numel())
+            + attention * text.num_hidden_layers
+        )
+
+    @cached_property
+    def _row_flops(self) -> dict[str, float]:
+        """Of a token, a target and a number of an image."""
+        model = self.transformers_model
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
+        text, inside = model.config.get_text_config(), {*decoder.modules(), head}
+        experts = [p for p in decoder.parameters() if p.ndim == 3]
+        chosen = getattr(text, "num_experts_per_tok", None) or 0
+        others = [m for m in model.modules() if m not in inside and not [*m.children()]]
+        patch = next((m for m in others if hasattr(m, "kernel_size") and hasattr(m, "in_channels")), None)
+        numbers = patch.weight[0].numel() if patch is not None else 1
+        return {
+            "token": linear_flops(decoder, input_grad=True)
+            + sum(2.0 * chosen * p[0].numel() * (2 + p.requires_grad) for p in experts if p.numel()),
+            "target": linear_flops(head, input_grad=True),
+            "patch": sum(linear_flops(m, input_grad=False) for m in others) / numbers,
+        }
 
     def logits(self, batch: ModelBatch) -> Tensor:
         """``[T, vocabulary]``: for every token what follows it."""
@@ -227,13 +253,12 @@ class TransformersModel(PretrainedModel):
     def inputs(self, batch: ModelBatch) -> dict[str, Any]:
         """transformers' arguments for one document without positions, which ``generate`` makes itself."""
         ids = batch.text_ids[None]
-        images = {**self._images(batch), **self._types(batch, None)}
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **images}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **self._images(batch, None)}
 
     def _in_one_row(self, batch: ModelBatch, index: Tensor, attend: Attend | None = None) -> Tensor:
         """All documents in one row."""
-        positions = self._accept({"position_ids": self.positions(batch)})
-        inputs = {"input_ids": batch.text_ids[None], **positions, **self._images(batch), **self._types(batch, None)}
+        inputs = {"input_ids": batch.text_ids[None], **self._accept({"position_ids": self.positions(batch)})}
+        inputs |= self._images(batch, None)
         if not self._inside_documents:
             return self._call(inputs, index)
         with documents(batch.document_lengths, attend or plan_attention(batch)):
@@ -245,8 +270,7 @@ class TransformersModel(PretrainedModel):
         inputs = {"input_ids": rows.filled(batch.text_ids, self._pad_id), "attention_mask": rows.mask}
         if self._inner_positions is None:
             inputs |= self._accept({"position_ids": rows.positions})
-        inputs |= {**self._images(batch), **self._types(batch, rows)}
-        return self._call(inputs, rows.slots[index])
+        return self._call(inputs | self._images(batch, rows), rows.slots[index])
 
     def _call(self, inputs: Mapping[str, Any], index: Tensor) -> Tensor:
         """Logits, of which the head computes those at the tokens ``index`` alone."""
@@ -262,37 +286,31 @@ class TransformersModel(PretrainedModel):
             return None
         return (arguments[0].flatten(0, -2)[self._targets][None], *arguments[1:])
 
+    @cached_property
+    def _accepted(self) -> frozenset[str]:
+        return frozenset(inspect.signature(type(self.transformers_model).forward).parameters)
+
     def _accept(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return those inputs that the model's own forward pass accepts."""
-        return {
-            name: value for name, value in inputs.items() if value is not None and name in self._parameters_of_forward
-        }
-
-    @cached_property
-    def _parameters_of_forward(self) -> frozenset[str]:
-        return frozenset(inspect.signature(type(self.transformers_model).forward).parameters)
+        return {name: value for name, value in inputs.items() if value is not None and name in self._accepted}
 
     @cached_property
     def _pad_id(self) -> int:
         config = self.transformers_model.config.get_text_config()
         return next((i for i in (config.pad_token_id, config.eos_token_id) if isinstance(i, int) and i >= 0), 0)
 
-    def _images(self, batch: ModelBatch) -> dict[str, Tensor]:
-        """The model's inputs of images, in the precision of its weights."""
+    def _images(self, batch: ModelBatch, rows: Rows | None) -> dict[str, Tensor]:
+        """The model's inputs of images, in the precision of its weights, and the marks of their tokens, for models that
+        read these; ``rows``: documents as rows, or None for one row.
+        """
         if not self.reads_images:
             return {}
         dtype = self.transformers_model.get_input_embeddings().weight.dtype
         inputs = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.image_inputs.items()}
-        return self._accept(inputs)
-
-    def _types(self, batch: ModelBatch, rows: Rows | None) -> dict[str, Tensor]:
-        """Mark the tokens of images, for models that read this; ``rows``: documents as rows, or None for one row."""
-        if not self.reads_images:
-            return {}
         host = batch.host.get("token_types")
         types = torch.zeros_like(batch.text_ids) if host is None else to_device(host, batch.text_ids.device)
         shaped = types[None] if rows is None else rows.filled(types, 0)
-        return self._accept({"mm_token_type_ids": shaped, "token_type_ids": shaped})
+        return self._accept({**inputs, "mm_token_type_ids": shaped, "token_type_ids": shaped})
 
     @cached_property
     def _inner_positions(self) -> Any:
@@ -331,7 +349,7 @@ class TransformersModel(PretrainedModel):
         kind, why = type(model).__name__, "its forward pass has no position_ids"
         if self._pair is None:
             why = "no processor has documents to check it"
-        elif "position_ids" in self._parameters_of_forward:
+        elif "position_ids" in self._accepted:
             first, other = (batch.to(device) for batch in self._pair())
             self.eval()
             with torch.no_grad():
@@ -355,9 +373,9 @@ class TransformersModel(PretrainedModel):
 
     def _cannot_pack(self, first: ModelBatch, other: ModelBatch, alone: Tensor) -> str:
         """Why not; '' for nothing. ``alone``: logits of the documents of ``first``, each a row."""
-        index = torch.arange(first.position_ids.numel(), device=first.position_ids.device)
         try:
-            packed, changed = self._in_one_row(first, index), self._in_one_row(other, index)
+            packed, changed = (self._in_one_row(one, torch.arange(len(alone), device=alone.device))
+                               for one in (first, other))  # fmt: skip
         except _NO_MASK as error:
             return f"its code has an error with it ({str(error).strip().splitlines()[0]})"
         second = first.document_lengths[0]
@@ -404,20 +422,9 @@ def _freeze_by_name(model: nn.Module, patterns: Sequence[str]) -> None:
         except re.error as error:
             raise ConfigError(f"model.freeze: {pattern!r} is no regular expression: {error}") from error
         if not matches:
-            parts = dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in parameters)
-            raise ConfigError(
-                f"model.freeze: {pattern!r} matches no parameter", allowed=f"a part of {', '.join(parts)}"
-            )
+            parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in parameters))
+            raise ConfigError(f"model.freeze: {pattern!r} matches no parameter", allowed=f"a part of {parts}")
         for parameter in matches:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for _, parameter in parameters):
         raise ConfigError(f"model.freeze {[*patterns]} leaves nothing to train")
-
-
-def recompute_layers(model: Any) -> None:
-    """Activation checkpointing of a model of transformers, by the name that its version has: the former one warns."""
-    how = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)

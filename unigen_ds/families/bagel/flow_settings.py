@@ -48,7 +48,7 @@ BAGEL_FLOW = FlowSettings(
 """The settings of the public code."""
 
 
-def flow_for(model: Any, given: Mapping[str, Any] | None = None, *, where: str = "flow") -> FlowSettings:
+def flow_for(model: Any, given: FlowSettings | Mapping[str, Any] | None = None, *, where: str = "flow") -> FlowSettings:
     """BAGEL's settings with those of ``given``. ``timestep_shift``, where it is not given: of an unchanged published
     directory (and for ``model`` None) BAGEL's, of weights that were trained or fine-tuned here that of their training.
 
@@ -56,9 +56,12 @@ def flow_for(model: Any, given: Mapping[str, Any] | None = None, *, where: str =
     """
     from unigen_ds.config.registry import check_arguments  # which imports torch
 
-    check_arguments(FlowSettings, given or {}, where=where)
+    if not isinstance(given, FlowSettings | Mapping | None):
+        raise ConfigError(f"{where} is {given!r}", allowed="FlowSettings, a mapping with fields of it, or None")
+    fields = vars(given) if isinstance(given, FlowSettings) else given or {}
+    check_arguments(FlowSettings, fields, where=where)
     trained = {} if getattr(model, "published", model is None) else {"timestep_shift": model.timestep_shift}
     try:
-        return replace(BAGEL_FLOW, **{**trained, **(given or {})})
+        return replace(BAGEL_FLOW, **{**trained, **fields})
     except ConfigError as error:
         raise error.at(where) from error

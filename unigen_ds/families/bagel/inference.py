@@ -1,9 +1,8 @@
 """Texts and pictures in, a text or a picture out, with a KV cache: BAGEL's inference rules, number for number.
 
 Three contexts are extended in parallel: ``full`` has everything, ``without_text`` all before the last text (all, where
-a picture is the last), and
-``without_image`` the texts alone; guidance compares their velocities for the same noise. One conversation at a time;
-many short drawings at once are ``sampler.draw``'s.
+a picture is the last), and ``without_image`` the texts alone; guidance compares their velocities for the same noise.
+One conversation at a time; many short drawings at once are ``sampler.draw``'s.
 
 Shape suffixes: L latent patches, C their width, T tokens, D model width.
 Source: ByteDance-Seed/Bagel (Deng et al., 2025).
@@ -22,7 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from unigen_ds.config.registry import check_arguments, checked
+from unigen_ds.config.registry import checked
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.batches.loader import pack_documents
@@ -78,7 +77,7 @@ class Context:
 
 @dataclass
 class Contexts:
-    """See the module docstring."""
+    """The three of a conversation."""
 
     full: Context = field(default_factory=Context)
     without_text: Context = field(default_factory=Context)
@@ -168,8 +167,13 @@ class InterleaveInferencer:
 
         if understand:
             return Generated(write(), [])
-        size = size or size_of_last or self._largest_square()
-        draw = partial(self._draw, contexts, size, self._flow(flow), seed, on_step=on_step)
+        transform = self.processor.vae_transform
+        if transform is None and (num_shown or not size):
+            raise ConfigError("this processor has no vae_transform, so it cannot draw")
+        largest = transform.largest_side if transform is not None else 0
+        size = size or size_of_last or (largest, largest)
+        flow = flow_for(self.model, flow, where="unified_generate.flow")
+        draw = partial(self._draw, contexts, size, flow, seed, on_step=on_step)
         if not max_parts:
             text = write() if think else ""
             if think:
@@ -189,16 +193,6 @@ class InterleaveInferencer:
         texts = [part for part in made if isinstance(part, str)]
         return Generated("\n".join(texts), [part for part in made if not isinstance(part, str)], made)
 
-    def _flow(self, flow: Any) -> FlowSettings:
-        """How a picture is drawn, from the argument ``flow``."""
-        where = "unified_generate.flow"
-        if isinstance(flow, FlowSettings):
-            check_arguments(FlowSettings, vars(flow), where=where)
-            return flow
-        if not isinstance(flow, Mapping | None):
-            raise ConfigError(f"{where} is {flow!r}", allowed="FlowSettings, a mapping with fields of it, or None")
-        return flow_for(self.model, flow, where=where)
-
     @torch.no_grad()
     def complete(
         self,
@@ -209,29 +203,29 @@ class InterleaveInferencer:
         flow: FlowSettings | None = None,
     ) -> list[Generated]:
         """The answer to each of some records, whose parts are read as in training, one record at a time."""
-        flow = flow or flow_for(self.model)
-        return [self._answer(request, max_new_tokens, sampling, flow) for request in requests]
-
-    def _answer(self, request: Request, max_new_tokens: int, sampling: Sampling, flow: FlowSettings) -> Generated:
-        contexts, wanted, begin = Contexts(), request.wanted, request.begin
-        for split in (*request.prompt, *([TokenSplit.unlearned(begin[:-1])] if len(begin) > 1 else ())):
-            if isinstance(split, TextSplit):
-                contexts.without_text = contexts.full.copy()
-                self._extend(contexts.without_image, split)
-            self._extend(contexts.full, split)
-        draw = partial(self._draw, contexts, request.size or (), flow, request.seed)
-        images = [draw()] if wanted == "image" or request.picture_first else []
-        if wanted == "image":
-            return Generated("", images)
-        for image in images:
-            self.extend_vit(contexts.full, image)
-        first = begin[-1] if begin else None
-        ids = self.write(contexts.full, max_length=max_new_tokens + 1, seed=request.seed, first=first, **vars(sampling))
-        text = self.processor.tokenizer.decode(ids[1:])
-        if wanted == BOTH and not images:
-            self._add_text(contexts, text)
-            images = [draw()]
-        return Generated(text, images)
+        flow, answers = flow or flow_for(self.model), list[Generated]()
+        for request in requests:
+            contexts, begin = Contexts(), request.begin
+            for split in (*request.prompt, *([TokenSplit.unlearned(begin[:-1])] if len(begin) > 1 else ())):
+                if isinstance(split, TextSplit):
+                    contexts.without_text = contexts.full.copy()
+                    self._extend(contexts.without_image, split)
+                self._extend(contexts.full, split)
+            draw = partial(self._draw, contexts, request.size or (), flow, request.seed)
+            images = [draw()] if request.wanted == "image" or request.picture_first else []
+            if request.wanted == "image":
+                answers.append(Generated("", images))
+                continue
+            for image in images:
+                self.extend_vit(contexts.full, image)
+            options = {"first": begin[-1] if begin else None, "seed": request.seed, **vars(sampling)}
+            ids = self.write(contexts.full, max_length=max_new_tokens + 1, **options)
+            text = self.processor.tokenizer.decode(ids[1:])
+            if request.wanted == BOTH and not images:
+                self._add_text(contexts, text)
+                images = [draw()]
+            answers.append(Generated(text, images))
+        return answers
 
     def idle(self, method: str) -> tuple[Any, ...]:
         """Arguments of a forward pass that does nothing: of a rank that has no work while others have."""
@@ -254,8 +248,6 @@ class InterleaveInferencer:
         noise_LC = torch.randn(grid[0] * grid[1], width, generator=generator(seed, number, "draw"))
         return to_picture(self.decode(self.denoise(contexts, noise_LC, grid, flow=flow, on_step=on_step), grid))
 
-    # --- contexts ---------------------------------------------------------------------------------------------
-
     def _add_text(self, contexts: Contexts, text: str) -> None:
         ids = self.processor.tokenizer.encode(text)
         contexts.without_text = contexts.full.copy()
@@ -269,9 +261,7 @@ class InterleaveInferencer:
         vae = self.processor.vae_transform
         if vae is not None:
             image = vae.resize(image)
-        if draw:
-            if vae is None:
-                raise ConfigError("this processor has no vae_transform, so it cannot draw from images")
+        if draw and vae is not None:
             pixels, side = vae(image), self.processor.vae_spatial_downsample
             shape = (self.processor.latent_channels, pixels.shape[1] // side, pixels.shape[2] // side)
             self.extend_vae(contexts.full, pixels, torch.randn(shape, generator=generator(*noise_key)))
@@ -279,12 +269,6 @@ class InterleaveInferencer:
         if draw:  # as in the public code: guidance by the text is by the texts that follow
             contexts.without_text = contexts.full.copy()
         return image
-
-    def _largest_square(self) -> tuple[int, int]:
-        transform = self.processor.vae_transform
-        if transform is None:
-            raise ConfigError("this processor has no vae_transform, so it cannot draw")
-        return transform.largest_side, transform.largest_side
 
     def extend_text(self, context: Context, ids: Sequence[int]) -> None:
         """Add a text, between the begin and the end token."""
@@ -316,8 +300,6 @@ class InterleaveInferencer:
         batch = replace(batch, position_ids=batch.position_ids + context.position)
         return batch.to(device_of(self.model))
 
-    # --- text -------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def write(
         self,
@@ -342,8 +324,6 @@ class InterleaveInferencer:
             if token == tokenizer.eos_id:
                 break
         return ids
-
-    # --- pictures ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def denoise(

@@ -13,7 +13,7 @@ Source: ByteDance-Seed/Bagel (Deng et al., 2025).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -59,33 +59,32 @@ from unigen_ds.models.weights import PretrainedModel
 _INIT_STD = 0.02
 
 
-def route(x: Tensor, num_und: int, und: Callable[[Tensor], Tensor], gen: Callable[[Tensor], Tensor]) -> Tensor:
-    """The first ``num_und`` rows through ``und``, the rest through ``gen``.
-
-    Both always run, even without a row: every parameter then takes part in every micro-batch with a zero
-    gradient, which ZeRO and FSDP need (without it collectives mismatch).
-    """
-    return torch.cat([und(x[:num_und]), gen(x[num_und:])])
-
-
 class Routed(nn.Module):
     """A module with two sets of layers: ``<name>`` for text and ViT tokens, ``<name>_moe_gen`` for latent tokens."""
 
     def _route(self, x: Tensor, num_und: int, name: str) -> Tensor:
-        return route(x, num_und, getattr(self, name), getattr(self, name + "_moe_gen"))
+        """The first ``num_und`` rows through one layer, the rest through the other.
+
+        Both always run, even without a row: every parameter then takes part in every micro-batch with a zero
+        gradient, which ZeRO and FSDP need (without it collectives mismatch).
+        """
+        und, gen = getattr(self, name), getattr(self, name + "_moe_gen")
+        return torch.cat([und(x[:num_und]), gen(x[num_und:])])
 
 
 class MoTAttention(Routed):
     """Joint attention of both experts: Qwen2 with q/k norm, and a second set of projections for latent tokens."""
 
-    def __init__(self, width: int, num_heads: int, num_kv_heads: int, eps: float) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.head_width = width // num_heads
+        width, eps = config["hidden_size"], config["rms_norm_eps"]
+        self.head_width = width // config["num_attention_heads"]
         for suffix in ("", "_moe_gen"):
-            self.add_module("q_proj" + suffix, nn.Linear(width, num_heads * self.head_width))
-            self.add_module("k_proj" + suffix, nn.Linear(width, num_kv_heads * self.head_width))
-            self.add_module("v_proj" + suffix, nn.Linear(width, num_kv_heads * self.head_width))
-            self.add_module("o_proj" + suffix, nn.Linear(num_heads * self.head_width, width, bias=False))
+            self.add_module("q_proj" + suffix, nn.Linear(width, config["num_attention_heads"] * self.head_width))
+            self.add_module("k_proj" + suffix, nn.Linear(width, config["num_key_value_heads"] * self.head_width))
+            self.add_module("v_proj" + suffix, nn.Linear(width, config["num_key_value_heads"] * self.head_width))
+            o_proj = nn.Linear(config["num_attention_heads"] * self.head_width, width, bias=False)
+            self.add_module("o_proj" + suffix, o_proj)
             self.add_module("q_norm" + suffix, RMSNorm(self.head_width, eps=eps))
             self.add_module("k_norm" + suffix, RMSNorm(self.head_width, eps=eps))
 
@@ -102,16 +101,15 @@ class MoTAttention(Routed):
 class MoTLayer(Routed):
     """One decoder layer; dropout (0 in BAGEL) acts on both residual branches."""
 
-    def __init__(
-        self, *, width: int, inner: int, num_heads: int, num_kv_heads: int, eps: float, dropout: float
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.self_attn = MoTAttention(width, num_heads, num_kv_heads, eps)
+        width, eps = config["hidden_size"], config["rms_norm_eps"]
+        self.self_attn = MoTAttention(config)
         for suffix in ("", "_moe_gen"):
-            self.add_module("mlp" + suffix, SwiGLU(width, inner))
+            self.add_module("mlp" + suffix, SwiGLU(width, config["intermediate_size"]))
             self.add_module("input_layernorm" + suffix, RMSNorm(width, eps=eps))
             self.add_module("post_attention_layernorm" + suffix, RMSNorm(width, eps=eps))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(config["dropout"])
 
     def forward(self, x_TD: Tensor, num_und: int, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         normed = self._route(x_TD, num_und, "input_layernorm")
@@ -120,24 +118,14 @@ class MoTLayer(Routed):
         return x_TD + self.dropout(self._route(normed, num_und, "mlp"))
 
 
-class MoTBackbone(nn.Module):
+class MoTBackbone(Routed):
     """``embed_tokens``, ``layers``, ``norm``, ``norm_moe_gen``; tokens in expert order."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         width, eps = config["hidden_size"], config["rms_norm_eps"]
         self.embed_tokens = nn.Embedding(config["vocab_size"], width)
-        self.layers = nn.ModuleList(
-            MoTLayer(
-                width=width,
-                inner=config["intermediate_size"],
-                num_heads=config["num_attention_heads"],
-                num_kv_heads=config["num_key_value_heads"],
-                eps=eps,
-                dropout=config["dropout"],
-            )
-            for _ in range(config["num_hidden_layers"])
-        )
+        self.layers = nn.ModuleList(MoTLayer(config) for _ in range(config["num_hidden_layers"]))
         self.norm = RMSNorm(width, eps=eps)
         self.norm_moe_gen = RMSNorm(width, eps=eps)
         self.head_width = width // config["num_attention_heads"]
@@ -147,7 +135,7 @@ class MoTBackbone(nn.Module):
     def forward(self, x_TD: Tensor, num_und: int, position_ids: Tensor, attend: Attend) -> Tensor:
         rotary = rotary_tables(position_ids, head_width=self.head_width, theta=self.theta)
         x_TD = run_layers(self.layers, x_TD, num_und, rotary, attend, recompute=self.activation_checkpointing)
-        return route(x_TD, num_und, self.norm, self.norm_moe_gen)
+        return self._route(x_TD, num_und, "norm")
 
 
 class MoTForCausalLM(nn.Module):
@@ -217,24 +205,21 @@ class UnifiedModel(PretrainedModel):
         if copy_init_moe and not pretrained:
             raise ConfigError("model.copy_init_moe has no effect without model.pretrained")
         source = read_pretrained(pretrained, vit_select_layer=vit_select_layer) if pretrained else None
-        of_config: dict[str, Any] = {
-            "latent_patch_size": latent_patch_size,
-            "max_latent_size": max_latent_size,
-            "vit_max_patches_per_side": vit_max_patches_per_side,
-        }
-        of_files = source.sizes if source is not None else {}
-        self.vit_select_layer: int = of_files.get("vit_select_layer", vit_select_layer or VIT_SELECT_LAYER)
-        of_config |= {"llm": llm, "vit": vit, "vae": vae}
+        of_config = {
+            "llm": llm, "vit": vit, "vae": vae, "latent_patch_size": latent_patch_size,
+            "max_latent_size": max_latent_size, "vit_max_patches_per_side": vit_max_patches_per_side,
+        }  # fmt: skip
+        select = vit_select_layer or VIT_SELECT_LAYER
+        self.vit_select_layer: int = source.sizes["vit_select_layer"] if source is not None else select
         self.sizes = sizes = model_sizes(source, of_config)
         config, vit = sizes["llm"], sizes["vit"]
         if config["vocab_size"] is None:
             raise ConfigError("model.llm.vocab_size is not given", remedy="the tokenizer's number of tokens, or more")
         width = config["hidden_size"]
         self.latent_patch_size, self.timestep_shift = sizes["latent_patch_size"], timestep_shift
+        self.max_latent_size, self.vocab_size = sizes["max_latent_size"], config["vocab_size"]
         self.published = isinstance(pretrained, str) and not read_exported(Path(pretrained))
         """Whether the weights are a published directory's, as they are; not after a step of training."""
-        self.max_latent_size = sizes["max_latent_size"]
-        self.vocab_size = config["vocab_size"]
         stored_vae = source is not None and any(name.startswith("vae.") for name in source.tensors)
         with nullcontext() if stored_vae else torch.device("cpu"):
             self.vae: Any = hold_as_buffers(build(AUTOENCODERS, sizes["vae"], where="model.vae"))

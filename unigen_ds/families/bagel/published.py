@@ -31,6 +31,7 @@ from unigen_ds.models.settings import LanguageSizes, VisionSizes
 from unigen_ds.models.weights import (
     Pretrained,
     Stored,
+    check_fixed,
     flat_sizes,
     read_json,
     stated_sizes,
@@ -86,18 +87,6 @@ def read_exported(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _export_values(model: Any, processor: Any) -> dict[str, Any]:
-    """The values of ``EXPORTED`` for a ``UnifiedModel`` and its processor (None: its transforms are the family's)."""
-    values: dict[str, Any] = {"vae": dict(model.sizes["vae"]), "timestep_shift": model.timestep_shift}
-    if "vit_select_layer" in model.arguments():
-        values["vit_select_layer"] = model.vit_select_layer
-    for name in ("vit_transform", "vae_transform"):
-        transform = getattr(processor, name, None)
-        if type(transform).__name__ == "ImageTransform":
-            values[name] = {"type": "ImageTransform", **{key: getattr(transform, key) for key in _TRANSFORM}}
-    return values
-
-
 def is_published(directory: Path) -> bool:
     """Whether it has BAGEL's files; one exported here may lack those of an autoencoder without weights."""
     *others, vae = FILES
@@ -118,28 +107,24 @@ def read_pretrained(pretrained: str | Mapping[str, str], *, vit_select_layer: in
     directory = Path(pretrained)
     weights, exported = stored_tensors(directory / WEIGHTS), read_exported(directory)
     select = vit_select_layer or exported.get("vit_select_layer", VIT_SELECT_LAYER)
-    has_vae = (directory / VAE_WEIGHTS).is_file() or "vae" not in exported
-    vae = _below(_PREFIX["vae"], stored_tensors(directory / VAE_WEIGHTS)) if has_vae else {}
-    is_flux = has_vae and exported.get("vae", {}).get("type", "FluxAutoencoder") == "FluxAutoencoder"
-    sizes: dict[str, Any] = {
-        "llm": _sizes("llm", directory / LLM_CONFIG),
-        "vit": _sizes("vit", directory / VIT_CONFIG, select),
-        "vae": {**(_vae_sizes(vae, directory / VAE_WEIGHTS) if is_flux else {}), **exported.get("vae", {})},
-    }
+    vae, vae_sizes = {}, exported.get("vae", {})
+    if (directory / VAE_WEIGHTS).is_file() or not vae_sizes:
+        vae = _below("vae", stored_tensors(directory / VAE_WEIGHTS))
+        if vae_sizes.get("type", "FluxAutoencoder") == "FluxAutoencoder":
+            vae_sizes = {**_vae_sizes(vae, directory / VAE_WEIGHTS), **vae_sizes}
+    llm, vit = _sizes("llm", directory / LLM_CONFIG), _sizes("vit", directory / VIT_CONFIG, select)
+    sizes: dict[str, Any] = {"llm": llm, "vit": vit, "vae": vae_sizes, "vit_select_layer": select}
     if "vae2llm.weight" in weights:
-        vae_sizes = {**sizes["vae"].get("config", {}), **sizes["vae"]}
-        channels = vae_sizes.get("latent_channels") or vae_sizes.get("channels", 1)
+        of_vae = {**vae_sizes.get("config", {}), **vae_sizes}
+        channels = of_vae.get("latent_channels") or of_vae.get("channels", 1)
         sizes["latent_patch_size"] = math.isqrt(weights["vae2llm.weight"].shape[1] // channels)
-    if "latent_pos_embed.pos_embed" in weights:
-        sizes["max_latent_size"] = math.isqrt(weights["latent_pos_embed.pos_embed"].shape[0])
-    if "vit_pos_embed.pos_embed" in weights:
-        sizes["vit_max_patches_per_side"] = math.isqrt(weights["vit_pos_embed.pos_embed"].shape[0])
-    sizes["vit_select_layer"] = select
+    tables = {"max_latent_size": "latent_pos_embed", "vit_max_patches_per_side": "vit_pos_embed"}
+    for key, table in tables.items():
+        if f"{table}.pos_embed" in weights:
+            sizes[key] = math.isqrt(weights[f"{table}.pos_embed"].shape[0])
     if select != VIT_SELECT_LAYER:  # layers of the vision tower after it are not read
-        layer, number = (
-            re.compile(r"vit_model\.vision_model\.encoder\.layers\.(\d+)\."),
-            sizes["vit"]["num_hidden_layers"],
-        )
+        layer = re.compile(r"vit_model\.vision_model\.encoder\.layers\.(\d+)\.")
+        number = vit["num_hidden_layers"]
         weights = {name: t for name, t in weights.items() if not (m := layer.match(name)) or int(m[1]) < number}
     return Pretrained(str(directory), sizes, {**weights, **vae}, r"pos_embed$")
 
@@ -160,24 +145,23 @@ def _open_parts(paths: Mapping[str, str], select: int) -> Pretrained:
         source = Path(path)
         if part == "vae":
             file = source / VAE_WEIGHTS if source.is_dir() else source
-            of_part = _below(_PREFIX[part], stored_tensors(file))
+            of_part = _below(part, stored_tensors(file))
             sizes[part] = _vae_sizes(of_part, file)
         else:
-            of_part = _below(_PREFIX[part], (vision_tensors if part == "vit" else stored_tensors)(source))
+            of_part = _below(part, (vision_tensors if part == "vit" else stored_tensors)(source))
             sizes[part] = _sizes(part, source / "config.json", select)
-            embedding = of_part.get(_PREFIX["llm"] + "model.embed_tokens.weight")
-            if part == "llm" and embedding is not None:  # a tied head is not stored
-                of_part.setdefault(_PREFIX["llm"] + "lm_head.weight", embedding)
+            embedding = of_part.get("language_model.model.embed_tokens.weight")
+            if embedding is not None:  # a tied head is not stored
+                of_part.setdefault("language_model.lm_head.weight", embedding)
         tensors |= of_part
     begun = "|".join(re.escape(_PREFIX[part]) for part in paths)
     may_lack = rf"^(?!{begun})|_moe_gen|\.[qk]_norm\."
-    return Pretrained(
-        str(dict(paths)), sizes, tensors, may_lack, r"^vit_model\.(?!vision_model\.(embed|post))|inv_freq"
-    )
+    may_leave = r"^vit_model\.(?!vision_model\.(embed|post))|inv_freq"
+    return Pretrained(str(dict(paths)), sizes, tensors, may_lack, may_leave)
 
 
-def _below(prefix: str, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    return {prefix + key: tensor for key, tensor in tensors.items()}
+def _below(part: str, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    return {_PREFIX[part] + key: tensor for key, tensor in tensors.items()}
 
 
 def _sizes(part: str, path: Path, select: int = VIT_SELECT_LAYER) -> dict[str, Any]:
@@ -261,41 +245,32 @@ def write_published(
         state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
     vae = {name.removeprefix(_PREFIX["vae"]): t for name, t in state.items() if name.startswith(_PREFIX["vae"])}
     rest = {name: tensor for name, tensor in state.items() if not name.startswith(_PREFIX["vae"])}
-    texts = {EXPORTED: _export_values(model, processor)}
-    configs = _configs(model.sizes, model.vit_select_layer)
-    if source is None:
-        texts |= configs
-    else:
-        _check_source(source, configs)
+    exported: dict[str, Any] = {"vae": dict(model.sizes["vae"]), "timestep_shift": model.timestep_shift}
+    if model.vit_select_layer != VIT_SELECT_LAYER:
+        exported["vit_select_layer"] = model.vit_select_layer
+    for name in ("vit_transform", "vae_transform"):
+        transform = getattr(processor, name, None)
+        if type(transform).__name__ == "ImageTransform":
+            exported[name] = {"type": "ImageTransform", **{key: getattr(transform, key) for key in _TRANSFORM}}
+    of_llm = {key: model.sizes["llm"][key] for key in _LLM_KEYS if key in model.sizes["llm"]}
+    layers = model.sizes["vit"]["num_hidden_layers"] - 1 - model.vit_select_layer
+    configs = {
+        LLM_CONFIG: {
+            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
+            "tie_word_embeddings": False, "qk_norm": True, "layer_module": "Qwen2MoTDecoderLayer", **of_llm,
+        },
+        VIT_CONFIG: {
+            "model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh", **model.sizes["vit"],
+            "num_hidden_layers": layers,
+        },
+    }  # fmt: skip
+    if source is not None:
+        for file, config in configs.items():
+            check_fixed(read_json(source / file), config, f"{source / file} is of another model")
     tokenizer = getattr(processor, "tokenizer", None)
     with published_folder(out, tokenizer, source, without=(WEIGHTS, VAE_WEIGHTS, EXPORTED)) as folder:
-        for name, values in texts.items():
+        for name, values in {EXPORTED: exported, **(configs if source is None else {})}.items():
             (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         for file, tensors in ((WEIGHTS, rest), (VAE_WEIGHTS, vae)):
             if tensors:  # PixelAutoencoder has none
                 save_safetensors(folder / file, tensors, {"format": "pt"})
-
-
-def _check_source(source: Path, configs: Mapping[str, Mapping[str, Any]]) -> None:
-    for file, config in configs.items():
-        stored = read_json(source / file)
-        other = [
-            f"{key} {stored[key]}, not {value}" for key, value in config.items() if stored.get(key, value) != value
-        ]
-        if other:
-            raise ConfigError(f"{source / file} is of another model: {', '.join(other)}")
-
-
-def _configs(sizes: Mapping[str, Any], select: int) -> dict[str, dict[str, Any]]:
-    llm = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "qk_norm": True,
-        "layer_module": "Qwen2MoTDecoderLayer",
-        **{key: sizes["llm"][key] for key in _LLM_KEYS if key in sizes["llm"]},
-    }
-    vit = {"model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh", **sizes["vit"]}
-    vit["num_hidden_layers"] -= 1 + select
-    return {LLM_CONFIG: llm, VIT_CONFIG: vit}

@@ -75,10 +75,6 @@ class NanoVLMDirectory(PublishedFormat):
             save_nanovlm(model.to(dtype), folder, config=config)
 
 
-class ChatInferencer(PackedInferencer):
-    """A ``VLM``: its answer is the assistant's next message."""
-
-
 @FAMILIES.register_module()
 class NanoVLM(ConversationFamily):
     """Texts and tiled images, read; texts, written."""
@@ -88,13 +84,9 @@ class NanoVLM(ConversationFamily):
     terms: ClassVar[Mapping[str, str]] = {"text": "weight of the mean cross-entropy per text target"}
     published = (NanoVLMDirectory(),)
 
-    def inferencer(self, model: Any, processor: Any) -> ChatInferencer:
-        return ChatInferencer(model, processor)
-
-
-def _tokenizer_name(name: str) -> str:
-    """A hub's name as it is; of a folder of this machine ``.``: the tokenizer is beside the weights."""
-    return "." if Path(name).is_absolute() or Path(name).exists() else name
+    def inferencer(self, model: Any, processor: Any) -> PackedInferencer:
+        """Its answer is the assistant's next message."""
+        return PackedInferencer(model, processor)
 
 
 def _config(model: VLM, processor: VLMProcessor) -> dict[str, Any]:
@@ -104,6 +96,8 @@ def _config(model: VLM, processor: VLMProcessor) -> dict[str, Any]:
             "nanoVLM's directory has no processor.vit_transform, and this model was trained with one",
             remedy="--source DIR with a config.json of your own, or tools/zero_to_fp32.py, which writes plain weights",
         )
+    tokenizer, chat = processor.tokenizer.chat.name_or_path, processor.tokenizer.chat
+    is_here = Path(tokenizer).is_absolute() or Path(tokenizer).exists()  # then the tokenizer is beside the weights
     sides = range(1, MAX_TILES_PER_SIDE + 1)
     tiles = {f"r{r}c{c}": tile_token(r - 1, c - 1) for r in sides for c in sides}
     extra = len(TILE_TOKENS) + 2
@@ -111,8 +105,8 @@ def _config(model: VLM, processor: VLMProcessor) -> dict[str, Any]:
         **nanovlm_sizes(model),
         "lm_base_vocab_size": model.vocab_size - extra,
         "extra_token_amount": extra,
-        "lm_tokenizer": _tokenizer_name(processor.tokenizer.chat.name_or_path),
-        "lm_chat_template": processor.tokenizer.chat.chat_template,
+        "lm_tokenizer": "." if is_here else tokenizer,
+        "lm_chat_template": chat.chat_template,
         "mp_image_token_length": processor.tokens_per_tile,
         "max_img_size": processor.tiling.max_size,
         "resize_to_max_side_len": processor.tiling.enlarge,

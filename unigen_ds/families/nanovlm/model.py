@@ -200,16 +200,14 @@ class VLM(PretrainedModel):
         return self.language_model.lm_head(self._hidden_states(batch, attend)[last])
 
     def _hidden_states(self, batch: PackedBatch, attend: Attend | None = None) -> Tensor:
-        return self.language_model.model(self._embed(batch), batch, attend)
-
-    def _embed(self, batch: PackedBatch) -> Tensor:
-        """Input embeddings ``[T, D]``. The vision tower runs even without a patch, so that every parameter
-        takes part in every micro-batch with a zero gradient, which ZeRO and FSDP need.
+        """``[T, D]``. The vision tower runs even without a patch, so that every parameter takes part in every
+        micro-batch with a zero gradient, which ZeRO and FSDP need.
         """
         text = self.language_model.model.embed_tokens(batch.text_ids)
         patches = self.vision_model(batch.vit_patches.to(text.dtype), batch.vit_position_ids, batch.vit_lengths)
         row_of = torch.argsort(torch.cat([batch.text_index, batch.vit_index]))
-        return torch.cat([text, self.connector(patches)])[row_of]
+        embeddings = torch.cat([text, self.connector(patches)])[row_of]
+        return self.language_model.model(embeddings, batch, attend)
 
     def shard_units(self) -> list[nn.Module]:
         """Modules an engine may shard and wrap one by one, in forward order; the root holds the rest."""

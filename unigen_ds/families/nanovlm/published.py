@@ -64,19 +64,11 @@ _VIT = {
     "layer_norm_eps": "vit_ln_eps",
 }  # fmt: skip
 _FIXED = {"vit_cls_flag": False, "vit_dropout": 0.0, "lm_dropout": 0.0, "lm_attn_scaling": 1.0, "lm_use_tokens": False}
-_HEAD, _EMBEDDING, _FREQUENCIES = (
-    "decoder.head.weight",
-    "decoder.token_embedding.weight",
-    "decoder.rotary_embd.inv_freq",
-)
+_HEAD, _EMBEDDING = "decoder.head.weight", "decoder.token_embedding.weight"
+_FREQUENCIES = "decoder.rotary_embd.inv_freq"
 
 EXTRA_TOKENS = 66
 """Image, global image and 8 x 8 rows and columns: the tokens that nanoVLM adds to a language model's."""
-_PART_PREFIX = {"vit": "", "llm": "language_model."}
-_PART_NAME = {"vit": "vision_model.", "llm": "language_model."}
-
-TIED = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight")
-"""Our names of the two embeddings that may be one tensor."""
 
 
 def vlm_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +106,7 @@ def read_pretrained(pretrained: str | Mapping[str, str]) -> Pretrained:
 def stored_weights(directory: Path) -> Pretrained:
     """``read_pretrained`` of nanoVLM's directory; of tied embeddings the one stored serves both names."""
     weights = read_pretrained(str(directory))
-    embedding, head = TIED
+    embedding, head = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
     if embedding in weights.tensors:
         return weights
     tensors = {embedding if name == head else name: stored for name, stored in weights.tensors.items()}
@@ -141,17 +133,20 @@ def stored_nanovlm(path: Path) -> dict[str, Stored]:
 
 
 def _open_parts(paths: Mapping[str, str]) -> Pretrained:
-    if not paths or set(paths) - set(_PART_PREFIX):
+    prefixes = {"vit": "vision_model.", "llm": "language_model."}
+    if not paths or set(paths) - set(prefixes):
         raise ConfigError(f"model.pretrained is {dict(paths)}", allowed="a directory, or dict(vit=, llm=)")
     sizes: dict[str, Any] = {}
     tensors: dict[str, Stored] = {}
     for part, path in paths.items():
         sizes[part] = stated_sizes(part, Path(path) / CONFIG, _VIT if part == "vit" else _LLM)
-        read = vision_tensors if part == "vit" else stored_tensors
-        tensors |= {_PART_PREFIX[part] + key: stored for key, stored in read(Path(path)).items()}
+        if part == "vit":
+            tensors |= vision_tensors(Path(path))
+        else:
+            tensors |= {prefixes[part] + key: stored for key, stored in stored_tensors(Path(path)).items()}
     if "vocab_size" in sizes.get("llm", {}):
         sizes["llm"]["vocab_size"] += EXTRA_TOKENS
-    begun = "|".join(re.escape(_PART_NAME[part]) for part in paths)
+    begun = "|".join(re.escape(prefixes[part]) for part in paths)
     return Pretrained(
         str(dict(paths)),
         sizes,
@@ -206,12 +201,13 @@ def to_nanovlm(state: Mapping[str, Tensor], *, patch_size: int) -> dict[str, Ten
 
 def _rename(name: str, *, inwards: bool) -> str:
     """Their name -> ours (``inwards``) or back."""
-    for theirs, ours in _PREFIXES:
-        old, new = (theirs, ours) if inwards else (ours, theirs)
+    way = 1 if inwards else -1
+    for pair in _PREFIXES:
+        old, new = pair[::way]
         if name.startswith(old):
             rest = name.removeprefix(old)
-            for inner_theirs, inner_ours in _INSIDE.get(theirs, ()):
-                pair = (inner_theirs, inner_ours) if inwards else (inner_ours, inner_theirs)
-                rest = rest.replace(*pair)
+            for inner in _INSIDE.get(pair[0], ()):
+                old_part, new_part = inner[::way]
+                rest = rest.replace(old_part, new_part)
             return new + rest
     raise CheckpointError(f"{name!r} is no name of {'nanoVLM' if inwards else 'VLM'}")
