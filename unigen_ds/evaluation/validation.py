@@ -58,13 +58,13 @@ class Validation:
 
         ``max_batches``: as of ``ValidationData.batches``. ``watch`` sees this rank's batches; not collective.
         """
-        own: dict[Key, Tensor] = {}
-        numbers: defaultdict[Key, float] = defaultdict(float)  # weights of targets may be fractional
+        sums: dict[Key, Tensor] = {}
+        counts: defaultdict[Key, float] = defaultdict(float)  # weights of targets may be fractional
         skipped: list[str] = []
 
-        def add(key: Key, value: Tensor, number: float) -> None:
-            own[key] = own[key] + value if key in own else value
-            numbers[key] += number
+        def add(key: Key, value: Tensor, count: float) -> None:
+            sums[key] = sums[key] + value if key in sums else value
+            counts[key] += count
 
         with evaluating(backend):
             for one in self.data.batches(max_batches, dp_rank=backend.dp_rank, dp_size=backend.dp_size):
@@ -80,32 +80,25 @@ class Validation:
                         each, (labels, names) = terms.each[term].detach().double(), groups[term]
                         parts = each.new_zeros(len(names)).index_add_(0, labels.to(each.device), each)
                         in_part = torch.bincount(labels, minlength=len(names)).tolist()
-                        for name, part, number in zip(names, parts, in_part, strict=True):
-                            add((term, name), part, number)
-        sums: defaultdict[Key, float] = defaultdict(float)
-        counts: defaultdict[Key, float] = defaultdict(float)
+                        for name, part, count in zip(names, parts, in_part, strict=True):
+                            add((term, name), part, count)
+        totals: defaultdict[Key, float] = defaultdict(float)
+        numbers: defaultdict[Key, float] = defaultdict(float)
         problems: list[str] = []
-        mine = ({key: float(value) for key, value in own.items()}, dict(numbers), skipped)
-        for rank_sums, rank_counts, rank_skipped in dist.gather_objects(
-            mine
-        ):  # in the order of the ranks, on all alike
-            for merged, rank_values in ((sums, rank_sums), (counts, rank_counts)):
-                for key, value in rank_values.items():
-                    merged[key] += value
+        mine = ({key: (float(value), counts[key]) for key, value in sums.items()}, skipped)
+        for rank_values, rank_skipped in dist.gather_objects(mine):  # in the order of the ranks, on all alike
             problems += rank_skipped
+            for key, (value, count) in rank_values.items():
+                totals[key] += value
+                numbers[key] += count
         if problems and dist.is_main():
             logger().warning("%d validation samples could not be read and are left out of val/loss. The first: %s",
                              len(problems), problems[0])  # fmt: skip
-        return self.values(sums, counts)
-
-    def values(self, sums: Mapping[Key, float], counts: Mapping[Key, float]) -> dict[str, float]:
-        """The names of ``losses`` from sums of losses and numbers of targets."""
-        means = {key: sums[key] / count for key, count in sorted(counts.items()) if count}
-        terms = {key[0]: mean for key, mean in means.items() if len(key) == 1}
+        means = {key: totals[key] / number for key, number in sorted(numbers.items()) if number}
         name = f"val/{self.own}loss"
-        total = {name: sum(self.loss_weights.get(term, 1.0) * mean for term, mean in terms.items())}
-        parts = {"/".join((name, *key)): mean for key, mean in means.items()}
-        return (total if terms else {}) | parts
+        values = {"/".join((name, *key)): mean for key, mean in means.items()}
+        weighted = [self.loss_weights.get(key[0], 1.0) * mean for key, mean in means.items() if len(key) == 1]
+        return {name: sum(weighted), **values} if weighted else values
 
 
 @contextmanager
