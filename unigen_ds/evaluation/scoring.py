@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
+import numpy as np
 from PIL import Image
 
-from unigen_ds.core.batch import Batch, LossTerms
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.generation import Answering, Answers, answers, ask, check_answers, inferencer_of
 from unigen_ds.evaluation.metrics import Metric, evaluated
 from unigen_ds.evaluation.metrics.base import NOT_USED
@@ -131,17 +130,16 @@ def evaluate(
     with kept_generators():
         for validation in sets:
             own = of_set(validation, metrics)
-            texts = TextLosses()
-            watch = texts if any(one.predicts == "loss" for one in own) else None
-            values = validation.losses(backend, max_batches=max_batches, watch=watch)
+            values = validation.losses(backend, max_batches=max_batches)
             provenance = _loss_provenance(validation, max_batches=max_batches, checkpoint=checkpoint,
                                           precision=str((made_by or {}).get("precision")))  # fmt: skip
             num_samples += int(provenance["num_samples"])
-            results.append(Result(values, provenance))
+            losses = Result(values, provenance)
+            results.append(losses)
             limit = max_samples
             if limit is None and max_batches is not None:
                 limit = max_batches * validation.data.batch_size
-            replies: dict[str, Answers | TextLosses | str] = {"loss": texts}
+            replies: dict[str, Answers | str] = {}
             for kind, names in _kinds(own).items():
                 try:
                     replies[kind] = given = answers(backend, validation.data, kind, answering, max_samples=limit)
@@ -152,8 +150,11 @@ def evaluate(
                     logger().info("Metrics of %s (%s): %d validation records are left out, %s; %d are answered.",
                                   _WORDS[kind], names, number, why, given.asked)  # fmt: skip
             for metric in own:
-                result = _score(metric, replies[metric.predicts], checkpoint=checkpoint,
-                                made_by={**answering.facts(), **(made_by or {})})  # fmt: skip
+                if metric.predicts == "loss":
+                    result = _of_losses(metric, losses, values.get(f"val/{validation.own}loss/text"))
+                else:
+                    result = _score(metric, replies[metric.predicts], checkpoint=checkpoint,
+                                    made_by={**answering.facts(), **(made_by or {})})  # fmt: skip
                 if isinstance(result, Result):
                     results.append(result.with_prefix(validation.own))
                     continue
@@ -214,14 +215,22 @@ def _kinds(metrics: Sequence[Metric]) -> dict[Kind, str]:
     return {kind: names for kind, names in names.items() if names}
 
 
-def _score(metric: Metric, replies: Answers | TextLosses | str, **options: Any) -> Result | str:
+def _of_losses(metric: Metric, losses: Result, loss: float | None) -> Result | str:
+    """The result of a metric of the mean loss of texts, or why it has none. The same on all ranks."""
+    if loss is None:
+        return "there is no loss of texts"
+    data = {key: losses.provenance[key] for key in ("num_samples", "samples", "checkpoint")}
+    return Result(metric.values(np.array([[loss]])), {**metric.provenance, **data})
+
+
+def _score(metric: Metric, replies: Answers | str, **options: Any) -> Result | str:
     """The metric's result, or on all ranks why it has none. Collective."""
     if isinstance(replies, str):
         return replies
     problem = None
     try:
         metric.reset()
-        metric.update(*(replies.columns() if isinstance(replies, TextLosses) else _columns(metric, replies)))
+        metric.update(*_columns(metric, replies))
     except Exception as error:
         problem = f"rank {dist.rank()}: {type(error).__name__}: {error}"
     problems = [each for each in dist.gather_objects(problem) if each is not None]
@@ -245,41 +254,3 @@ def _columns(metric: Metric, replies: Answers) -> tuple[Sequence[Any], Sequence[
     predictions = [colored(one.prediction) for one in replies.mine]
     references = [one.prompt if prompts else colored(one.reference) for one in replies.mine]
     return predictions, references, [one.key for one in replies.mine]
-
-
-TEXT = "text"
-"""The loss term of texts, of which perplexity is computed."""
-
-
-class TextLosses:
-    """A ``Watch`` of ``Validation.losses``: the loss of each text without the weights of ``ce_reweight``."""
-
-    def __init__(self) -> None:
-        self._samples: list[tuple[float, int, str]] = []
-        """The sum of the losses of each text, the number of its targets, and its id."""
-        self._problem = ""
-
-    def __call__(self, batch: Batch, terms: LossTerms) -> None:
-        """Add a batch with one sample a sequence; ``batch`` on the CPU."""
-        positions = batch.target_positions().get(TEXT)
-        if TEXT not in terms.each or positions is None:
-            self._problem = f"{type(batch).__name__} and the model's LossTerms.each have no loss of each text target"
-            return
-        ids, ends = batch.sample_ids, torch.tensor(batch.sample_ends, dtype=torch.int64)
-        index, weight = positions
-        sample = torch.searchsorted(ends, index, right=True)
-        each = terms.each[TEXT].detach().double().cpu() / weight.double()
-        sums = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, sample, each).tolist()
-        numbers = sample.bincount(minlength=len(ids)).tolist()
-        self._samples += [one for one in zip(sums, numbers, ids, strict=True) if one[1]]
-
-    def columns(self) -> tuple[Sequence[float], Sequence[int], Sequence[str]]:
-        """Sums, numbers of targets and sample ids of this rank's texts, as ``Perplexity.update`` has them.
-
-        Raises ``DataError`` where the model does not return what is needed.
-        """
-        if self._problem:
-            remedy = "return them in eval mode (docs/evaluation.md), or leave out Perplexity"
-            raise DataError(self._problem, remedy=remedy)
-        sums, numbers, keys = zip(*self._samples, strict=True) if self._samples else ((), (), ())
-        return sums, numbers, keys

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.core.batch import Batch, LossTerms
+from unigen_ds.core.batch import Batch
 from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
@@ -27,8 +27,6 @@ from unigen_ds.system.seeding import kept_generators
 
 Groups = Mapping[str, tuple[Tensor, Sequence[str]]]
 """As of ``Family.target_groups``."""
-Watch = Callable[[Batch, LossTerms], None]
-"""Is shown each batch, on the CPU, and what the model returned for it."""
 Key = tuple[str, ...]
 """(term,), (term, source) or (term, group)."""
 
@@ -46,9 +44,7 @@ class Validation:
         """What the names of its values begin with after ``val/``: ``<set>/``, or nothing for the only set."""
         return f"{self.data.name}/" if self.data.name else ""
 
-    def losses(
-        self, backend: Backend, *, max_batches: int | None = None, watch: Watch | None = None
-    ) -> dict[str, float]:
+    def losses(self, backend: Backend, *, max_batches: int | None = None) -> dict[str, float]:
         """Collective.
 
         ``val/loss``: the sum of ``loss_weights[k]`` times ``val/loss/k`` over the terms k that have targets;
@@ -56,7 +52,7 @@ class Validation:
         over those of a source or a group. A mean without targets is left out. The same on all ranks. With ``own``
         after ``val/``.
 
-        ``max_batches``: as of ``ValidationData.batches``. ``watch`` sees this rank's batches; not collective.
+        ``max_batches``: as of ``ValidationData.batches``.
         """
         sums: dict[Key, Tensor] = {}
         counts: defaultdict[Key, float] = defaultdict(float)  # weights of targets may be fractional
@@ -69,8 +65,6 @@ class Validation:
         with evaluating(backend):
             for one in self.data.batches(max_batches, dp_rank=backend.dp_rank, dp_size=backend.dp_size):
                 terms = backend.model(one.batch.to(backend.device))
-                if watch is not None:
-                    watch(one.batch, terms)
                 skipped += [f"{entry['sample']}: {entry['why']}" for entry in one.batch.skipped]
                 groups, targets = self.groups(one.batch) if terms.each else {}, one.batch.target_counts()
                 for term, total in terms.sums.items():

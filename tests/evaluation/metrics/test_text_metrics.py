@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import sacrebleu
-import torch
 import torchmetrics
 from rouge_score.rouge_scorer import RougeScorer
 
@@ -25,7 +23,6 @@ from unigen_ds.evaluation.metrics.text_metrics import (
     ROUGE,
     BERTScore,
     ExactMatch,
-    Perplexity,
     VQAAccuracy,
 )
 
@@ -170,22 +167,6 @@ def test_vqa_accuracy_leaves_one_person_out() -> None:
     assert VQAAccuracy().row("A cat", ["the cat"]) == [1] and VQAAccuracy().row("dog", ["cat"]) == [0]
     found = scored(VQAAccuracy(), ["2", "red"], [["two"] * 2 + ["three"] * 8, ["red"] * 10])
     assert found == {"vqa_accuracy": pytest.approx((0.6 + 1) / 2, abs=1e-12)}
-
-
-def test_perplexity_is_torchmetrics() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, 7, 11, generator=generator, dtype=torch.float64)
-    targets = torch.randint(0, 11, (5, 7), generator=generator)
-    targets[1, 3:] = -100
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=-100, reduction="none")
-    library = torchmetrics.text.Perplexity(ignore_index=-100)
-    library.update(logits, targets)
-    found = scored(Perplexity(), losses.sum(1).tolist(), (targets >= 0).sum(1).tolist())
-    assert found["perplexity"] == pytest.approx(float(library.compute()), rel=1e-6)
-    with pytest.raises(DataError, match=r"'0'.*nan"):
-        Perplexity().update([math.nan], [3], ["0"])
-    with pytest.raises(DataError, match="no sample has a target"):
-        scored(Perplexity(), [0.0], [0])
 
 
 def test_wrong_input_is_named() -> None:

@@ -47,9 +47,11 @@ class Metric:
     name = ""
     """The name of the value, or what the names of all its values begin with."""
     predicts = "text"
-    """What a prediction is: ``text``, ``image``, ``loss`` (a sum in nats) or ``text and image`` (a pair)."""
+    """What a prediction is: ``text``, ``image`` or ``text and image`` (a pair). ``loss``: the table is the mean loss of
+    texts, in nats.
+    """
     compares = "text"
-    """What a reference is: ``text`` (or several), ``image``, ``prompt``, ``targets`` (their number), ``nothing``."""
+    """What a reference is: ``text`` (or several), ``image``, ``prompt``, ``nothing``."""
     library: str | None = None
     """The distribution that computes the value; its version is in the provenance."""
     definition = 1

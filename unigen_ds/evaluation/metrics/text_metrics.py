@@ -4,7 +4,6 @@ answers; and perplexity, of the losses of texts.
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 import string
@@ -16,7 +15,7 @@ import numpy as np
 from annotated_types import Ge
 
 from unigen_ds.config.registry import METRICS
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.metrics.base import Metric, package, text_pairs
 from unigen_ds.evaluation.metrics.local_model import BATCH_SIZE, LocalModel, device, exact
 from unigen_ds.system.log import logger
@@ -215,30 +214,17 @@ class BERTScore(Metric):
 
 @METRICS.register_module()
 class Perplexity(Metric):
-    """exp of the mean loss of a target token over all samples (Jelinek et al., 1977); every token counts the same.
-
-    A prediction is the sum of the cross entropies of a sample's target tokens in nats, its reference their number.
-    """
+    """exp of the mean loss of a text's target token, ``val/loss/text`` (Jelinek et al., 1977)."""
 
     name = "perplexity"
     predicts = "loss"
-    compares = "targets"
+    compares = "nothing"
 
     def __init__(self) -> None:
         super().__init__()
 
-    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        for loss, targets, key in zip(predictions, references, keys, strict=True):
-            if not math.isfinite(loss) or targets < 0:
-                problem = f"sample {key!r}: the loss is {loss} over {targets} targets"
-                raise DataError(problem, allowed="a finite sum, and a count")
-        return [[float(loss), float(targets)] for loss, targets in zip(predictions, references, strict=True)]
-
     def values(self, table: np.ndarray) -> dict[str, float]:
-        loss, targets = table.sum(0)
-        if targets == 0:
-            raise DataError("perplexity: no sample has a target token")
-        return {self.name: float(np.exp(loss / targets))}
+        return {self.name: float(np.exp(table.mean()))}
 
 
 # ---- short answers ----

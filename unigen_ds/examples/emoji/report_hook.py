@@ -111,10 +111,7 @@ def answers_of(values: Sequence[tuple[Task, str | Image.Image]], root: Path) -> 
     """Whether each answer is right: a text word for word, a picture by the classifier."""
     classifier, answers = EmojiClassifier(root), []
     for task, value in values:
-        if isinstance(value, str):
-            right = value == task.asked.caption()
-        else:
-            right = classifier.classify(value, task.asked).right
+        right = value == task.asked.caption() if isinstance(value, str) else classifier.right(value, task.asked)
         answers.append(Answer(task, value, right))
     return answers
 
