@@ -66,7 +66,7 @@ def test_every_tool_is_a_command_with_a_main(wheel: Path) -> None:
         parser.read_string(archive.read(name).decode())
     commands = dict(parser["console_scripts"])
     assert commands == {f"unigen-{t.replace('_', '-')}": f"unigen_ds_tools.{t}:main" for t in TOOLS}
-    assert {"unigen-train", "unigen-inspect-data", "unigen-checkpoints", "unigen-plot-run"} <= set(commands)
+    assert {"unigen-train", "unigen-inspect-data", "unigen-checkpoints"} <= set(commands)
 
 
 # Imported where they are installed by hand: each has its own extra, or is another program's (imitated in our tests).

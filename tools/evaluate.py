@@ -78,9 +78,9 @@ def compare(a: Path, b: Path) -> int:
     """Print the differences; 1 if some values are unlike."""
     from unigen_ds.evaluation.provenance import compare_files
 
-    differences, refusals = compare_files(a, b)
-    for difference in differences:
-        print(difference)
+    pairs, refusals = compare_files(a, b)
+    for name, (first, second) in pairs.items():
+        print(f"{name}: {first:.6g} -> {second:.6g}, difference {second - first:+.6g}")
     for refusal in refusals:
         print(f"not compared: {refusal}", file=sys.stderr)
     return 1 if refusals else 0

@@ -12,7 +12,7 @@ import pytest
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.examples.digits.dataset import read_split, write_digits
-from unigen_ds.examples.digits.report_hook import Scores, evaluate, sample_sheet, train_classifier
+from unigen_ds.examples.digits.report_hook import evaluate, train_classifier
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.runner import Runner
 
@@ -34,15 +34,6 @@ def classifier(splits: tuple[Split, Split]) -> Any:
     return train_classifier(*splits[0])
 
 
-@pytest.fixture(scope="module")
-def scores(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Scores:
-    """Of a model that has hardly learnt anything."""
-    runner = Runner.from_cfg(tiny_config(tmp_path_factory.mktemp("run"), root), max_updates=3)
-    runner.train()
-    flow = FlowSettings(num_timesteps=3)
-    return evaluate(runner.backend.model.eval(), runner.processor, root, flow=flow, seed=0)
-
-
 def test_the_classifier_reads_real_digits(classifier: Any, splits: tuple[Split, Split]) -> None:
     images, labels = splits[1]
     assert len(images) == 297 and classifier.score(images.reshape(len(images), -1), labels) >= 0.95
@@ -59,25 +50,16 @@ def test_the_classifier_refuses_wrong_digits(classifier: Any, splits: tuple[Spli
     assert (classifier.predict(noise) == asked).mean() < 0.2
 
 
-def test_an_untrained_model_fails(scores: Scores) -> None:
-    results = scores.results
+def test_an_untrained_model_fails(root: Path, tmp_path: Path) -> None:
+    """And its sheet has red frames: ten of each digit are shown."""
+    runner = Runner.from_cfg(tiny_config(tmp_path, root), max_updates=3)
+    runner.train()
+    flow = FlowSettings(num_timesteps=3)
+    results, sheet = evaluate(runner.backend.model.eval(), runner.processor, root, flow=flow, seed=0)
     assert results["drawn"] == 200 and results["captioned"] == 297
     assert results["prompt_accuracy"] < 0.3 and results["caption_accuracy"] < 0.3
     assert results["judge_accuracy"] >= 0.95 and results["flow_steps"] == 2
-    assert results["prompt_accuracy"] == (scores.classified == scores.requested).mean()
-    assert scores.requested.tolist() == [digit for digit in range(10) for _ in range(20)]
-    assert scores.drawn.shape == (200, 8, 8)
-    assert np.array_equal(scores.drawn * 16, np.round(scores.drawn * 16)), "in the grey levels of the scans"
-
-
-def test_the_picture_marks_what_the_classifier_refused(scores: Scores, root: Path) -> None:
-    """A red frame around each refused drawing, and only there: ten of each digit are shown."""
-    red = []
-    for shift in (0, 1):
-        classified = (scores.requested + shift) % 10
-        sheet = sample_sheet(Scores(scores.results, scores.drawn, scores.requested, classified), root)
-        red.append((np.asarray(sheet) == (255, 0, 0)).all(-1).sum())
-    assert red[0] == 0 and red[1] > 100 * 200
+    assert (np.asarray(sheet) == (255, 0, 0)).all(-1).sum() > 50 * 200
 
 
 def report(work_dir: Path, data: Path, dataset: object, **given: object) -> dict[str, Any]:

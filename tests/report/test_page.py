@@ -18,7 +18,6 @@ from PIL import Image
 
 from tests.processes import ENVIRONMENT, ROOT, run
 from tests.tiny import tiny_config
-from tools.plot_run import main as plot
 from tools.report import main
 from unigen_ds.evaluation.provenance import REQUIRED, Result, write_results
 from unigen_ds.report.charts import MOST_POINTS, reduce_points, smoothed
@@ -542,21 +541,6 @@ def test_components_of_two_configs_are_paired_by_type_and_name(runs: Runs, tmp_p
         "custom_hooks.EMAHook.momentum": ["0.1", "0.2"], "custom_hooks.EvaluateHook.interval": ["2", "3"],
         "custom_hooks.LedgerHook#2.type": ["LedgerHook", "not given"],
     }  # fmt: skip
-
-
-def test_plots_of_one_run_and_of_several(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plot([str(runs.other)]) == 0
-    assert capsys.readouterr().out.strip() == str(runs.other / "curves.png")
-    assert np.asarray(Image.open(runs.other / "curves.png")).std() > 10
-    assert plot([str(tmp_path)]) == 1 and "holds no update" in capsys.readouterr().err
-    for name, problem in (("curves.gif", ".svg"), ("no/such/curves.png", "cannot be written")):
-        assert plot([str(runs.other), "--out", str(tmp_path / name)]) == 2 and problem in capsys.readouterr().err
-    long, out = copied(runs.other, tmp_path / ("a-" + "long-" * 30 + "name")), tmp_path / "curves.svg"
-    assert plot([str(runs.killed), str(runs.other), str(long), "--out", str(out)]) == 0
-    comments = out.read_text()
-    assert "<!-- killed -->" in comments and "<!-- loss/text -->" not in comments
-    assert comments.count("<!-- other -->") == 1, "one legend for all panels"
-    assert "…" in comments and long.name not in comments
 
 
 # ---- small parts ----------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
     WRITERS: (("open", "write", "close"), "a subclass of unigen_ds.tracking.writer.Writer"),
     BACKENDS: (("prepare", "load_tensors"), "a subclass of unigen_ds.backends.base.Backend"),
     OPTIMIZERS: (("step", "add_param_group"), "a subclass of torch.optim.Optimizer that declares element_wise"),
-    METRICS: (("update", "state", "merge", "compute"), "a subclass of unigen_ds.evaluation.metrics.Metric"),
+    METRICS: (("update", "compute"), "a subclass of unigen_ds.evaluation.metrics.Metric"),
 }  # fmt: skip
 """Methods that a class of each kind has, checked before anything of it is called, and what to write instead."""
 FOREIGN = ("mmengine", "xtuner")

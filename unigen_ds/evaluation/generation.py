@@ -85,14 +85,14 @@ class Answering:
     def of(cls, arguments: Mapping[str, Any], *, where: str) -> Answering:
         """Read a config's section. Raises ``ConfigError`` for unknown keys and wrong values."""
         check_arguments(cls, dict(arguments), where=where)
-        answering = cls(**arguments)
         try:
-            answering.sampling  # noqa: B018 - checks its values
+            return cls(**arguments)
         except ConfigError as error:
             raise error.at(where) from error
-        return answering
 
-    @property
+    def __post_init__(self) -> None:
+        self.sampling()  # checks its values
+
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_p)
 
@@ -107,7 +107,7 @@ class Answering:
 
 @dataclass(frozen=True)
 class Question:
-    """A record, divided into what a model is shown and its answer."""
+    """A record, divided into what a model reads and its answer."""
 
     key: str
     """Its name among all records: ``source:record``, as a sample id begins."""
@@ -140,9 +140,7 @@ class Question:
         return Request(prompt, self.kind, derive_seed(*key, "answer"), self.begin, size, self.picture_first)
 
     def reference(self, processor: Any) -> str | Image.Image | None:
-        """The record's own answer: its text as the tokenizer decodes it, or its picture in the size of training; None
-        of a text and a picture, which are compared with each other.
-        """
+        """The record's own text, or picture in the size of training; None of both, which are compared to each other."""
         if self.drawn is not None:
             return None
         if self.target.drawn:
@@ -204,19 +202,21 @@ def question_of(sample: Sample, kind: Kind, *, key: str, end_ids: Collection[int
         return None
     if kind == BOTH:
         return _question_of_both(sample.splits, key)
-    numbers = [
-        i for i, split in enumerate(sample.splits)
-        if (split.drawn if kind == "image" else isinstance(split, (TextSplit, TokenSplit)) and _is_learned(split))
-    ]  # fmt: skip
-    if not numbers:
+
+    def is_answer(split: Split) -> bool:
+        if kind == "image":
+            return split.drawn
+        return (isinstance(split, TextSplit) and split.loss) or (
+            isinstance(split, TokenSplit) and split.num_targets > 0
+        )
+
+    number = max((i for i, split in enumerate(sample.splits) if is_answer(split)), default=None)
+    if number is None:
         return None
-    target = sample.splits[numbers[-1]]
-    before = _conditions(sample.splits[: numbers[-1]])
+    target, before = sample.splits[number], _conditions(sample.splits[:number])
     begin: tuple[int, ...] = ()
-    reference: tuple[int, ...] = ()
-    if isinstance(target, TextSplit):
-        reference = target.ids
-    elif isinstance(target, TokenSplit):  # the last run of positions that predict something
+    reference: tuple[int, ...] = target.ids if isinstance(target, TextSplit) else ()
+    if isinstance(target, TokenSplit):  # the last run of positions that predict something
         stop = max(i for i, label in enumerate(target.labels) if label != IGNORED) + 1
         start = next((i + 1 for i in reversed(range(stop)) if target.labels[i] == IGNORED), 0)
         stop = next((i for i in range(start, stop) if target.labels[i] in end_ids), stop)
@@ -242,10 +242,6 @@ def _question_of_both(splits: Sequence[Split], key: str) -> Question | None:
 def _conditions(splits: Sequence[Split]) -> tuple[Split, ...]:
     """Leave out drawn pictures: one that later turns refer to is there again, as a condition."""
     return tuple(split for split in splits if not split.drawn)
-
-
-def _is_learned(split: TextSplit | TokenSplit) -> bool:
-    return split.loss if isinstance(split, TextSplit) else split.num_targets > 0
 
 
 def trained_family(backend: Backend) -> tuple[Family, type]:
@@ -337,30 +333,28 @@ def answers(
     size = answering.batch_size or data.batch_size
     groups = [records[i : i + size] for i in range(0, len(records), size)]
     seed = data.seed if answering.seed is None else answering.seed
-    options: dict[str, Any] = {"max_new_tokens": answering.max_new_tokens, "sampling": answering.sampling}
+    options: dict[str, Any] = {"max_new_tokens": answering.max_new_tokens, "sampling": answering.sampling()}
     if kind != "text":
         options["flow"] = answering.drawing(backend)
 
     def make(inferencer: Any, group: Sequence[tuple[int, int]]) -> list[Answer]:
-        readable: list[tuple[Question, Request, str | Image.Image | None]] = []
+        requests: list[Request] = []
+        rows: list[Answer] = []
         for each in group:
             question = question_at(data, kind, *each)
             assert question is not None, "the data changed while it was read"
             try:
                 reference = question.reference(data.processor)
-                readable.append((question, question.request(data.processor, seed=seed), reference))
+                requests.append(question.request(data.processor, seed=seed))
             except UnreadableImage:
                 continue
-        if not readable:
-            return []
-        rows = []
-        generated: Sequence[Generated] = inferencer.complete([request for _, request, _ in readable], **options)
-        for (question, _, reference), one in zip(readable, generated, strict=True):
-            prediction: Prediction = one.text if kind == "text" else one.images[0]
-            if kind == BOTH:
-                prediction = (one.text, one.images[0])
-            rows.append(Answer(question.key, prediction, reference, question.prompt(data.processor)))
-        return rows
+            rows.append(Answer(question.key, "", reference, question.prompt(data.processor)))
+        generated: Sequence[Generated] = inferencer.complete(requests, **options) if requests else ()
+        predictions: list[Prediction] = [
+            one.text if kind == "text" else (one.text, one.images[0]) if kind == BOTH else one.images[0]
+            for one in generated
+        ]
+        return [replace(row, prediction=one) for row, one in zip(rows, predictions, strict=True)]
 
     results = generate_all(backend, data.processor, groups, make)
     mine = [answer for number in sorted(results) for answer in results[number]]

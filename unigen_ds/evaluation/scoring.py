@@ -8,24 +8,20 @@ processes, and no random generator is changed.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
 
-from unigen_ds.core.batch import Batch, LossTerms
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.generation import Answering, Answers, answers, ask, check_answers, inferencer_of
 from unigen_ds.evaluation.metrics import Metric, evaluated
-from unigen_ds.evaluation.metrics.base import NOT_USED, draws
-from unigen_ds.evaluation.provenance import NO_DRAWS, Result
-from unigen_ds.evaluation.validation import Key, Validation
+from unigen_ds.evaluation.metrics.base import NOT_USED
+from unigen_ds.evaluation.provenance import Result
+from unigen_ds.evaluation.validation import Validation
 from unigen_ds.inference.generated import BOTH, Kind
 from unigen_ds.system import dist
 from unigen_ds.system.journals import sample_digest
@@ -47,6 +43,8 @@ class Evaluation:
     """The losses of each set, with the values of ``Validation.losses``, and the metrics that have a value."""
     failed: Mapping[str, str]
     """Name of each other metric -> why it has none."""
+    num_samples: int
+    """Of which the losses are, over all sets and ranks."""
 
     @property
     def values(self) -> dict[str, float]:
@@ -110,9 +108,7 @@ def evaluate(
     max_batches: int | None = None,
     max_samples: int | None = None,
     answering: Answering,
-    resamples: int | None = None,
     made_by: Mapping[str, str] | None = None,
-    logged: set[str] | None = None,
 ) -> Evaluation:
     """Losses and metrics of the model with its present weights, on each set of validation data. Collective; the same on
     all ranks.
@@ -124,51 +120,48 @@ def evaluate(
         max_batches: as of ``Validation.losses``.
         max_samples: records at most that the model answers; None: as many as ``max_batches`` has.
         answering: how it answers them.
-        resamples, made_by: as of ``evaluated``.
-        logged: which records are left out is logged where the line is not in it, and then is.
+        made_by: as of ``evaluated``.
 
     A metric that fails is a warning that names it, and is in ``failed``.
     """
     results: list[Result] = []
     failed: dict[str, str] = {}
+    num_samples = 0
     with kept_generators():
         for validation in sets:
             own = of_set(validation, metrics)
-            samples = SampleLosses(validation)
-            watched = resamples != 0 or any(one.predicts == "loss" for one in own)
-            values = validation.losses(backend, max_batches=max_batches, watch=samples if watched else None)
-            replicates, resampling = ({}, "0 draws") if resamples == 0 else samples.resampled()
+            values = validation.losses(backend, max_batches=max_batches)
             provenance = _loss_provenance(validation, max_batches=max_batches, checkpoint=checkpoint,
                                           precision=str((made_by or {}).get("precision")))  # fmt: skip
-            results.append(Result(values, {**provenance, "resampling": resampling}, replicates))
+            num_samples += int(provenance["num_samples"])
+            losses = Result(values, provenance)
+            results.append(losses)
             limit = max_samples
             if limit is None and max_batches is not None:
                 limit = max_batches * validation.data.batch_size
-            answers_of: dict[str, Answers | SampleLosses | str] = {"loss": samples}
+            replies: dict[str, Answers | str] = {}
             for kind, names in _kinds(own).items():
                 try:
-                    replies = answers(backend, validation.data, kind, answering, max_samples=limit)
+                    replies[kind] = given = answers(backend, validation.data, kind, answering, max_samples=limit)
                 except Exception as error:  # ``answers`` fails on every rank alike
-                    answers_of[kind] = f"no {kind} could be generated: {type(error).__name__}: {error}"
+                    replies[kind] = f"no {kind} could be generated: {type(error).__name__}: {error}"
                     continue
-                answers_of[kind] = replies
-                for why, number in replies.left_out.items():
-                    line = (f"Metrics of {_WORDS[kind]} ({names}): {number} validation records are left out, {why};"
-                            f" {replies.asked} are answered.")  # fmt: skip
-                    if dist.is_main() and (logged is None or line not in logged):
-                        logger().info("%s", line)
-                    if logged is not None:
-                        logged.add(line)
+                for why, number in given.left_out.items() if dist.is_main() else ():
+                    logger().info("Metrics of %s (%s): %d validation records are left out, %s; %d are answered.",
+                                  _WORDS[kind], names, number, why, given.asked)  # fmt: skip
             for metric in own:
-                result = _score(metric, answers_of[metric.predicts], checkpoint=checkpoint, resamples=resamples,
-                                made_by={**answering.facts(), **(made_by or {})})  # fmt: skip
+                if metric.predicts == "loss":
+                    result = _of_losses(metric, losses, values.get(f"val/{validation.own}loss/text"))
+                else:
+                    result = _score(metric, replies[metric.predicts], checkpoint=checkpoint,
+                                    made_by={**answering.facts(), **(made_by or {})})  # fmt: skip
                 if isinstance(result, Result):
                     results.append(result.with_prefix(validation.own))
                     continue
                 failed[f"{validation.own}{metric.name}"] = result
                 if dist.is_main():
                     logger().warning("The metric %s%s has no value this time: %s", validation.own, metric.name, result)
-    return Evaluation(results, failed)
+    return Evaluation(results, failed, num_samples)
 
 
 def _loss_provenance(
@@ -222,14 +215,22 @@ def _kinds(metrics: Sequence[Metric]) -> dict[Kind, str]:
     return {kind: names for kind, names in names.items() if names}
 
 
-def _score(metric: Metric, replies: Answers | SampleLosses | str, **options: Any) -> Result | str:
+def _of_losses(metric: Metric, losses: Result, loss: float | None) -> Result | str:
+    """The result of a metric of the mean loss of texts, or why it has none. The same on all ranks."""
+    if loss is None:
+        return "there is no loss of texts"
+    data = {key: losses.provenance[key] for key in ("num_samples", "samples", "checkpoint")}
+    return Result(metric.values(np.array([[loss]])), {**metric.provenance, **data})
+
+
+def _score(metric: Metric, replies: Answers | str, **options: Any) -> Result | str:
     """The metric's result, or on all ranks why it has none. Collective."""
     if isinstance(replies, str):
         return replies
     problem = None
     try:
         metric.reset()
-        metric.update(*(replies.texts() if isinstance(replies, SampleLosses) else _columns(metric, replies)))
+        metric.update(*_columns(metric, replies))
     except Exception as error:
         problem = f"rank {dist.rank()}: {type(error).__name__}: {error}"
     problems = [each for each in dist.gather_objects(problem) if each is not None]
@@ -253,102 +254,3 @@ def _columns(metric: Metric, replies: Answers) -> tuple[Sequence[Any], Sequence[
     predictions = [colored(one.prediction) for one in replies.mine]
     references = [one.prompt if prompts else colored(one.reference) for one in replies.mine]
     return predictions, references, [one.key for one in replies.mine]
-
-
-# ---- what each sample adds to the losses, for the interval of a comparison and for perplexity ----
-
-TEXT = "text"
-"""The loss term of texts, of which perplexity is computed."""
-_NUMBERS = re.compile(r"(:\d+){2,3}$")
-"""Of a sample id after its source: record, pass, and the piece of a record that is split."""
-COUNT, SEED = 1000, 0
-"""Of the bootstrap draws."""
-_Row = tuple[str, dict[Key, tuple[float, float]]]
-"""A sample's id; sum of the losses and number of the targets by term, source and group."""
-
-
-class SampleLosses:
-    """A ``Watch`` of ``Validation.losses``: what each sample adds, with and without the weights of ``ce_reweight``.
-
-    ``missing``: why samples have no values of their own, else ''.
-    """
-
-    def __init__(self, validation: Validation) -> None:
-        self._validation = validation
-        self._rows: list[_Row] = []
-        self._texts: list[tuple[float, int, str]] = []
-        """The sum of the losses of each text without weights, the number of its targets, and its id."""
-        self.missing = self._no_texts = ""
-
-    def __call__(self, batch: Batch, terms: LossTerms) -> None:
-        """Add a batch with one sample a sequence; ``batch`` on the CPU."""
-        ids, ends = batch.sample_ids, torch.tensor(batch.sample_ends, dtype=torch.int64)
-        targets = {  # term -> number of the sample of each target, its weight in the number of targets
-            term: (torch.searchsorted(ends, index, right=True), weight.double())
-            for term, (index, weight) in batch.target_positions().items()
-        }
-        each = {term: one.detach().double().cpu() for term, one in terms.each.items() if term in targets}
-
-        def by_sample(sample: Tensor, values: Tensor) -> list[float]:
-            sums: list[float] = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, sample, values).tolist()
-            return sums
-
-        if TEXT in each:
-            sample, weight = targets[TEXT]
-            sums, numbers = by_sample(sample, each[TEXT] / weight), sample.bincount(minlength=len(ids)).tolist()
-            self._texts += [one for one in zip(sums, numbers, ids, strict=True) if one[1]]
-        else:
-            self._no_texts = f"{type(batch).__name__} and the model's LossTerms.each have no loss of each text target"
-        if without := ", ".join(term for term in terms.sums if term not in each):
-            self.missing = f"of {without} there is no value of each target (LossTerms.each, Batch.target_positions)"
-            return
-        groups = self._validation.groups(batch)
-        rows: list[dict[Key, tuple[float, float]]] = [{} for _ in ids]
-        for term in terms.sums:
-            sample, weight = targets[term]
-            labels, names = groups.get(term, (sample, ()))
-            parts: dict[Key, Tensor] = {(term,): torch.ones_like(sample, dtype=torch.bool)}
-            parts |= {(term, name): labels == number for number, name in enumerate(names)}
-            for key, part in parts.items():
-                sums, counts = (by_sample(sample[part], one[part]) for one in (each[term], weight))
-                for row, total, count in zip(rows, sums, counts, strict=True):
-                    if count:
-                        row[key] = (total, count)
-        for sample_id, row in zip(ids, rows, strict=True):
-            source = _NUMBERS.sub("", sample_id)
-            self._rows.append((sample_id, row | {(*key, source): value for key, value in row.items() if len(key) == 1}))
-
-    def texts(self) -> tuple[Sequence[float], Sequence[int], Sequence[str]]:
-        """Sums, numbers of targets and sample ids of this rank's texts, as ``Perplexity.update`` has them.
-
-        Raises ``DataError`` where the model does not return what is needed.
-        """
-        if self._no_texts:
-            remedy = "return them in eval mode (docs/evaluation.md), or leave out Perplexity"
-            raise DataError(self._no_texts, remedy=remedy)
-        sums, numbers, keys = zip(*self._texts, strict=True) if self._texts else ((), (), ())
-        return sums, numbers, keys
-
-    def resampled(self) -> tuple[dict[str, list[float]], str]:
-        """Name -> the values of ``COUNT`` draws over the samples of all ranks, as ``Metric.resampled`` draws them; and
-        how they were drawn, or why there are none. The same on all ranks. Collective.
-        """
-        per_rank = dist.gather_to_main((self._rows, self.missing))
-
-        def values() -> tuple[dict[str, list[float]], str]:
-            missing = next((why for _, why in per_rank or () if why), "")
-            if missing:
-                return {}, f"{NO_DRAWS}{missing}"
-            rows = sorted((row for part, _ in per_rank or () for row in part), key=lambda row: row[0])
-            keys = sorted({key for _, row in rows for key in row})
-            table = np.array([[row.get(key, (0.0, 0.0)) for key in keys] for _, row in rows]).reshape(len(rows), -1)
-            replicates: dict[str, list[float]] = {}
-            for number, chosen in enumerate(draws(len(rows), count=COUNT, seed=SEED) if rows else ()):
-                totals = (np.bincount(chosen, minlength=len(rows)) @ table).reshape(len(keys), 2)
-                sums, numbers = ({key: float(t[k]) for key, t in zip(keys, totals, strict=True)} for k in (0, 1))
-                drawn = self._validation.values(sums, numbers)
-                for name in {*replicates, *drawn}:  # a draw may have no target of a part
-                    replicates.setdefault(name, [np.nan] * number).append(drawn.get(name, np.nan))
-            return replicates, f"{COUNT} draws, seed {SEED}"
-
-        return dist.on_main(values)

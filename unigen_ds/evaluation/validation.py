@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.core.batch import Batch, LossTerms
+from unigen_ds.core.batch import Batch
 from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
@@ -27,8 +27,6 @@ from unigen_ds.system.seeding import kept_generators
 
 Groups = Mapping[str, tuple[Tensor, Sequence[str]]]
 """As of ``Family.target_groups``."""
-Watch = Callable[[Batch, LossTerms], None]
-"""Is shown each batch, on the CPU, and what the model returned for it."""
 Key = tuple[str, ...]
 """(term,), (term, source) or (term, group)."""
 
@@ -46,9 +44,7 @@ class Validation:
         """What the names of its values begin with after ``val/``: ``<set>/``, or nothing for the only set."""
         return f"{self.data.name}/" if self.data.name else ""
 
-    def losses(
-        self, backend: Backend, *, max_batches: int | None = None, watch: Watch | None = None
-    ) -> dict[str, float]:
+    def losses(self, backend: Backend, *, max_batches: int | None = None) -> dict[str, float]:
         """Collective.
 
         ``val/loss``: the sum of ``loss_weights[k]`` times ``val/loss/k`` over the terms k that have targets;
@@ -56,21 +52,19 @@ class Validation:
         over those of a source or a group. A mean without targets is left out. The same on all ranks. With ``own``
         after ``val/``.
 
-        ``max_batches``: as of ``ValidationData.batches``. ``watch`` sees this rank's batches; not collective.
+        ``max_batches``: as of ``ValidationData.batches``.
         """
-        own: dict[Key, Tensor] = {}
-        numbers: defaultdict[Key, float] = defaultdict(float)  # weights of targets may be fractional
+        sums: dict[Key, Tensor] = {}
+        counts: defaultdict[Key, float] = defaultdict(float)  # weights of targets may be fractional
         skipped: list[str] = []
 
-        def add(key: Key, value: Tensor, number: float) -> None:
-            own[key] = own[key] + value if key in own else value
-            numbers[key] += number
+        def add(key: Key, value: Tensor, count: float) -> None:
+            sums[key] = sums[key] + value if key in sums else value
+            counts[key] += count
 
         with evaluating(backend):
             for one in self.data.batches(max_batches, dp_rank=backend.dp_rank, dp_size=backend.dp_size):
                 terms = backend.model(one.batch.to(backend.device))
-                if watch is not None:
-                    watch(one.batch, terms)
                 skipped += [f"{entry['sample']}: {entry['why']}" for entry in one.batch.skipped]
                 groups, targets = self.groups(one.batch) if terms.each else {}, one.batch.target_counts()
                 for term, total in terms.sums.items():
@@ -80,32 +74,25 @@ class Validation:
                         each, (labels, names) = terms.each[term].detach().double(), groups[term]
                         parts = each.new_zeros(len(names)).index_add_(0, labels.to(each.device), each)
                         in_part = torch.bincount(labels, minlength=len(names)).tolist()
-                        for name, part, number in zip(names, parts, in_part, strict=True):
-                            add((term, name), part, number)
-        sums: defaultdict[Key, float] = defaultdict(float)
-        counts: defaultdict[Key, float] = defaultdict(float)
+                        for name, part, count in zip(names, parts, in_part, strict=True):
+                            add((term, name), part, count)
+        totals: defaultdict[Key, float] = defaultdict(float)
+        numbers: defaultdict[Key, float] = defaultdict(float)
         problems: list[str] = []
-        mine = ({key: float(value) for key, value in own.items()}, dict(numbers), skipped)
-        for rank_sums, rank_counts, rank_skipped in dist.gather_objects(
-            mine
-        ):  # in the order of the ranks, on all alike
-            for merged, rank_values in ((sums, rank_sums), (counts, rank_counts)):
-                for key, value in rank_values.items():
-                    merged[key] += value
+        mine = ({key: (float(value), counts[key]) for key, value in sums.items()}, skipped)
+        for rank_values, rank_skipped in dist.gather_objects(mine):  # in the order of the ranks, on all alike
             problems += rank_skipped
+            for key, (value, count) in rank_values.items():
+                totals[key] += value
+                numbers[key] += count
         if problems and dist.is_main():
             logger().warning("%d validation samples could not be read and are left out of val/loss. The first: %s",
                              len(problems), problems[0])  # fmt: skip
-        return self.values(sums, counts)
-
-    def values(self, sums: Mapping[Key, float], counts: Mapping[Key, float]) -> dict[str, float]:
-        """The names of ``losses`` from sums of losses and numbers of targets."""
-        means = {key: sums[key] / count for key, count in sorted(counts.items()) if count}
-        terms = {key[0]: mean for key, mean in means.items() if len(key) == 1}
+        means = {key: totals[key] / number for key, number in sorted(numbers.items()) if number}
         name = f"val/{self.own}loss"
-        total = {name: sum(self.loss_weights.get(term, 1.0) * mean for term, mean in terms.items())}
-        parts = {"/".join((name, *key)): mean for key, mean in means.items()}
-        return (total if terms else {}) | parts
+        values = {"/".join((name, *key)): mean for key, mean in means.items()}
+        weighted = [self.loss_weights.get(key[0], 1.0) * mean for key, mean in means.items() if len(key) == 1]
+        return {name: sum(weighted), **values} if weighted else values
 
 
 @contextmanager

@@ -49,8 +49,7 @@ class Adapted:
 
 def adapter_record(model: nn.Module) -> Adapted | None:
     """Return the record of a model with adapters; None where it has none."""
-    state: Adapted | None = model.__dict__.get("adapted")
-    return state
+    return model.__dict__.get("adapted")
 
 
 def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
@@ -91,10 +90,8 @@ def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
                 if parameter.requires_grad:
                     parameter.copy_(initial.read(MASTER, name, 0, parameter.numel()).view_as(parameter))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    kind = "DoRA" if lora.use_dora else "LoRA"
-    logger().info(
-        f"{kind} of rank {lora.r} on {len(layers)} linear layers, {trained:,} parameters: {first_names(layers)}"
-    )
+    logger().info(f"{'DoRA' if lora.use_dora else 'LoRA'} of rank {lora.r} on {len(layers)} linear layers,"
+                  f" {trained:,} parameters: {first_names(layers)}")  # fmt: skip
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
@@ -110,9 +107,9 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
 def choose_layers(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
     """Names of the layers that the patterns choose, in the order of the model. Raises ``ConfigError``."""
     layers = candidates(model)
-    kinds = [*dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name) for name in layers)]
     for pattern in patterns:
         if not any(re.search(pattern, name) for name in layers):
+            kinds = [*dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name) for name in layers)]
             raise ConfigError(
                 f"lora.target_modules: {pattern!r} matches no linear layer",
                 allowed=f"a part of one of the names {first_names(kinds)}; N is a number",
@@ -158,27 +155,20 @@ def _import_peft() -> Any:
 class AdapterWeights(InitialWeights):
     """A ``ShardReader`` over the base's initial weights, under their present names, and those of the adapters.
 
-    Args:
-        model: with adapters, whole or on the meta device.
-        base: the initial weights of a model on the meta device, by the names without adapters; None: it is not there.
+    ``base``: the initial weights of a model on the meta device, by the names without adapters; None: it is not there.
     """
 
     def __init__(self, model: nn.Module, base: ShardReader | None, *, seed: int) -> None:
         super().__init__(model, {}, self._initialise_adapter, seed=seed)
         self._model, self._base = model, base
         self._adapters = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-    def kinds(self) -> Iterable[str]:
-        return [kind for kind in super().kinds() if self.names(kind)]
-
-    def names(self, kind: str) -> list[str]:
-        held = set(self._base.names(kind)) if self._base else set()
-        return [name for name in super().names(kind) if name in self._adapters or base_name(name) in held]
+        for kind, shapes in self._shapes.items():
+            held = set(base.names(kind)) if base else set()
+            self._shapes[kind] = {n: s for n, s in shapes.items() if n in self._adapters or base_name(n) in held}
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        if name in self._adapters:
+        if name in self._adapters or self._base is None:
             return super().read(kind, name, start, stop)
-        assert self._base is not None
         return self._base.read(kind, base_name(name), start, stop)
 
     def _initialise_adapter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
@@ -205,13 +195,11 @@ def base_tensors(model: nn.Module) -> frozenset[str]:
     if own is None:
         return frozenset()
     tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
-    others = {n: t.numel() for n, t in tensors.items() if not t.requires_grad and n not in own.from_files}
+    others = [name for name, one in tensors.items() if not one.requires_grad and name not in own.from_files]
     if others:
-        millions = sum(others.values()) / 1e6
-        logger().info(
-            f"Checkpoints also hold {millions:.2f} M frozen elements that the base's files do not have:"
-            f" {first_names([*others])}"
-        )
+        millions = sum(tensors[name].numel() for name in others) / 1e6
+        logger().info("Checkpoints also hold %.2f M frozen elements that the base's files do not have: %s",
+                      millions, first_names(others))  # fmt: skip
     return own.from_files
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -123,13 +123,12 @@ def vision_tensors(path: Path) -> dict[str, Stored]:
 def check_here(path: Path, *, where: str = "model.pretrained") -> None:
     """Raise ``ConfigError`` for a folder that does not exist."""
     folder = path.parent if path.suffix in (".json", ".safetensors") else path
-    if folder.exists():
-        return
-    raise ConfigError(
-        f"{where} names {str(folder)!r}, and there is no such file or folder",
-        allowed="a folder with the published files, or a name on the hub: organisation/name",
-        remedy=f"check the path; a relative one begins at {Path.cwd()}",
-    )
+    if not folder.exists():
+        raise ConfigError(
+            f"{where} names {str(folder)!r}, and there is no such file or folder",
+            allowed="a folder with the published files, or a name on the hub: organisation/name",
+            remedy=f"check the path; a relative one begins at {Path.cwd()}",
+        )
 
 
 def _as_linear(convolution: Tensor) -> Tensor:
@@ -166,14 +165,13 @@ def stated_sizes(part: str, path: Path, keys: Iterable[str]) -> dict[str, Any]:
     Raises ``ConfigError`` where our modules would compute other numbers: another activation, scaled rotary angles, ...
     """
     config = read_json(path)
-    if part == "vit":
-        config = config.get("vision_config", config)
-        check_fixed(config, {"hidden_act": "gelu_pytorch_tanh"}, path)
-    else:
-        rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-        values = {**config, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
-        check_fixed(values, {"hidden_act": "silu", "use_sliding_window": False, "rope_type": "default"}, path)
-    flat = {**(config.get("rope_parameters") or {}), **config}
+    config = config.get("vision_config", config) if part == "vit" else config
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    fixed: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh"}
+    if part == "llm":
+        fixed = {"hidden_act": "silu", "use_sliding_window": False, "rope_type": "default"}
+    check_fixed({**config, "rope_type": rope.get("rope_type", rope.get("type", "default"))}, fixed, path)
+    flat = {**rope, **config}
     return {key: flat[key] for key in keys if key in flat}
 
 
@@ -213,7 +211,7 @@ class InitialWeights:
         for name, tensor in _named_tensors(model).items():
             self._shapes[MASTER if name in parameters else BUFFER][name] = tuple(tensor.shape)
         self._stored, self._initialise, self._seed = dict(stored), initialise, seed
-        self._made: tuple[str, Tensor] | None = None
+        self._drawn = "", torch.empty(0, device="cpu")
 
     def kinds(self) -> Iterable[str]:
         return [kind for kind, shapes in self._shapes.items() if shapes]
@@ -229,19 +227,15 @@ class InitialWeights:
         held = stored.numel if stored else 0
         if stored and stop <= held:
             return stored.flat(start, stop)
-        initial = self._draw(name, self._shapes[kind][name])[max(start, held) : stop]
+        if self._drawn[0] != name:  # the last one is kept, as shards read one tensor several times
+            whole = torch.empty(self._shapes[kind][name], device="cpu")
+            with torch.no_grad():
+                self._initialise(name, whole, generator(self._seed, "initial", name))
+            self._drawn = name, whole.view(-1)
+        initial = self._drawn[1][max(start, held) : stop]
         if stored and start < held:
             return torch.cat([stored.flat(start, held).to(initial), initial])
         return initial
-
-    @torch.no_grad()
-    def _draw(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The initial values, flattened; the last one is kept, as shards read one tensor several times."""
-        if self._made is None or self._made[0] != name:
-            whole = torch.empty(tuple(shape), device="cpu")
-            self._initialise(name, whole, generator(self._seed, "initial", name))
-            self._made = name, whole.view(-1)
-        return self._made[1]
 
 
 def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
@@ -252,11 +246,8 @@ def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
     stored = by_first_name(source.tensors, tied_names(model))
     own = {name: tuple(tensor.shape) for name, tensor in _named_tensors(model).items()}
     differences = misfit({name: tensor.shape for name, tensor in stored.items()}, own)
-    grown = [
-        name
-        for name, (was, now) in differences.reshaped.items()
-        if re.search(source.may_grow, name) and was[1:] == now[1:] and was < now
-    ]
+    grown = [name for name, (was, now) in differences.reshaped.items()
+             if re.search(source.may_grow, name) and was[1:] == now[1:] and was < now]  # fmt: skip
     wrong = Misfit(
         missing=[name for name in differences.missing if not re.search(source.may_lack, name)],
         unexpected=[name for name in differences.unexpected if not re.search(source.may_leave, name)],
@@ -268,11 +259,8 @@ def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
             remedy="leave sizes out of the section model, or set them to None where a recipe has them: the files have"
             " every size",
         )
-    for what, names in (
-        ("not used", differences.unexpected),
-        ("initialised", differences.missing),
-        ("more rows than stored", grown),
-    ):
+    named = {"not used": differences.unexpected, "initialised": differences.missing, "more rows than stored": grown}
+    for what, names in named.items():
         if names:
             logger().info(f"pretrained {source.where}: {what}: {first_names(names)}")
     model.__dict__["from_files"] = frozenset(name for name in own if name in stored and name not in grown)

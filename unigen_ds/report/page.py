@@ -43,7 +43,7 @@ _CHANGED = {"True": " with changes that are not committed", "False": " no change
 _WIDEST = 900
 """Pixels; wider pictures are reduced, and their caption states it."""
 _CURVES = "curves.png"
-"""The same curves, as ``tools/plot_run.py`` draws them."""
+"""The same curves, as a demo draws them."""
 
 
 def write_report(work_dirs: Sequence[Path], out: Path, *, max_pictures: int = MAX_PICTURES) -> Path:

@@ -17,7 +17,6 @@ from tools.evaluate import main as evaluate
 from tools.train import main as train
 from unigen_ds.checkpoint.best_record import best_of
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.plots import plot_curves
 from unigen_ds.evaluation.provenance import read_results
 from unigen_ds.report.page import write_report
 from unigen_ds.report.reading import read_work_dir
@@ -72,7 +71,6 @@ def test_each_set_has_its_values_and_a_killed_run_those_of_one_that_was_not(tmp_
     assert {key for one in read.evaluations for key in one.values} == names and read.validation_loss == "val/near/loss"
     write_report([killed / "run"], tmp_path / "report.html")
     assert "val/far/loss" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    plot_curves(killed / "run" / "metrics.jsonl", tmp_path / "curves.png")
 
 
 def test_the_tool_has_the_values_of_the_hook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as td
 from tests.evaluation.tiny_models import WORDS, Convolution, noise
 from unigen_ds.evaluation.metrics import Metric, evaluated, local_model, text_metrics
 from unigen_ds.evaluation.metrics.picture_metrics import FID, KID, CLIPScore, MultimodalConsistency
-from unigen_ds.evaluation.metrics.text_metrics import BLEU, ROUGE, BERTScore, ExactMatch, Perplexity, VQAAccuracy
+from unigen_ds.evaluation.metrics.text_metrics import BLEU, ROUGE, BERTScore, ExactMatch, VQAAccuracy
 from unigen_ds.system import dist
 
 NUMBER = 23
@@ -34,7 +34,7 @@ def samples() -> list[dict[str, Any]]:
         found.append(
             {
                 "key": f"{n * 5 % NUMBER:03}", "text": " ".join(words), "reference": " ".join(other), "made": made[n],
-                "real": real[n], "loss": 0.1 + n / 3, "targets": n + 1,
+                "real": real[n],
             }
         )  # fmt: skip
     return found
@@ -49,9 +49,8 @@ def metrics(folder: Path) -> list[tuple[Metric, str, str]]:
         (BERTScore(path=str(folder / "bert")), "text", "reference"),
         (ExactMatch(), "text", "reference"),
         (VQAAccuracy(), "text", "reference"),
-        (Perplexity(), "loss", "targets"),
         (FID(extractor=extractor), "made", "real"),
-        (KID(extractor=extractor, subsets=3, subset_size=9, seed=1), "made", "real"),
+        (KID(extractor=extractor), "made", "real"),
         (CLIPScore(path=clip), "made", "text"),
         (MultimodalConsistency(path=clip), "both", "real"),
     ]
@@ -67,7 +66,7 @@ def values(folder: Path, *, rank: int, world_size: int, batch_size: int) -> dict
             part = share[n : n + 3]
             made = [(one["text"], one["made"]) if prediction == "both" else one[prediction] for one in part]
             metric.update(made, [one[reference] for one in part], [one["key"] for one in part])
-        result = evaluated(metric, checkpoint="iter_8.pth", resamples=5)
+        result = evaluated(metric, checkpoint="iter_8.pth")
         found |= result.values
         if batch_size == 1:
             found[f"result of {metric.name}"] = result.as_json()

@@ -1,4 +1,4 @@
-"""Every metric has the same value, provenance and bootstrap values on 1, 2 and 4 ranks with uneven shares."""
+"""Every metric has the same value and provenance on 1, 2 and 4 ranks with uneven shares."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from unigen_ds.system.dist import free_port
 
 NAMES = {
     "bleu", "rouge1", "rouge2", "rougeL", "rougeLsum", "bertscore_precision", "bertscore_recall",
-    "bertscore_f1", "exact_match", "vqa_accuracy", "perplexity", "fid_convolution", "kid_convolution",
-    "kid_convolution_std", "clip_score", "multimodal_consistency", "multimodal_consistency_r_precision",
+    "bertscore_f1", "exact_match", "vqa_accuracy", "fid_convolution", "kid_convolution",
+    "clip_score", "multimodal_consistency", "multimodal_consistency_r_precision",
 }  # fmt: skip
 
 
@@ -37,18 +37,17 @@ def test_every_metric_is_the_same_on_1_2_and_4_ranks(seen: dict[str, dict[str, A
     alone = seen["1 ranks, batch size 1"]
     assert {name for name in alone if not name.startswith("result of ")} == NAMES
     for world_size in (2, 4):
-        assert seen[f"{world_size} ranks, batch size 1"] == alone, "in every bit, bootstrap values included"
+        assert seen[f"{world_size} ranks, batch size 1"] == alone, "in every bit"
         batched = seen[f"{world_size} ranks, batch size 16"]
         assert {name: alone[name] for name in NAMES} == pytest.approx(batched, rel=1e-6)
 
 
 def test_every_value_has_its_provenance(seen: dict[str, dict[str, Any]]) -> None:
     results = {name: one for name, one in seen["4 ranks, batch size 1"].items() if name.startswith("result of ")}
-    assert len(results) == 10
+    assert len(results) == 9
     for one in results.values():
         assert set(REQUIRED) <= set(one["provenance"]) and all(one["provenance"][name] for name in REQUIRED)
         assert one["provenance"]["num_samples"] == "23" and one["provenance"]["checkpoint"] == "iter_8.pth"
-        assert all(len(drawn) == 5 and len(set(drawn)) > 1 for drawn in one["replicates"].values())
-    kid, bleu = results["result of kid_convolution"]["provenance"], results["result of bleu"]["provenance"]
-    assert kid["seed"] == "1" and bleu["seed"] == "none" and bleu["version"].startswith("sacrebleu 2")
+    bleu = results["result of bleu"]["provenance"]
+    assert bleu["seed"] == "none" and bleu["version"].startswith("sacrebleu 2")
     assert json.loads(bleu["settings"])["tokenize"] == "13a"

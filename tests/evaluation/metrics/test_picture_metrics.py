@@ -39,7 +39,7 @@ PROMPTS = ["a red picture", "the cat sat on the mat", "blue", "a picture of a do
 def scored(metric: Metric, predictions: list[Any], references: list[Any]) -> dict[str, float]:
     """The value over samples."""
     metric.update(predictions, references, [f"{n:04}" for n in range(len(predictions))])
-    return dict(evaluated(metric, checkpoint="", resamples=0).values)
+    return dict(evaluated(metric, checkpoint="").values)
 
 
 def tensors(images: list[Image.Image]) -> torch.Tensor:
@@ -85,26 +85,12 @@ def test_kid_is_torchmetrics() -> None:
     assert found == pytest.approx(float(library.compute()[0]), rel=1e-6)
 
 
-def test_kid_is_unbiased_over_all_samples_and_has_subsets_on_request() -> None:
+def test_kid_is_unbiased() -> None:
     values = np.array([
         scored(KID(extractor=Convolution()), noise(20, seed=n), noise(20, seed=100 + n))["kid_convolution"]
         for n in range(40)
     ])  # fmt: skip
     assert abs(values.mean()) < 3 * values.std() / len(values) ** 0.5 and (values < 0).any(), "0 of equal ones"
-
-    def subsets(seed: int) -> dict[str, float]:
-        metric = KID(extractor=Convolution(), subsets=20, subset_size=10, seed=seed)
-        assert metric.provenance["seed"] == str(seed)
-        return scored(metric, MADE, REAL)
-
-    whole = scored(KID(extractor=Convolution()), MADE, REAL)["kid_convolution"]
-    assert subsets(1) == subsets(1) != subsets(2)
-    spread = subsets(1)["kid_convolution_std"]
-    assert spread > 0 and abs(subsets(1)["kid_convolution"] - whole) < 3 * spread
-    with pytest.raises(ConfigError, match=r"subsets=3 and subset_size=None.*both"):
-        KID(extractor=Convolution(), subsets=3)
-    with pytest.raises(DataError, match=r"subset_size is 50.*at most 40"):
-        scored(KID(extractor=Convolution(), subsets=1, subset_size=50), MADE, REAL)
 
 
 def test_extractors_have_a_name_a_hash_and_an_antialiased_resize(tmp_path: Path) -> None:
@@ -175,7 +161,7 @@ def test_clip_score_of_siglip_by_the_formula(tmp_path: Path, caplog: pytest.LogC
     metric = CLIPScore(path=folder)
     with caplog.at_level(logging.WARNING):
         found = scored(metric, images, prompts)["clip_score"]
-    table = metric.table(metric.state()["rows"])
+    table = np.array([row for _, row, _ in metric.samples])
     assert table[:, 0] == pytest.approx(cosines.numpy(), rel=1e-5, abs=1e-6)
     assert found == pytest.approx(max(100 * float(table.mean()), 0), rel=1e-12)
     assert "1 of 4 texts are longer than 16 tokens" in caplog.text
@@ -241,10 +227,9 @@ def test_the_global_random_numbers_stay_as_they_were(kind: str, tmp_path: Path) 
         "bert": lambda: (BERTScore(path=str(tiny_models.bert(tmp_path))), ["a cat"] * 2, ["a dog"] * 2),
         "clip": lambda: (CLIPScore(path=str(tiny_models.clip(tmp_path))), MADE[:2], ["a cat"] * 2),
         "fid": lambda: (FID(extractor=str(tiny_models.clip(tmp_path))), MADE[:3], REAL[:3]),
-        "kid": lambda: (KID(extractor=Convolution(), subsets=2, subset_size=2), MADE[:3], REAL[:3]),
+        "kid": lambda: (KID(extractor=Convolution()), MADE[:3], REAL[:3]),
     }
     metric, predictions, references = metrics[kind]()
     before = generators()
     scored(metric, predictions, references)
-    metric.resampled(metric.merge([metric.state()]), count=2, seed=0)
     assert generators() == before

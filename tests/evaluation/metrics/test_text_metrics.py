@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import sacrebleu
-import torch
 import torchmetrics
 from rouge_score.rouge_scorer import RougeScorer
 
@@ -26,9 +23,7 @@ from unigen_ds.evaluation.metrics.text_metrics import (
     ROUGE,
     BERTScore,
     ExactMatch,
-    Perplexity,
     VQAAccuracy,
-    normalized,
 )
 
 PREDICTIONS = ["the cat sat on the mat", "A dog is in the picture.", "", "Der Käfer läuft über die Straße\nund zurück"]
@@ -45,7 +40,7 @@ def scored(metric: Metric, predictions: list, references: list) -> dict[str, flo
     keys = [f"sample {n}" for n in range(len(predictions))]
     for part in (slice(2, None), slice(0, 2)):
         metric.update(predictions[part], references[part], keys[part])
-    return dict(evaluated(metric, checkpoint="", resamples=0).values)
+    return dict(evaluated(metric, checkpoint="").values)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +79,6 @@ def test_meteor_is_that_of_pycocoevalcap() -> None:
     assert values == {"meteor": expected} and each[4] == 1
     assert metric.provenance["version"].startswith("pycocoevalcap ")
     java = metric._java
-    again = metric.resampled(metric.merge([metric.state()]), count=3, seed=0)["meteor"]
-    assert len(set(again)) > 1 and all(0 <= value <= 1 for value in again)
     metric.reset()
     assert scored(metric, texts, references) == values and metric._java is java, "started once"
     java.meteor_p.kill()
@@ -162,12 +155,6 @@ def test_exact_match_is_torchmetrics_squad() -> None:
     assert scored(ExactMatch(), answers, references) == {"exact_match": 0.25}
 
 
-def test_answers_are_normalized_as_by_the_server_of_vqa() -> None:
-    """``vqa_normalized.json`` is the output of the processor of EvalAI that lmms-eval publishes."""
-    golden = json.loads((Path(__file__).parent / "vqa_normalized.json").read_text(encoding="utf-8"))
-    assert len(golden) > 150 and {text: normalized(text) for text in golden} == golden
-
-
 def test_vqa_accuracy_leaves_one_person_out() -> None:
     def by_hand(answer: str, given: list[str]) -> float:
         shares = [min(1, sum(one == answer for m, one in enumerate(given) if m != n) / 3) for n in range(len(given))]
@@ -176,30 +163,15 @@ def test_vqa_accuracy_leaves_one_person_out() -> None:
     for number in range(11):
         given = ["two"] * number + ["three"] * (10 - number)
         assert VQAAccuracy().row("2.", given) == [pytest.approx(by_hand("two", given), rel=0, abs=1e-12)]
+    assert VQAAccuracy().row("a cat, two dogs", ["cat 2 dogs"]) == [1]
     assert VQAAccuracy().row("A cat", ["the cat"]) == [1] and VQAAccuracy().row("dog", ["cat"]) == [0]
     found = scored(VQAAccuracy(), ["2", "red"], [["two"] * 2 + ["three"] * 8, ["red"] * 10])
     assert found == {"vqa_accuracy": pytest.approx((0.6 + 1) / 2, abs=1e-12)}
 
 
-def test_perplexity_is_torchmetrics() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, 7, 11, generator=generator, dtype=torch.float64)
-    targets = torch.randint(0, 11, (5, 7), generator=generator)
-    targets[1, 3:] = -100
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=-100, reduction="none")
-    library = torchmetrics.text.Perplexity(ignore_index=-100)
-    library.update(logits, targets)
-    found = scored(Perplexity(), losses.sum(1).tolist(), (targets >= 0).sum(1).tolist())
-    assert found["perplexity"] == pytest.approx(float(library.compute()), rel=1e-6)
-    with pytest.raises(DataError, match=r"'0'.*nan"):
-        Perplexity().update([math.nan], [3], ["0"])
-    with pytest.raises(DataError, match="no sample has a target"):
-        scored(Perplexity(), [0.0], [0])
-
-
 def test_wrong_input_is_named() -> None:
     with pytest.raises(DataError, match=r"bleu has no predictions.*at least one sample"):
-        evaluated(BLEU(), checkpoint="", resamples=0)
+        evaluated(BLEU(), checkpoint="")
     with pytest.raises(DataError, match="bleu got 2 predictions, 1 references, 2 keys"):
         BLEU().update(["a", "b"], ["a"], ["0", "1"])
     for prediction, reference, problem in (
@@ -211,14 +183,14 @@ def test_wrong_input_is_named() -> None:
     metric = BLEU()
     metric.update(["a", "b"], ["a", "b"], ["0", "1"])
     metric.update(["a"], ["a"], ["1"])
-    with pytest.raises(DataError, match="bleu: 1 of 2 samples were added more than once, first '1'"):
-        evaluated(metric, checkpoint="", resamples=0)
+    with pytest.raises(DataError, match="bleu: 1 keys were added more than once, first '1'"):
+        evaluated(metric, checkpoint="")
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     with pytest.raises(ConfigError, match=r"sacrebleu cannot be imported.*pip install 'unigen_ds\[metrics\]'"):
-        BLEU().update(["a"], ["a"], ["0"])
+        scored(BLEU(), ["a"], ["a"])
     monkeypatch.setattr(BLEU, "library", "no-such-package")
     with pytest.raises(ConfigError, match=r"metrics\[0\].*no-such-package is not installed.*unigen_ds\[metrics\]"):
         build_metrics([{"type": "BLEU"}])
@@ -227,7 +199,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 def test_metrics_are_components() -> None:
     metrics = build_metrics([{"type": "BLEU", "lowercase": True}, ROUGE(), {"type": "VQAAccuracy"}])
     assert [metric.name for metric in metrics] == ["bleu", "rouge", "vqa_accuracy"]
-    for spec, problem in (({"type": "Bleu"}, "did you mean 'BLEU'"), ({"type": dict}, "has no state, merge, compute")):
+    for spec, problem in (({"type": "Bleu"}, "did you mean 'BLEU'"), ({"type": dict}, "has no compute")):
         with pytest.raises(ConfigError, match=problem):
             build_metrics([spec])
 

@@ -106,7 +106,7 @@ def test_bleu_of_short_answers_is_a_warning(caplog: pytest.LogCaptureFixture) ->
         for _ in range(2):
             metric.reset()
             metric.update(["a b", "a b c", "a b c d"], ["a b", "a b c", "a b c d"], ["0", "1", "2"])
-            evaluated(metric, checkpoint="", resamples=0)
+            evaluated(metric, checkpoint="")
     finally:
         logging.getLogger("unigen_ds").removeHandler(caplog.handler)
     lines = {record.getMessage() for record in caplog.records if "BLEU" in record.getMessage()}

@@ -45,7 +45,6 @@ _LAUNCHER = re.compile(
 _WORKER = "import sys; folder, *sys.path = sys.argv[1:]; from {module} import work; work(folder)"
 _RUNNING, _ENDED_UNSEEN, _NOT_STARTED = "running", -1, 127
 _POLL_SECONDS = 0.1
-_MOST_LINES = 5
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,8 @@ def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]
     try:
         arguments = tuple(shlex.split(command) if isinstance(command, str) else command)
     except ValueError as error:
-        raise ConfigError(
-            f"{where} is {command!r}: {error}", allowed="a command as typed, or a list of texts"
-        ) from error
+        problem = f"{where} is {command!r}: {error}"
+        raise ConfigError(problem, allowed="a command as typed, or a list of texts") from error
     fields = {name for argument in arguments for name in _FIELD.findall(argument)}
     wrong = [f"has no {{{name}}}" for name in NEEDED if name not in fields]
     wrong += [f"has {{{name}}}" for name in sorted(fields - {*FIELDS})]
@@ -133,22 +131,23 @@ class JobFolder:
         """While it is there, no worker starts another evaluation."""
         return self.folder / "stop"
 
+    def output(self, update: int) -> list[str]:
+        """The lines that the command printed."""
+        with contextlib.suppress(OSError):
+            text = self.file(update, "log").read_text(encoding="utf-8", errors="replace")
+            return [line.strip() for line in text.splitlines() if line.strip()]
+        return []
+
     def last_lines(self, update: int) -> str:
         """What the command printed last, in one line of text."""
-        lines = [line.strip() for line in self._output_lines(update)[-_MOST_LINES:] if line.strip()]
-        return " | ".join(lines) or "nothing was printed"
+        return " | ".join(self.output(update)[-5:]) or "nothing was printed"
 
     def batch_job(self, job: Job) -> str | None:
         """The number that ``sbatch`` printed; None: it accepted nothing, or the command is another one."""
         if os.path.basename(job.command[0]) != "sbatch" or self.status(job) not in (0, _ENDED_UNSEEN):
             return None
-        matches = (_SUBMITTED.fullmatch(line.strip()) for line in self._output_lines(job.update))
+        matches = map(_SUBMITTED.fullmatch, self.output(job.update))
         return next((match[1] for match in matches if match), None)
-
-    def _output_lines(self, update: int) -> list[str]:
-        with contextlib.suppress(OSError):
-            return self.file(update, "log").read_text(encoding="utf-8", errors="replace").splitlines()
-        return []
 
     def results(self) -> list[tuple[int, Path]]:
         """Updates and files of all results that are there, in order."""
@@ -188,11 +187,10 @@ class JobFolder:
         """Exit status of the command, below 0 where a signal ended it or nobody saw its end; ``running``; None: it
         waits.
         """
-        try:
+        with contextlib.suppress(OSError):
             text = self.file(job.update, "status").read_text(encoding="utf-8").strip()
-        except OSError:
-            return None
-        return text if text == _RUNNING else int(text)
+            return text if text == _RUNNING else int(text)
+        return None
 
     def start_worker(self, environment: Mapping[str, str]) -> int:
         """Start one, which begins when no other works in this folder; returns its number. It imports no torch, and no

@@ -1,10 +1,10 @@
 """The base of all metrics. In: predictions and references of the samples of one process. Out: named numbers.
 
 A metric keeps one *row* for each sample: its sufficient statistics (BLEU: counts of n-grams; ROUGE: scores; FID: two
-feature vectors), or the texts themselves where its library needs all of them at once. Rows of several processes are
-joined and ordered by the samples' keys, so a value does not depend on the number of processes, on their shares or on
-the sizes of the batches. The trade-off: FID keeps two vectors for each sample (16 KiB at 2,048 features in float32)
-where sums would be smaller; in return its value has the same bits for the same features, and it can be resampled.
+feature vectors). Rows of several processes are joined and ordered by the samples' keys, so a value does not depend on
+the number of processes, on their shares or on the sizes of the batches. The trade-off: FID keeps two vectors for each
+sample (16 KiB at 2,048 features in float32) where sums would be smaller; in return its value has the same bits for the
+same features.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.evaluation.provenance import Result
 from unigen_ds.system import dist
 
-State = Mapping[str, list[Any]]
-"""``keys``, ``rows`` and ``digests`` (of the references), an entry for each sample."""
 EXTRA = "pip install 'unigen_ds[metrics]'"
 NOT_USED = "none"
 """In a provenance: this metric has no such thing."""
@@ -43,21 +41,21 @@ class Metric:
         evaluated(metric, checkpoint="iter_9.pth")           # collective: the same result on every rank
         metric.reset()
 
-    ``rows`` is called on every rank, ``table`` and ``values`` on rank 0 alone.
+    ``rows`` is called on every rank, ``values`` on rank 0 alone.
     """
 
     name = ""
     """The name of the value, or what the names of all its values begin with."""
     predicts = "text"
-    """What a prediction is: ``text``, ``image``, ``loss`` (a sum in nats) or ``text and image`` (a pair)."""
+    """What a prediction is: ``text``, ``image`` or ``text and image`` (a pair). ``loss``: the table is the mean loss of
+    texts, in nats.
+    """
     compares = "text"
-    """What a reference is: ``text`` (or several), ``image``, ``prompt``, ``targets`` (their number), ``nothing``."""
+    """What a reference is: ``text`` (or several), ``image``, ``prompt``, ``nothing``."""
     library: str | None = None
     """The distribution that computes the value; its version is in the provenance."""
     definition = 1
     """The version of a metric that this package computes: another number means that values changed."""
-    resamples = 1000
-    """How often ``resampled`` draws the samples by default."""
     sets: Sequence[str] | None = None
     """Names of the sets of validation data that it scores; None: every set."""
 
@@ -66,8 +64,8 @@ class Metric:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all samples."""
-        self._state: dict[str, list[Any]] = {"keys": [], "rows": [], "digests": []}
+        """Forget all samples: key, row and digest of the reference of each."""
+        self.samples: list[tuple[str, Any, str]] = []
 
     def check(self) -> None:
         """Raise ``ConfigError`` for what is not installed. Called before a run."""
@@ -82,62 +80,23 @@ class Metric:
         if not len(predictions) == len(references) == len(keys):
             numbers = f"{len(predictions)} predictions, {len(references)} references, {len(keys)} keys"
             raise DataError(f"{self.name} got {numbers}", allowed="one reference and one key for each prediction")
-        if not keys:
-            return
-        rows = self.rows(predictions, references, keys)
-        assert len(rows) == len(keys), f"{type(self).__name__}.rows returns one row for each sample"
-        self._state["rows"] += rows
-        self._state["keys"] += map(str, keys)
-        self._state["digests"] += map(_digest, references)
+        rows = self.rows(predictions, references, keys) if keys else ()
+        self.samples += zip(map(str, keys), rows, map(_digest, references), strict=True)
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        """A row for each sample: numbers, an array, or whatever ``table`` reads. Called on every rank."""
+        """A row for each sample: numbers, an array, or whatever ``compute`` reads. Called on every rank."""
         return [self.row(one, several) for one, several in text_pairs(predictions, references, keys)]
 
     def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
         """The numbers of one sample, of a metric of texts."""
         raise NotImplementedError
 
-    def state(self) -> State:
-        """What ``merge`` joins: plain lists in the order of ``keys``."""
-        return {name: list(entries) for name, entries in self._state.items()}
-
-    def merge(self, states: Sequence[State]) -> State:
-        """The state over all ranks, ordered by key. Raises ``DataError`` for a key that occurs twice: the sample would
-        count twice.
-        """
-        joined = {name: [entry for state in states for entry in state[name]] for name in self._state}
-        keys = joined["keys"]
-        twice = [key for key, number in Counter(keys).items() if number > 1]
-        if twice:
-            raise DataError(
-                f"{self.name}: {len(twice)} of {len(set(keys))} samples were added more than once, first {twice[0]!r}",
-                allowed="every key once, over all processes",
-            )
-        order = sorted(range(len(keys)), key=keys.__getitem__)
-        return {name: [entries[n] for n in order] for name, entries in joined.items()}
-
-    def compute(self, merged: State) -> dict[str, float]:
-        """The values over all samples. Rank 0. Raises ``DataError`` where there is no sample."""
-        if not merged["rows"]:
-            raise DataError(f"{self.name} has no predictions", remedy="evaluate at least one sample")
-        return self.values(self.table(merged["rows"]))
-
-    def resampled(self, merged: State, *, count: int, seed: int) -> dict[str, list[float]]:
-        """The values of ``count`` bootstrap samples: as many rows, drawn with replacement.
-
-        Draw r is a function of (seed, number of samples, r), so that two results of the same samples are paired.
-        """
-        table = self.table(merged["rows"])
-        samples = [self.values(table[chosen]) for chosen in draws(len(table), count=count, seed=seed)]
-        return {name: [values[name] for values in samples] for name in samples[0]}
-
-    def table(self, rows: Sequence[Any]) -> np.ndarray:
-        """The rows as numbers: float64, shape (samples, columns). Rank 0."""
-        return np.asarray(rows, dtype=np.float64).reshape(len(rows), -1)
+    def compute(self, rows: Sequence[Any]) -> dict[str, float]:
+        """The values from the rows of all samples, at least one. Rank 0."""
+        return self.values(np.asarray(rows, dtype=np.float64).reshape(len(rows), -1))
 
     def values(self, table: np.ndarray) -> dict[str, float]:
-        """Name -> value from a table. Rank 0, and for resampling many times."""
+        """Name -> value from the rows as a table: float64, shape (samples, columns). Rank 0."""
         return {self.name: float(table.mean())}
 
     @property
@@ -162,46 +121,39 @@ class Metric:
         return {}
 
 
-def evaluated(
-    metric: Metric,
-    *,
-    checkpoint: str,
-    made_by: Mapping[str, str] | None = None,
-    resamples: int | None = None,
-    seed: int = 0,
-) -> Result:
-    """The values over all ranks with their provenance and their bootstrap values, equal on every rank. Collective.
+def evaluated(metric: Metric, *, checkpoint: str, made_by: Mapping[str, str] | None = None) -> Result:
+    """The values over all ranks with their provenance, equal on every rank. Collective.
 
     Args:
         metric: with the samples of this rank.
         checkpoint: what made the predictions; the only part of a provenance that may differ in a comparison.
         made_by: how they were made, where it can differ (sampling seed, temperature, EMA): ``generation/<name>``.
-        resamples: bootstrap values for the interval of a comparison; None: as many as the metric has by default.
-        seed: of the resampling.
+
+    Raises ``DataError`` where there is no sample, and for a key that occurs twice: the sample would count twice.
     """
-    states = dist.gather_to_main(metric.state())
-    count = metric.resamples if resamples is None else resamples
+    parts = dist.gather_to_main(metric.samples)
 
     def result() -> Result:
-        merged = metric.merge(states or ())
-        values = metric.compute(merged)
-        lines = (f"{key} {digest}" for key, digest in zip(merged["keys"], merged["digests"], strict=True))
+        samples = sorted((one for part in parts or () for one in part), key=lambda one: one[0])
+        if not samples:
+            raise DataError(f"{metric.name} has no predictions", remedy="evaluate at least one sample")
+        twice = [key for key, number in Counter(key for key, _, _ in samples).items() if number > 1]
+        if twice:
+            raise DataError(
+                f"{metric.name}: {len(twice)} keys were added more than once, first {twice[0]!r}",
+                allowed="every key once, over all processes",
+            )
+        lines = (f"{key} {digest}" for key, _, digest in samples)
         provenance = {
             **metric.provenance,
-            "num_samples": str(len(merged["keys"])),
+            "num_samples": str(len(samples)),
             "samples": blake2b("\n".join(lines).encode(), digest_size=8).hexdigest(),
             "checkpoint": checkpoint,
-            "resampling": f"{count} draws, seed {seed}",
             **{f"generation/{name}": str(value) for name, value in (made_by or {}).items()},
         }
-        return Result(values, provenance, metric.resampled(merged, count=count, seed=seed) if count else {})
+        return Result(metric.compute([row for _, row, _ in samples]), provenance)
 
     return dist.on_main(result)
-
-
-def draws(num_samples: int, *, count: int, seed: int) -> list[np.ndarray]:
-    """``count`` bootstrap samples: indices, shape (num_samples,), drawn with replacement."""
-    return [np.random.default_rng((seed, r)).integers(0, num_samples, num_samples) for r in range(count)]
 
 
 def require_version(distribution: str) -> str:

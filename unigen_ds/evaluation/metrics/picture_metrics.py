@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from unigen_ds.config.registry import METRICS, MODELS, build
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.evaluation.metrics.base import NOT_USED, Metric, State, draws, package, pictures, text
+from unigen_ds.evaluation.metrics.base import NOT_USED, Metric, package, pictures, text
 from unigen_ds.evaluation.metrics.local_model import LocalModel, device, hash_of_files, pool, vectors_of
 from unigen_ds.system.log import logger
 
@@ -93,13 +93,10 @@ class FeatureMetric(Metric):
             )
         return features.float() if features.dtype in (torch.float16, torch.bfloat16) else features
 
-    def table(self, rows: Sequence[Any]) -> np.ndarray:
-        return np.stack(rows).astype(np.float64)
-
-    def compute(self, merged: State) -> dict[str, float]:
-        if len(merged["rows"]) == 1:
+    def compute(self, rows: Sequence[Any]) -> dict[str, float]:
+        if len(rows) == 1:
             raise DataError(f"{self.name} has 1 sample", allowed="at least 2")
-        return super().compute(merged)
+        return super().compute(rows)
 
     def details(self) -> dict[str, str]:
         precision = "features as extracted, statistics float64"
@@ -135,17 +132,15 @@ class FID(FeatureMetric):
         resize: height and width that a module gets, bicubic with antialiasing; None: as they are. A folder has its own.
     """
 
-    resamples = 100
-
-    def compute(self, merged: State) -> dict[str, float]:
-        samples, dimensions = len(merged["rows"]), len(merged["rows"][0]) // 2 if merged["rows"] else 0
+    def compute(self, rows: Sequence[Any]) -> dict[str, float]:
+        samples, dimensions = len(rows), len(rows[0]) // 2
         if 1 < samples < dimensions:
             logger().warning(
                 "%s: %d samples are fewer than the %d dimensions of the features; the value is too large and cannot be"
                 " compared with one of another number of samples. Remedy: evaluate more samples, or use KID",
                 self.name, samples, dimensions,
             )  # fmt: skip
-        return super().compute(merged)
+        return super().compute(rows)
 
     def values(self, table: np.ndarray) -> dict[str, float]:
         return {self.name: frechet_distance_of_samples(*torch.from_numpy(table).chunk(2, dim=1))}
@@ -168,79 +163,23 @@ def frechet_distance_of_samples(a: Tensor, b: Tensor) -> float:
 class KID(FeatureMetric):
     """Kernel distance between generated and reference pictures, ``kid_<extractor>`` (Binkowski et al., ICLR 2018).
 
-    The unbiased estimate over all samples, so it can be negative and does not depend on their number on average. With
-    ``subsets`` the mean over random subsets instead, and ``kid_<extractor>_std``, as other packages report it.
+    The unbiased estimate over all samples (Gretton et al., JMLR 2012, lemma 6: a sample and itself are no pair), so it
+    can be negative and does not depend on their number on average.
 
     Args:
         extractor: as of ``FID``.
         name: as of ``FID``.
         resize: as of ``FID``.
-        subsets: number of random subsets; None: all samples at once.
-        subset_size: samples of a subset; needed with ``subsets``.
-        seed: of the subsets.
     """
-
-    def __init__(
-        self,
-        *,
-        extractor: Any,
-        name: str | None = None,
-        resize: Annotated[int, Ge(1)] | None = None,
-        subsets: Annotated[int, Ge(1)] | None = None,
-        subset_size: Annotated[int, Ge(2)] | None = None,
-        seed: Annotated[int, Ge(0)] = 0,
-    ) -> None:
-        if (subsets is None) != (subset_size is None):
-            problem = f"KID has subsets={subsets} and subset_size={subset_size}"
-            raise ConfigError(problem, allowed="both, or neither: all samples")
-        super().__init__(extractor=extractor, name=name, resize=resize)
-        self.settings = {"subsets": subsets, "subset_size": subset_size}
-        self._subsets, self._subset_size, self._seed = subsets, subset_size, seed
 
     def values(self, table: np.ndarray) -> dict[str, float]:
-        kernels, samples = _kernels(table), len(table)
-        if self._subsets is None or self._subset_size is None:
-            return {self.name: unbiased_mmd(*kernels, np.ones(samples), np.ones(samples))}
-        if samples < self._subset_size:
-            problem = f"{self.name}: subset_size is {self._subset_size}"
-            raise DataError(problem, allowed=f"at most {samples}, all samples")
-        estimates = []
-        for n in range(self._subsets):
-            generator = np.random.default_rng((self._seed, n))
-            members = [generator.choice(samples, self._subset_size, replace=False) for _ in range(2)]
-            estimates.append(unbiased_mmd(*kernels, *(np.bincount(one, minlength=samples) for one in members)))
-        return {self.name: float(np.mean(estimates)), f"{self.name}_std": float(np.std(estimates))}
-
-    def resampled(self, merged: State, *, count: int, seed: int) -> dict[str, list[float]]:
-        """Resample the estimate over all samples: a draw is a weight of each sample, and the kernels stay."""
-        table = self.table(merged["rows"])
-        weights = [np.bincount(one, minlength=len(table)) for one in draws(len(table), count=count, seed=seed)]
-        kernels = _kernels(table)
-        return {self.name: [unbiased_mmd(*kernels, one, one) for one in weights]}
-
-    def details(self) -> dict[str, str]:
-        return {**super().details(), **({} if self._subsets is None else {"seed": str(self._seed)})}
-
-
-def _kernels(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(x . y / d + 1)^3 of all pairs: of predictions, of references, of both."""
-    a, b = np.split(table, 2, axis=1)
-    kernels = [(x @ y.T / x.shape[1] + 1.0) ** 3 for x, y in ((a, a), (b, b), (a, b))]
-    return kernels[0], kernels[1], kernels[2]
-
-
-def unbiased_mmd(
-    predictions: np.ndarray, references: np.ndarray, both: np.ndarray, of_predictions: np.ndarray, of_references: Any
-) -> float:
-    """The unbiased estimate from the kernels of n samples each, shapes (n, n), and how often each sample counts.
-
-    A sample and itself are no pair (Gretton et al., JMLR 2012, lemma 6), also where it was drawn several times.
-    """
-    within = 0.0
-    for kernel, weights in ((predictions, of_predictions), (references, of_references)):
-        pairs = weights.sum() ** 2 - (weights**2).sum()
-        within += (weights @ kernel @ weights - weights**2 @ kernel.diagonal()) / pairs
-    return float(within - 2 * of_predictions @ both @ of_references / (of_predictions.sum() * of_references.sum()))
+        a, b = np.split(table, 2, axis=1)
+        samples, dimensions = a.shape
+        within, between = 0.0, ((a @ b.T / dimensions + 1.0) ** 3).mean()
+        for one in (a, b):
+            kernel = (one @ one.T / dimensions + 1.0) ** 3
+            within += (kernel.sum() - kernel.trace()) / (samples * (samples - 1))
+        return {self.name: float(within - 2 * between)}
 
 
 class ClipMetric(Metric):
@@ -334,9 +273,6 @@ class MultimodalConsistency(ClipMetric):
         texts = [text(one, what="the generated text", key=key) for (one, _), key in zip(predictions, keys, strict=True)]
         images = pictures([one for _, one in predictions], keys, what="the generated picture")
         return list(np.concatenate([self.of_texts(texts), self.of_images(images)], axis=-1))
-
-    def table(self, rows: Sequence[Any]) -> np.ndarray:
-        return np.stack(rows).astype(np.float64)
 
     def values(self, table: np.ndarray) -> dict[str, float]:
         of_texts, of_images = np.split(table, 2, axis=1)

@@ -4,20 +4,19 @@ answers; and perplexity, of the losses of texts.
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 import string
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from annotated_types import Ge
 
 from unigen_ds.config.registry import METRICS
-from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.evaluation.metrics.base import Metric, State, package, text_pairs
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.evaluation.metrics.base import Metric, package, text_pairs
 from unigen_ds.evaluation.metrics.local_model import BATCH_SIZE, LocalModel, device, exact
 from unigen_ds.system.log import logger
 
@@ -25,8 +24,6 @@ from unigen_ds.system.log import logger
 @METRICS.register_module()
 class BLEU(Metric):
     """BLEU of the corpus, 0 to 100 (Papineni et al., ACL 2002), as sacrebleu computes it (Post, WMT 2018).
-
-    A row is the lengths and the counts of n-grams of one sample; their sums are those of the corpus.
 
     Args:
         tokenize: tokenizer of sacrebleu.
@@ -47,42 +44,28 @@ class BLEU(Metric):
         smoothing: Literal["exp", "floor", "add-k", "none"] = "exp",
     ) -> None:
         super().__init__(tokenize=tokenize, lowercase=lowercase, max_order=max_order, smoothing=smoothing)
-        self._max_order, self._smoothing = max_order, smoothing
-        self._library: Any = None
 
-    def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
-        if self._library is None:
-            self._library = package("sacrebleu").BLEU(
-                tokenize=self.settings["tokenize"],
-                lowercase=self.settings["lowercase"],
-                max_ngram_order=self._max_order,
-                smooth_method="none",  # counts as they are; ``values`` smooths their sums
-                effective_order=True,  # of sentences; without it sacrebleu logs a warning for each
-            )
-        score = self._library.sentence_score(prediction, references)
-        return [score.sys_len, score.ref_len, *score.counts, *score.totals]
+    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
+        return text_pairs(predictions, references, keys)
 
-    def compute(self, merged: State) -> dict[str, float]:
-        short = sum(row[0] < self._max_order for row in merged["rows"])
+    def compute(self, rows: Sequence[Any]) -> dict[str, float]:
+        settings, order = self.settings, self.settings["max_order"]
+        library = package("sacrebleu").BLEU(
+            tokenize=settings["tokenize"],
+            lowercase=settings["lowercase"],
+            max_ngram_order=order,
+            smooth_method=settings["smoothing"],
+        )
+        texts = [prediction for prediction, _ in rows]
+        short = sum(len(library.tokenizer(text).split()) < order for text in texts)
         if short:
             logger().warning(
                 "BLEU: %d of %d answers have fewer than %d words, so none of their %d-grams can match; where all are so"
                 " short, BLEU is 0. Remedy: ExactMatch or ROUGE for short answers, or BLEU(max_order=...).",
-                short, len(merged["rows"]), self._max_order, self._max_order,
+                short, len(texts), order, order,
             )  # fmt: skip
-        return super().compute(merged)
-
-    def values(self, table: np.ndarray) -> dict[str, float]:
-        sums = [int(one) for one in table.sum(0)]
-        score = package("sacrebleu").BLEU.compute_bleu(
-            correct=sums[2 : 2 + self._max_order],
-            total=sums[2 + self._max_order :],
-            sys_len=sums[0],
-            ref_len=sums[1],
-            smooth_method=self._smoothing,
-            max_ngram_order=self._max_order,
-        )
-        return {self.name: float(score.score)}
+        columns = zip_longest(*(references for _, references in rows))  # sacrebleu skips the None of a shorter list
+        return {self.name: float(library.corpus_score(texts, [*columns]).score)}
 
 
 @METRICS.register_module()
@@ -92,23 +75,15 @@ class ROUGE(Metric):
     rougeLsum splits a text at newlines: put one sentence on each line. Of several references the best counts.
 
     Args:
-        kinds: which to compute.
         use_stemmer: compare words without their endings (Porter's stemmer).
     """
 
     name = "rouge"
     library = "rouge-score"
+    _kinds = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
-    def __init__(
-        self,
-        *,
-        kinds: Sequence[Literal["rouge1", "rouge2", "rouge3", "rougeL", "rougeLsum"]] = (
-            "rouge1", "rouge2", "rougeL", "rougeLsum",
-        ),
-        use_stemmer: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(kinds=list(kinds), use_stemmer=use_stemmer)
-        self._kinds = list(kinds)
+    def __init__(self, *, use_stemmer: bool = False) -> None:
+        super().__init__(use_stemmer=use_stemmer)
         self._scorer: Any = None
 
     def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
@@ -146,39 +121,25 @@ class METEOR(Metric):
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
         return text_pairs(predictions, references, keys)
 
-    def table(self, rows: Sequence[Any]) -> np.ndarray:
-        """A text for each sample: its statistics, of which Java computes scores of any samples together."""
+    def compute(self, rows: Sequence[Any]) -> dict[str, float]:
+        """Raises ``ConfigError`` where the program cannot be started, or ends meanwhile."""
 
         def line(text: str) -> str:  # of the program's protocol, in which ||| separates texts
             return " ".join(text.splitlines()).replace("|||", "").replace("  ", " ")
 
-        with self._program() as java:
-            statistics = [java._stat(line(one), [*map(line, several)]) for one, several in rows]
-            if not all(statistics):
-                raise BrokenPipeError
-        return np.asarray(statistics)
-
-    def values(self, table: np.ndarray) -> dict[str, float]:
-        """Java answers with the score of each sample and then with that of all, as in ``Meteor.compute_score``."""
-        with self._program() as java:
-            java.meteor_p.stdin.write((" ||| ".join(["EVAL", *table]) + "\n").encode())
-            java.meteor_p.stdin.flush()
-            *_, score = [float(java.meteor_p.stdout.readline()) for _ in range(len(table) + 1)]
-        return {self.name: score}
-
-    @contextmanager
-    def _program(self) -> Iterator[Any]:
-        """The program, started where it does not run. Raises ``ConfigError`` where it ends meanwhile."""
         if self._java is None or self._java.meteor_p.poll() is not None:
             self.check()
             self._java = package("pycocoevalcap.meteor.meteor").Meteor()
+        references = {n: [*map(line, several)] for n, (_, several) in enumerate(rows)}
         try:
-            yield self._java
+            score, _ = self._java.compute_score(references, {n: [line(one)] for n, (one, _) in enumerate(rows)})
         except (BrokenPipeError, ValueError) as error:
+            self._java.lock.release()  # its own method raises while it holds it
             _, errors = self._java.meteor_p.communicate()
             why = errors.decode(errors="replace").strip() or f"status {self._java.meteor_p.returncode}"
             remedy = "it needs 2 GiB of memory; the next evaluation starts it again"
             raise ConfigError(f"METEOR's Java program ended: {why}", remedy=remedy) from error
+        return {self.name: float(score)}
 
 
 @METRICS.register_module()
@@ -253,30 +214,17 @@ class BERTScore(Metric):
 
 @METRICS.register_module()
 class Perplexity(Metric):
-    """exp of the mean loss of a target token over all samples (Jelinek et al., 1977); every token counts the same.
-
-    A prediction is the sum of the cross entropies of a sample's target tokens in nats, its reference their number.
-    """
+    """exp of the mean loss of a text's target token, ``val/loss/text`` (Jelinek et al., 1977)."""
 
     name = "perplexity"
     predicts = "loss"
-    compares = "targets"
+    compares = "nothing"
 
     def __init__(self) -> None:
         super().__init__()
 
-    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        for loss, targets, key in zip(predictions, references, keys, strict=True):
-            if not math.isfinite(loss) or targets < 0:
-                problem = f"sample {key!r}: the loss is {loss} over {targets} targets"
-                raise DataError(problem, allowed="a finite sum, and a count")
-        return [[float(loss), float(targets)] for loss, targets in zip(predictions, references, strict=True)]
-
     def values(self, table: np.ndarray) -> dict[str, float]:
-        loss, targets = table.sum(0)
-        if targets == 0:
-            raise DataError("perplexity: no sample has a target token")
-        return {self.name: float(np.exp(loss / targets))}
+        return {self.name: float(np.exp(table.mean()))}
 
 
 # ---- short answers ----
@@ -307,33 +255,6 @@ def _squad(text: str) -> str:
 
 
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-_NUMBER = {"none": "0", **{word: str(n) for n, word in enumerate(_NUMBERS)}}
-_PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
-_PERIOD = re.compile(r"(?!<=\d)\.(?!\d)")
-_THOUSANDS = re.compile(r"(?<=\d),+(?=\d)")
-_WITHOUT_APOSTROPHE = """
-ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't he'd he's how'd how'll how's
-isn't  it'd it'll ma'am mightn't might've mustn't must've needn't not've o'clock oughtn't shan't should've
-shouldn't that's  there'd there're there's they'd they'll they're they've wasn't we've weren't what'll what're
-what's what've when's  where'd where's where've who'd who'll who's who've why'll why're why's won't would've
-wouldn't y'all you'd you'll  you're you've somebody'll somebody's someone'd someone'll someone's something'd
-something'll
-"""
-_WITH_HAVE = """
-couldn't hadn't he'd it'd mightn't she'd shouldn't somebody'd someone'd something'd there'd they'd we'd who'd
-wouldn't you'd
-"""
-_CONTRACTIONS = {
-    **{word.replace("'", ""): word for word in _WITHOUT_APOSTROPHE.split()},
-    **{f"{word}ve": f"{word}'ve" for word in _WITH_HAVE.split()},
-    **{word.replace("'", "") + "'ve": f"{word}'ve" for word in _WITH_HAVE.split()},
-    **dict.fromkeys(("yall'll", "y'allll"), "y'all'll"),
-    **dict.fromkeys(("yall'd've", "y'alld've", "y'all'dve"), "y'all'd've"),
-    "twas": "'twas",
-    "somebody'd": "somebodyd",
-    "'ows'at": "'ow's'at",
-}
-"""Of the server's processor, its spelling of the last one included; forms that it cannot meet are left out."""
 
 
 @METRICS.register_module()
@@ -341,8 +262,8 @@ class VQAAccuracy(Metric):
     """Accuracy of answers to questions about images, 0 to 1 (Antol et al., "VQA", ICCV 2015).
 
     An answer that n people have counts min(n / 3, 1), as the mean over all ways to leave one person out. Answers are
-    normalized first as the evaluation server does it: lower case, no punctuation and articles, numbers as digits,
-    apostrophes. A single reference (no list) counts 1 where it is equal.
+    compared as by ``ExactMatch(normalize='squad')``, with digits for the numbers to ten. A single reference (no list)
+    counts 1 where it is equal.
     """
 
     name = "vqa_accuracy"
@@ -352,20 +273,12 @@ class VQAAccuracy(Metric):
 
     def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
         """With n equal answers of k: leaving out an equal one (n of k ways) leaves n - 1, any other leaves n."""
+
+        def normalized(text: str) -> list[str]:
+            return [str(_NUMBERS.index(word)) if word in _NUMBERS else word for word in _squad(text).split()]
+
         own = normalized(prediction)
         equal, of = sum(normalized(one) == own for one in references), len(references)
         if of == 1:
             return [float(equal)]
         return [(equal * min((equal - 1) / 3, 1.0) + (of - equal) * min(equal / 3, 1.0)) / of]
-
-
-def normalized(answer: str) -> str:
-    """An answer as the evaluation server compares it (the processor of EvalAI, published with Pythia and lmms-eval)."""
-    text = answer.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
-    text = text.replace("\n", " ").replace("\t", " ").strip()
-    plain = text
-    for mark in _PUNCTUATION:
-        touches_space = f"{mark} " in text or f" {mark}" in text or _THOUSANDS.search(text) is not None
-        plain = plain.replace(mark, "" if touches_space else " ")
-    words = [_NUMBER.get(word, word) for word in _PERIOD.sub("", plain).lower().split()]
-    return " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in ("a", "an", "the"))

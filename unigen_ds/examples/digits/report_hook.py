@@ -7,8 +7,6 @@ for word.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,12 +14,10 @@ import numpy as np
 import torch
 from annotated_types import Ge
 from PIL import Image
-from torch import Tensor
 
 from unigen_ds.config.registry import HOOKS, checked
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
-from unigen_ds.examples.demo import ReportHook
+from unigen_ds.examples.demo import ReportHook, average_of
 from unigen_ds.examples.digits.dataset import (
     TRAIN_SIZE,
     WORDS,
@@ -35,11 +31,10 @@ from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import draw, read
 from unigen_ds.hooks.base import Run
-from unigen_ds.hooks.evaluate.ema import ema_of
 from unigen_ds.system import dist
 
 DRAWN_PER_DIGIT = 20
-_SHOWN, _SIDE = 10, 40
+_SHOWN = 10
 
 
 @HOOKS.register_module()
@@ -70,53 +65,38 @@ class DigitsReportHook(ReportHook):
         self.seed, self.root = seed, root
 
     def measure(self, run: Run, root: Path) -> tuple[dict[str, Any], Image.Image, str] | None:
-        ema, model = ema_of(run), run.backend.model
+        model = run.backend.model
         model.eval()
         try:
-            with ema.swapped(run) if ema else nullcontext(), torch.no_grad():
-                scores = evaluate(model, run.processor, root, flow=self.flow, seed=self.seed)
+            with average_of(run), torch.no_grad():
+                results, sheet = evaluate(model, run.processor, root, flow=self.flow, seed=self.seed)
         finally:
             model.train()
-        if not dist.is_main():
-            return None
-        results = scores.results
         summary = (
             f"Of {results['drawn']} drawn digits the classifier reads {results['prompt_accuracy']:.1%} as requested (of"
             f" real ones it reads {results['judge_accuracy']:.1%} correctly); {results['caption_accuracy']:.1%} of"
             f" {results['captioned']} held-out images read correctly."
         )
-        return results, sample_sheet(scores, root), summary
+        return (results, sheet, summary) if dist.is_main() else None
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Results and the pictures that they are of."""
+def evaluate(
+    model: Any, processor: UnifiedProcessor, root: Path, *, flow: FlowSettings, seed: int
+) -> tuple[dict[str, Any], Image.Image]:
+    """Draw 20 of each digit and read the 297 held-out images. The model is in eval mode, on its device.
 
-    results: dict[str, Any]
-    drawn: np.ndarray
-    """[200, 8, 8] in 0..1, twenty of each digit in order."""
-    requested: np.ndarray
-    """[200] the digit of each prompt."""
-    classified: np.ndarray
-    """[200] the digit that the classifier read."""
-
-
-def to_unit(images: Tensor) -> np.ndarray:
-    """[-1, 1] -> 0..1 in the 17 grey levels of the real scans: no finer than what they can show."""
-    unit = (images.detach().float().cpu().clamp(-1, 1) + 1) / 2
-    return (unit * 16).round().div(16).numpy()
-
-
-def evaluate(model: Any, processor: UnifiedProcessor, root: Path, *, flow: FlowSettings, seed: int) -> Scores:
-    """Draw 20 of each digit, caption the 297 held-out images, score both. The model is in eval mode, on its device."""
+    Out: the results, and a sheet of ten drawings of each digit, each beside a real scan of it; a red frame: classified
+    as another digit.
+    """
     train_images, train_labels = read_split(root, "train")
     held_images, held_labels = read_split(root, "val")
     classifier = train_classifier(train_images, train_labels)
     requested = np.repeat(np.arange(10), DRAWN_PER_DIGIT)
     prompts = [draw_prompt(digit) for digit in requested.tolist()]
-    pictures = draw(model, processor, prompts, size=train_images.shape[1:], flow=flow, seed=seed)
-    drawings = to_unit(torch.stack(pictures)[:, 0])
-    classified = classifier.predict(drawings.reshape(len(drawings), -1))
+    pictures = torch.stack(draw(model, processor, prompts, size=train_images.shape[1:], flow=flow, seed=seed))[:, 0]
+    # [-1, 1] -> 0..1 in the 17 grey levels of the real scans: no finer than what they can show
+    drawn = ((pictures.float().cpu().clamp(-1, 1) + 1) * 8).round().div(16).numpy()
+    classified = classifier.predict(drawn.reshape(len(drawn), -1))
     texts = read(model, processor, [_picture(image) for image in held_images])
     right = [text == caption(digit) for text, digit in zip(texts, held_labels.tolist(), strict=True)]
     results = {
@@ -129,34 +109,23 @@ def evaluate(model: Any, processor: UnifiedProcessor, root: Path, *, flow: FlowS
         "guidance": flow.text_scale,
         "flow_steps": flow.num_timesteps - 1,
     }
-    return Scores(results, drawings, requested, classified)
-
-
-def train_classifier(images: np.ndarray, labels: np.ndarray) -> Any:
-    """A support vector machine on pixels in 0..1; gamma is scikit-learn's example value 0.001 for pixels in 0..16."""
-    try:
-        from sklearn.svm import SVC
-    except ImportError as error:
-        problem = "the classifier of the digits needs scikit-learn"
-        raise ConfigError(problem, remedy="pip install 'unigen_ds[demo]'") from error
-    return SVC(gamma=0.001 * 16**2).fit(images.reshape(len(images), -1), labels)
-
-
-def sample_sheet(scores: Scores, root: Path) -> Image.Image:
-    """Ten drawings of each digit, each beside a real scan of it. Red frame: classified as another digit."""
-    images, labels = read_split(root, "train")
     cells = []
     for digit, word in enumerate(WORDS):
-        pairs = zip(np.flatnonzero(scores.requested == digit), images[labels == digit], strict=False)
-        for number, scan in [*pairs][:_SHOWN]:
-            wrong = bool(scores.classified[number] != digit)
-            cells.append(Cell([_picture(scores.drawn[number]), _picture(scan)], word, wrong))
-    results = scores.results
+        scans = train_images[train_labels == digit]
+        for number, scan in zip(np.flatnonzero(requested == digit)[:_SHOWN], scans, strict=False):
+            cells.append(Cell([_picture(drawn[number]), _picture(scan)], word, bool(classified[number] != digit)))
     title = (
         f"Drawn by the model (the classifier agrees on {results['prompt_accuracy']:.1%}), and a real scan. Of"
         f" {results['captioned']} held-out scans {results['caption_accuracy']:.1%} are read correctly."
     )
-    return contact_sheet(cells, columns=_SHOWN, title=title, side=_SIDE)
+    return results, contact_sheet(cells, columns=_SHOWN, title=title, side=40)
+
+
+def train_classifier(images: np.ndarray, labels: np.ndarray) -> Any:
+    """A support vector machine on pixels in 0..1; gamma is scikit-learn's example value 0.001 for pixels in 0..16."""
+    from sklearn.svm import SVC  # ``DigitsDataset`` needs the package, too
+
+    return SVC(gamma=0.001 * 16**2).fit(images.reshape(len(images), -1), labels)
 
 
 def _picture(image: np.ndarray) -> Image.Image:

@@ -10,7 +10,6 @@ a shift by one pixel 0.33, of another emoji 0.7.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +23,6 @@ from unigen_ds.examples.emoji.catalogue import Variant, variants
 from unigen_ds.examples.emoji.dataset import SIDE, stored_picture, write_emoji
 
 LIMIT = 0.3
-_ROUNDED = 1.5 / 255
-
-
-@dataclass(frozen=True)
-class Finding:
-    """About one picture."""
-
-    seen: Variant
-    """The variant whose true picture is nearest."""
-    asked: Variant
-    error: float
-    """Distance to the true picture of ``asked``; 1 is that of a blank sheet."""
-
-    @property
-    def right(self) -> bool:
-        return self.seen == self.asked and self.error <= LIMIT
 
 
 class EmojiClassifier:
@@ -50,28 +33,26 @@ class EmojiClassifier:
         self.variants = variants()
         self._true = np.stack([_pixels(stored_picture(folder, variant)) for variant in self.variants])
 
-    def classify(self, image: Image.Image, asked: Variant) -> Finding:
-        """Raises ``DataError`` for a picture of another size."""
+    def nearest(self, image: Image.Image) -> Variant:
+        """The variant whose true picture is nearest. Raises ``DataError`` for a picture of another size."""
         if image.size != (SIDE, SIDE):
             raise DataError(f"a picture of {image.size[0]} x {image.size[1]} pixels", allowed=f"{SIDE} x {SIDE}")
-        distances = np.linalg.norm(self._true - _pixels(image), axis=1)
-        true = self.variants.index(asked)
-        blank = float(np.linalg.norm(self._true[true] - 1.0))
-        return Finding(self.variants[int(distances.argmin())], asked, float(distances[true]) / blank)
+        return self.variants[int(np.linalg.norm(self._true - _pixels(image), axis=1).argmin())]
 
-    def variant_of(self, image: Image.Image) -> Variant:
-        """Return the variant of a true picture, rounded to bytes again. Raises ``DataError`` for any other."""
-        distances = np.abs(self._true - _pixels(image)).max(axis=1)
-        if distances.min() > _ROUNDED:
-            raise DataError("a reference is none of the demo's pictures", remedy="validation data of EmojiDataset")
-        return self.variants[int(distances.argmin())]
+    def error(self, image: Image.Image, asked: Variant) -> float:
+        """Distance to the true picture of ``asked``; 1 is that of a blank sheet."""
+        true = self._true[self.variants.index(asked)]
+        return float(np.linalg.norm(true - _pixels(image)) / np.linalg.norm(true - 1.0))
+
+    def right(self, image: Image.Image, asked: Variant) -> bool:
+        return self.nearest(image) == asked and self.error(image, asked) <= LIMIT
 
 
 @METRICS.register_module()
 class EmojiAccuracy(Metric):
     """For ``EvaluateHook``: ``emoji_right``, the share of pictures that are right; ``emoji_shape`` and ``emoji_look``,
     those of which the nearest true picture has the emoji, or the colour or skin tone, that was asked for;
-    ``emoji_error``, the mean distance from the true picture, where a blank sheet has 1.
+    ``emoji_error``, the mean distance from the true picture, where a blank sheet has 1. A reference is a true picture.
 
     Args:
         root: folder of the pictures, as of ``EmojiDataset``.
@@ -85,9 +66,12 @@ class EmojiAccuracy(Metric):
         self._classifier = EmojiClassifier(root)
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        variants = [self._classifier.variant_of(reference) for reference in references]
-        findings = [self._classifier.classify(image, one) for image, one in zip(predictions, variants, strict=True)]
-        return [[float(v.right), v.seen.emoji == v.asked.emoji, v.seen.look == v.asked.look, v.error] for v in findings]
+        rows = []
+        for image, reference in zip(predictions, references, strict=True):
+            asked, seen = self._classifier.nearest(reference), self._classifier.nearest(image)
+            right, error = self._classifier.right(image, asked), self._classifier.error(image, asked)
+            rows.append([right, seen.emoji == asked.emoji, seen.look == asked.look, error])
+        return rows
 
     def values(self, table: np.ndarray) -> dict[str, float]:
         names = ("right", "shape", "look", "error")

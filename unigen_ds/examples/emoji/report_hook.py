@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.evaluation.generation import generate_all, trained_family
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
-from unigen_ds.examples.demo import ReportHook
+from unigen_ds.examples.demo import ReportHook, average_of
 from unigen_ds.examples.emoji.catalogue import Variant, edits, variants
-from unigen_ds.examples.emoji.classifier import LIMIT, EmojiClassifier, Finding
+from unigen_ds.examples.emoji.classifier import LIMIT, EmojiClassifier
 from unigen_ds.examples.emoji.dataset import EmojiDataset, stored_picture, write_emoji
 from unigen_ds.hooks.base import Run
-from unigen_ds.hooks.evaluate.ema import ema_of
 from unigen_ds.system import dist
-
-_SIDE, _MAX_WORDS = 64, 12
 
 
 @dataclass(frozen=True)
@@ -34,6 +29,15 @@ class Task:
     asked: Variant
     before: Variant | None = None
     """The picture before an edit."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model answered."""
+
+    task: Task
+    value: str | Image.Image
+    right: bool
 
 
 def tasks() -> list[Task]:
@@ -74,98 +78,63 @@ class EmojiReportHook(ReportHook):
         self.flow = family.drawing_settings(run.backend.model, self.given, where="EmojiReportHook.flow")
 
     def measure(self, run: Run, root: Path) -> tuple[dict[str, Any], Image.Image, str] | None:
-        ema, asked = ema_of(run), tasks()
-        own = generate_all(
-            run.backend,
-            run.processor,
-            list(enumerate(asked)),
-            lambda inferencer, request: self._answer(inferencer, root, *request),
-            weights=lambda: ema.swapped(run) if ema else nullcontext(),
-        )
+        def make(inferencer: Any, request: tuple[int, Task]) -> str | Image.Image:
+            number, task = request
+            if task.group.startswith("read"):
+                image = stored_picture(root, task.asked)
+                return str(inferencer.unified_generate("", images=image, understand=True, max_length=12).text)
+            images = [] if task.before is None else [stored_picture(root, task.before)]
+            prompt = task.asked.instruction() if images else task.asked.request()
+            made = inferencer.unified_generate(prompt, images=images, flow=self.flow, seed=self.seed + number)
+            drawing: Image.Image = made.images[0]
+            return drawing
+
+        asked = tasks()
+        own = generate_all(run.backend, run.processor, [*enumerate(asked)], make, weights=lambda: average_of(run))
         gathered = dist.gather_to_main(own)
         if gathered is None:
             return None
-        answers = {number: answer for part in gathered for number, answer in part.items()}
-        classifier, drawings, texts = EmojiClassifier(root), list[Drawing](), list[tuple[Task, str]]()
-        for number, task in enumerate(asked):
-            answer = answers[number]
-            if isinstance(answer, str):
-                texts.append((task, answer))
-            else:
-                drawings.append(Drawing(task, answer, classifier.classify(answer, task.asked)))
-        results = {**scores(drawings, texts), "flow": vars(self.flow)}
+        values = {number: value for part in gathered for number, value in part.items()}
+        answers = answers_of([(task, values[number]) for number, task in enumerate(asked)], root)
+        results = {**scores(answers), "flow": vars(self.flow)}
+        shares = {name: f"{results[f'{name}_accuracy']:.0%} of {results[f'{name}_number']}"
+                  for name in ("draw", "draw_new", "edit_new", "read_new")}  # fmt: skip
         summary = (
-            f"Right are {_share(results, 'draw')} emoji drawn by name, {_share(results, 'draw_new')} in a look that no"
-            f" training record has, {_share(results, 'edit_new')} edits to such a look; {_share(results, 'read_new')}"
-            " pictures of such a look are read correctly."
+            f"Right are {shares['draw']} emoji drawn by name, {shares['draw_new']} in a look that no training record"
+            f" has, {shares['edit_new']} edits to such a look; {shares['read_new']} pictures of such a look are read"
+            " correctly."
         )
-        return results, samples(drawings, results, root), summary
-
-    def _answer(self, inferencer: Any, root: Path, number: int, task: Task) -> str | Image.Image:
-        if task.group.startswith("read"):
-            image = stored_picture(root, task.asked)
-            return str(inferencer.unified_generate("", images=image, understand=True, max_length=_MAX_WORDS).text)
-        images = [] if task.before is None else [stored_picture(root, task.before)]
-        prompt = task.asked.instruction() if images else task.asked.request()
-        generated = inferencer.unified_generate(prompt, images=images, flow=self.flow, seed=self.seed + number)
-        drawing: Image.Image = generated.images[0]
-        return drawing
+        return results, samples(answers, root, title=summary), summary
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A picture that the model made."""
+def answers_of(values: Sequence[tuple[Task, str | Image.Image]], root: Path) -> list[Answer]:
+    """Whether each answer is right: a text word for word, a picture by the classifier."""
+    classifier, answers = EmojiClassifier(root), []
+    for task, value in values:
+        right = value == task.asked.caption() if isinstance(value, str) else classifier.right(value, task.asked)
+        answers.append(Answer(task, value, right))
+    return answers
 
-    task: Task
-    image: Image.Image
-    finding: Finding
 
-
-def scores(drawings: Sequence[Drawing], texts: Sequence[tuple[Task, str]]) -> dict[str, Any]:
-    """``results.json``: for each group its accuracy and size, and of pictures what the classifier saw."""
+def scores(answers: Sequence[Answer]) -> dict[str, Any]:
+    """``results.json``: accuracy and size of each group."""
     results: dict[str, Any] = {}
-    for group in ("draw", "draw_new", "edit_new"):
-        findings = [each.finding for each in drawings if each.task.group == group]
-        results[f"{group}_accuracy"] = float(np.mean([one.right for one in findings]))
-        results[group] = {
-            "number": len(findings),
-            "emoji": float(np.mean([one.seen.emoji == one.asked.emoji for one in findings])),
-            "look": float(np.mean([one.seen.look == one.asked.look for one in findings])),
-            "error": float(np.mean([one.error for one in findings])),
-        }
-    for group in ("read", "read_new"):
-        right = [text == task.asked.caption() for task, text in texts if task.group == group]
-        results[f"{group}_accuracy"] = float(np.mean(right))
-        results[group] = {"number": len(right)}
+    for group in dict.fromkeys(each.task.group for each in answers):
+        right = [each.right for each in answers if each.task.group == group]
+        results |= {f"{group}_accuracy": sum(right) / len(right), f"{group}_number": len(right)}
     results["classifier"] = f"the nearest of {len(variants())} true pictures, with an error of at most {LIMIT}"
     return results
 
 
-def _share(results: Mapping[str, Any], group: str) -> str:
-    return f"{results[f'{group}_accuracy']:.0%} of {results[group]['number']}"
-
-
-def samples(drawings: Sequence[Drawing], results: Mapping[str, Any], root: Path) -> Image.Image:
-    """The sheet: what was asked, made and true; a red frame is where the classifier disagrees."""
-    sheets = []
-    for group, title, columns, every in (
-        ("draw", "Drawn by name, beside the true picture", 9, 2),
-        ("draw_new", "Drawn in a look that no training picture of this emoji has, beside the true one", 9, 1),
-        ("edit_new", "Edited to such a look: before, the model's picture, the true one", 6, 2),
-    ):
-        cells = [_cell(each, root) for each in drawings if each.task.group == group][::every]
-        title = f"{title}. Right: {_share(results, group)}."
-        sheets.append(contact_sheet(cells, columns=columns, title=title, side=_SIDE))
-    whole = Image.new("RGB", (max(each.width for each in sheets), sum(each.height for each in sheets)), "white")
-    top = 0
-    for sheet in sheets:
-        whole.paste(sheet, (0, top))
-        top += sheet.height
-    return whole
-
-
-def _cell(drawing: Drawing, root: Path) -> Cell:
-    before, asked = drawing.task.before, drawing.task.asked
-    pictures = [] if before is None else [stored_picture(root, before)]
-    text = asked.phrase if before is None else asked.instruction()
-    return Cell([*pictures, drawing.image, stored_picture(root, asked)], text, wrong=not drawing.finding.right)
+def samples(answers: Sequence[Answer], root: Path, *, title: str) -> Image.Image:
+    """Every second picture: before an edit, the model's, the true one. A red frame: the classifier disagrees."""
+    cells = []
+    for each in answers:
+        before, asked = each.task.before, each.task.asked
+        if isinstance(each.value, Image.Image):
+            pictures = [each.value, stored_picture(root, asked)]
+            if before is not None:
+                pictures.insert(0, stored_picture(root, before))
+            text = asked.request() if before is None else asked.instruction()
+            cells.append(Cell(pictures, text, wrong=not each.right))
+    return contact_sheet(cells[::2], columns=9, title=title, side=64)

@@ -99,7 +99,6 @@ class EvaluateHook(Hook):
         self._metric_every: dict[str, Duration] = {}
         self._computed: dict[str, Progress] = {}
         """When each metric with an interval was computed last."""
-        self._logged: set[str] = set()
         self._evaluated: tuple[int, Mapping[str, float]] | None = None
         self.complete = True
         """Whether the last evaluation has all metrics, so that a name that it lacks does not exist."""
@@ -170,19 +169,17 @@ class EvaluateHook(Hook):
         begun = time.perf_counter()
         with run.clock(EVALUATION):
             self._empty_cache()
-            values = self._values(run)
+            evaluation = self._values(run)
             self._empty_cache()
+        values = evaluation.values
         self._evaluated = (run.progress.updates, values)
         if dist.is_main():
-            sets = [one.data for one in run.validation]
-            most = [len(one) if self.max_batches is None else self.max_batches * one.batch_size for one in sets]
-            number = sum(min(len(one), limit) for one, limit in zip(sets, most, strict=True))
-            logger().info("Evaluation: %d samples in %.1f s.", number, time.perf_counter() - begun)
+            logger().info("Evaluation: %d samples in %.1f s.", evaluation.num_samples, time.perf_counter() - begun)
         for hook in run.hooks:
             hook.after_val(run, values)
         return values
 
-    def _values(self, run: Run) -> Mapping[str, float]:
+    def _values(self, run: Run) -> scoring.Evaluation:
         """Losses and the metrics that are due. Collective; the same on all ranks."""
         ema = ema_of(run) if self.use_ema else None
         due = [metric for metric in self._metrics if self._is_due(metric, run)]
@@ -190,14 +187,14 @@ class EvaluateHook(Hook):
             evaluation = scoring.evaluate(
                 run.backend, run.validation, due,
                 checkpoint=f"{run.work_dir} (update {run.progress.updates}){' EMA' if self.use_ema else ''}",
-                max_batches=self.max_batches, max_samples=self.max_samples, answering=self._answering, resamples=0,
-                made_by={"precision": str(run.backend.topology().get("precision"))}, logged=self._logged,
+                max_batches=self.max_batches, max_samples=self.max_samples, answering=self._answering,
+                made_by={"precision": str(run.backend.topology().get("precision"))},
             )  # fmt: skip
         self._computed |= {metric.name: run.progress for metric in due if metric.name in self._metric_every}
         self.complete = len(due) == len(self._metrics) and not evaluation.failed
         if len(evaluation.results) > len(run.validation) and dist.is_main():
             _store(run, evaluation)
-        return evaluation.values
+        return evaluation
 
     def _is_due(self, metric: Metric, run: Run) -> bool:
         """Whether it is computed now: at its interval, at the end of the training, and before the first update."""
