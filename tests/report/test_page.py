@@ -21,7 +21,7 @@ from tests.tiny import tiny_config
 from tools.plot_run import main as plot
 from tools.report import main
 from unigen_ds.evaluation.provenance import REQUIRED, Result, write_results
-from unigen_ds.report.charts import MOST_POINTS, reduce_points, smoothed
+from unigen_ds.report.charts import MOST_POINTS, moving_average, reduce_points
 from unigen_ds.report.goodput import PARTS, idle_before, spent_by_start
 from unigen_ds.report.reading import mask_secrets, read_work_dir
 from unigen_ds.runner import Runner
@@ -499,9 +499,7 @@ def test_wrong_arguments(tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixtu
     assert "is not a directory" in capsys.readouterr().err
     parent = runs.other.parent
     assert main([str(parent)]) == 1 and not (parent / "report.html").exists()
-    assert f"{parent} is no run; its folders killed, other are. Allowed: " in capsys.readouterr().err
-    assert main([str(runs.other), str(tmp_path), "--out", str(tmp_path / "r.html")]) == 1
-    assert f"{tmp_path} is no run. Allowed: a folder with metrics.jsonl, " in capsys.readouterr().err
+    assert f"{parent} is no run. Allowed: a folder with metrics.jsonl, " in capsys.readouterr().err
     assert main([str(runs.other), str(runs.other)]) == 2
     assert "given twice" in capsys.readouterr().err
     assert main([str(runs.other), "--out", str(tmp_path / "no" / "such" / "file.html")]) == 2
@@ -520,8 +518,6 @@ def test_several_runs_are_compared(runs: Runs, tmp_path: Path) -> None:
     assert differences[0] == ["Key", "killed", "other"]
     assert rows["optim_wrapper.optimizer.lr"] == ["0.002", "0.0005"]
     assert rows["train_dataloader.batch_size"] == ["6", "12"] and "model.llm.hidden_size" not in rows
-    assert page.texts["comparison"].count("killed") >= 5 and "sequences consumed" in page.texts["comparison"]
-    assert {"run1-time", "run2-curves"} <= set(page.texts)
 
 
 def test_components_of_two_configs_are_paired_by_type_and_name(runs: Runs, tmp_path: Path) -> None:
@@ -582,4 +578,4 @@ def test_long_curves_keep_their_extremes() -> None:
     assert len(kept) <= MOST_POINTS + 2 and {points[0], points[-1], points[1234], points[4321]} <= set(kept)
     assert [x for x, _ in kept] == sorted(x for x, _ in kept)
     line = [(float(x), 2.0 * x) for x in range(400)]
-    assert np.allclose(smoothed(line), line)
+    assert np.allclose(moving_average(line), line)
