@@ -155,8 +155,7 @@ def curves(run: WorkDir) -> tuple[list[Figure], list[Figure]]:
     """
     lines, marks = run.updates, marks_of(run)
     keys = keys_of(lines)
-    terms = [key for key in keys if key.startswith("loss/") and key.count("/") == 1]
-    sources = [key for key in keys if key.startswith("loss/") and key.count("/") == 2]
+    terms = [key for key in keys if key.startswith("loss/")]
     rates = [key for key in keys if key == "lr" or key.startswith("lr/")]
 
     def figure(
@@ -174,14 +173,13 @@ def curves(run: WorkDir) -> tuple[list[Figure], list[Figure]]:
     main = [
         chart("Loss", [Series("loss", points(lines, "loss")), *void], x_label="update", marks=marks, compact=False),
         figure("Loss by term", terms),
-        figure("Loss by source", sources),
         figure("Learning rate", rates, log=False),
         figure("Gradient norm", ["grad_norm"]),
         figure("Tokens per second", ["tokens_per_second"], unit="all processes"),
         figure("Time of an update", ["time/update", "time/data"], unit="seconds"),
         figure("Memory", [key for key in keys if key.startswith("memory")], unit="MiB"),
     ]
-    known = {*terms, *sources, *rates, *_MAIN, *_NOT_CURVES}
+    known = {*terms, *rates, *_MAIN, *_NOT_CURVES}
     rest: dict[str, list[str]] = {}
     for key in keys:
         if key not in known and not key.startswith("val/"):
