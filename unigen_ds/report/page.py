@@ -5,15 +5,12 @@ Here are the values of the parts; ``templates/run.html.j2`` has the words around
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.checkpoint.store import Found
@@ -30,17 +27,14 @@ from unigen_ds.report.document import (
     value_text,
     write_document,
 )
-from unigen_ds.report.goodput import PARTS, Spent, changes, idle_before, spent_by_start
+from unigen_ds.report.goodput import PARTS, Spent, changes, spent_by_start
 from unigen_ds.report.reading import WorkDir, flat, read_work_dir, run_names
 
 MAX_PICTURES = 16 * 2**20
 """Bytes of all pictures of a page."""
 _NOT_COMPARED = ("work_dir", "checkpoint_dir", "resume")
-_MOST_ROWS = 100
 _STATES = {"ok": "good", "warn": "warn", "block": "bad"}
 _CHANGED = {"True": " with changes that are not committed", "False": " no changes"}
-_WIDEST = 900
-"""Pixels; wider pictures are reduced, and their caption states it."""
 _PLOT = "curves.png"
 """The same curves, as ``tools/plot_run.py`` draws them."""
 _MAIN = {"loss", "grad_norm", "tokens_per_second", "memory", "memory_reserved", "time/update", "time/data"}
@@ -86,11 +80,10 @@ def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
 
 def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
     """Everything that the template displays of a run. ``budget``: bytes of its pictures."""
-    pictures, picture_notes = previews_of(run, budget=budget)
+    pictures, picture_note = previews_of(run, budget=budget)
     main, more = curves(run) if run.updates else ([], [])
     lines = [*run.updates[: -1 : max(1, len(run.updates) // 20)], *run.updates[-1:]]
     columns = ("update", "epoch", "sequences", "loss", "lr", "grad_norm", "tokens_per_second")
-    loaded = {key: len(value) for key, value in (run.load_report or {}).items() if isinstance(value, list) and value}
     return {
         "run": run,
         "chips": _chips(run),
@@ -102,18 +95,10 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
         "numbers": [[line.get(key) for key in columns] for line in lines],
         "validation": _validation(run),
         "pictures": pictures,
-        "picture_notes": picture_notes,
+        "picture_note": picture_note,
         "checkpoints": [_checkpoint(run, entry) for entry in run.checkpoints],
-        "loaded": None
-        if run.load_report is None
-        else ", ".join(f"{name} {grouped(count)}" for name, count in loaded.items()) or "nothing",
         "resumes": _resumes(run),
         "skipped": Counter(str(line.get("why", "–")) for line in run.skipped).most_common(),
-        "last_skipped": [
-            (line.get("update"), str(line.get("sample", "–")), str(line.get("why", "–")))
-            for line in run.skipped[-_MOST_ROWS:]
-        ],
-        **_log(run),
         "environment": _environment(run),
         "config": sorted((key, value_text(value)) for key, value in flat(run.config).items()),
         "config_text": _config_text(run),
@@ -226,49 +211,22 @@ def validation_curves(run: WorkDir) -> list[Figure]:
     return [one for one in figures if one is not None]
 
 
-def previews_of(run: WorkDir, *, budget: int) -> tuple[list[tuple[str, str, str]], list[str]]:
-    """(title, note, data URI) of the previews over time and other pictures of the work dir, at most ``budget`` bytes;
-    and notes of what is missing. Where they do not fit, those that remain are spread evenly, with the first and the
-    last.
+def previews_of(run: WorkDir, *, budget: int) -> tuple[list[tuple[str, str]], str]:
+    """(title, data URI) of the previews over time and other pictures of the work dir, the last ones of at most
+    ``budget`` bytes; and a note where others are left out.
     """
     others = [(None, file) for file in sorted(run.path.glob("*.png")) if file.name != _PLOT]
     pictures: list[tuple[int | None, Path]] = [*run.previews, *others]
-    sizes = [file.stat().st_size if file.is_file() else 0 for _, file in pictures]
-    candidates, last = pictures, len(pictures) - 1
-    if sum(sizes) > budget:
-        count = int(len(pictures) * budget / sum(sizes))
-        positions = [round(i * last / (count - 1)) for i in range(count)] if count > 1 else [last] * count
-        candidates = [pictures[i] for i in positions]
-    figures, notes, used = [], [], 0
-    for update, file in candidates:
-        try:
-            content, reduction = _png(file)
-        except Exception as error:  # a picture that PIL cannot read: many kinds of errors
-            notes.append(f"{file.name} cannot be shown: {type(error).__name__}: {error}"[:300])
-            continue
-        if used + len(content) <= budget:
-            used += len(content)
-            title = file.name if update is None else f"update {grouped(update)}"
-            figures.append((title, reduction, data_uri(content)))
-    if missing := len(pictures) - len(figures) - len(notes):
-        notes.append(
-            f"{plural(missing, 'picture')} of {grouped(len(pictures))} left out: together they are larger than"
-            f" {budget / 2**20:.3g} MiB (--max-pictures-mib)."
-        )
-    return figures, notes
-
-
-def _png(file: Path) -> tuple[bytes, str]:
-    """The content as PNG, and a note where it was reduced."""
-    with Image.open(file, formats=["PNG"]) as picture:
-        width, height = picture.size
-        picture.load()
-        if width <= _WIDEST:
-            return file.read_bytes(), ""
-        small = picture.resize((_WIDEST, max(1, round(height * _WIDEST / width))), Image.Resampling.LANCZOS)
-    target = io.BytesIO()
-    small.save(target, format="PNG", optimize=True)
-    return target.getvalue(), f" (reduced from {width} × {height} pixels)"
+    figures: list[tuple[str, str]] = []
+    for update, file in reversed(pictures):
+        content = file.read_bytes()
+        budget -= len(content)
+        if budget < 0:
+            break
+        figures.append((file.name if update is None else f"update {grouped(update)}", data_uri(content)))
+    missing = len(pictures) - len(figures)
+    note = f"The first {plural(missing, 'picture')} of {grouped(len(pictures))} left out (--max-pictures-mib)."
+    return figures[::-1], note if missing else ""
 
 
 def _chips(run: WorkDir) -> list[tuple[str, str]]:
@@ -292,13 +250,13 @@ def _chips(run: WorkDir) -> list[tuple[str, str]]:
 def _time(run: WorkDir) -> dict[str, Any]:
     """Lost time and goodput, then a row for each start."""
     spent = spent_by_start(run.starts)
-    total, idle = sum(spent, Spent()), idle_before(run.starts, spent)
+    total = sum(spent, Spent())
     rows = []
     for i, (start, one) in enumerate(zip(run.starts, spent, strict=True)):
         end = start.end or ("killed" if i + 1 < len(spent) else "killed or running")
         updates = f"{grouped(start.update)} – {grouped(start.reached)}"
         seconds = [getattr(one, part) for part in PARTS]
-        rows.append((i + 1, start.record.get("time"), updates, end, one.goodput, *seconds, idle[i]))
+        rows.append((i + 1, start.record.get("time"), updates, end, one.goodput, *seconds))
     all_seconds = total.total
     shares = [(part, getattr(total, part), getattr(total, part) / (all_seconds or 1)) for part in PARTS]
     return {
@@ -401,18 +359,6 @@ def _resumes(run: WorkDir) -> list[dict[str, Any]]:
             "findings": findings,
         })  # fmt: skip
     return resumes
-
-
-def _log(run: WorkDir) -> dict[str, Any]:
-    """Warnings and errors of ``train.log``, equal ones counted."""
-    times: dict[tuple[str, str], list[str]] = {}
-    for when, level, text in run.log:
-        times.setdefault((level, text), []).append(when)
-    rows = [
-        (when[-1].partition(",")[0], [(level.lower(), "warn" if level == "WARNING" else "bad")], len(when), text)
-        for (level, text), when in [*times.items()][-_MOST_ROWS:]
-    ]
-    return {"log": rows, "num_earlier": len(times) - len(rows)}
 
 
 def _environment(run: WorkDir) -> list[tuple[str, Any]]:

@@ -19,7 +19,6 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.home import HINT as HOME_HINT
 from unigen_ds.checkpoint.home import home_of
 from unigen_ds.checkpoint.manifest import FILE_NAME as MANIFEST
-from unigen_ds.checkpoint.partial import REPORT_FILE
 from unigen_ds.checkpoint.saver import CONFIG_FILE
 from unigen_ds.checkpoint.store import HOOKS_FILE, Lineage
 from unigen_ds.core.errors import CheckpointError, ConfigError
@@ -37,7 +36,6 @@ _OF_A_RUN = (METRICS_FILE, TIMELINE_FILE, LEDGER_FILE, LOG_FILE, CONFIG_FILE, SC
 _PARTS = ("geometry", "topology", "machine", "git", "versions", "config")
 _POSITION = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "updates"}
 _SECRET = re.compile(r"(?i)(api_?key|password|passwd|secret|access_token)$")
-_LOGGED = re.compile(r"(?m)^(\S+ \S+) (WARNING|ERROR|CRITICAL) (.*)$")
 Problems = list[tuple[str, str]]
 """Names of files and what is wrong with them."""
 T = TypeVar("T")
@@ -102,9 +100,6 @@ class WorkDir:
     skipped: Sequence[Line]
     previews: Sequence[tuple[int | None, Path]]
     """Update and file, in order; None: a picture of another name."""
-    log: Sequence[tuple[str, str, str]]
-    """Warnings and errors of ``train.log``: time, level, text."""
-    load_report: Mapping[str, Any] | None
     config: Mapping[str, Any]
     config_text: str | None
     problems: Sequence[tuple[str, str]]
@@ -152,7 +147,6 @@ def read_work_dir(path: Path) -> WorkDir:
     states = [one.path / HOOKS_FILE for one in checkpoints if (one.path / HOOKS_FILE).is_file()]
     best_state = _mapping(json_object(states[-1], problems) or {}, "best") if states else {}
     best = _text(home / BEST_HINT, problems) if (home / BEST_HINT).exists() else None
-    log = _LOGGED.findall(_text(path / LOG_FILE, problems) or "")
     digits = {file: re.search(r"(\d{1,18})(?=\D*$)", file.stem) for file in (path / PREVIEWS).glob("*.png")}
     previews = [(int(match[1]) if match else None, file) for file, match in digits.items()]
     return WorkDir(
@@ -169,8 +163,6 @@ def read_work_dir(path: Path) -> WorkDir:
         best_state=best_state,
         skipped=in_effect(_journal(path / SKIPPED_FILE, problems)) if (path / SKIPPED_FILE).exists() else [],
         previews=sorted(previews, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1].name)),
-        log=log,
-        load_report=json_object(path / REPORT_FILE, problems) if (path / REPORT_FILE).exists() else None,
         config=mask_secrets(config),
         config_text=_text(path / CONFIG_FILE, problems),
         problems=problems,
