@@ -7,37 +7,23 @@ or in a module of its own, and a row of ``CHECKS``; one of a user's own is regis
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.home import same
-from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.checks.dry_run.batches import check_batches, check_collectives
-from unigen_ds.checks.dry_run.known import Checked, Known, ok, problem, problems_of, unchecked, untraced, warning
+from unigen_ds.checks.dry_run.known import Checked, Known, ok, problem, problems_of, warning
 from unigen_ds.checks.dry_run.this_machine import check_devices, check_folders, check_job, check_paths
-from unigen_ds.checks.memory.planned import (
-    CHOSEN,
-    GIB,
-    Reserve,
-    device_bytes,
-    largest_batches,
-    preload,
-    trace_engines,
-)
 from unigen_ds.config.paths import expand_paths
 from unigen_ds.config.registry import TOKENIZERS, build
 from unigen_ds.core.choices import AUTO
-from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
-from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.optim.optimizer import AUTO as AUTO_PRECISION
 from unigen_ds.resume.plan import NOT_RESUMED
 from unigen_ds.runner.settings.naming import name_and_folder
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import build_hooks, check_states
-from unigen_ds.runner.start.stages import build_engine, free_bytes, plan_start, read_start, run_checklist, settle
+from unigen_ds.runner.start.stages import build_engine, plan_start, read_start, run_checklist, settle
 from unigen_ds.tracking.settings import Visualizer
 
 Check = Callable[[Known], Iterable[Checked]]
@@ -143,67 +129,6 @@ def check_model(known: Known) -> Iterator[Checked]:
     yield ok(f"{type(model).__name__}: {sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained")
 
 
-def check_memory(known: Known) -> Iterator[Checked]:
-    """Adds ``traced``: one update of the engine on the largest micro-batch, without memory."""
-    settings, start, geometry = known.need("settings"), known.need("start"), known.need("geometry")
-    known.need("model")  # of one that cannot be built the problem is listed
-    preload()
-    largest = largest_batches(start.data, geometry)
-    plan = trace_engines({CHOSEN: settings}, start.data.processor, largest, geometry, jobs=1)[CHOSEN]
-    traced = known.traced = plan.traced
-    if traced is None:
-        yield untraced(plan.problem)
-        return
-    reserve = Reserve(2 * GIB, 0.05, 4 * GIB)
-    phases = device_bytes(traced, reserve)
-    phase = max(phases, key=lambda name: phases[name])
-    memory = known.asked.device_memory or known.hardware.memory
-    text = (
-        f"{size_text(phases[phase])} on a device ({phase}; {size_text(reserve.device)} and 5 % of it reserved),"
-        f" {largest.text}"
-    )
-    if not memory:
-        yield ok(text)
-        yield unchecked("the memory of a device: --device-memory 80GiB")
-    elif phases[phase] > memory:
-        lighter = f", --backend {known.need('backend').lighter}" if known.need("backend").lighter else ""
-        yield problem(
-            f"{text}; it has {size_text(memory)}, {size_text(phases[phase] - memory)} too few",
-            remedy=f"model.activation_checkpointing=True, a smaller batch_size{lighter}; tools/plan.py compares all"
-            " engines",
-        )
-    else:
-        yield ok(f"{text}; it has {size_text(memory)}")
-
-
-def check_disk(known: Known) -> Iterator[Checked]:
-    """The checkpoints that the run will keep at a time, against the free space."""
-    settings, start, traced = known.need("settings"), known.need("start"), known.need("traced")
-    component = settings.default_hooks.checkpoint
-    hook = component.build() if component is not None else None
-    if not isinstance(hook, CheckpointHook):
-        yield unchecked("default_hooks.checkpoint is no CheckpointHook: how often the run saves is not known")
-        return
-    saves = 1
-    if hook.interval > 0:
-        saves = max(1, math.ceil(start.total_sequences / start.ruler.duration(hook.interval, hook.unit).value))
-    # at a time: the new one is durable before the oldest is deleted
-    copies = saves if hook.max_keep_ckpts == -1 else min(saves, hook.max_keep_ckpts + 1)
-    copies = max(1, copies - len(store.list_checkpoints(settings.checkpoints)))
-    copies += any(issubclass(one.cls, EvaluateHook) and one.get("save_best") for one in settings.custom_hooks)
-    size = traced.saved * (2 if hook.form == "both" else 1)
-    extra = traced.saved * (hook.form == "full")  # made from the files of the engine, which are deleted then
-    needed, free = copies * size + extra, free_bytes(settings.checkpoints)
-    text = f"{copies} checkpoints of {size_text(size)} (max_keep_ckpts={hook.max_keep_ckpts}) need {size_text(needed)}"
-    if free is not None and free < needed:
-        yield problem(
-            f"{text}, and {size_text(free)} are free where {settings.checkpoints} is",
-            remedy="free space, CheckpointHook(max_keep_ckpts=...) or a longer interval, or another --checkpoint-dir",
-        )
-    else:
-        yield ok(f"{text}; {'an unknown size is' if free is None else size_text(free) + ' are'} free")
-
-
 CHECKS: dict[str, Check] = {
     "devices": check_devices,
     "job": check_job,
@@ -218,8 +143,6 @@ CHECKS: dict[str, Check] = {
     "model": check_model,
     "batches": check_batches,
     "collectives": check_collectives,
-    "memory": check_memory,
-    "disk": check_disk,
 }
 """Name -> check, in the order in which they run."""
 BEFORE_CONFIG = ("devices", "job")
