@@ -229,9 +229,6 @@ def check_collectives(known: Known) -> Iterator[Checked]:
     settings, batches, start = known.need("settings"), known.need("batches"), known.need("start")
     geometry = known.need("geometry")
     known.need("model")  # of one that cannot be built the problem is listed
-    if geometry.dp_size == 1:
-        yield ok("one process calls none")
-        return
     examples = [batch for of_kind in batches.examples.values() for batch in of_kind]
     preload()
     task = partial(record_calls, settings, start.data.processor, examples, geometry)
@@ -242,6 +239,9 @@ def check_collectives(known: Known) -> Iterator[Checked]:
             yield unchecked(f"an update cannot be traced without memory: {why}")
         else:
             yield problem(f"an update fails: {why}")
+        return
+    if geometry.dp_size == 1:
+        yield ok("one process calls none; an update of each kind of micro-batch can be computed")
         return
     in_order = iter(calls)
     yield compare(batches, {kind: [next(in_order) for _ in each] for kind, each in batches.examples.items()})
