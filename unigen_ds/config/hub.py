@@ -7,7 +7,6 @@ It reads the token (``hf auth login`` or ``HF_TOKEN``), the server (``HF_ENDPOIN
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +19,8 @@ from unigen_ds.system.log import logger
 LOGIN = "`hf auth login`, or HF_TOKEN in the environment"
 _SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
 """Configs and tokenizers."""
+_AGAIN = ["consolidated*", "*/*"]
+"""The weights once more, in another form."""
 _FILE_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".json", ".jsonl")
 
 
@@ -47,33 +48,23 @@ def download(name: str, *, where: str, weights: bool, revision: str | None = Non
 
     ``where``: begins the error. ``weights``, ``files``: as of ``folder_of``; never code. Raises ``ConfigError``.
     """
-    if files:
-        folder = _snapshot(name, revision, files, where=where, ignored=())
-    else:
-        folder = _snapshot(name, revision, (*_SMALL, *["*.safetensors"] * weights), where=where)
-    if weights and not files and not any(folder.glob("*.safetensors")):
-        folder = _snapshot(name, revision, (*_SMALL, "*.bin"), where=where)
-    logger().info("%s is of the hub: %s.", where, folder)
-    return folder
-
-
-_AGAIN = ("consolidated*", "*/*")
-"""The weights once more, in another form."""
-
-
-def _snapshot(
-    name: str, revision: str | None, patterns: Sequence[str], *, where: str, ignored: Sequence[str] = _AGAIN
-) -> Path:
     from huggingface_hub import snapshot_download
 
-    allowed, ignored = list(patterns), list(ignored)
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
-    except Exception as error:  # of the network, the server, the cache: many kinds
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"{where} is no folder here, and it cannot be loaded from the hub: {why}", remedy=download_remedy(name)
-        ) from error
+    def snapshot(*patterns: str) -> Path:
+        ignored = [] if files else _AGAIN
+        try:
+            folder = snapshot_download(name, revision=revision, allow_patterns=[*patterns], ignore_patterns=ignored)
+        except Exception as error:  # of the network, the server, the cache: many kinds
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            problem = f"{where} is no folder here, and it cannot be loaded from the hub: {why}"
+            raise ConfigError(problem, remedy=download_remedy(name)) from error
+        return Path(folder)
+
+    folder = snapshot(*files) if files else snapshot(*_SMALL, *["*.safetensors"] * weights)
+    if weights and not files and not any(folder.glob("*.safetensors")):
+        folder = snapshot(*_SMALL, "*.bin")
+    logger().info("%s is of the hub: %s.", where, folder)
+    return folder
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 from mmengine.config import Config, ConfigDict
 
 from unigen_ds.config.backend_option import with_backend
-from unigen_ds.config.file import plain_names, read_file, shipped_configs, unread_names
+from unigen_ds.config.file import read_file, shipped_configs, unread_names
 from unigen_ds.config.registry import registered_name
 from unigen_ds.config.translation import Change, hint, translate
 from unigen_ds.core.errors import ConfigError, UnknownKey, close, suggestion
@@ -198,27 +198,18 @@ def _set(config: Config, path: Sequence[str], value: Any, dotted: str) -> None:
 def top_problems(
     config: Iterable[str], schema: Mapping[str, Any], *, file: str | None = None, overrides: Collection[str] = ()
 ) -> list[ConfigError]:
-    """Names at the top that are no section. In a Python file only those that nothing reads and that mean something,
-    and those of ``overrides``. A name that begins with an underscore is the user's own.
+    """Names at the top that are no section and that nothing reads. In a Python file only those that resemble a key, and
+    those of ``overrides``. A name that begins with an underscore is the user's own.
     """
     stated = {override_path(dotted)[0] for dotted in overrides}
     names = [str(key) for key in config if key not in schema and (not str(key).startswith("_") or key in stated)]
     path = Path(file or "")
-    is_file = bool(names) and path.is_file()
-    plain = {*names} & (plain_names(path) | stated) if is_file else {*names}
-    errors: list[ConfigError] = [
-        UnknownKey(name, section="", valid=schema, hint=hint(name, schema)) for name in names if name in plain
-    ]
-    unread = unread_names(path) - plain if is_file else set()
-    for name in sorted(unread & {*names}, key=names.index):
-        meant = close(name, schema, cutoff=0.8)
-        if instead := hint(name, schema):
-            problem = f"{name!r} at the top of the config has no effect"
-            advice = f"nothing reads it there; {instead}"
-            errors.append(UnknownKey(name, section="", valid=schema, hint=advice, problem=problem))
-        elif meant:
-            advice = f"did you mean '{meant}'? A helper variable of your own may begin with '_'"
-            errors.append(UnknownKey(name, section="", valid=schema, hint=advice))
+    unread = unread_names(path) if names and path.is_file() else {*names}
+    errors: list[ConfigError] = []
+    for name in names:
+        meant = hint(name, schema) or (f"did you mean '{near}'?" if (near := close(name, schema, cutoff=0.8)) else None)
+        if name in stated or (name in unread and (meant or path.suffix != ".py")):
+            errors.append(UnknownKey(name, section="", valid=schema, hint=meant))
     return errors
 
 

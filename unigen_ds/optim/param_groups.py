@@ -150,8 +150,7 @@ def _assign(
             )
         if not known:
             raise ConfigError(f"pattern {rule.pattern!r} matches no parameter", remedy=f"names are {_some(everything)}")
-        why = "longer keys match it" if earlier else "it is frozen or tied"
-        logger().warning("paramwise_cfg: pattern %r has no effect on %s: %s", rule.pattern, _some(known), why)
+        logger().warning("paramwise_cfg: pattern %r has no effect on %s", rule.pattern, _some(known))
     return members
 
 

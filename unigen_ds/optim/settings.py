@@ -158,7 +158,7 @@ class Optimizer(Section, extra="allow"):
             by_element = element_wise(self.type)
         except ConfigError as error:
             raise SettingErrors([error.at("optim_wrapper")]) from error
-        errors = argument_problems(cls, self.arguments, where=WHERE)
+        errors = argument_problems(cls, self.arguments, where=WHERE, provided=("params",))
         if by_element and adamw is not None:
             problem = f"{WHERE}.adamw is set, and {cls.__name__} trains every parameter itself"
             errors.append(ConfigError(problem, allowed="adamw beside an optimizer of whole matrices, such as Muon"))
@@ -172,9 +172,6 @@ class Optimizer(Section, extra="allow"):
             )
         if adamw is not None:
             errors += argument_problems(optimizer_class("AdamW"), adamw.arguments, where=f"{WHERE}.adamw")
-        if "params" in self.arguments:
-            problem = f"{WHERE}.params cannot be given here: it follows from the rest of the config"
-            errors = [ConfigError(problem, remedy="leave it out")]
         if errors:
             raise SettingErrors(errors)
         return self

@@ -10,7 +10,6 @@ an ``eta_min`` above 0 differs: mmengine's recursion has no closed form then.)
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -67,10 +66,6 @@ class Schedules:
 
         ``ruler`` holds the geometry of the first start. Raises ``ConfigError`` naming the entry that cannot work.
         """
-        if not (0 < total_sequences < math.inf):
-            raise ConfigError(f"the length of training is {total_sequences!r} sequences", allowed="a positive number")
-        if not (0 < lr_scale < math.inf):
-            raise ConfigError(f"lr_scale is {lr_scale!r}", allowed="a positive number")
         curves = curves_of(param_scheduler)
         placed: list[PlacedCurve] = []
         for curve in curves:
@@ -153,10 +148,4 @@ def _complete(text: str) -> Any:
 
 
 def _base(groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]:
-    pairs = tuple((str(group["name"]), float(group["lr"])) for group in groups)
-    for name, lr in pairs:
-        if not 0 <= lr < math.inf:
-            raise ConfigError(f"the learning rate of group {name!r} is {lr!r}", allowed="a number of at least 0")
-    if len({name for name, _ in pairs}) != len(pairs):
-        raise ConfigError(f"parameter groups {[name for name, _ in pairs]}", allowed="names that differ")
-    return pairs
+    return tuple((str(group["name"]), float(group["lr"])) for group in groups)

@@ -147,7 +147,7 @@ def test_a_state_that_is_not_json_is_refused_at_the_start_and_in_the_dry_run(tmp
         Runner.from_cfg(given).train()
     assert not read_lines(tmp_path / "metrics.jsonl") and not store.list_checkpoints(tmp_path)
     (tmp_path / "given.py").write_text(config_text(given.to_dict()))
-    assert main([str(tmp_path / "given.py"), "--dry-run", "--skip", "memory", "--batches", "1"]) == 1
+    assert main([str(tmp_path / "given.py"), "--dry-run", "--batches", "1"]) == 1
     assert problem in capsys.readouterr().out
 
 
@@ -178,7 +178,7 @@ def test_a_newest_checkpoint_that_is_gone_and_other_code_are_warnings(tmp_path, 
     shutil.rmtree(tmp_path / "iter_6.pth")
     lost = "2 updates after update 4, which metrics.jsonl has, are trained again."
     warning = f"Not resumed from {tmp_path / 'iter_6.pth'}: last_checkpoint names it, and it is not there; {lost}"
-    assert main([str(tmp_path / "given.py"), "--dry-run", "--skip", "memory", "--batches", "1"]) == 0
+    assert main([str(tmp_path / "given.py"), "--dry-run", "--batches", "1"]) == 0
     assert warning in capsys.readouterr().out
     assert f"WARNING {warning}" in resumed()
     assert "Not resumed" not in (text := resumed()) and "are trained again" not in text and "source" not in text

@@ -109,9 +109,5 @@ def test_a_data_file(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     absent = error(f"train_dataloader.dataset.data_path={tmp_path / 'trian.jsonl'}")
     assert "train_dataloader.dataset[0]: data file" in absent and f"did you mean '{data}'?" in absent
     assert f"{tmp_path} has train.jsonl" in error(f"train_dataloader.dataset.data_path={tmp_path / 'xyz'}")
-    empty = tmp_path / "empty.jsonl"
-    empty.touch()
-    words = error(f"train_dataloader.dataset.data_path={empty}")
-    assert f"{empty} is empty: it holds no record. Allowed: at least one record" in words and "Remedy: fill it" in words
     data.write_text(json.dumps({"text": "one"}) + "\n{broken\n")
     assert f"{data}:2" in error("randomness.seed=1")

@@ -10,6 +10,7 @@ What an engine does later because of earlier updates is seen only as far as it d
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unigen_ds.checks.dry_run.known import Checked, FirstBatches, Kind, Known, ok, problem, untraced, warning
+from unigen_ds.checks.dry_run.known import Checked, FirstBatches, Kind, Known, ok, problem, unchecked, warning
 from unigen_ds.checks.memory.counted import PLAIN, CountedBytes, in_processes
 from unigen_ds.checks.memory.planned import preload
 from unigen_ds.checks.memory.traced import copy_batch, fake_group, one_update, prepare, without_compile
@@ -228,15 +229,19 @@ def check_collectives(known: Known) -> Iterator[Checked]:
     settings, batches, start = known.need("settings"), known.need("batches"), known.need("start")
     geometry = known.need("geometry")
     known.need("model")  # of one that cannot be built the problem is listed
-    if geometry.dp_size == 1:
-        yield ok("one process calls none")
-        return
     examples = [batch for of_kind in batches.examples.values() for batch in of_kind]
     preload()
     task = partial(record_calls, settings, start.data.processor, examples, geometry)
     ((_, (calls, why)),) = in_processes({"calls": task}, jobs=1)
     if calls is None:
-        yield untraced(why)
+        without = "DynamicOutputShape|DataDependentOutput|UnsupportedOperator|UnsupportedFakeTensor"
+        if re.search(without, str(why)):
+            yield unchecked(f"an update cannot be traced without memory: {why}")
+        else:
+            yield problem(f"an update fails: {why}")
+        return
+    if geometry.dp_size == 1:
+        yield ok("one process calls none; an update of each kind of micro-batch can be computed")
         return
     in_order = iter(calls)
     yield compare(batches, {kind: [next(in_order) for _ in each] for kind, each in batches.examples.items()})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.checks.memory.traced import Traced, copy_batch
+from unigen_ds.checks.memory.traced import copy_batch
 from unigen_ds.config.overrides import ConfigValues
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import UnigenError
@@ -51,13 +50,6 @@ def unchecked(text: str) -> Checked:
     return Checked("not checked", text)
 
 
-def untraced(why: str | None) -> Checked:
-    """Why an update could not be traced: the model or the engine fails, or computes what cannot be without memory."""
-    if re.search("DynamicOutputShape|DataDependentOutput|UnsupportedOperator|UnsupportedFakeTensor", str(why)):
-        return unchecked(f"an update cannot be traced without memory: {why}")
-    return problem(f"an update fails: {why}")
-
-
 def problems_of(error: Exception) -> list[Checked]:
     """One for each problem that an error names; of any other error than ours its kind and where it was raised."""
     if not isinstance(error, UnigenError):
@@ -84,8 +76,6 @@ class Asked:
     world_size: int | None = None
     per_node: int | None = None
     num_batches: int = 100
-    device_memory: int | None = None
-    """Bytes."""
     skip: Sequence[str] = ()
     """Names of checks that are left out."""
 
@@ -161,7 +151,6 @@ class Known:
     model: nn.Module | None = None
     """On the meta device."""
     batches: FirstBatches | None = None
-    traced: Traced | None = None
     missing_paths: list[str] = field(default_factory=list)
 
     def need(self, name: str) -> Any:
@@ -179,6 +168,5 @@ _NAMES = {
     "start": "data and, on a resume, a checkpoint without problems",
     "model": "a model that can be built",
     "batches": "the first micro-batches",
-    "traced": "a traced update",
 }
 """What a user calls each value."""

@@ -63,27 +63,14 @@ def check_job(known: Known) -> Iterator[Checked]:
     known.world_size = asked.world_size or started or stated_world_size(known.config.values)
     on_node = dist.env_processes_per_node() if started == known.world_size and started > 1 else None
     known.per_node = min(asked.per_node or on_node or 8, known.world_size)
-    yield launcher_result(os.environ, launcher=launcher, world_size=known.world_size)
+    if started is None:
+        yield unchecked(f"no launcher has started this process; {known.world_size} process(es) are planned")
+    elif started != known.world_size:
+        yield warning(f"{started} processes were started, and --world-size {known.world_size} is what is checked")
+    else:
+        yield ok(f"{started} process(es), launcher {launcher!r}")
     yield from slurm_results(os.environ, launcher=launcher, world_size=known.world_size)
     dist.check_port()
-
-
-def launcher_result(env: Mapping[str, str], *, launcher: str, world_size: int) -> Checked:
-    """Variables of the launcher against each other and against ``world_size``, the processes that are planned."""
-    if "WORLD_SIZE" not in env:
-        return unchecked(f"no launcher has started this process; {world_size} process(es) are planned")
-    started, rank = int(env["WORLD_SIZE"]), int(env.get("RANK", "0"))
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK") if name not in env]
-    if rank >= started:
-        return problem(f"RANK is {rank} and WORLD_SIZE {started}", allowed=f"RANK from 0 to {started - 1}")
-    if started > 1 and missing and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return problem(
-            f"{started} processes were started without {', '.join(missing)} in the environment",
-            remedy="--launcher slurm or mpi sets them; or start with torchrun",
-        )
-    if started != world_size:
-        return warning(f"{started} processes were started, and --world-size {world_size} is what is checked")
-    return ok(f"{started} process(es), launcher {launcher!r}")
 
 
 def slurm_results(env: Mapping[str, str], *, launcher: str, world_size: int) -> Iterator[Checked]:
