@@ -183,7 +183,7 @@ def test_errors_name_file_and_row(tmp_path: Path) -> None:
         dataset(tmp_path / "c.csv")
     image = picture(tmp_path / "a.png", 8, 8).read_bytes()
     make.tar(tmp_path / "a.tar", [("x/1.png", image), ("x/1.txt", b"a"), ("x/2.json", b"[1]"), ("x/2.png", image)])
-    with pytest.raises(DataError, match=r", /.*/a\.tar sample x/2: json: it is a list\. Allowed: a JSON object"):
+    with pytest.raises(DataError, match=r", /.*/a\.tar sample x/2: json: the record is \[1\]\. Allowed: a JSON object"):
         dataset(tmp_path / "a.tar")
     talk = {"images": [image], "texts": [{"user": "q", "assistant": None}]}
     write_parquet(tmp_path / "n.parquet", [talk])

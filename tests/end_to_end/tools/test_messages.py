@@ -306,22 +306,12 @@ RECORDS = [{"text": f"draw a {digit}"} for digit in ("zero", "one", "two")]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
 
 
-def parquet(path: Path) -> None:
-    pytest.importorskip("pandas").DataFrame(RECORDS).to_parquet(path)
-
-
-def arrow(path: Path) -> None:
-    pytest.importorskip("pandas").DataFrame(RECORDS).to_feather(path)
-
-
 def zipped(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("converted.jsonl", LINES)
 
 
 FILES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
-    "parquet": (parquet, "is a Parquet file", "pandas.read_parquet('data.jsonl')"),
-    "arrow": (arrow, "is an Arrow file", "pandas.read_feather('data.jsonl')"),
     "gzip": (lambda path: path.write_bytes(gzip.compress(LINES.encode())), "is compressed by gzip", "gunzip -c "),
     "zip": (zipped, "is a zip archive", "python -m zipfile -e data.jsonl"),
     "utf-16": (

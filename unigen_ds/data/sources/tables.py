@@ -66,7 +66,8 @@ class ArrowSource(RecordSource):
     def _rows_of_groups(self) -> list[int]:
         """Arrow's reader trusts the offsets in a file: one that is damaged would read, or end, the process's memory."""
         schema, number, read = self._open_groups()
-        if double := sorted({name for name in schema.names if schema.names.count(name) > 1}):
+        if len(set(schema.names)) < len(schema.names):
+            double = sorted({name for name in schema.names if schema.names.count(name) > 1})
             raise DataError(f"{self.label} names a column twice: {', '.join(double)}")
         groups = [read(i) for i in range(number)]
         for group in groups:
@@ -93,9 +94,7 @@ class ArrowSource(RecordSource):
         first = int(self._stops[number - 1]) if number else 0
         part = self._open_groups()[2](number).slice(start - first, stop - start)
         if part.num_rows != stop - start:
-            raise DataError(
-                f"data file {self.path} has fewer rows than it claims: row {start + part.num_rows + 1} is missing"
-            )
+            raise DataError(f"data file {self.path} has fewer rows than it claims: row {stop} is missing")
         kinds = {field.name: field.type for field in part.schema if self._has_bytes(field.type)}
         entries: list[FoundRecord] = []
         for row, record in enumerate(self._rows(part, start), start=start + 1):
@@ -146,26 +145,21 @@ class ArrowSource(RecordSource):
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(f"data file {self.path} cannot be read: {text}", remedy=AGAIN) from error
 
-    def _is_list(self, kind: Any) -> bool:
-        types = self._arrow.types
-        return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
-
-    def _is_binary(self, kind: Any) -> bool:
-        types = self._arrow.types
-        return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
-
     def _has_bytes(self, kind: Any) -> bool:
-        if self._arrow.types.is_struct(kind):
+        types = self._arrow.types
+        if types.is_struct(kind):
             return any(self._has_bytes(field.type) for field in kind)
-        return self._has_bytes(kind.value_type) if self._is_list(kind) else self._is_binary(kind)
+        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+            return self._has_bytes(kind.value_type)
+        return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
 
     def _value(self, value: Any, kind: Any, name: str) -> Any:
         """``value`` with images in place of bytes. ``name``: how messages call it."""
         if value is None:
             return None
-        if self._is_binary(kind):
+        if isinstance(value, bytes):
             return StoredImage(name, value)
-        if self._is_list(kind):
+        if isinstance(value, list):
             return [self._value(one, kind.value_type, f"{name}[{i}]") for i, one in enumerate(value)]
         if not self._arrow.types.is_struct(kind):
             return value
@@ -229,20 +223,18 @@ class HuggingFaceSource(Joined):
         what, saved = f"the Hugging Face data set {str(path)!r}", is_saved(Path(path))
         datasets, arrow = require("datasets", what), require("pyarrow", what)
         options = {"name": config, "data_files": data_files, "revision": revision}
-        given = {key: value for key, value in options.items() if value is not None}
         try:
             if saved:
                 rows = datasets.load_from_disk(str(path))
             else:
-                rows = datasets.load_dataset(str(path), split=split, **given)
+                rows = datasets.load_dataset(str(path), split=split, **options)
             if isinstance(rows, Mapping):
-                rows = rows[chosen_split(split, list(rows), str(path))]
+                rows = rows[choose_split(split, list(rows), str(path))]
         except DataError:
             raise
         except Exception as error:  # the package raises anything, also what its readers of files do
-            text = str(error).splitlines()[0] if str(error) else ""
             raise DataError(
-                f"{what} cannot be loaded: {type(error).__name__}: {text}",
+                f"{what} cannot be loaded: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
                 remedy=download_first(str(path)) if is_hub_name(str(path)) else None,
             ) from error
         files = [Path(file["filename"]) for file in rows.cache_files]
@@ -258,7 +250,7 @@ class HuggingFaceSource(Joined):
         super().__init__([ArrowSource(file, label=one) for file, one in zip(files, labels, strict=True)], str(path))
 
 
-def chosen_split(split: str | None, splits: Sequence[str], what: str) -> str:
+def choose_split(split: str | None, splits: Sequence[str], what: str) -> str:
     """Return the split that is asked for, or ``train``, or the only one. Raises ``DataError`` where there is none."""
     chosen = split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
     if chosen not in splits:

@@ -34,7 +34,7 @@ def unpacked_file(path: Path, folder: Path | None) -> Path:
 
     def write(target: Path) -> None:
         try:
-            with _decompressing(path) as stream, target.open("wb") as copy:
+            with _unpacking(path) as stream, target.open("wb") as copy:
                 shutil.copyfileobj(stream, copy, _BLOCK)
         except (EOFError, OSError, zlib.error) as error:
             if isinstance(error, OSError) and error.errno is not None:
@@ -44,7 +44,7 @@ def unpacked_file(path: Path, folder: Path | None) -> Path:
     return copy_of(path, folder, suffix=Path(path.stem).suffix, size=path.stat().st_size, write=write)
 
 
-def _decompressing(path: Path) -> Any:
+def _unpacking(path: Path) -> Any:
     if path.suffix != ".zst":
         return gzip.open(path, "rb")
     arrow = require("pyarrow", f"a file compressed by zstd ({path.name})")

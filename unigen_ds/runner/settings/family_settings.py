@@ -24,7 +24,6 @@ PROCESSOR_KEYS = (
 _FIXED = ("tokenizer", "seed")
 """Arguments of a processor that no config sets in its section."""
 _CHANNELS = {"RGB": 3, "L": 1}
-_WITH_MODE = ("ImageTransform", "CenterCrop")
 
 
 def family_of_model(kind: type) -> Family:
@@ -115,7 +114,7 @@ def channel_problems(model: Component, processor: Mapping[str, Any]) -> Iterator
         transform, section = processor.get(f"{part}_transform"), model.get(part)
         channels = section.get(key, 3) if isinstance(section, Mapping) else None
         spec = transform if isinstance(transform, Mapping) else {}
-        mode = (spec.get("mode") or "RGB") if spec.get("type") in _WITH_MODE else None
+        mode = (spec.get("mode") or "RGB") if spec.get("type") == "ImageTransform" else None
         produced = _CHANNELS.get(str(mode))
         if isinstance(channels, int) and produced is not None and channels != produced:
             other = next((name for name, number in _CHANNELS.items() if number == channels), None)
