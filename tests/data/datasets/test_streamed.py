@@ -19,7 +19,7 @@ import pytest
 from tests.data.support import make_processor, write_jsonl
 from tests.end_to_end.data.test_formats import SAMPLES, write_parquet
 from tests.end_to_end.data.test_mixtures import train_and_kill
-from tests.shard_server import RESET_S, Fault, Served, serving
+from tests.shard_server import Fault, Served, serving
 from tests.text_run import KeepBatches, text_config, trained, words
 from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
@@ -395,7 +395,7 @@ def hub_files(server: Served, revision: str, token: str | None) -> dict[str, Any
 
 
 def test_files_of_a_private_data_set_at_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait that the hub asks for is that of its own client, or ours; a wrong token or revision is named."""
+    """A hub that asks to wait is asked again; a wrong token or revision is named."""
     old, new = write_shards(tmp_path / "old"), write_shards(tmp_path / "new", (5, 3))
     slept: list[float] = []
     with serving(new) as server:
@@ -409,7 +409,7 @@ def test_files_of_a_private_data_set_at_a_revision(tmp_path: Path, monkeypatch: 
         _, found = trained(config(tmp_path / "hub", hub_files(server, "v1", "hf_right")))
         server.limited = 2
         trained(config(tmp_path / "newer", hub_files(server, "main", "hf_right"), train_cfg=dict(max_updates=2)))
-    assert [second for second in slept if second >= RESET_S] and "streamed from 2 shards" in log(tmp_path / "newer")
+    assert slept and "streamed from 2 shards" in log(tmp_path / "newer")
     _, whole = trained(config(tmp_path / "local", streamed(old)))
     assert [batch.text_ids.tolist() for batch in found.batches] == [b.text_ids.tolist() for b in whole.batches]
 

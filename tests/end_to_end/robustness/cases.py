@@ -281,7 +281,6 @@ def tar_file(draw: random.Random, folder: Path) -> Case:
         beside = draw.choice([(f"{i}.txt", f"caption {i}".encode()), (f"{i}.json", json.dumps(record).encode())])
         members += [(f"{i}.png", image), beside]
     file, row, how = folder / "train.tar", "", draw.choice(["member", "pickled", "bytes", "cut", "header", "appended"])
-    options: dict[str, Any] = {}
     if how == "member":
         at = draw.randrange(len(members))
         name, content = members[at]
@@ -294,7 +293,6 @@ def tar_file(draw: random.Random, folder: Path) -> Case:
     elif how == "pickled":
         new = draw.choice(["1.PKL", "9.pth", "a.pyd", "9.pickle", "../1.txt", "1.txt", "\udcff.txt", "n" * 90 + ".txt"])
         members.append((new, pickle.dumps(Pickled(str(folder / "unpickled")))))
-        options = {"format": {"type": "webdataset", "pickled": "skip"}} if draw.random() < 0.5 else {}
     write_tar(file, members, draw.choice([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]))
     raw = file.read_bytes()
     if how == "bytes":
@@ -307,7 +305,7 @@ def tar_file(draw: random.Random, folder: Path) -> Case:
         raw += draw.choice([raw, b"x" * 512, bytes(512), draw.randbytes(700)])
     file.write_bytes(raw)
     number = 3 if how in ("member", "bytes", "cut", "appended") else None
-    return Case(f"tar/{how}", file, (file.name, *(name for name, _ in members)), row, number, options=options)
+    return Case(f"tar/{how}", file, (file.name, *(name for name, _ in members)), row, number)
 
 
 def write_tar(file: Path, members: Sequence[tuple[str, bytes]], form: int) -> None:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import exp, lgamma, log, log1p
+from math import log
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,21 +154,13 @@ def share_above(number: int, total: int, limit: float) -> str:
 def exceeds(number: int, total: int, limit: float) -> bool:
     """Whether ``number`` of ``total`` drawn samples show that more than a share ``limit`` of all is unusable.
 
-    Their share is above it, and a true share of half of it would have so many with the probability of 5 sigma alone.
+    Their share is above it, and a true share of half of it would have so many with less than the probability of 5 sigma
+    (Chernoff's bound of the binomial distribution).
     """
     if not number or number <= limit * total:
         return False
-    rate = min(limit / 2, 1.0)
+    share, rate = number / total, limit / 2
     if rate == 0:
         return True
-    term = exp(
-        lgamma(total + 1) - lgamma(number + 1) - lgamma(total - number + 1)
-        + number * log(rate) + (total - number) * log1p(-rate)
-    )  # fmt: skip
-    tail = 0.0  # of the binomial distribution, from ``number`` on
-    for k in range(number, total + 1):
-        tail += term
-        term *= (total - k) / (k + 1) * rate / (1 - rate)
-        if term < tail * 1e-6:
-            break
-    return tail < _ALPHA
+    divergence = share * log(share / rate) + (1 - share) * (log((1 - share) / (1 - rate)) if share < 1 else 0)
+    return total * divergence > -log(_ALPHA)

@@ -99,14 +99,14 @@ class ImageFolderSource(RecordSource):
         notes = [f"{others:,} images {why}: they are not used"] if others else []
         read, unread = set(self.files), Counter[str]()
         for path in visible(self.path):
-            if path.is_file() and path.suffix[1:].lower() not in IMAGES and path not in read:
-                unread[path.suffix.lower() or "without a suffix"] += 1
-            elif path.is_symlink() and not path.exists():
-                unread[f"{path.suffix.lower()} (a link to a file that is not there)".lstrip()] += 1
+            suffix = path.suffix.lower()
+            if path.is_symlink() and not path.exists():
+                unread[f"{suffix} (a link to a file that is not there)".lstrip()] += 1
+            elif path.is_file() and suffix[1:] not in IMAGES and path not in read:
+                unread[suffix or "without a suffix"] += 1
         if unread:
-            notes.append(
-                f"files that are not read: {', '.join(f'{number:,} {kind}' for kind, number in unread.items())}"
-            )
+            each = ", ".join(f"{number:,} {kind}" for kind, number in unread.items())
+            notes.append(f"files that are not read: {each}")
         return {**arrays, **Names.to_arrays(notes, "note")}
 
     def use(self, arrays: Arrays) -> None:
@@ -128,26 +128,19 @@ class ImageFolderSource(RecordSource):
         text = self._captions[name]
         where = f"{self.label}/{self._relative(text)}"
         try:
-            caption = text.read_bytes().decode("utf-8-sig").strip()
+            return Row({"image": name, "caption": text.read_bytes().decode("utf-8-sig").strip()}, where)
         except OSError as error:
             raise lost(text, error.strerror) from error
         except UnicodeDecodeError as error:
             raise no_utf8(where, error.start) from error
-        return Row({"image": name, "caption": caption}, where)
 
     def _list(self, entry: FoundRecord) -> FoundRecord:
         record = {key: value for key, value in entry.record.items() if key != _FILE_NAME}
         record["image"] = self._file_name(entry)
         renamed = {name for key, name in self.columns.items() if key in record}
-        if not renamed & {*_LAYOUTS, *_CAPTIONS} and not record.keys() & set(_LAYOUTS):
-            captions = [key for key in _CAPTIONS if key in record]
-            if not captions:
-                raise MalformedRecord(
-                    f"{entry.where}: it has no caption, but {', '.join(map(str, record))}",
-                    allowed=", ".join(("caption", *_CAPTIONS)),
-                    remedy="columns={'name in the file': 'caption'}",
-                )
-            record["caption"] = record.pop(captions[0])
+        caption = next((key for key in _CAPTIONS if key in record), None)
+        if caption and not renamed & {*_LAYOUTS, *_CAPTIONS} and not record.keys() & set(_LAYOUTS):
+            record["caption"] = record.pop(caption)
         return Row(record, entry.where)
 
     def _file_name(self, entry: FoundRecord) -> str:

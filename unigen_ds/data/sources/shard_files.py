@@ -53,8 +53,6 @@ _DIGESTED = 2
 _SILENCE_S = 60.0
 """Seconds without a byte, or without a connection, after which a transfer over HTTP is interrupted."""
 _LONGEST_WAIT_S = 30.0
-_LONGEST_ASKED_S = 600.0
-"""Wait that a server may ask for."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,17 @@ class ShardList:
             self.shards = tuple(pool.map(look, urls, _names(urls)))
         self.root = Path(urls[0]).parent if self.shards[0].is_local else None
         """The folder that relative image paths start from; None: there is none."""
-        self._cls: type[RecordSource] = cls or _format_of(urls)
+        if cls is None:
+            suffixes = {suffix_of(Path(url.partition("?")[0])) for url in urls}
+            kinds = {by_suffix().get(suffix) for suffix in suffixes}
+            if len(kinds) != 1 or None in kinds:
+                raise DataError(
+                    f"the shards have the suffixes {', '.join(sorted(suffixes))}",
+                    allowed=f"one format for all of them: {', '.join(sorted(by_suffix()))} (and .gz, .zst)",
+                    remedy="format='...' names it; a data set of single image files is read without streaming",
+                )
+            cls = SOURCES.module_dict[kinds.pop()]
+        self._cls: type[RecordSource] = cls
         self._options = options
         self.facts: tuple[object, ...] = (self._cls.__name__, sorted(options.items()))
         """What decides besides the shards how records are read."""
@@ -157,7 +165,8 @@ class ShardList:
         urls: list[str] = []
         for text in (text for one in paths for text in _ranges(str(one))):
             if "://" not in text:
-                of_format = cls or _format_of_local(Path(text))
+                is_folder = cls is None and Path(text).is_dir()
+                of_format = SOURCES.module_dict[one_format([Path(text)])] if is_folder else cls or RecordSource
                 urls += [str(file.resolve()) for path in matching(text) for file in files_of(path, of_format)]
                 continue
             filesystem, path = self._filesystem(text)
@@ -281,21 +290,6 @@ def _ranges(text: str) -> list[str]:
     return [one for number in numbers for one in _ranges(text[: match.start()] + number + text[match.end() :])]
 
 
-def _format_of_local(path: Path) -> type:
-    """The format whose files a folder has."""
-    if not path.is_dir():
-        return RecordSource  # a file is itself
-    kind = one_format([path])
-    cls: type[RecordSource] = SOURCES.module_dict[kind]
-    if not cls.suffixes:
-        raise DataError(
-            f"folder {path} is read as {kind!r}",
-            allowed="files of one format for a streamed data set; an image folder is read without streaming",
-            remedy="data_path='FOLDER/*.parquet' (of a folder of save_to_disk: '*.arrow'), or format='parquet'",
-        )
-    return cls
-
-
 def _names(urls: Sequence[str]) -> list[str]:
     """Of each shard: its path below the folder that all have in common, so that data may be moved."""
     paths = [re.sub(r"^\w+://[^/]*", "", url).partition("?")[0] if "://" in url else url for url in urls]
@@ -307,21 +301,6 @@ def _names(urls: Sequence[str]) -> list[str]:
         twice = next(name for name in names if names.count(name) > 1)
         raise DataError(f"shard {twice} is there more than once", remedy="name each file once in data_path")
     return names
-
-
-def _format_of(urls: Sequence[str]) -> type[RecordSource]:
-    """The format of all files, by their suffixes."""
-    known = by_suffix()
-    suffixes = {suffix_of(Path(url.partition("?")[0])) for url in urls}
-    kinds = {known.get(suffix) for suffix in suffixes}
-    if len(kinds) != 1 or None in kinds:
-        raise DataError(
-            f"the shards have the suffixes {', '.join(sorted(suffixes))}",
-            allowed=f"one format for all of them: {', '.join(sorted(known))} (and .gz, .zst)",
-            remedy="format='...' names it; a data set of single image files is read without streaming",
-        )
-    cls: type[RecordSource] = SOURCES.module_dict[kinds.pop()]
-    return cls
 
 
 def retry(what: str, attempts: int, act: Callable[[], _T]) -> _T:
@@ -351,11 +330,7 @@ def retry(what: str, attempts: int, act: Callable[[], _T]) -> _T:
                     f"{what} failed in {attempts} attempts: {problem}",
                     remedy="check the network and the shard, then continue with --resume: nothing of the run is lost",
                 ) from error
-            headers = getattr(cause, "headers", None) or getattr(response, "headers", None) or {}
-            asked = str(headers.get("Retry-After", ""))
         wait = min(2.0 ** (attempt - 1), _LONGEST_WAIT_S)
-        if asked.isdecimal():
-            wait = max(wait, min(float(asked), _LONGEST_ASKED_S))
         logger().warning("%s: attempt %d of %d failed (%s); the next in %g s", what, attempt, attempts, problem, wait)
         time.sleep(wait)
     raise AssertionError("attempts is at least 1")

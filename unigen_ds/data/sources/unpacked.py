@@ -88,11 +88,7 @@ def write_where_space(target: Path, size: int, write: Callable[[Path], None], pr
                 raise
             reason = str(full.strerror)
     if reason:
-        raise DataError(
-            f"{problem}: {reason}",
-            remedy="make space there, or name a folder of another disk: cache_dir=FOLDER of the data set (of local data"
-            " it is used where their own folder is not writable)",
-        )
+        raise DataError(f"{problem}: {reason}", remedy="make space there, or cache_dir=FOLDER of another disk")
 
 
 def format_size(size: int) -> str:

@@ -4,7 +4,7 @@ random: a member is a range of bytes of the tar.
 The name ends at the first dot of the last part: ``photos/0001.seg.png`` belongs to ``photos/0001``. Images become
 images, ``.txt`` the text, the object of a ``.json`` the record itself, in any layout; an image that
 it names (``0001.jpg``, in whatever folder, or ``jpg``) is the member.
-Members need not be sorted. Pickled ones are never loaded.
+Members need not be sorted. Pickled ones are never loaded, and counted.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from unigen_ds.config.registry import SOURCES, checked
+from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import Span, StoredImage
-from unigen_ds.data.records.unusable import MalformedRecord
+from unigen_ds.data.records.unusable import MalformedRecord, no_utf8
 from unigen_ds.data.records.unused import BESIDE_JSON, IMAGE_BESIDE_JSON
 from unigen_ds.data.sources.base import Arrays, FoundRecord, Names, RecordSource, Row
 from unigen_ds.data.sources.text_files import load_record
@@ -41,34 +41,17 @@ _IMAGE_KEYS = (
 
 @SOURCES.register_module(name="webdataset")
 class WebDatasetSource(RecordSource):
-    """One tar file.
+    """One tar file."""
 
-    Args:
-        pickled: members that are pickled (``.pyd``, ``.pickle``, ``.pth``, ...) are an ``error``, or left out with
-            their number (``skip``); they are never loaded.
-    """
-
+    fingerprint = "webdataset"
     suffixes = (".tar", ".tgz")
     batch = 64
 
-    @checked("format")
-    def __init__(
-        self,
-        path: Path,
-        *,
-        label: str | None = None,
-        folder: Path | None = None,
-        pickled: Literal["error", "skip"] = "error",
-    ) -> None:
+    def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
         super().__init__(path, label=label, folder=folder)
-        self.pickled = pickled
         if not self.path.is_file():
             raise DataError(f"data file {self.path} does not exist")
         self._firsts = np.zeros(1, np.int64)
-
-    @property
-    def fingerprint(self) -> str:
-        return f"webdataset, pickled: {self.pickled}"
 
     def scan(self) -> Arrays:
         groups: dict[str, dict[str, tuple[int, int]]] = {}
@@ -78,12 +61,6 @@ class WebDatasetSource(RecordSource):
             last = suffix.rpartition(".")[2].lower()
             if not member.isreg() or member.issparse():
                 left_out["folders, links and other special members"] += not member.isdir()
-            elif last in PICKLED and self.pickled == "error":
-                raise DataError(
-                    f"{self.label}, member {member.name}: it is pickled, and could execute anything if loaded",
-                    allowed="images, .json, .txt: docs/data.md",
-                    remedy="format=dict(type='webdataset', pickled='skip') leaves them out, and counts them",
-                )
             elif last in PICKLED:
                 left_out[f"pickled (.{last}), never loaded"] += 1
             elif not stem or not suffix:
@@ -163,7 +140,10 @@ class WebDatasetSource(RecordSource):
             elif kind in IMAGES:
                 images[suffix] = StoredImage(f"{where}: {suffix}", span)
             else:
-                text = _text(span, f"{where}: {suffix}")
+                try:
+                    text = span.read().decode("utf-8-sig").strip()
+                except UnicodeDecodeError as error:
+                    raise no_utf8(f"{where}: {suffix}", error.start) from error
         names: set[str] = set()
         try:
             by_name = images | {f"{stem}.{suffix}": image for suffix, image in images.items()}
@@ -189,14 +169,6 @@ def _parts(name: str) -> tuple[str, str, str]:
     folder, slash, base = name.rpartition("/")
     stem, _, suffix = base.partition(".")
     return folder + slash + stem, stem, suffix
-
-
-def _text(span: Span, where: str) -> str:
-    try:
-        return span.read().decode("utf-8-sig").strip()
-    except UnicodeDecodeError as error:
-        remedy = "write this member as UTF-8, and the tar again"
-        raise MalformedRecord(f"{where}: byte {error.start} is no UTF-8", remedy=remedy) from error
 
 
 def _with_images(value: Any, images: Mapping[str, StoredImage], names: set[str], of_image: bool = False) -> Any:
