@@ -6,7 +6,7 @@
 # make lint    ruff and mypy alone
 # make matrix  every engine, process count, precision and load, as a dated table (make test runs a pairwise part; half an hour)
 # make mixtures  of the matrix the data alone: each engine, killed and resumed with other numbers of processes and workers
-# make robustness  10,000 damaged data sets of every format, and 2,000 streamed ones: read, skipped and counted, or named (CASES=N STREAMED=N SEED=S, or ONLY=K)
+# make robustness  10,000 damaged data sets of every format: read, skipped and counted, or named (CASES=N SEED=S, or ONLY=K)
 # make kills   a data worker is killed 200 times at random moments, of runs too (make test: fewer)
 # make mutations  small edits of the source, each with the test that must then fail; PART=K/N: a part, MINUTES=M: a limit;
 #                SAMPLE=N SEED=S: random edits instead, and the share that the modules' own tests detect
@@ -81,7 +81,7 @@ mixtures: $(VENV)/.stamp-test
 CASES ?= 10000
 SEED ?= 0
 robustness: $(VENV)/.stamp-test
-	$(BIN)/python benchmarks/robustness.py --seed $(SEED) $(if $(ONLY),--only $(ONLY),--num $(CASES)) $(if $(STREAMED),--streamed $(STREAMED))
+	$(BIN)/python benchmarks/robustness.py --seed $(SEED) $(if $(ONLY),--only $(ONLY),--num $(CASES))
 
 kills: $(VENV)/.stamp-test
 	KILLS=200 $(BIN)/python -m pytest --timeout 1200 tests/system/test_workers.py tests/end_to_end/resume/test_lost_data.py -k killed

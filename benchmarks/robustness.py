@@ -1,15 +1,12 @@
-"""10,000 damaged data sets of every format, and 2,000 streamed ones: each is read as it is, is a counted skip, or is an
-error that names it.
+"""10,000 damaged data sets of every format: each is read as it is, is a counted skip, or is an error that names it.
 
-In: ``tests/end_to_end/robustness/cases.py`` and ``streams.py`` (damaged shards, servers that answer wrongly, files that
-change), numbered. Out: ``results/robustness_<date>.json``; exit status 1 if one of them ended
-in another way: a traceback, a crash, more than 20 s, a record that is lost or read as another one without a message.
-Cases run in processes of their own, so that one that hangs or crashes is named and the others continue.
+In: ``tests/end_to_end/robustness/cases.py``, numbered. Out: ``results/robustness_<date>.json``; exit status 1 if one of
+them ended in another way: a traceback, a crash, more than 20 s, a record that is lost or read as another one without a
+message. Cases run in processes of their own, so that one that hangs or crashes is named and the others continue.
 
-    python benchmarks/robustness.py [--num 10000] [--streamed 2000] [--seed 0] [--jobs 2] [--only K] [--no-result]
+    python benchmarks/robustness.py [--num 10000] [--seed 0] [--jobs 2] [--only K] [--no-result]
 
-``--only K`` runs one case in this process, with its traceback, and keeps its files; with ``--streamed 1`` a streamed
-one.
+``--only K`` runs one case in this process, with its traceback, and keeps its files.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +35,10 @@ SILENT_S = 60
 GOOD = ("sample", "skip", "named")
 
 
-def work(what: str, seed: int, numbers: range) -> None:
+def work(seed: int, numbers: range) -> None:
     """In a process: a line before and after each case."""
-    from tests.end_to_end.robustness.outcome import Hangs, scratch
+    from tests.end_to_end.robustness.outcome import Hangs, ending_of, scratch
 
-    ending_of = ending(what)
     for number in numbers:
         print("begin", number, flush=True)
         with tempfile.TemporaryDirectory(dir=scratch(), prefix="robustness-") as folder:
@@ -58,19 +53,12 @@ def work(what: str, seed: int, numbers: range) -> None:
         print("end", number, kind.replace(" ", "_"), found, flush=True)
 
 
-def ending(what: str) -> Callable[[int, int, Path], tuple[str, str]]:
-    """What runs a case: of ``files`` or of ``streams``."""
-    from tests.end_to_end.robustness import outcome, streams
-
-    return {"files": outcome.ending_of, "streams": streams.stream_ending_of}[what]
-
-
 class Process(threading.Thread):
     """Works through some cases with as many processes, one after the other, as it needs."""
 
-    def __init__(self, what: str, seed: int, numbers: range, ended: queue.Queue[tuple[int, str, str]]) -> None:
+    def __init__(self, seed: int, numbers: range, ended: queue.Queue[tuple[int, str, str]]) -> None:
         super().__init__(daemon=True)
-        self.what, self.seed, self.numbers, self.ended = what, seed, numbers, ended
+        self.seed, self.numbers, self.ended = seed, numbers, ended
 
     def run(self) -> None:
         left = self.numbers
@@ -80,7 +68,7 @@ class Process(threading.Thread):
 
     def _run_until_it_ends(self, numbers: range) -> int | None:
         """The case at which the process ended; None: it has finished all."""
-        given = f"{self.what}:{self.seed}:{numbers.start}:{numbers.stop}:{numbers.step}"
+        given = f"{self.seed}:{numbers.start}:{numbers.stop}:{numbers.step}"
         command = [sys.executable, __file__, "--worker", given]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         lines: queue.Queue[str | None] = queue.Queue()
@@ -114,11 +102,11 @@ class Process(threading.Thread):
         return begun
 
 
-def campaign(what: str, seed: int, numbers: range, jobs: int) -> dict[str, Any]:
-    """All cases of ``files`` or ``streams``."""
+def campaign(seed: int, numbers: range, jobs: int) -> dict[str, Any]:
+    """All cases."""
     ended: queue.Queue[tuple[int, str, str]] = queue.Queue()
     began = time.monotonic()
-    processes = [Process(what, seed, numbers[k::jobs], ended) for k in range(jobs)]
+    processes = [Process(seed, numbers[k::jobs], ended) for k in range(jobs)]
     for process in processes:
         process.start()
     kinds: dict[str, Counter[str]] = {}
@@ -129,9 +117,9 @@ def campaign(what: str, seed: int, numbers: range, jobs: int) -> dict[str, Any]:
             kinds.setdefault(kind.replace("_", " "), Counter())[found] += 1
         else:
             wrong[number] = found.removeprefix("wrong ")
-            print(f"{what}, case {number}: {wrong[number]}", flush=True)
+            print(f"case {number}: {wrong[number]}", flush=True)
         if done % 1000 == 0:
-            print(f"{what}: {done:,} cases, {len(wrong)} wrong, {time.monotonic() - began:.0f} s", flush=True)
+            print(f"{done:,} cases, {len(wrong)} wrong, {time.monotonic() - began:.0f} s", flush=True)
     totals = Counter[str]()
     for counted in kinds.values():
         totals += counted
@@ -145,20 +133,15 @@ def campaign(what: str, seed: int, numbers: range, jobs: int) -> dict[str, Any]:
     }
 
 
-def only(what: str, seed: int, number: int) -> int:
+def only(seed: int, number: int) -> int:
     """One case, with its traceback and its files."""
     from tests.end_to_end.robustness.cases import case
-    from tests.end_to_end.robustness.outcome import scratch
-    from tests.end_to_end.robustness.streams import stream_case
+    from tests.end_to_end.robustness.outcome import ending_of, scratch
 
     folder = Path(tempfile.mkdtemp(prefix=f"robustness-{seed}-{number}-"))
-    if what == "streams":
-        with stream_case(seed, number, folder) as streamed:
-            print(streamed)
-    else:
-        print(case(seed, number, folder))
+    print(case(seed, number, folder))
     with tempfile.TemporaryDirectory(dir=scratch()) as again:
-        print(*ending(what)(seed, number, Path(again)))
+        print(*ending_of(seed, number, Path(again)))
     shutil.rmtree(folder)
     return 0
 
@@ -166,7 +149,6 @@ def only(what: str, seed: int, number: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num", type=int, default=10_000)
-    parser.add_argument("--streamed", type=int, default=None, metavar="N", help="streamed ones (default 2,000)")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 4))
@@ -175,20 +157,16 @@ def main() -> int:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        what, *numbers = given.worker.split(":")
-        seed, start, stop, step = map(int, numbers)
-        work(what, seed, range(start, stop, step))
+        seed, start, stop, step = map(int, given.worker.split(":"))
+        work(seed, range(start, stop, step))
         return 0
     if given.only is not None:
-        return only("streams" if given.streamed else "files", given.seed, given.only)
-    numbers = {"files": given.num, "streams": 2000 if given.streamed is None else given.streamed}
-    found: dict[str, dict[str, Any]] = {}
-    for what, number in numbers.items():
-        found[what] = campaign(what, given.seed, range(given.first, given.first + number), given.jobs)
-        print(what, {key: value for key, value in found[what].items() if key not in ("wrong", "by_kind")})
+        return only(given.seed, given.only)
+    result = campaign(given.seed, range(given.first, given.first + given.num), given.jobs)
+    print({key: value for key, value in result.items() if key not in ("wrong", "by_kind")})
     if not given.no_result:
-        print(write_result("robustness", {**(found["files"] if given.num else {}), "streamed": found["streams"]}))
-    return int(any(one["wrong"] for one in found.values()))
+        print(write_result("robustness", result))
+    return int(bool(result["wrong"]))
 
 
 if __name__ == "__main__":

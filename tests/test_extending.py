@@ -22,7 +22,6 @@ PACKAGE = sorted((ROOT / "tests" / "plugin").glob("*.py"))
 OTHERS = [
     ROOT / "tests" / "plugin_text" / "numbers.py",
     ROOT / "tests" / "end_to_end" / "data" / "own_format.py",
-    ROOT / "tests" / "end_to_end" / "data" / "own_shards.py",
     ROOT / "tests" / "data" / "datasets" / "test_filters.py",
     ROOT / "tests" / "hooks" / "mmengine_hooks_config.py",
     ROOT / "tests" / "end_to_end" / "own_parts" / "own_registered.py",
@@ -119,7 +118,7 @@ def test_every_field_of_an_update_is_named() -> None:
 
 
 def test_every_name_is_imported_from_the_package_itself() -> None:
-    for path in (*PACKAGE, *(other for other in OTHERS if other.stem in ("numbers", "own_format", "own_shards"))):
+    for path in (*PACKAGE, *(other for other in OTHERS if other.stem in ("numbers", "own_format"))):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("unigen_ds"):
                 assert node.module == "unigen_ds", (path, node.lineno)

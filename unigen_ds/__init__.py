@@ -30,7 +30,6 @@ PUBLIC = {
     "data.records.records": "Turn",
     "data.images.image_files": "ImageTransform StoredImage UnreadableImage",
     "data.sources.base": "Arrays RecordSource Row",
-    "data.sources.shard_files": "IterableShards",
     "data.datasets.dataset": "PlannedDataset ScannedDataset",
     "data.datasets.filters": "CheckedRecord RecordFilter",
     "data.batches.loader": "pack_documents",

@@ -137,7 +137,7 @@ def test_malformed_records_stop_the_build(tmp_path: Path) -> None:
         build_index(path)
     assert not caches(tmp_path)
     path = write_jsonl(tmp_path / "u.jsonl", [talk(text("user", "x"))])
-    with pytest.raises(DataError, match=r"u\.jsonl:1: conversations has no assistant turn"):
+    with pytest.raises(DataError, match=r"u\.jsonl:1: no assistant turn"):
         build_index(path)
 
 

@@ -86,10 +86,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
                          "columns={'conversations': 'messages'}"),
     "key misspelt": (lambda f: jsonl(f / "a.jsonl", {"text_promt": "a", "image_path": "1.png"}), {},
                      "text_prompt is missing (the record has: text_promt, image_path). Allowed: a text. "
-                     "Remedy: did you mean 'text_prompt'? columns={'text_promt': 'text_prompt'}"),
-    "bzip2": (lambda f: written(f / "a.jsonl.bz2", b"BZh91AY&SY...."), {}, "bunzip2 -c a.jsonl.bz2 > converted.jsonl"),
+                     "Remedy: another name: columns={'name in the file': 'text_prompt'}"),
+    "Parquet": (lambda f: written(f / "a.jsonl", b"PAR1...."), {}, "is a Parquet file. Allowed: "),
     "last line": (lambda f: written(f / "a.jsonl", '{"text": "a"}\n{"text": "b'), {}, "Remedy: the record ends early"),
-    "Latin-1": (lambda f: written(f / "a.jsonl", b'{"text": "caf\xe9"}\n'), {}, "iconv -f LATIN1 -t UTF-8 a.jsonl"),
+    "Latin-1": (lambda f: written(f / "a.jsonl", b'{"text": "caf\xe9"}\n'), {}, "no UTF-8. Remedy: convert it: iconv"),
     "binary texts": (lambda f: binary_texts(f / "a.parquet"), {},
                      "a.parquet row 1: text has bytes. Allowed: a text (UTF-8)"),
 }  # fmt: skip
@@ -110,11 +110,11 @@ def test_images_that_cannot_be_read(tmp_path: Path) -> None:
     paths = ["empty.png", "drawn.svg", image, "gone.png"]
     errors = [image_header(tmp_path / path).error for path in paths]
     assert all("none of the formats (read are JPEG" in error for error in errors[:2])
-    assert "as base64 it is written data:image/png;base64,..." in errors[2] and len(errors[2]) < 600
+    assert len(errors[2]) < 600
     assert errors[3].endswith("cannot be read: FileNotFoundError: No such file or directory")
 
 
-@pytest.mark.parametrize("first", ["[![badge](a.svg)](b)\n\n# Title\n", '{"a": 1}\n', "# Title\n"])
+@pytest.mark.parametrize("first", ["[![badge](a.svg)](b)\n\n# Title\n", "# Title\n"])
 def test_markdown_is_text_whatever_it_begins_with(first: str, inspected: Callable[..., Any], tmp_path: Path) -> None:
     for name, text in (("1.md", first), ("2.md", "# Two\n")):
         (tmp_path / name).write_text(text)
@@ -130,7 +130,7 @@ def test_metadata_of_image_folders(inspected: Callable[..., Any], tmp_path: Path
     one, named = str(tmp_path / "top" / "a"), {"filename": "file_name", "label": "caption"}
     status, output = inspected(one)
     assert status == 1 and "file_name is missing" in output and "columns={'name in the file': 'file_name'}" in output
-    assert "columns={'name in the file': 'caption'}" in inspected(one, columns={"filename": "file_name"})[1]
+    assert "columns={'name in the file': 'text'}" in inspected(one, columns={"filename": "file_name"})[1]
     status, output = inspected(one, columns=named)
     assert status == 0 and "unreadable" not in output
     status, output = inspected([one, str(tmp_path / "top" / "b")], columns=named)
@@ -138,12 +138,12 @@ def test_metadata_of_image_folders(inspected: Callable[..., Any], tmp_path: Path
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a size as a change": ({"augment": [{"type": "CenterCrop", "side": 8, "stride": 4}]}, {},
-                           "processor.augment[0].type is CenterCrop, which sets the size of an image. Allowed: "),
+    "a size as a change": ({"augment": [{"type": "ImageTransform", "max_size": 8, "min_size": 8, "stride": 4}]}, {},
+                           "processor.augment[0].type is ImageTransform, which sets the size of an image. Allowed: "),
     "a change as a size": ({"vae_transform": {"type": "RandomFlip"}}, {},
                            "processor.vae_transform.type is RandomFlip, which changes images at random"),
-    "side": ({"vit_transform": {"type": "CenterCrop", "side": 64, "stride": 4, "mode": "L"}}, {},
-             "vit_transform.side 64 allows up to 16 patches a side"),
+    "side": ({"vit_transform": {"type": "ImageTransform", "max_size": 64, "min_size": 8, "stride": 4, "mode": "L"}}, {},
+             "vit_transform.max_size 64 allows up to 16 patches a side"),
     "keys of a base": ({}, {"type": "DatasetAdapter", "data_path": "x.jsonl", "dataset": {"type": "a.B"}},
                        "has no key 'data_path' (DatasetAdapter). Remedy: valid: cache_dir, dataset"),
     "a path of a class": ({}, {"type": "DatasetAdapter", "dataset": "my.Data"}, "Remedy: dataset=dict(type='my.Data')"),
@@ -239,7 +239,7 @@ def test_captions_with_a_suffix_in_capitals(inspected: Callable[..., Any], tmp_p
     shutil.copy(tmp_path / "in" / "0.PNG", tmp_path / "in" / "1.PNG")
     (tmp_path / "in" / "1.txt").write_text("a square")
     status, output = inspected(str(tmp_path / "in"))
-    assert status == 0 and "in: 1 records, 1 used" in output
+    assert status == 0 and "in: 2 records, 2 used" in output
 
 
 def test_keys_of_images_of_a_model_of_texts(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from tests.data.support import make_processor
-from tests.end_to_end.robustness.cases import Case, case, strings
+from tests.end_to_end.robustness.cases import Case, case
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.batches.loader import collate
@@ -44,21 +44,17 @@ class Hangs(BaseException):
 
 
 def ending_of(seed: int, number: int, folder: Path) -> tuple[str, str]:
-    """(kind of the case, ``sample``, ``skip`` or ``named``) of one case, in an empty folder."""
-    with watched(folder):
+    """(kind of the case, ``sample``, ``skip`` or ``named``) of one case, in an empty folder.
+
+    Raises ``Hangs`` after ``LONGEST_S``, and ``AssertionError`` where a file was unpickled.
+    """
+    with _alarm(LONGEST_S), _watched():
         given = case(seed, number, folder)
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            return given.kind, outcome(given, folder, number)
-
-
-@contextlib.contextmanager
-def watched(folder: Path) -> Iterator[None]:
-    """Raises ``Hangs`` after ``LONGEST_S``, and ``AssertionError`` where a file of ``folder`` was unpickled."""
-    with _alarm(LONGEST_S), _watched():
-        _UNPICKLED.clear()
-        yield
+            ending = outcome(given, folder, number)
         assert not (folder / "unpickled").exists(), "a file was executed"
         assert not _UNPICKLED, f"unpickled: {_UNPICKLED}"
+        return given.kind, ending
 
 
 def outcome(given: Case, folder: Path, number: int) -> str:
@@ -126,23 +122,20 @@ def _compare(given: Case, batches: list[PackedBatch], processor: Any, *, expecte
 
 def _texts(record: dict[str, Any]) -> Iterator[str]:
     """Texts that a layout reads; of a record with keys of several layouts those of the first (``records.py``)."""
+    lists = {"conversations": ("content", "value"), "messages": ("content",), "texts": ("user", "assistant")}
     if "conversations" in record:
-        yield from _of_turns(record["conversations"], ("content", "value"))
+        name = "conversations"
     elif key := next((key for key in ("text_prompt", "text") if isinstance(record.get(key), str)), None):
         yield record[key]
-    elif "messages" in record:
-        yield from _of_turns(record["messages"], ("content", "text"))
-    elif "texts" in record:
-        yield from _of_turns(record["texts"], ("user", "assistant"))
-    elif "image_list" not in record and "captions" not in record:
-        yield from (record[key] for key in ("instruction", "caption") if isinstance(record.get(key), str))
-
-
-def _of_turns(turns: Any, keys: tuple[str, ...]) -> Iterator[str]:
-    for turn in turns if isinstance(turns, list) else ():
+        return
+    else:
+        name = next((name for name in lists if name in record), "")
+    for turn in record.get(name) or () if isinstance(record.get(name), list) else ():
         if isinstance(turn, dict) and turn.get("type", "text") == "text":
-            own = ("value",) if "from" in turn else keys
-            yield from strings({key: value for key, value in turn.items() if key in own}, keys)
+            keys = ("value",) if "from" in turn else lists[name]
+            yield from (turn[key] for key in keys if isinstance(turn.get(key), str))
+    if not name and "image_list" not in record and "captions" not in record:
+        yield from (record[key] for key in ("instruction", "caption") if isinstance(record.get(key), str))
 
 
 def _compare_pixels(given: Case, batch: PackedBatch, processor: Any) -> None:
@@ -169,16 +162,15 @@ def _compare_pixels(given: Case, batch: PackedBatch, processor: Any) -> None:
 
 
 _UNPICKLED: list[str] = []
-_WATCHING = False
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "pickle.find_class" and _WATCHING:
+    if event == "pickle.find_class":
         _UNPICKLED.append(".".join(map(str, arguments)))
 
 
 @cache
-def _hooked() -> None:
+def _hook() -> None:
     """An audit hook stays as long as the process."""
     sys.addaudithook(_audit)
 
@@ -186,15 +178,13 @@ def _hooked() -> None:
 @contextlib.contextmanager
 def _watched() -> Iterator[None]:
     """Every class that is looked up for unpickling is recorded; the package logs nothing."""
-    global _WATCHING
-    _hooked()
+    _hook()
+    _UNPICKLED.clear()
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    _WATCHING = True
     try:
         yield
     finally:
-        _WATCHING = False
         logging.disable(before)
 
 

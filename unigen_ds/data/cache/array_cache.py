@@ -81,13 +81,10 @@ class ArrayFile:
 
 
 def _digest(stream: BinaryIO, size: int) -> str:
-    digest = xxhash.xxh3_64()
-    stream.seek(0)
-    left = size
-    while left and (block := stream.read(min(left, 8 << 20))):
-        digest.update(block)
-        left -= len(block)
-    return digest.hexdigest()
+    if not size:
+        return xxhash.xxh3_64().hexdigest()
+    with mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_READ) as content:
+        return xxhash.xxh3_64(content).hexdigest()
 
 
 def _map(stream: BinaryIO, table: Mapping[str, Sequence[Any]]) -> Arrays:
@@ -203,8 +200,7 @@ def _table(stream: BinaryIO) -> dict[str, Any]:
     if xxhash.xxh3_64_digest(text) != digest:
         raise ValueError("its table is damaged")
     table: dict[str, Any] = json.loads(text)
-    if table["size"] != end - 8 - length or any(
-        np.dtype(dtype).kind not in _KINDS for dtype, *_ in table["arrays"].values()
-    ):
+    kinds = {np.dtype(dtype).kind for dtype, *_ in table["arrays"].values()}
+    if table["size"] != end - 8 - length or not kinds <= set(_KINDS):
         raise ValueError("its table is not that of its arrays")
     return table

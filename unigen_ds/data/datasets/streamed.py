@@ -1,18 +1,16 @@
-"""A streamed data set: its shards, of which each is planned when it is reached, and read from a local copy.
+"""A streamed data set: its shards, of which each is planned when it is reached, and read from a local file.
 
 A record's number is ``shard * SPAN + its position in the shard``, so it names the record whatever else was read. The
 index of a shard (lengths, digests, positions) is an ``Index`` like that of a data file, cached by the shard's name,
-size and version: it stays when the shard itself is removed, so a resume, or a later pass, plans without fetching
-anything.
+size and version, so a resume plans without fetching anything.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import parent_process
@@ -23,17 +21,15 @@ import numpy as np
 from pydantic import Field
 
 from unigen_ds.config.section import Section
-from unigen_ds.config.values import Number
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.cache.array_cache import cache_folder, fingerprint
+from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.index.index import Index
 from unigen_ds.data.records.records import Layout
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.samples.sample import RULE_VERSIONS, RULES
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
 from unigen_ds.data.sources.find import DataPath
-from unigen_ds.data.sources.shard_files import DataShard, ShardList, Spool
-from unigen_ds.data.sources.unpacked import format_size
+from unigen_ds.data.sources.shard_files import DataShard, ShardList
 from unigen_ds.system.files import quick_digest
 from unigen_ds.system.log import logger
 
@@ -44,16 +40,13 @@ _RECORDS, _DIGEST = "shard_records", "shard_digest"
 """Arrays of a shard's index: how many records it has, and the quick digest of its file."""
 _DIGESTED = 8
 """MiB of a copy that are compared when it is opened."""
-_KEPT_RECORDS = 1 << 20
-_T = TypeVar("_T")
+_MOST_RECORDS = 1 << 20
+_T = TypeVar("_T", bound=Sized)
 
 
 class Streaming(Section):
     """How a data set is streamed."""
 
-    cache_gib: Number = Field(
-        default=32.0, gt=0, description="GiB of shards that are kept on the disk of a node; others are fetched again"
-    )
     mixed_shards: int = Field(
         default=4, ge=1, description="shards whose records are shuffled together; another number is another order"
     )
@@ -69,13 +62,14 @@ class ShardSource(RecordSource):
     ``own_folder``: relative image paths start at the folder of a local shard, not of the first one.
     """
 
-    def __init__(self, shard: DataShard, listed: ShardList, spool: Spool, *, own_folder: bool = False) -> None:
-        super().__init__(Path(shard.file_name), label=shard.name, folder=spool.index_folder)
-        self.shard, self.spool, self._listed = shard, spool, listed
+    def __init__(self, shard: DataShard, listed: ShardList, *, own_folder: bool = False) -> None:
+        super().__init__(Path(shard.file_name), label=shard.name, folder=listed.index_folder)
+        self.shard, self._listed = shard, listed
         self._moved = listed.root is not None and own_folder and Path(shard.url).parent != listed.root
         self.captions, self.batch = listed.captions, listed.batch  # type: ignore[misc]
         self._arrays: Arrays = {}
-        self._opened: tuple[Path, int, RecordSource] | None = None
+        self._opened: tuple[int, RecordSource] | None = None
+        """The inode of the shard's file, and its records."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
@@ -90,14 +84,14 @@ class ShardSource(RecordSource):
 
     @property
     def root(self) -> Path:
-        return Path(self.shard.url).parent if self._moved else self._listed.root or self.spool.folder
+        return Path(self.shard.url).parent if self._moved else self._listed.root or self._listed.folder
 
     @property
     def cache_facts(self) -> tuple[object, ...]:
         return (*self._listed.facts, *(("image_folders",) if self._moved else ()))
 
     def index_folder(self, cache_dir: Path | None) -> Path:
-        return self.spool.index_folder
+        return self._listed.index_folder
 
     def content_digest(self, folder: Path | None) -> str:
         """Of what is known without reading it."""
@@ -123,64 +117,59 @@ class ShardSource(RecordSource):
             return source.read(start, stop)
 
     def notes(self) -> Sequence[str]:
-        return () if self._opened is None else self._opened[2].notes()
+        return () if self._opened is None else self._opened[1].notes()
 
     @contextmanager
     def _reading(self) -> Iterator[RecordSource]:
-        """The source of the copy, which stays there until the context ends. Raises ``DataError`` for another file."""
-        with self.spool.reading(self.shard) as path:
-            inode = path.stat().st_ino
-            try:
-                if self._opened is None or self._opened[:2] != (path, inode):
-                    self._opened = path, inode, self._open(path)
-                yield self._opened[2]
-            except DataError as error:
-                raise error.at(self.title) from error
+        """The source of the shard's file. Raises ``DataError`` where it is another file than that of the index."""
+        inode = self._listed.file_of(self.shard).stat().st_ino
+        try:
+            if self._opened is None or self._opened[0] != inode:
+                self._opened = inode, self._open()
+            yield self._opened[1]
+        except DataError as error:
+            raise error.at(self.title) from error
 
-    def _open(self, path: Path) -> RecordSource:
-        source = self._listed.open(path, self.shard)
+    def _open(self) -> RecordSource:
+        source = self._listed.open(self.shard)
         if self._arrays:
             if bytes.fromhex(quick_digest(source.origin, blocks=_DIGESTED)) != self._arrays[_DIGEST].tobytes():
                 raise DataError(
                     "its content is not that of its index: the shard changed",
                     remedy="restore it, then continue with --resume; --on-data-change continues with changed data;"
-                    f" where only the copy {path} is damaged, remove that",
+                    f" where only the copy {source.origin} is damaged, remove that",
                 )
             source.use({name: array for name, array in self._arrays.items() if name not in (_RECORDS, _DIGEST)})
         return source
 
 
 class Recent(Generic[_T]):
-    """What was made of the shards that were used last: at least ``number`` of them, and all up to 2^20 records."""
+    """What ``make`` returned for the shards that were used last: at least ``number`` of them, and all up to 2^20
+    records.
+    """
 
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self._values: OrderedDict[int, tuple[int, _T]] = OrderedDict()
+    def __init__(self, number: int, make: Callable[[int], _T]) -> None:
+        self._number, self._make = number, make
+        self._values: OrderedDict[int, _T] = OrderedDict()
 
-    def get(self, shard: int) -> _T | None:
-        """None: it is not kept."""
+    def __contains__(self, shard: int) -> bool:
+        return shard in self._values
+
+    def __getitem__(self, shard: int) -> _T:
         if shard not in self._values:
-            return None
+            self._values[shard] = self._make(shard)
+            while len(self._values) > self._number and sum(map(len, self._values.values())) > _MOST_RECORDS:
+                self._values.popitem(last=False)
         self._values.move_to_end(shard)
-        return self._values[shard][1]
-
-    def keep(self, shard: int, value: _T, *, records: int) -> None:
-        """``value`` is forgotten after others were used."""
-        self._values[shard] = records, value
-        while len(self._values) > self._number and sum(number for number, _ in self._values.values()) > _KEPT_RECORDS:
-            self._values.popitem(last=False)
+        return self._values[shard]
 
 
 class StreamedShards:
-    """The shards of a data set, and the index of each.
-
-    Copies are below ``cache_dir``, beside local data, or in the user's cache. Raises ``DataError`` and ``ConfigError``
-    as ``ShardList``.
+    """The shards of a data set, and the index of each. Raises ``DataError`` and ``ConfigError`` as ``ShardList``.
 
     Args:
-        data_path, format: of the data set.
+        data_path, format, cache_dir: of the data set.
         processor: plans the records.
-        cache_dir: of the data set.
         layout: without ``captions`` that of the format.
         settings: of the config.
         facts: what else decides which samples there are (filters), for the fingerprint.
@@ -199,42 +188,19 @@ class StreamedShards:
         facts: Sequence[object],
         **build: Any,
     ) -> None:
-        limit = int(settings.cache_gib * (1 << 30))
-        self.listed = listed = ShardList(
-            data_path,
-            format=format,
-            storage_options=settings.storage_options,
-            attempts=settings.attempts,
-            limit=limit,
+        options, attempts = settings.storage_options, settings.attempts
+        self.listed = ShardList(
+            data_path, format=format, cache_dir=cache_dir, storage_options=options, attempts=attempts
         )
-        folder = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unigen_ds"
-        if listed.root is not None:
-            beside = cache_folder(Path(listed.shards[0].url), cache_dir)
-            if beside is None:
-                raise DataError(
-                    f"the folder {listed.root} cannot be written, and no other one is given for what is streamed",
-                    remedy="cache_dir=FOLDER of the data set",
-                )
-            folder = beside
-        self.spool = Spool(folder / "streamed", limit=limit, attempts=settings.attempts, fetch=listed.fetch)
         self.processor, self.settings, self._facts, self._build_options = processor, settings, tuple(facts), build
-        self._layout = replace(layout, captions=layout.captions or listed.captions)
+        self._layout = replace(layout, captions=layout.captions or self.listed.captions)
         self.mixed = min(settings.mixed_shards, len(self))
         """Shards whose records are shuffled together."""
-        self._recent: Recent[Index] = Recent(2 * settings.mixed_shards + 1)
+        self._recent: Recent[Index] = Recent(2 * settings.mixed_shards + 1, self._build)
         self._ahead: set[int] = set()
         self._reported: set[int] = set()
         self.fetches_ahead = False
         """Whether ``prepare`` does anything: a run needs the records soon, a tool that only plans does not."""
-        by_size = sorted(listed.shards, key=lambda shard: shard.copied, reverse=True)[: 2 * self.mixed]
-        total = sum(shard.copied for shard in by_size)
-        if total > limit:
-            raise DataError(
-                f"streaming.mixed_shards={settings.mixed_shards} uses {len(by_size)} shards at a time (those that are"
-                f" mixed, and the next ones), which have up to {format_size(total)} (the largest: {by_size[0].name},"
-                f" {format_size(by_size[0].copied)}); streaming.cache_gib keeps {format_size(limit)}",
-                remedy="a larger cache_gib, or fewer mixed_shards",
-            )
 
     def __len__(self) -> int:
         return len(self.listed.shards)
@@ -266,16 +232,13 @@ class StreamedShards:
 
     def index(self, shard: int) -> Index:
         """Of a shard, from the cache or by fetching and planning it. Raises ``DataError`` where that is impossible."""
-        index = self._recent.get(shard)
-        if index is None:
-            index = self._build(shard, self.processor)
-            self._recent.keep(shard, index, records=len(index))
-            self._ahead.discard(shard)
+        index = self._recent[shard]
+        self._ahead.discard(shard)
         return index
 
     def prepare(self, shards: Sequence[int]) -> None:
         """Fetch and plan some shards in the background. What fails is tried again, and reported, when it is needed."""
-        new = [shard for shard in shards if shard not in self._ahead and self._recent.get(shard) is None]
+        new = [shard for shard in shards if shard not in self._ahead and shard not in self._recent]
         if not new or not self.fetches_ahead:
             return
         self._ahead.update(new)
@@ -284,15 +247,16 @@ class StreamedShards:
         def work() -> None:
             for shard in new:
                 try:
-                    self.spool.fetch(self.listed.shards[shard])  # also where its index is known
+                    self.listed.file_of(self.listed.shards[shard])  # also where its index is known
                     self._build(shard, processor)  # whose file the next one that asks for it waits for
                 except Exception as error:
                     logger().debug("shard %d was not prepared: %s", shard, error)
 
         threading.Thread(target=work, name="streamed-shards", daemon=True).start()
 
-    def _build(self, shard: int, processor: ConversationProcessor) -> Index:
+    def _build(self, shard: int, processor: ConversationProcessor | None = None) -> Index:
         report = parent_process() is None and shard not in self._reported
         self._reported.add(shard)
-        source = ShardSource(self.listed.shards[shard], self.listed, self.spool, own_folder=self._layout.folders)
-        return Index.build(source, processor, layout=self._layout, report=report, **self._build_options)
+        source = ShardSource(self.listed.shards[shard], self.listed, own_folder=self._layout.folders)
+        options = self._build_options
+        return Index.build(source, processor or self.processor, layout=self._layout, report=report, **options)

@@ -158,7 +158,7 @@ class StreamedFitted(Fitted):
         self._whole, self._reported = dataset, {0}
         self._unusable: list[BadRecord] = []
         self._num_records = 0
-        self._recent: Recent[Fitted] = Recent(2 * self.shards.mixed + 1)
+        self._recent: Recent[Fitted] = Recent(2 * self.shards.mixed + 1, self._fit)
         first = kept_records(dataset.shard(0))
         if filtering_of(first) is not None and not len(first):
             raise all_removed(first, self.titled(dataset.name))
@@ -209,14 +209,14 @@ class StreamedFitted(Fitted):
         shard, position = divmod(unit.index, SPAN)
         return self._part(shard).record(unit._replace(index=position))
 
+    def _fit(self, shard: int) -> Fitted:
+        return Fitted(kept_records(self._whole.shard(shard)), self.overflow)
+
     def _part(self, shard: int) -> Fitted:
         """The units of a shard, which is checked and reported when it is reached. Raises ``DataError`` where overflow
         is 'error'.
         """
-        part = self._recent.get(shard)
-        if part is None:
-            part = Fitted(kept_records(self._whole.shard(shard)), self.overflow)
-            self._recent.keep(shard, part, records=len(part.dataset))
+        part = self._recent[shard]
         if shard in self._reported:
             return part
         self._reported.add(shard)
@@ -237,29 +237,24 @@ def streamed_lines(name: str, source: Fitted) -> Iterator[tuple[bool, str]]:
     """What a start reports of a streamed source: whether it is a warning, and a sentence. Nothing of any other one."""
     if not isinstance(source, StreamedFitted):
         return
-    shards, spool = source.shards, source.shards.spool
+    shards, number = source.shards, len(source.shards)
     bytes_of_all = "" if shards.size is None else f" of {format_size(shards.size)} together"
     yield (
         False,
-        f"Data, {name}: streamed from {len(shards):,} shards{bytes_of_all}; about {len(source):,} samples a pass,"
+        f"Data, {name}: streamed from {number:,} shards{bytes_of_all}; about {len(source):,} samples a pass,"
         " estimated from the first shard. Epochs, and limits in epochs, use this number; a pass ends when every record"
-        " was used, and every resume continues exactly. All further numbers of its records are of the"
+        f" was used. Shards come in a random order, and records are shuffled within {shards.mixed} shards at a time"
+        " (streaming.mixed_shards). All further numbers of its records are of the"
         f" {len(source.dataset):,} of {shards.measured}.",
     )
-    if shards.mixed < len(shards):
+    if not all(shard.is_local for shard in shards.listed.shards):
+        yield False, f"Data, {name}: copies of shards are kept in {shards.listed.folder}."
+    if unversioned := sum(shard.version is None for shard in shards.listed.shards):
         yield (
-            False,
-            f"Data, {name}: a pass is not one shuffle of all records: shards come in a random order, and records are"
-            f" shuffled within {shards.mixed} shards at a time (streaming.mixed_shards).",
+            True,
+            f"Data, {name}: {unversioned:,} of {number:,} shards have no version (an ETag, a digest) at their server: a"
+            " shard that changes with the same size is noticed only when one of its records is found to be another.",
         )
-    if shards.size is None or any(shard.copied for shard in shards.listed.shards):
-        yield (
-            False,
-            f"Data, {name}: each node fetches every shard once a pass and keeps at most {format_size(spool.limit)} in"
-            f" {spool.folder}; nodes that share this folder (cache_dir) fetch it once together.",
-        )
-    for note in shards.listed.notes:
-        yield True, f"Data, {name}: {note}."
 
 
 def streamed_report(source: StreamedFitted) -> dict[str, Any]:
@@ -272,7 +267,6 @@ def streamed_report(source: StreamedFitted) -> dict[str, Any]:
         "exact": len(shards) == 1,
         "measured": {"shards": [shards.listed.shards[0].name], "records": len(source.dataset)},
         "mixed_shards": shards.mixed,
-        "folder": str(shards.spool.folder),
     }
 
 

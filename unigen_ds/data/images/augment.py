@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Protocol
 
 import torch
-from annotated_types import Ge, Gt, Le
+from annotated_types import Gt, Le
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -20,36 +20,14 @@ from unigen_ds.config.values import Share
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.system.seeding import generator
 
-_LUMINANCE = (0.299, 0.587, 0.114)
 CHANGES = ("augment", "vit_augment")
 """Keys of ``processor`` that are lists of random changes; one component is a list of one."""
 
 
 class Augment(Protocol):
-    """What ``processor.vit_augment`` and ``processor.augment`` list. One with ``unit_range = True`` is called with
-    values from 0 to 1, whatever the range of the model's images.
-    """
+    """What ``processor.vit_augment`` and ``processor.augment`` list."""
 
     def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor: ...
-
-
-@TRANSFORMS.register_module()
-class RandomShift:
-    """Move an image by up to ``max_pixels`` to either side, up or down; its border is repeated where it leaves.
-
-    Args:
-        max_pixels: pixels by which an image moves to any side at most; its border is repeated.
-    """
-
-    @checked()
-    def __init__(self, *, max_pixels: Annotated[int, Ge(1)]) -> None:
-        self.max_pixels = max_pixels
-
-    def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor:
-        p = self.max_pixels
-        top, left = torch.randint(0, 2 * p + 1, (2,), generator=generator).tolist()
-        padded = F.pad(image, (p, p, p, p), mode="replicate")
-        return padded[:, top : top + image.shape[1], left : left + image.shape[2]]
 
 
 @TRANSFORMS.register_module()
@@ -92,34 +70,6 @@ class RandomCrop:
         return F.interpolate(part, size=image.shape[1:], mode="bilinear", antialias=True, align_corners=False)[0]
 
 
-@TRANSFORMS.register_module()
-class ColorJitter:
-    """Other brightness, contrast and saturation, in this order; each is multiplied by an even draw from 1 - x to 1 + x.
-
-    Args:
-        brightness: x of brightness.
-        contrast: x of contrast, the distance to the mean luminance of the image.
-        saturation: x of saturation, the distance to grey. Of a grey image nothing.
-    """
-
-    unit_range = True
-
-    @checked()
-    def __init__(self, *, brightness: Share = 0.0, contrast: Share = 0.0, saturation: Share = 0.0) -> None:
-        self.brightness, self.contrast, self.saturation = brightness, contrast, saturation
-        if not any((brightness, contrast, saturation)):
-            allowed = "at least one of brightness, contrast, saturation above 0"
-            raise ConfigError("ColorJitter changes nothing", allowed=allowed)
-
-    def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor:
-        draws = (2 * torch.rand(3, generator=generator) - 1).tolist()
-        limits = (self.brightness, self.contrast, self.saturation)
-        bright, contrast, saturation = (1 + limit * draw for limit, draw in zip(limits, draws, strict=True))
-        image = (image * bright).clamp(0, 1)
-        image = torch.lerp(_grey(image).mean(), image, contrast).clamp(0, 1)
-        return torch.lerp(_grey(image), image, saturation).clamp(0, 1)
-
-
 def transform_problems(cls: type, where: str, *, changes: bool) -> list[ConfigError]:
     """An error where a transform that sets a size is to change images (``changes``), or the other way round."""
     wrong = hasattr(cls, "largest_side") if changes else not hasattr(cls, "size")
@@ -132,26 +82,17 @@ def transform_problems(cls: type, where: str, *, changes: bool) -> list[ConfigEr
     return [ConfigError(problem, allowed=", ".join(sorted(fitting)), remedy=f"it belongs to {other}")]
 
 
-def _grey(image: Tensor) -> Tensor:
-    """[1, H, W] of [C, H, W]; of other than three channels the image itself."""
-    if image.shape[0] != 3:
-        return image
-    return (image * image.new_tensor(_LUMINANCE)[:, None, None]).sum(0, keepdim=True)
-
-
-def apply_changes(image: Tensor, changes: Sequence[Augment], key: tuple[object, ...], *, lowest: float) -> Tensor:
-    """``image`` after the changes, each keyed by ``key`` and its number. Its values are from ``lowest`` to 1.
+def apply_changes(image: Tensor, changes: Sequence[Augment], key: tuple[object, ...]) -> Tensor:
+    """``image`` after the changes, each keyed by ``key`` and its number.
 
     Raises ``DataError`` where a change of a user's own returns another shape.
     """
     for number, change in enumerate(changes):
-        unit = getattr(change, "unit_range", False)
-        before = (image - lowest) / (1 - lowest) if unit else image
-        after = change(before, generator(*key, "augment", number))
+        after = change(image, generator(*key, "augment", number))
         if after.shape != image.shape:
             raise DataError(
                 f"{type(change).__name__} returned {tuple(after.shape)} for an image of {tuple(image.shape)}",
                 allowed="the same shape: lengths are planned before an image is read",
             )
-        image = after * (1 - lowest) + lowest if unit else after
+        image = after
     return image

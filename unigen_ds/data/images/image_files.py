@@ -1,4 +1,4 @@
-"""An image -> the size in its header -> the decoded picture, turned upright -> a normalised tensor -> flat patches.
+"""An image -> the size in its header -> the decoded picture, turned upright -> a tensor in [-1, 1] -> flat patches.
 
 An image is a path, or inside of another file (``StoredImage``). Everything that a file may be and is not read as is
 an ``UnreadableImage`` with the reason. The size rule is BAGEL's: the longer side at most ``max_size``, the shorter at
@@ -9,16 +9,15 @@ to plan a sequence, so a data set is indexed without decoding a picture. Resizin
 from __future__ import annotations
 
 import os
-import re
 import stat
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Annotated, ClassVar, Literal
+from typing import IO, Annotated, Literal
 
 import numpy as np
 import torch
@@ -40,7 +39,6 @@ MAX_PIXELS = 178_956_970
 """Pixels of an image at most, checked before any is decoded: a small file may claim a size that fills the memory."""
 _LONG = 400
 """Characters of a path in a message."""
-_BASE64 = re.compile(r"[A-Za-z0-9+/]{256,}={0,2}\Z")
 _ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
 _ORIENTATION = 0x0112
@@ -226,8 +224,6 @@ def _open_header(path: AnyImage, what: str) -> Iterator[Image.Image]:
             reason = f"its content is none of the formats (read are {', '.join(FORMATS)})"
         elif isinstance(error, OSError) and error.errno is not None and error.strerror:
             reason = f"{type(error).__name__}: {error.strerror}"
-            if _BASE64.search(str(path)):  # the image itself where its path is expected
-                reason += "; as base64 it is written data:image/png;base64,..."
         raise UnreadableImage(f"image {_shorten(path)} cannot be {what}: {reason}") from error
 
 
@@ -314,9 +310,6 @@ class ImageTransform:
         mode: ``RGB`` (3 channels) or ``L`` (grey, 1 channel).
     """
 
-    side_keys: ClassVar[Sequence[str]] = ("max_size",)
-    """Arguments that limit its sides."""
-
     @checked()
     def __init__(
         self,
@@ -363,7 +356,7 @@ class ImageTransform:
 
     def __call__(self, image: Image.Image) -> Tensor:
         """[C, H, W] float32 in [-1, 1]."""
-        return normalised(np.array(self.resize(image), dtype=np.uint8))
+        return normalize(np.array(self.resize(image), dtype=np.uint8))
 
 
 def _rounded(side: float, stride: int) -> int:
@@ -371,42 +364,11 @@ def _rounded(side: float, stride: int) -> int:
     return max(stride, round(round(side) / stride) * stride)
 
 
-def normalised(pixels: NDArray[np.uint8]) -> Tensor:
+def normalize(pixels: NDArray[np.uint8]) -> Tensor:
     """[H, W, C] or [H, W] bytes -> [C, H, W] float32 in [-1, 1]."""
     channels_last = torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1)
     floats = channels_last.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
     return floats.div_(255).sub_(0.5).div_(0.5)
-
-
-@TRANSFORMS.register_module()
-class CenterCrop(ImageTransform):
-    """A square: the picture is resized until its shorter side fits, and the middle of it is kept.
-
-    Args:
-        side: pixels of a side; a multiple of ``stride``.
-        stride: as of ``ImageTransform``.
-        mode: ``RGB`` (3 channels) or ``L`` (grey, 1 channel).
-    """
-
-    side_keys = ("side",)
-
-    @checked()
-    def __init__(
-        self, side: Annotated[int, Ge(1)], stride: Annotated[int, Ge(1)], mode: Literal["RGB", "L"] = "RGB"
-    ) -> None:
-        if side % stride:
-            raise ConfigError(f"CenterCrop of {side} pixels, stride {stride}", allowed="a multiple of stride")
-        super().__init__(side, side, stride, mode)
-        self.side = side
-
-    def size(self, width: int, height: int) -> tuple[int, int]:
-        return self.max_size, self.max_size
-
-    def resize(self, image: Image.Image) -> Image.Image:
-        image = on_white(image, self.mode)
-        (width, height), side = image.size, min(image.size)
-        box = ((width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2)
-        return image.resize(self.size(width, height), Image.Resampling.BICUBIC, box)
 
 
 def patchify(image: Tensor, patch_size: int) -> Tensor:

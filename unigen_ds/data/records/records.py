@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from unigen_ds.core.errors import DataError, close
+from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import StoredImage
 
 Record = Mapping[str, Any]
@@ -80,14 +80,6 @@ def _key_names(record: Record) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def _rename_hint(record: Record, keys: Sequence[str]) -> str | None:
-    """Return the setting that reads a key of the record as the one of ``keys`` that it is probably meant to be."""
-    for name in map(str, record):
-        if name not in keys and (near := close(name, keys)):
-            return f"did you mean {near!r}? columns={{{name!r}: {near!r}}} reads it so"
-    return None
-
-
 @dataclass(frozen=True)
 class Layout:
     """How the records of a data set are read."""
@@ -132,12 +124,9 @@ class Layout:
     def learned_turns(self, record: Record, where: object) -> list[Turn]:
         """``turns``. Raises ``DataError`` with file and line where nothing of them is to be learned."""
         turns = self.turns(record, where)
-        for turn in turns:  # of every record: no generator
-            if turn.is_target:
-                return turns
-        answered = any(turn.role == "assistant" for turn in turns)
-        problem = "every assistant message has the weight 0" if answered else "conversations has no assistant turn"
-        raise DataError(f"{where}: {problem}: nothing to learn from")
+        if any(turn.is_target for turn in turns):
+            return turns
+        raise DataError(f"{where}: no assistant turn has a weight other than 0: nothing to learn from")
 
     @property
     def facts(self) -> tuple[object, ...]:
@@ -192,28 +181,13 @@ def parse_record(
         allowed="{conversations: [...]}, {text_prompt, image_path}, {text}, LLaVA's {image, conversations},"
         " {messages}, {images, texts}, {image, caption}, {image, captions}, {image_list, instruction_list} or"
         " {instruction, input_images, output_images}",
-        remedy=other_delimiter(list(record))
-        or _rename_hint(record, _FIRST_KEYS)
-        or "other names: columns={'name in the file': 'text'}",
+        remedy="other names: columns={'name in the file': 'text'}",
     )
 
 
 def layout_of(record: Record, captions: Captions | None) -> str:
     """Return the name of the first of ``LAYOUTS`` that a record fits; '' where there is none."""
     return next((name for name, kind in LAYOUTS.items() if kind.fits(record, captions)), "")
-
-
-_FIRST_KEYS = (
-    "conversations", "text_prompt", "image_path", "text", "messages", "texts", "caption", "captions", "image_list",
-    "instruction", "output_image", "output_images",
-)  # fmt: skip
-"""Keys by which a layout is recognised."""
-
-
-def other_delimiter(names: Sequence[str]) -> str | None:
-    """Return the setting for a CSV file whose names are one cell, because another sign than a comma is between them."""
-    signs = [sign for sign in (";", "\t", "|") if len(names) == 1 and sign in str(names[0])]
-    return f"format=dict(type='csv', delimiter={signs[0]!r})" if signs else None
 
 
 class Values:
@@ -228,10 +202,13 @@ class Values:
         """Return the error for a value that is none of ``allowed``; of a key that is missing with the record's keys."""
         if value is not None:
             return DataError(f"{self.where}: {field} is {format_value(value)}", allowed=allowed)
-        of_record = field.isidentifier()  # not a part of the value of a key
-        keys = f" (the record has: {_key_names(self.record)})" if of_record else ""
-        hint = _rename_hint(self.record, (field,)) if of_record and field not in self.record else None
-        return DataError(f"{self.where}: {field} is missing{keys}", allowed=allowed, remedy=hint)
+        if not field.isidentifier():  # a part of the value of a key
+            return DataError(f"{self.where}: {field} is missing", allowed=allowed)
+        return DataError(
+            f"{self.where}: {field} is missing (the record has: {_key_names(self.record)})",
+            allowed=allowed,
+            remedy=f"another name: columns={{'name in the file': {field!r}}}",
+        )
 
     def items(self, field: str, allowed: str) -> Iterator[tuple[str, Record]]:
         """Each object of a list with its name in messages. Raises ``DataError`` for anything else."""
@@ -304,18 +281,18 @@ class Values:
 
     def _decoded(self, url: str, field: str) -> StoredImage:
         head, separator, text = url.partition(",")
-        if not separator or not head.endswith(";base64"):
-            raise self.wrong(field, url, "data:image/...;base64,...")
         where, path = self.where, getattr(self.where, "path", None)
         if path is not None:  # its line is not counted, which would be done for every image
             where = f"{path.name}, byte {getattr(where, 'offset', None)}"
         try:
+            if not separator or not head.endswith(";base64"):
+                raise ValueError(head)
             return StoredImage(f"{where}: {field}", base64.b64decode(text, validate=True))
         except ValueError as error:
-            raise self.wrong(field, url, "valid base64") from error
+            raise self.wrong(field, url, "data:image/...;base64,... with valid base64") from error
 
 
-# --- conversations ------------------------------------------------------------------------------------------------
+# --- the layouts ------------------------------------------------------------------------------------------------------
 
 
 class _Chat:
@@ -350,21 +327,30 @@ class _Chat:
 
 def _is_llava(record: Record) -> bool:
     """Whether turns have ``from`` and ``value``."""
-    turns = record["conversations"]
+    turns = record.get("conversations")
     first = turns[0] if isinstance(turns, list) and turns else None
     return isinstance(first, Mapping) and "from" in first and "role" not in first
 
 
-def _conversation(values: Values) -> list[Turn]:
-    if _is_llava(values.record):
-        return _llava(values)
+def _llava_turns(values: Values) -> list[Turn]:
+    chat = _Chat(values.images(_image_key(values.record)))
+    for field, turn in values.items("conversations", "{from, value}"):
+        role = values.role(turn.get("from"), f"{field}.from")
+        text = values.text(turn.get("value"), f"{field}.value")
+        chat.add_text(role, text, learned=values.learned(turn, role, field), asks=role == "user")
+    chat.check(values.where, "the human turns ask")
+    return chat.turns
+
+
+def _conversation_turns(values: Values) -> list[Turn]:
     turns = []
     for field, turn in values.items("conversations", "{role, type, content | image_path}"):
         role, kind = values.role(turn.get("role"), f"{field}.role"), turn.get("type")
+        learned = values.learned(turn, role, field)
         if kind == "text":
-            turns.append(Turn(role, "text", values.text(turn.get("content"), f"{field}.content")))
+            turns.append(Turn(role, "text", values.text(turn.get("content"), f"{field}.content"), learned))
         elif kind == "image":
-            turns.append(Turn(role, "image", values.image(turn.get("image_path"), f"{field}.image_path")))
+            turns.append(Turn(role, "image", values.image(turn.get("image_path"), f"{field}.image_path"), learned))
         elif kind is None and "content" in turn:
             raise DataError(
                 f"{values.where}: {field}.type is missing",
@@ -376,19 +362,8 @@ def _conversation(values: Values) -> list[Turn]:
     return turns
 
 
-def _llava(values: Values) -> list[Turn]:
-    """LLaVA's record: ``image`` or ``images`` (one, or a list of them) and turns of ``from`` and ``value``."""
-    chat = _Chat(values.images(_image_key(values.record)))
-    for field, turn in values.items("conversations", "{from, value}"):
-        role = values.role(turn.get("from"), f"{field}.from")
-        text = values.text(turn.get("value"), f"{field}.value")
-        chat.add_text(role, text, learned=values.learned(turn, role, field), asks=role == "user")
-    chat.check(values.where, "the human turns ask")
-    return chat.turns
-
-
-def _openai(values: Values) -> list[Turn]:
-    """OpenAI's ``messages``. A part ``{type: image}`` without a value, and ``<image>`` in a text, is the next image."""
+def _message_turns(values: Values) -> list[Turn]:
+    """A part ``{type: image}`` without a value, and ``<image>`` in a text, is the next image."""
     images = values.images(_image_key(values.record))
     chat = _Chat(images)
     for field, message in values.items("messages", "{role, content}"):
@@ -415,8 +390,8 @@ def _openai(values: Values) -> list[Turn]:
     return chat.turns
 
 
-def _nanovlm(values: Values) -> list[Turn]:
-    """nanoVLM's rows: all images, then questions and answers."""
+def _question_turns(values: Values) -> list[Turn]:
+    """All images, then questions and answers."""
     turns = [Turn("user", "image", image) for image in values.images(_image_key(values.record))]
     for i, pair in enumerate(values.record["texts"]):
         field = f"texts[{i}]"
@@ -432,31 +407,33 @@ def _image_key(record: Record) -> str:
     return "image" if record.get("image") is not None else "images"
 
 
-# --- images with texts --------------------------------------------------------------------------------------------
-
-
-def _image_and_text(values: Values, image_key: str, text: Any, text_field: str) -> list[Turn]:
-    text = values.text(text, text_field)
-    image = values.image(values.record.get(image_key), image_key)
-    if values.captions == "understand":
-        return [Turn("user", "image", image), Turn("assistant", "text", text)]
-    return [Turn("user", "text", text), Turn("assistant", "image", image)]
-
-
 def _drawn_key(record: Record) -> str:
     """Of the image that is drawn from a ``text_prompt``."""
     return "image" if "image_path" not in record and "image" in record else "image_path"
 
 
-def _caption_turns(values: Values) -> list[Turn]:
-    record = values.record
-    if "captions" not in record:
-        return _image_and_text(values, "image", record["caption"], "caption")
-    texts = _alternatives(record["captions"])
-    if texts is None:
-        allowed = "a list of texts, or an object of texts, also as JSON in a text"
-        raise values.wrong("captions", record["captions"], allowed)
-    return _image_and_text(values, "image", _choose(texts), "captions")
+def _caption_key(record: Record) -> str:
+    return "captions" if "captions" in record else "caption"
+
+
+def _plural(record: Record, key: str) -> str:
+    """``key`` with an s where the record has that: ``output_images`` before ``output_image``."""
+    return f"{key}s" if f"{key}s" in record else key
+
+
+def _picture_turns(values: Values, image_key: str, text_key: str) -> list[Turn]:
+    """An image and its text; of several texts one."""
+    text = values.record.get(text_key)
+    if text_key == "captions":
+        texts = _alternatives(text)
+        if texts is None:
+            raise values.wrong(text_key, text, "a list of texts, or an object of texts, also as JSON in a text")
+        text = _choose(texts)
+    text = values.text(text, text_key)
+    image = values.image(values.record.get(image_key), image_key)
+    if values.captions == "understand":
+        return [Turn("user", "image", image), Turn("assistant", "text", text)]
+    return [Turn("user", "text", text), Turn("assistant", "image", image)]
 
 
 def _alternatives(value: Any) -> list[Any] | None:
@@ -488,8 +465,8 @@ def unused_texts(record: Record) -> int:
     return sum(max(len(one) - 1, 0) for one in steps if isinstance(one, list)) if isinstance(steps, list) else 0
 
 
-def _edits(values: Values) -> list[Turn]:
-    """BAGEL's ``unified_edit``: the first image, then for each step its instruction and the image that results."""
+def _edit_turns(values: Values) -> list[Turn]:
+    """The first image, then for each step its instruction and the image that results."""
     images, steps = values.record["image_list"], values.record.get("instruction_list")
     if not isinstance(images, list) or len(images) < 2:
         raise values.wrong("image_list", images, "a list of at least two images")
@@ -508,8 +485,7 @@ def _edits(values: Values) -> list[Turn]:
 
 def _instruction_turns(values: Values) -> list[Turn]:
     """Input images (none, one or several), an instruction, and one or several output images, each drawn after the one
-    before it: edits, compositions and sequences. ``<image>`` in the instruction is the next input image; without any
-    they come first.
+    before it. ``<image>`` in the instruction is the next input image; without any they come first.
     """
     record = values.record
     inputs, outputs = (values.images(_plural(record, key)) for key in ("input_image", "output_image"))
@@ -524,14 +500,6 @@ def _instruction_turns(values: Values) -> list[Turn]:
     return [*chat.turns, *(Turn("assistant", "image", image) for image in outputs)]
 
 
-def _plural(record: Record, key: str) -> str:
-    """``key`` with an s where the record has that: ``output_images`` before ``output_image``."""
-    return f"{key}s" if f"{key}s" in record else key
-
-
-# --- all of them --------------------------------------------------------------------------------------------------
-
-
 class _Kind(NamedTuple):
     """One layout of a record."""
 
@@ -539,54 +507,56 @@ class _Kind(NamedTuple):
     """What messages call a record of it."""
     fits: Callable[[Record, Captions | None], bool]
     """Whether a record, which none of the layouts before fits, has this layout."""
-    turns: Callable[[Values], list[Turn]]
     keys: Callable[[Record], Sequence[str]]
     """The keys of which the turns are made."""
+    turns: Callable[[Values], list[Turn]]
 
 
 LAYOUTS: Mapping[str, _Kind] = {
+    "llava": _Kind(
+        "a record of `conversations`", lambda record, _: _is_llava(record),
+        lambda record: ("conversations", _image_key(record)), _llava_turns,
+    ),
     "conversations": _Kind(
-        "a record of `conversations`", lambda record, _: "conversations" in record, _conversation,
-        lambda record: ("conversations", *((_image_key(record),) if _is_llava(record) else ())),
+        "a record of `conversations`", lambda record, _: "conversations" in record,
+        lambda record: ("conversations",), _conversation_turns,
     ),
     "text_prompt": _Kind(
-        "a record of `text_prompt` and `image_path`",
-        lambda record, _: "text_prompt" in record or "image_path" in record,
-        lambda values: _image_and_text(
-            values, _drawn_key(values.record), values.record.get("text_prompt"), "text_prompt"
-        ),
+        "a record of `text_prompt` and `image_path`", lambda record, _: bool({"text_prompt", "image_path"} & {*record}),
         lambda record: ("text_prompt", _drawn_key(record)),
+        lambda values: _picture_turns(values, _drawn_key(values.record), "text_prompt"),
     ),
     "text": _Kind(
         "an image with its `text`",
         lambda record, captions: "text" in record and captions is not None and record.get("image") is not None,
-        lambda values: _image_and_text(values, "image", values.record["text"], "text"), lambda _: ("text", "image"),
+        lambda _: ("text", "image"), lambda values: _picture_turns(values, "image", "text"),
     ),
     "document": _Kind(
-        "a document of `text`", lambda record, _: "text" in record,
-        lambda values: [Turn("assistant", "text", values.text(values.record["text"], "text"))], lambda _: ("text",),
+        "a document of `text`", lambda record, _: "text" in record, lambda _: ("text",),
+        lambda values: [Turn("assistant", "text", values.text(values.record["text"], "text"))],
     ),
     "messages": _Kind(
-        "a record of `messages`", lambda record, _: "messages" in record, _openai,
-        lambda record: ("messages", _image_key(record)),
+        "a record of `messages`", lambda record, _: "messages" in record,
+        lambda record: ("messages", _image_key(record)), _message_turns,
     ),
     "texts": _Kind(
-        "a record of `texts`", lambda record, _: isinstance(record.get("texts"), list), _nanovlm,
-        lambda record: ("texts", _image_key(record)),
+        "a record of `texts`", lambda record, _: isinstance(record.get("texts"), list),
+        lambda record: ("texts", _image_key(record)), _question_turns,
     ),
     "image_list": _Kind(
-        "a record of `image_list`", lambda record, _: "image_list" in record, _edits,
-        lambda _: ("image_list", "instruction_list"),
+        "a record of `image_list`", lambda record, _: "image_list" in record,
+        lambda _: ("image_list", "instruction_list"), _edit_turns,
     ),
     "instruction": _Kind(
         "a record of `instruction`",
-        lambda record, _: "instruction" in record and ("output_images" in record or "output_image" in record),
-        _instruction_turns,
+        lambda record, _: "instruction" in record and bool({"output_images", "output_image"} & {*record}),
         lambda record: ("instruction", _plural(record, "input_image"), _plural(record, "output_image")),
+        _instruction_turns,
     ),
     "caption": _Kind(
-        "an image with its caption", lambda record, _: "caption" in record or "captions" in record, _caption_turns,
-        lambda record: ("image", "captions" if "captions" in record else "caption"),
+        "an image with its caption", lambda record, _: bool({"caption", "captions"} & {*record}),
+        lambda record: ("image", _caption_key(record)),
+        lambda values: _picture_turns(values, "image", _caption_key(values.record)),
     ),
 }  # fmt: skip
 """By name, in the order in which they are looked for. Only added to: positions are part of the index."""

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import exp, lgamma, log, log1p
+from math import log
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,22 +30,15 @@ _ADVICE = re.compile(r"(.*?)((?: Allowed: | Remedy: |\Z).*)", re.DOTALL)
 _ALPHA = 2.87e-7
 """The probability beyond 5 standard deviations of a normal distribution, on one side."""
 _ALLOWED = "text of its format, by default JSON or JSONL: docs/data.md shows the records"
-_PANDAS = (
-    "python -c \"import pandas; pandas.read_{0}('{{0}}').to_json('converted.jsonl', orient='records', lines=True)\""
-)
-_DATASETS = "python -c \"import datasets; datasets.Dataset.from_file('{0}').to_json('converted.jsonl')\""
-LATIN1 = "iconv -f LATIN1 -t UTF-8 {0} > utf8{1}"
 _MAGIC = {
-    b"PAR1": ("a Parquet file", _PANDAS.format("parquet"), "parquet"),
-    b"ARROW1": ("an Arrow file", _PANDAS.format("feather"), "arrow"),
-    b"\xff\xff\xff\xff": ("an Arrow stream, as Hugging Face's datasets writes it", _DATASETS, "arrow"),
-    b"\x1f\x8b": ("compressed by gzip", "gunzip -c {0} > converted.jsonl", ""),
-    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "zstd -dc {0} > converted.jsonl", ""),
-    b"PK\x03\x04": ("a zip archive", "python -m zipfile -e {0} converted", ""),
-    b"BZh91AY&": ("compressed by bzip2", "bunzip2 -c {0} > converted.jsonl", ""),
-    b"\xfd7zXZ\x00": ("compressed by xz", "xz -dc {0} > converted.jsonl", ""),
+    b"PAR1": "a Parquet file: format='parquet' reads it",
+    b"ARROW1": "an Arrow file: format='arrow' reads it",
+    b"\xff\xff\xff\xff": "an Arrow stream: format='arrow' reads it",
+    b"\x1f\x8b": "compressed by gzip: convert it: gunzip -c {0} > converted.jsonl",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: convert it: zstd -dc {0} > converted.jsonl",
+    b"PK\x03\x04": "a zip archive: convert it: python -m zipfile -e {0} converted",
 }
-"""First bytes -> what a file is, a command that works whatever its name ends in, and the format that reads it."""
+"""First bytes -> what a file is, and what reads or converts it."""
 
 
 class MalformedRecord(DataError):
@@ -58,13 +51,10 @@ def check_data_file(path: Path) -> None:
         raise DataError(f"data file {path} does not exist, or is not a file", allowed=_ALLOWED, remedy=instead_of(path))
     with path.open("rb") as stream:
         head = stream.read(8)
-    for magic, (what, command, name) in _MAGIC.items():
+    for magic, text in _MAGIC.items():
         if head.startswith(magic):
-            if path.suffix.lower() in (".xlsx", ".xlsm"):
-                what, command = "an Excel workbook", _PANDAS.format("excel")
-            own = f"; format={name!r} reads it as it is" if name else ""
-            remedy = f"convert it: {command.format(path.name)}"
-            raise DataError(f"data file {path} is {what}", allowed=_ALLOWED + own, remedy=remedy)
+            what, _, remedy = text.format(path.name).partition(": ")
+            raise DataError(f"data file {path} is {what}", allowed=_ALLOWED, remedy=remedy)
     if problem := encoding_problem(path, bom_allowed=True):
         raise DataError(f"data file {path} {problem[0]}", allowed=_ALLOWED, remedy=f"convert it: {problem[1]}")
 
@@ -81,17 +71,11 @@ def instead_of(path: Path, suffixes: Sequence[str] = (".json", ".jsonl")) -> str
     return f"{folder} has {', '.join(inside[:5])}{more}" if inside else f"{folder} has no such file"
 
 
-def no_utf8(path: Path, where: object, byte: int, of: str = "") -> MalformedRecord:
+def no_utf8(where: object, byte: int, of: str = "") -> MalformedRecord:
     """Return the error for a text in another encoding."""
-    remedy = f"convert it: {LATIN1.format(path.name, path.suffix)}"
-    return MalformedRecord(f"{where}: byte {byte}{of} is no UTF-8", remedy=remedy)
-
-
-def no_record(path: Path) -> DataError:
-    """Return the error for a file without a record."""
-    remedy = "fill it, or name another data_path; a data set without records is left out of the config"
-    what = "holds no record" if path.stat().st_size else "is empty: it holds no record"
-    return DataError(f"data file {path} {what}", allowed="at least one record: docs/data.md shows them", remedy=remedy)
+    return MalformedRecord(
+        f"{where}: byte {byte}{of} is no UTF-8", remedy="convert it: iconv -f LATIN1 -t UTF-8 FILE > NEW"
+    )
 
 
 @dataclass(frozen=True)
@@ -170,21 +154,13 @@ def share_above(number: int, total: int, limit: float) -> str:
 def exceeds(number: int, total: int, limit: float) -> bool:
     """Whether ``number`` of ``total`` drawn samples show that more than a share ``limit`` of all is unusable.
 
-    Their share is above it, and a true share of half of it would have so many with the probability of 5 sigma alone.
+    Their share is above it, and a true share of half of it would have so many with less than the probability of 5 sigma
+    (Chernoff's bound of the binomial distribution).
     """
     if not number or number <= limit * total:
         return False
-    rate = min(limit / 2, 1.0)
+    share, rate = number / total, limit / 2
     if rate == 0:
         return True
-    term = exp(
-        lgamma(total + 1) - lgamma(number + 1) - lgamma(total - number + 1)
-        + number * log(rate) + (total - number) * log1p(-rate)
-    )  # fmt: skip
-    tail = 0.0  # of the binomial distribution, from ``number`` on
-    for k in range(number, total + 1):
-        tail += term
-        term *= (total - k) / (k + 1) * rate / (1 - rate)
-        if term < tail * 1e-6:
-            break
-    return tail < _ALPHA
+    divergence = share * log(share / rate) + (1 - share) * (log((1 - share) / (1 - rate)) if share < 1 else 0)
+    return total * divergence > -log(_ALPHA)

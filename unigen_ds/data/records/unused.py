@@ -17,17 +17,14 @@ from unigen_ds.data.samples.sample import Array
 
 _NAMES = tuple(LAYOUTS)
 BESIDE_JSON = "another `caption` or `text` in the .json"
-SECOND_TEXT = "a second text (.txt before .caption, before .text)"
 IMAGE_BESIDE_JSON = "an image that the .json does not name"
-WEIGHT = "a `weight` in a turn of role and type"
 _KEYS = (
     "conversations", "text_prompt", "image_path", "image", "images", "text", "messages", "texts", "image_list",
     "instruction_list", "instruction", "input_image", "input_images", "output_image", "output_images", "caption",
-    "captions", "file_name", "system", "tools", BESIDE_JSON, SECOND_TEXT, IMAGE_BESIDE_JSON,
-    WEIGHT,
+    "captions", "file_name", "system", "tools", BESIDE_JSON, IMAGE_BESIDE_JSON,
 )  # fmt: skip
 """All of the layouts, and what a source itself leaves out (``FoundRecord.unused``). Only added to, as ``LAYOUTS``."""
-_CHATS, _OF_CHATS = ("conversations", "messages", "texts"), ("system", "tools")
+_CHATS, _OF_CHATS = ("llava", "conversations", "messages", "texts"), ("system", "tools")
 _SHIFT = 8
 """The bit of the first key; below it is the layout, from 1."""
 
@@ -46,15 +43,9 @@ def unused_keys(record: Mapping[str, Any], layout: Layout, beside: Sequence[str]
     kept = {*LAYOUTS[name].keys(record), *(() if name in _CHATS else _OF_CHATS)}
     keys = [key for key in _KEYS if key in record and key not in kept and record[key] not in (None, "", [])]
     if name == "conversations":
-        keys = [key for key in keys if not _in_turns(record, key)] + [WEIGHT] * _weighs(record["conversations"])
+        keys = [key for key in keys if not _in_turns(record, key)]
     every = (*keys, *beside)
     return 1 + _NAMES.index(name) + sum(1 << _SHIFT + _KEYS.index(key) for key in every) if every else 0
-
-
-def _weighs(turns: Any) -> bool:
-    """Whether an answer has a ``weight`` other than 1, which turns of role and type do not have."""
-    each = (turn for turn in turns if isinstance(turn, Mapping) and "weight" in turn and "from" not in turn)
-    return any(turn["weight"] not in (None, 1) and turn.get("role") != "user" for turn in each)
 
 
 def _in_turns(record: Mapping[str, Any], key: str) -> bool:

@@ -261,20 +261,15 @@ def count_image(tally: Tally, split: Split) -> None:
 
 
 def augmented(
-    image: Tensor,
-    of_record: Sequence[Augment],
-    of_image: Sequence[Augment],
-    key: tuple[object, ...] | None,
-    *,
-    lowest: float = -1.0,
+    image: Tensor, of_record: Sequence[Augment], of_image: Sequence[Augment], key: tuple[object, ...] | None
 ) -> Tensor:
     """``image`` after random changes: those of all images of its record alike, then its own.
 
-    ``key``: of its split, which ends with its number in the record; None: as it is. ``lowest``: value of black.
+    ``key``: of its split, which ends with its number in the record; None: as it is.
     """
     if key is None or not (of_record or of_image):
         return image
-    return apply_changes(apply_changes(image, of_record, key[:-1], lowest=lowest), of_image, key, lowest=lowest)
+    return apply_changes(apply_changes(image, of_record, key[:-1]), of_image, key)
 
 
 def unreadable(path: str, why: str) -> UnreadableImage:

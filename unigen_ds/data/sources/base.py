@@ -35,22 +35,18 @@ class FoundRecord(Protocol):
     @property
     def where(self) -> object:
         """As text: ``train.jsonl:17``, ``part-3.parquet row 9``. It begins every message about the record."""
-        ...
 
     @property
     def content(self) -> bytes:
         """What the digest of the record is of. Equal records of one format have equal contents."""
-        ...
 
     @property
     def values(self) -> bytes:
         """``record`` as bytes, whatever the order of its keys and its white space. Raises as ``record`` does."""
-        ...
 
     @property
     def record(self) -> Mapping[str, Any]:
         """Its values; images inside of the file are ``StoredImage``. Raises ``DataError`` where it cannot be read."""
-        ...
 
 
 class Row:
@@ -108,36 +104,28 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"bytes": xxhash.xxh3_128(bytes(value)).hexdigest()}
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    return str(value)
+    return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)
 
 
 class Names(Sequence[str]):
     """Many short texts as two arrays, as the index keeps them: names of files, of members of a tar.
 
-    Args:
-        letters: all of them as bytes.
-        ends: [N] where each of them ends.
+    ``letters``: all of them as bytes; ``ends``: [N] where each of them ends.
     """
 
     def __init__(self, letters: NDArray[Any], ends: NDArray[Any]) -> None:
         self._letters, self._ends = letters, ends
 
-    @classmethod
-    def of(cls, texts: Sequence[str]) -> Names:
-        """Return any texts, also those of bytes that are no UTF-8."""
+    @staticmethod
+    def to_arrays(texts: Sequence[str], kind: str) -> Arrays:
+        """What ``in_arrays`` gets, of any texts, also those of bytes that are no UTF-8."""
         encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
         ends = np.cumsum([len(one) for one in encoded], dtype=np.int64)
-        return cls(np.frombuffer(b"".join(encoded), np.uint8), ends)
-
-    def arrays(self, kind: str) -> Arrays:
-        """What ``in_arrays`` gets."""
-        return {f"{kind}_letters": self._letters, f"{kind}_ends": self._ends}
+        return {f"{kind}_letters": np.frombuffer(b"".join(encoded), np.uint8), f"{kind}_ends": ends}
 
     @classmethod
     def in_arrays(cls, arrays: Arrays, kind: str) -> Names:
-        """Return those that ``arrays`` returned for ``kind``."""
+        """Return those that ``to_arrays`` returned for ``kind``."""
         return cls(arrays[f"{kind}_letters"], arrays[f"{kind}_ends"])
 
     def __len__(self) -> int:

@@ -129,7 +129,8 @@ def suffix_of(path: Path) -> str:
 
 def one_format(paths: Sequence[Path]) -> str:
     """Return the format of some files and folders. Raises ``DataError`` where they have several."""
-    kinds = {path: _format_of_folder(path) if path.is_dir() else _format_of_file(path) for path in paths}
+    known = by_suffix()  # a file with another suffix is JSON
+    kinds = {path: _format_of_folder(path) if path.is_dir() else known.get(suffix_of(path), JSON) for path in paths}
     if len(set(kinds.values())) > 1:
         first = ", ".join(f"{path.name}: {kind}" for path, kind in list(kinds.items())[:5])
         raise DataError(
@@ -137,16 +138,6 @@ def one_format(paths: Sequence[Path]) -> str:
             remedy="a data set for each of them: train_dataloader.dataset is a list then",
         )
     return kinds[paths[0]]
-
-
-def _format_of_file(path: Path) -> str:
-    """By its suffix; an unknown one is JSON, and so is a .txt that begins as JSON does."""
-    kind = by_suffix().get(suffix_of(path), JSON)
-    if kind == TEXT and path.suffix.lower() == ".txt" and path.is_file():  # Markdown may begin with a link
-        with path.open("rb") as stream:
-            first = stream.read(256).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-        return JSON if first in (b"{", b"[") else TEXT
-    return kind
 
 
 def _format_of_folder(folder: Path) -> str:
@@ -197,7 +188,7 @@ def files_of(path: Path, cls: type) -> list[Path]:
     # records may name images
     others = [file for file in inside if suffix_of(file) not in suffixes and file.suffix[1:].lower() not in IMAGES]
     if others:
-        most = Counter(file.suffix.lower() or "without a suffix" for file in others).most_common(5)
-        each = ", ".join(f"{number} {suffix}" for suffix, number in most)
+        numbers = Counter(file.suffix.lower() or "without a suffix" for file in others).most_common(5)
+        each = ", ".join(f"{number} {suffix}" for suffix, number in numbers)
         notice(f"{path}: {len(files)} files are read, {len(others)} others are not: {each}.")
     return files

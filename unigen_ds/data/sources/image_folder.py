@@ -25,7 +25,7 @@ _CAPTIONS = ("text", "prompt", "text_prompt")
 _LAYOUTS = ("conversations", "messages", "texts", "captions", "caption")
 _FILE_NAME = "file_name"
 _TEXTS = (".txt", ".TXT")
-"""Suffixes of captions: the second where no image has one with the first."""
+"""Suffixes of captions."""
 
 
 def visible(folder: Path) -> Iterator[Path]:
@@ -61,12 +61,13 @@ class ImageFolderSource(RecordSource):
         for path in metadata:
             kind = CsvSource if path.suffix == ".csv" else JsonSource
             self._rows = kind(path, label=f"{self.label}/{path.name}")
-        self._suffix, self._captions = ".txt", tuple[Path, ...]()
-        for self._suffix in () if metadata else _TEXTS:
-            texts = (image.with_suffix(self._suffix) for image in _images(self.path))
-            self._captions = tuple(sorted(text for text in texts if text.is_file()))
-            if self._captions:
-                break
+        self._captions: dict[str, Path] = {}
+        """The file of the caption of each image that has one."""
+        if not metadata:
+            for image in sorted(_images(self.path), key=self._relative):
+                texts = [text for suffix in _TEXTS if (text := image.with_suffix(suffix)).is_file()]
+                if texts:
+                    self._captions[self._relative(image)] = texts[0]
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self.path).as_posix()
@@ -77,37 +78,36 @@ class ImageFolderSource(RecordSource):
 
     @property
     def files(self) -> Sequence[Path]:
-        return self._rows.files if self._rows is not None else self._captions
+        return self._rows.files if self._rows is not None else tuple(sorted(self._captions.values()))
 
     def scan(self) -> Arrays:
         images = sorted(map(self._relative, _images(self.path)))
         if self._rows is not None:
             rows, arrays = self._rows, self._rows.scan()
             rows.use(arrays)
-            named = {self._file_name(entry) for i in range(len(rows)) for entry in rows.read(i, i + 1)}
-            others, why = sum(name not in named for name in images), "are not in the metadata"
+            names = {self._file_name(entry) for i in range(len(rows)) for entry in rows.read(i, i + 1)}
+            others, why = sum(name not in names for name in images), "are not in the metadata"
         else:
-            with_caption = [name for name in images if (self.path / name).with_suffix(self._suffix).is_file()]
-            if not with_caption:
+            if not self._captions:
                 raise DataError(
                     f"folder {self.path} has {len(images):,} images and no captions",
                     allowed=f"a .txt file beside each image, or {' or '.join(METADATA)} with file_name and text",
                     remedy="a caption has the name of its image: photos/1.txt beside photos/1.jpg",
                 )
-            arrays = Names.of(with_caption).arrays("image")
-            others, why = len(images) - len(with_caption), "have no caption beside them"
+            arrays = Names.to_arrays([*self._captions], "image")
+            others, why = len(images) - len(self._captions), "have no caption beside them"
         notes = [f"{others:,} images {why}: they are not used"] if others else []
         read, unread = set(self.files), Counter[str]()
         for path in visible(self.path):
-            if path.is_file() and path.suffix[1:].lower() not in IMAGES and path not in read:
-                unread[path.suffix.lower() or "without a suffix"] += 1
-            elif path.is_symlink() and not path.exists():
-                unread[f"{path.suffix.lower()} (a link to a file that is not there)".lstrip()] += 1
+            suffix = path.suffix.lower()
+            if path.is_symlink() and not path.exists():
+                unread[f"{suffix} (a link to a file that is not there)".lstrip()] += 1
+            elif path.is_file() and suffix[1:] not in IMAGES and path not in read:
+                unread[suffix or "without a suffix"] += 1
         if unread:
-            notes.append(
-                f"files that are not read: {', '.join(f'{number:,} {kind}' for kind, number in unread.items())}"
-            )
-        return {**arrays, **Names.of(notes).arrays("note")}
+            each = ", ".join(f"{number:,} {kind}" for kind, number in unread.items())
+            notes.append(f"files that are not read: {each}")
+        return {**arrays, **Names.to_arrays(notes, "note")}
 
     def use(self, arrays: Arrays) -> None:
         self.unread = Names.in_arrays(arrays, "note")
@@ -125,29 +125,22 @@ class ImageFolderSource(RecordSource):
         return [self._beside(self._names[i]) for i in range(start, stop)]
 
     def _beside(self, name: str) -> FoundRecord:
-        text = (self.path / name).with_suffix(self._suffix)
+        text = self._captions[name]
         where = f"{self.label}/{self._relative(text)}"
         try:
-            caption = text.read_bytes().decode("utf-8-sig").strip()
+            return Row({"image": name, "caption": text.read_bytes().decode("utf-8-sig").strip()}, where)
         except OSError as error:
             raise lost(text, error.strerror) from error
         except UnicodeDecodeError as error:
-            raise no_utf8(text, where, error.start) from error
-        return Row({"image": name, "caption": caption}, where)
+            raise no_utf8(where, error.start) from error
 
     def _list(self, entry: FoundRecord) -> FoundRecord:
         record = {key: value for key, value in entry.record.items() if key != _FILE_NAME}
         record["image"] = self._file_name(entry)
         renamed = {name for key, name in self.columns.items() if key in record}
-        if not renamed & {*_LAYOUTS, *_CAPTIONS} and not record.keys() & set(_LAYOUTS):
-            captions = [key for key in _CAPTIONS if key in record]
-            if not captions:
-                raise MalformedRecord(
-                    f"{entry.where}: it has no caption, but {', '.join(map(str, record))}",
-                    allowed=", ".join(("caption", *_CAPTIONS)),
-                    remedy="columns={'name in the file': 'caption'}",
-                )
-            record["caption"] = record.pop(captions[0])
+        caption = next((key for key in _CAPTIONS if key in record), None)
+        if caption and not renamed & {*_LAYOUTS, *_CAPTIONS} and not record.keys() & set(_LAYOUTS):
+            record["caption"] = record.pop(caption)
         return Row(record, entry.where)
 
     def _file_name(self, entry: FoundRecord) -> str:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +59,18 @@ class ArrowSource(RecordSource):
         self.__dict__.update(state, _arrow=require("pyarrow", "a table"), _local=threading.local())
 
     def scan(self) -> Arrays:
-        rows = self._reading(self._rows_of_groups)
+        """Arrow's reader trusts the offsets in a file: one that is damaged would read, or end, the process's memory."""
+        with self._reading():
+            schema, number, read = self._open_groups()
+            if double := sorted({name for name in schema.names if schema.names.count(name) > 1}):
+                raise DataError(f"{self.label} names a column twice: {', '.join(double)}")
+            groups = [read(i) for i in range(number)]
+            for group in groups:
+                group.validate(full=True)
+            rows = [group.num_rows for group in groups]
         if not sum(rows):
             raise DataError(f"data file {self.path} holds no record")
         return {"rows_of_groups": np.asarray(rows, np.int64)}
-
-    def _rows_of_groups(self) -> list[int]:
-        """Arrow's reader trusts the offsets in a file: one that is damaged would read, or end, the process's memory."""
-        schema, number, read = self._open_groups()
-        if double := sorted({name for name in schema.names if schema.names.count(name) > 1}):
-            raise DataError(f"{self.label} names a column twice: {', '.join(double)}")
-        groups = [read(i) for i in range(number)]
-        for group in groups:
-            group.validate(full=True)
-        return [group.num_rows for group in groups]
 
     def use(self, arrays: Arrays) -> None:
         self._stops = np.cumsum(arrays["rows_of_groups"])
@@ -80,29 +79,21 @@ class ArrowSource(RecordSource):
         return int(self._stops[-1]) if len(self._stops) else 0
 
     def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
-        rows: list[FoundRecord] = []
-        while start < stop:
-            number = int(np.searchsorted(self._stops, start, side="right"))
-            end = min(stop, int(self._stops[number]))
-            rows += self._reading(lambda n=number, a=start, e=end: self._entries(n, a, e))  # type: ignore[misc]
-            start = end
-        return rows
-
-    def _entries(self, number: int, start: int, stop: int) -> list[FoundRecord]:
-        """Rows ``start .. stop`` of the file, all of which are in group ``number``."""
-        first = int(self._stops[number - 1]) if number else 0
-        part = self._open_groups()[2](number).slice(start - first, stop - start)
-        if part.num_rows != stop - start:
-            raise DataError(
-                f"data file {self.path} has fewer rows than it claims: row {start + part.num_rows + 1} is missing"
-            )
-        kinds = {field.name: field.type for field in part.schema if self._has_bytes(field.type)}
         entries: list[FoundRecord] = []
-        for row, record in enumerate(self._rows(part, start), start=start + 1):
-            where = f"{self.label} row {row}"
-            for name, kind in kinds.items():
-                record[name] = self._value(record[name], kind, f"{where}: {name}")
-            entries.append(Row(record, where))
+        with self._reading():
+            while start < stop:
+                number = int(np.searchsorted(self._stops, start, side="right"))
+                first, end = int(self._stops[number - 1]) if number else 0, min(stop, int(self._stops[number]))
+                part = self._open_groups()[2](number).slice(start - first, end - start)
+                if part.num_rows != end - start:
+                    raise DataError(f"data file {self.path} has fewer rows than it claims: row {end} is missing")
+                kinds = {field.name: field.type for field in part.schema if self._has_bytes(field.type)}
+                for row, record in enumerate(self._rows(part, start), start=start + 1):
+                    where = f"{self.label} row {row}"
+                    for name, kind in kinds.items():
+                        record[name] = self._value(record[name], kind, f"{where}: {name}")
+                    entries.append(Row(record, where))
+                start = end
         return entries
 
     def _rows(self, part: Any, start: int) -> list[dict[str, Any]]:
@@ -132,10 +123,11 @@ class ArrowSource(RecordSource):
         opened: tuple[Any, int, Callable[[int], Any]] = self._local.opened
         return opened
 
-    def _reading(self, read: Callable[[], Any]) -> Any:
-        """``read()``. Raises ``DataError`` where the file is damaged or gone."""
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """A context that raises ``DataError`` where the file is damaged or gone."""
         try:
-            return read()
+            yield
         except DataError:
             raise
         except Exception as error:  # of a damaged file, whose names need not be UTF-8 either
@@ -146,26 +138,21 @@ class ArrowSource(RecordSource):
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(f"data file {self.path} cannot be read: {text}", remedy=AGAIN) from error
 
-    def _is_list(self, kind: Any) -> bool:
-        types = self._arrow.types
-        return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
-
-    def _is_binary(self, kind: Any) -> bool:
-        types = self._arrow.types
-        return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
-
     def _has_bytes(self, kind: Any) -> bool:
-        if self._arrow.types.is_struct(kind):
+        types = self._arrow.types
+        if types.is_struct(kind):
             return any(self._has_bytes(field.type) for field in kind)
-        return self._has_bytes(kind.value_type) if self._is_list(kind) else self._is_binary(kind)
+        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+            return self._has_bytes(kind.value_type)
+        return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
 
     def _value(self, value: Any, kind: Any, name: str) -> Any:
         """``value`` with images in place of bytes. ``name``: how messages call it."""
         if value is None:
             return None
-        if self._is_binary(kind):
+        if isinstance(value, bytes):
             return StoredImage(name, value)
-        if self._is_list(kind):
+        if isinstance(value, list):
             return [self._value(one, kind.value_type, f"{name}[{i}]") for i, one in enumerate(value)]
         if not self._arrow.types.is_struct(kind):
             return value
@@ -184,8 +171,9 @@ class ParquetSource(ArrowSource):
     def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
         super().__init__(path, label=label, folder=folder)
         parquet = require("pyarrow.parquet", f"the table {self.label}")
-        file = self._reading(lambda: parquet.ParquetFile(str(self.path)))
-        size = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+        with self._reading():
+            file = parquet.ParquetFile(str(self.path))
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
 
         def write(target: Path) -> None:
             arrow = self._arrow
@@ -193,7 +181,9 @@ class ParquetSource(ArrowSource):
                 for batch in file.iter_batches(batch_size=_BATCH_ROWS, use_threads=False):
                     writer.write_batch(batch)
 
-        self._table = self._reading(lambda: copy_of(self.path, folder, suffix=".arrow", size=size, write=write))
+        with self._reading():
+            size = sum(group.total_byte_size for group in groups)
+            self._table = copy_of(self.path, folder, suffix=".arrow", size=size, write=write)
 
 
 def is_saved(folder: Path) -> bool:
@@ -229,20 +219,18 @@ class HuggingFaceSource(Joined):
         what, saved = f"the Hugging Face data set {str(path)!r}", is_saved(Path(path))
         datasets, arrow = require("datasets", what), require("pyarrow", what)
         options = {"name": config, "data_files": data_files, "revision": revision}
-        given = {key: value for key, value in options.items() if value is not None}
         try:
             if saved:
                 rows = datasets.load_from_disk(str(path))
             else:
-                rows = datasets.load_dataset(str(path), split=split, **given)
+                rows = datasets.load_dataset(str(path), split=split, **options)
             if isinstance(rows, Mapping):
-                rows = rows[chosen_split(split, list(rows), str(path))]
+                rows = rows[choose_split(split, list(rows), str(path))]
         except DataError:
             raise
         except Exception as error:  # the package raises anything, also what its readers of files do
-            text = str(error).splitlines()[0] if str(error) else ""
             raise DataError(
-                f"{what} cannot be loaded: {type(error).__name__}: {text}",
+                f"{what} cannot be loaded: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
                 remedy=download_first(str(path)) if is_hub_name(str(path)) else None,
             ) from error
         files = [Path(file["filename"]) for file in rows.cache_files]
@@ -258,7 +246,7 @@ class HuggingFaceSource(Joined):
         super().__init__([ArrowSource(file, label=one) for file, one in zip(files, labels, strict=True)], str(path))
 
 
-def chosen_split(split: str | None, splits: Sequence[str], what: str) -> str:
+def choose_split(split: str | None, splits: Sequence[str], what: str) -> str:
     """Return the split that is asked for, or ``train``, or the only one. Raises ``DataError`` where there is none."""
     chosen = split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
     if chosen not in splits:

@@ -23,8 +23,8 @@ import numpy as np
 from unigen_ds.config.registry import SOURCES, checked
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.image_files import Span
-from unigen_ds.data.records.records import RATINGS, Captions, format_value, other_delimiter
-from unigen_ds.data.records.unusable import LATIN1, MalformedRecord, check_data_file, no_record, no_utf8
+from unigen_ds.data.records.records import RATINGS, Captions, format_value
+from unigen_ds.data.records.unusable import MalformedRecord, check_data_file, no_utf8
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row, canonical
 from unigen_ds.system.files import quick_digest
 
@@ -82,7 +82,10 @@ class RangeSource(RecordSource):
     def scan(self) -> Arrays:
         table = np.fromiter(chain.from_iterable(self.spans()), np.int64).reshape(-1, 2)  # a file may have millions
         if not len(table):
-            raise no_record(self.path)
+            raise DataError(
+                f"data file {self.path} holds no record",
+                remedy="fill it, or name another data_path; a data set without records is left out of the config",
+            )
         return {"offsets": table[:, 0].copy(), "lengths": table[:, 1].copy()}
 
     def use(self, arrays: Arrays) -> None:
@@ -150,17 +153,15 @@ def load_record(raw: bytes, position: object) -> dict[str, Any]:
     """Parse the bytes of one record. Raises ``DataError`` where it is no JSON object."""
     try:
         record = json.loads(raw)
-    except (ValueError, RecursionError) as error:  # ValueError: of the JSON, its encoding, or a number of 4,300 digits
-        remedy = "mend that line, or remove it"
-        if isinstance(error, UnicodeDecodeError):
-            name = Path(getattr(position, "path", "FILE")).name
-            remedy = f"convert it: {LATIN1.format(name, Path(name).suffix)}"
-        elif not raw.rstrip().endswith((b"}", b"]")):
-            remedy = (
-                "the record ends early: if the file was copied or is still written, copy it again; else mend that line"
-            )
-        problem, allowed = f"{position}: no valid JSON: {error}", "one object a line, or one array of objects"
-        raise MalformedRecord(problem, allowed=allowed, remedy=remedy) from error
+    except UnicodeDecodeError as error:
+        raise no_utf8(position, error.start, " of the record") from error
+    except (ValueError, RecursionError) as error:  # ValueError: of the JSON, or of a number of 4,300 digits
+        ends_early = not raw.rstrip().endswith((b"}", b"]"))
+        raise MalformedRecord(
+            f"{position}: no valid JSON: {error}",
+            allowed="one object a line, or one array of objects",
+            remedy="the record ends early: copy the file again, or mend that line" if ends_early else "mend that line",
+        ) from error
     if not isinstance(record, dict):
         raise MalformedRecord(f"{position}: the record is {format_value(record)}", allowed="a JSON object")
     return record
@@ -224,14 +225,14 @@ class CsvSource(RangeSource):
     ) -> None:
         super().__init__(path, label=label, folder=folder)
         if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n\0'):
-            raise ConfigError(
-                f"format.delimiter is {delimiter!r}",
-                allowed="one character, that is no quotation mark and no end of a line",
-                remedy="delimiter=';', or delimiter='\\t' for tabs; a file with a longer one must be written again",
-            )
+            raise ConfigError(f"format.delimiter is {delimiter!r}", allowed="one character: ',', ';', '\\t', '|'")
         self.delimiter = delimiter or ("\t" if ".tsv" in self.label.lower() else ",")
         start, length, self.names = next(self._rows(), (0, 0, []))
         self._text(Span(self.path, start, length).read(), Position(self.path, start, self.label))
+        signs = [sign for sign in (";", "\t", "|") if len(self.names) == 1 and sign in self.names[0]]
+        if signs:
+            problem = f"{self.label}: the first row is one cell, {self.names[0]!r}"
+            raise DataError(problem, remedy=f"format=dict(type='csv', delimiter={signs[0]!r})")
         double = sorted({name for name in self.names if self.names.count(name) > 1})
         if double or not any(self.names):
             what = f"names a column twice: {', '.join(double)}" if double else "is empty"
@@ -266,7 +267,7 @@ class CsvSource(RangeSource):
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise no_utf8(self.path, position, error.start, " of the line") from error
+            raise no_utf8(position, error.start, " of the line") from error
 
     def spans(self) -> Iterable[tuple[int, int]]:
         rows = self._rows()
@@ -282,7 +283,6 @@ class CsvSource(RangeSource):
             raise MalformedRecord(
                 f"{position}: the row has {len(cells)} cells",
                 allowed=f"{len(self.names)}, as the first row",
-                remedy=other_delimiter(self.names),
             )
         record: dict[str, Any] = dict(zip(self.names, cells, strict=True))
         for name in filter(record.__contains__, _NESTED):
@@ -325,8 +325,10 @@ class TextSource(RangeSource):
         size = self.path.stat().st_size
         if self.divide == "line":
             return line_spans(self.path)
-        if self.divide == "file" or not size:
-            return [(0, size)] if self.divide == "file" else []
+        if self.divide == "file":
+            return [(0, size)]
+        if not size:
+            return []
         with self.path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             start = len(_BOM) if data[:3] == _BOM else 0
             return [(one.start(), one.end() - one.start()) for one in _PARAGRAPH.finditer(data, start)]
@@ -337,5 +339,5 @@ class TextSource(RangeSource):
         try:
             text = raw.decode("utf-8" if position.offset else "utf-8-sig")
         except UnicodeDecodeError as error:
-            raise no_utf8(self.path, where, position.offset + error.start) from error
+            raise no_utf8(where, position.offset + error.start) from error
         return Row({"text": text if whole else text.strip()}, where)

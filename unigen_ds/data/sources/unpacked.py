@@ -34,7 +34,7 @@ def unpacked_file(path: Path, folder: Path | None) -> Path:
 
     def write(target: Path) -> None:
         try:
-            with _decompressing(path) as stream, target.open("wb") as copy:
+            with _unpacking(path) as stream, target.open("wb") as copy:
                 shutil.copyfileobj(stream, copy, _BLOCK)
         except (EOFError, OSError, zlib.error) as error:
             if isinstance(error, OSError) and error.errno is not None:
@@ -44,7 +44,7 @@ def unpacked_file(path: Path, folder: Path | None) -> Path:
     return copy_of(path, folder, suffix=Path(path.stem).suffix, size=path.stat().st_size, write=write)
 
 
-def _decompressing(path: Path) -> Any:
+def _unpacking(path: Path) -> Any:
     if path.suffix != ".zst":
         return gzip.open(path, "rb")
     arrow = require("pyarrow", f"a file compressed by zstd ({path.name})")
@@ -88,11 +88,7 @@ def write_where_space(target: Path, size: int, write: Callable[[Path], None], pr
                 raise
             reason = str(full.strerror)
     if reason:
-        raise DataError(
-            f"{problem}: {reason}",
-            remedy="make space there, or name a folder of another disk: cache_dir=FOLDER of the data set (of local data"
-            " it is used where their own folder is not writable)",
-        )
+        raise DataError(f"{problem}: {reason}", remedy="make space there, or cache_dir=FOLDER of another disk")
 
 
 def format_size(size: int) -> str:

@@ -2,28 +2,28 @@
 random: a member is a range of bytes of the tar.
 
 The name ends at the first dot of the last part: ``photos/0001.seg.png`` belongs to ``photos/0001``. Images become
-images, ``.txt`` and ``.caption`` the text, the object of a ``.json`` the record itself, in any layout; an image that
+images, ``.txt`` the text, the object of a ``.json`` the record itself, in any layout; an image that
 it names (``0001.jpg``, in whatever folder, or ``jpg``) is the member.
-Members need not be sorted. Pickled ones are never loaded.
+Members need not be sorted. Pickled ones are never loaded, and counted.
 """
 
 from __future__ import annotations
 
-import json
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from unigen_ds.config.registry import SOURCES, checked
+from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import Span, StoredImage
-from unigen_ds.data.records.unusable import MalformedRecord
-from unigen_ds.data.records.unused import BESIDE_JSON, IMAGE_BESIDE_JSON, SECOND_TEXT
+from unigen_ds.data.records.unusable import MalformedRecord, no_utf8
+from unigen_ds.data.records.unused import BESIDE_JSON, IMAGE_BESIDE_JSON
 from unigen_ds.data.sources.base import Arrays, FoundRecord, Names, RecordSource, Row
+from unigen_ds.data.sources.text_files import load_record
 from unigen_ds.data.sources.unpacked import AGAIN
 
 IMAGES = frozenset((
@@ -31,7 +31,6 @@ IMAGES = frozenset((
 ))  # fmt: skip
 """Last suffixes of images."""
 PICKLED = frozenset(("pyd", "pkl", "pickle", "pth", "pt", "joblib", "dill"))
-_TEXTS = ("txt", "caption", "text")
 _MOST_REASONS = 5
 _IMAGE_KEYS = (
     "image", "images", "image_path", "image_list", "input_image", "input_images", "output_image", "output_images",
@@ -42,34 +41,17 @@ _IMAGE_KEYS = (
 
 @SOURCES.register_module(name="webdataset")
 class WebDatasetSource(RecordSource):
-    """One tar file.
+    """One tar file."""
 
-    Args:
-        pickled: members that are pickled (``.pyd``, ``.pickle``, ``.pth``, ...) are an ``error``, or left out with
-            their number (``skip``); they are never loaded.
-    """
-
+    fingerprint = "webdataset"
     suffixes = (".tar", ".tgz")
     batch = 64
 
-    @checked("format")
-    def __init__(
-        self,
-        path: Path,
-        *,
-        label: str | None = None,
-        folder: Path | None = None,
-        pickled: Literal["error", "skip"] = "error",
-    ) -> None:
+    def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
         super().__init__(path, label=label, folder=folder)
-        self.pickled = pickled
         if not self.path.is_file():
             raise DataError(f"data file {self.path} does not exist")
         self._firsts = np.zeros(1, np.int64)
-
-    @property
-    def fingerprint(self) -> str:
-        return f"webdataset, pickled: {self.pickled}"
 
     def scan(self) -> Arrays:
         groups: dict[str, dict[str, tuple[int, int]]] = {}
@@ -79,17 +61,11 @@ class WebDatasetSource(RecordSource):
             last = suffix.rpartition(".")[2].lower()
             if not member.isreg() or member.issparse():
                 left_out["folders, links and other special members"] += not member.isdir()
-            elif last in PICKLED and self.pickled == "error":
-                raise DataError(
-                    f"{self.label}, member {member.name}: it is pickled, and could execute anything if loaded",
-                    allowed="images, .json, .txt: docs/data.md",
-                    remedy="format=dict(type='webdataset', pickled='skip') leaves them out, and counts them",
-                )
             elif last in PICKLED:
                 left_out[f"pickled (.{last}), never loaded"] += 1
             elif not stem or not suffix:
                 left_out["without a suffix"] += 1
-            elif last not in IMAGES and last != "json" and suffix.lower() not in _TEXTS:
+            elif last not in IMAGES and last not in ("json", "txt"):
                 left_out[f"of another kind (.{last})"] += 1
             elif suffix in groups.setdefault(key, {}):
                 raise DataError(
@@ -104,8 +80,8 @@ class WebDatasetSource(RecordSource):
         return {
             "member_spans": np.asarray([span for _, span in members], np.int64).reshape(-1),
             "members_of_record": np.asarray([len(group) for group in groups.values()], np.int64),
-            **Names.of([name for name, _ in members]).arrays("member"),
-            **Names.of([f"members that are not read: {', '.join(most)}"] if most else []).arrays("note"),
+            **Names.to_arrays([name for name, _ in members], "member"),
+            **Names.to_arrays([f"members that are not read: {', '.join(most)}"] if most else [], "note"),
         }
 
     def _members(self) -> Iterator[tarfile.TarInfo]:
@@ -154,33 +130,32 @@ class WebDatasetSource(RecordSource):
             key, stem, suffix = _parts(self._names[i])
             members[suffix] = Span(self.path, *map(int, self._spans[i]))
         where = f"{self.label} sample {key}"
-        last = {suffix: suffix.rpartition(".")[2].lower() for suffix in members}
-        images = {s: StoredImage(f"{where}: {s}", span) for s, span in members.items() if last[s] in IMAGES}
         record: dict[str, Any] = {}
+        images: dict[str, StoredImage] = {}
+        text: str | None = None
         for suffix, span in members.items():
-            if last[suffix] == "json":
-                record |= _object(span, f"{where}: {suffix}")
-        by_name = {**images, **{f"{stem}.{suffix}": image for suffix, image in images.items()}}
+            kind = suffix.rpartition(".")[2].lower()
+            if kind == "json":
+                record |= load_record(span.read(), f"{where}: {suffix}")
+            elif kind in IMAGES:
+                images[suffix] = StoredImage(f"{where}: {suffix}", span)
+            else:
+                try:
+                    text = span.read().decode("utf-8-sig").strip()
+                except UnicodeDecodeError as error:
+                    raise no_utf8(f"{where}: {suffix}", error.start) from error
         names: set[str] = set()
         try:
+            by_name = images | {f"{stem}.{suffix}": image for suffix, image in images.items()}
             record = _with_images(record, by_name, names)
         except RecursionError as error:
             raise MalformedRecord(f"{where}: its values are nested too deeply") from error
-        of_json = {name: record[name] for name in ("caption", "text") if isinstance(record.get(name), str)}
         unused = []
-        text_key = "caption" if images else "text"
-        # the first text of a record is read; those with a suffix in capitals come after the others
-        order = {suffix: _TEXTS.index(suffix.lower()) for suffix in members if suffix.lower() in _TEXTS}
-        texts = sorted(order, key=lambda suffix: (order[suffix], suffix.swapcase()))
-        if texts:
-            record[text_key] = _text(members[texts[0]], f"{where}: {texts[0]}")
-        if len(texts) > 1:
-            unused.append(SECOND_TEXT)
-        if "caption" in record and "text" in record and images:
-            del record["text"]  # of the .json: the .txt has the caption
-        own = record.get(text_key)
-        if any(text != record.get(name) and text.strip() not in ("", own) for name, text in of_json.items()):
-            unused.append(BESIDE_JSON)
+        if text is not None:
+            others = [record.pop(name) for name in ("caption", "text") if isinstance(record.get(name), str)]
+            if any(other.strip() not in ("", text) for other in others):
+                unused.append(BESIDE_JSON)
+            record["caption" if images else "text"] = text
         if images and not {"image", "images", "image_path", "image_list", "instruction"} & record.keys():
             several = list(images.values())
             record |= {"image": several[0]} if len(several) == 1 else {"images": several}
@@ -194,24 +169,6 @@ def _parts(name: str) -> tuple[str, str, str]:
     folder, slash, base = name.rpartition("/")
     stem, _, suffix = base.partition(".")
     return folder + slash + stem, stem, suffix
-
-
-def _text(span: Span, where: str) -> str:
-    try:
-        return span.read().decode("utf-8-sig").strip()
-    except UnicodeDecodeError as error:
-        remedy = "write this member as UTF-8, and the tar again"
-        raise MalformedRecord(f"{where}: byte {error.start} is no UTF-8", remedy=remedy) from error
-
-
-def _object(span: Span, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(span.read())
-    except (ValueError, RecursionError) as error:
-        raise MalformedRecord(f"{where}: no valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise MalformedRecord(f"{where}: it is a {type(value).__name__}", allowed="a JSON object")
-    return value
 
 
 def _with_images(value: Any, images: Mapping[str, StoredImage], names: set[str], of_image: bool = False) -> Any:

@@ -172,10 +172,8 @@ def _check_transform(name: str, transform: ImageTransform | None, stride: int, t
     if transform.stride % stride:
         raise ConfigError(f"{name}.stride is {transform.stride}", allowed=f"a multiple of {stride}")
     if transform.largest_side // stride > table:
-        keys = getattr(transform, "side_keys", ("max_size",))
-        limits = ", ".join(f"{key} {getattr(transform, key)}" for key in keys)
         raise ConfigError(
-            f"{name}.{limits} allows up to {transform.largest_side // stride} patches a side",
+            f"{name}.max_size {transform.max_size} allows up to {transform.largest_side // stride} patches a side",
             allowed=f"at most {table}, the size of the model's position table",
-            remedy=f"{' and '.join(keys)} of at most {table * stride}",
+            remedy=f"max_size of at most {table * stride}",
         )

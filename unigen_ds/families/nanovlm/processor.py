@@ -102,7 +102,7 @@ class VLMProcessor(ChatProcessor):
         raise DataError(
             f"{where} is an image as a tensor, and the model is a VLM",
             allowed="items of text alone",
-            remedy="records with paths of images (UnifiedGenerationDataset, IterableShards), or a UnifiedModel",
+            remedy="records with paths of images (UnifiedGenerationDataset), or a UnifiedModel",
         )
 
     def render(self, turns: Sequence[Turn], where: object, *, keep_images: bool, reply: bool) -> Chat:
@@ -167,7 +167,7 @@ class TiledSplit(ChatImage):
                 f"image {self.path} has {pixels.shape[1]} x {pixels.shape[2]} pixels and {num_tiles(grid)} tiles,"
                 f" {self.num_tiles} when planned",
             )
-        pixels = augmented(pixels, processor.augment, processor.vit_augment, key, lowest=tiling.lowest)
+        pixels = augmented(pixels, processor.augment, processor.vit_augment, key)
         tiles = split_tiles(pixels, tile)
         return LoadedTiles(self, torch.cat([patchify(each, processor.vit_patch_size) for each in tiles]))
 
