@@ -1,4 +1,4 @@
-"""What data costs: index, packing, loading, tokens, memory and the start of a resume, beside common alternatives.
+"""What data costs: index, packing, loading, memory and the start of a resume, beside common alternatives.
 
 In: nothing; all files are made in a temporary folder. Out: a table, and ``results/data_<date>.json``. Sections:
 
@@ -11,7 +11,6 @@ In: nothing; all files are made in a temporary folder. Out: a table, and ``resul
   nanoVLM's packer: the longest sample first, each to the emptiest sequence that has space for it, buffer by buffer.
 * ``loader``: photographs loaded at 256 px a second with 0, 1 and 2 workers, beside torch's ``DataLoader``; each batch
   is read once, as a training step reads it, and pixels are compared bit by bit.
-* ``tokens``: records of long texts read a second with ``cache_tokens``, and without.
 * ``memory``: bytes a record that a process has of its own after it has opened an index which another one made.
 * ``streaming``: rows of Parquet shards read a second by streaming, in the first pass of a first run and later, beside
   the same files as a source with random access, and as an ``IterableDataset`` of ``datasets``, tokenized by the same
@@ -59,7 +58,6 @@ from shared.data_peers import (
     emptiest_first,
     header_sides,
     image_processor,
-    passages,
     text_sides,
     write_pictures,
 )
@@ -77,7 +75,7 @@ from unigen_ds.data.order.packing import BestFitPacking
 from unigen_ds.data.samples.sample import COLUMNS, Array, Counts
 from unigen_ds.data.sources.text_files import JsonSource
 
-SECTIONS = ("headers", "texts", "documents", "packing", "loader", "tokens", "memory", "resume", "streaming")
+SECTIONS = ("headers", "texts", "documents", "packing", "loader", "memory", "resume", "streaming")
 LIMITS = {
     "texts: ratio": 0.7,
     "documents: ratio": 0.8,
@@ -206,18 +204,6 @@ def read(patches: torch.Tensor) -> int:
     """As a training step does: memory that another process has filled is mapped then."""
     assert patches.sum().isfinite()
     return len(patches)
-
-
-def tokens(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
-    processor, path, number = image_processor(folder), folder / "long.jsonl", 2_000
-    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in passages(number, 800, 800, seed=2)))
-    plain, kept = (UnifiedGenerationDataset(path, processor, cache_tokens=kept) for kept in (False, True))
-
-    def read(data: UnifiedGenerationDataset) -> int:
-        return sum(data.sample(i).num_tokens for i in range(number))
-
-    assert read(plain) == read(kept)
-    return in_turns({"ours": partial(read, kept), "without cache_tokens": partial(read, plain)}, number, rounds)
 
 
 def private_bytes() -> int:

@@ -73,7 +73,6 @@ class ChatProcessor(ConversationProcessor):
     """A subclass has ``render`` and ``image_splits``."""
 
     on_white = False
-    tokenizes_texts = False
 
     @abstractmethod
     def render(self, turns: Sequence[Turn], where: object, *, keep_images: bool, reply: bool) -> Chat:

@@ -504,7 +504,6 @@ def test_what_needs_all_records_is_refused(tmp_path: Path, shards: Path) -> None
     refused = [
         ([streamed(shards), beside], {}, "is streamed, so nobody knows how many records it has"),
         (streamed(shards, num_used_data=5), {}, "has streaming and num_used_data=5"),
-        (streamed(shards, cache_tokens=True), {}, "has streaming and cache_tokens=True"),
         (streamed(shards), {"val_dataloader": {"split": 0.1}}, "val_dataloader.split needs all its records"),
         (
             [streamed(shards, group="a", weight=1), {**beside, "group": "b", "weight": 1}],

@@ -1,12 +1,10 @@
-"""The mapped index and its memory, the cache of tokens, kills and two processes at once; images loaded by threads."""
+"""The mapped index and its memory, kills and two processes at once; images loaded by threads."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import mmap
-import pickle
 import signal
 import subprocess
 import sys
@@ -19,19 +17,15 @@ import numpy as np
 import pytest
 
 from tests.data.support import (
-    ByteTokenizer,
     build_index,
     make_processor,
     mixed_dataset,
     mixed_records,
-    talk,
-    text,
     write_jsonl,
 )
 from tests.data.text.chat_support import character_tokenizer
 from tests.processes import popen
 from unigen_ds.config.registry import FILTERS
-from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.cache import array_cache
 from unigen_ds.data.cache.array_cache import FOLDER, load_or_fill
@@ -152,65 +146,9 @@ def test_a_full_disk_costs_the_cache_alone(tmp_path: Path, caplog: Any, monkeypa
     for cache in (tmp_path / FOLDER).glob("*.arrays"):
         cache.unlink()
     monkeypatch.setattr(array_cache, "write_atomic", full)
-    data = UnifiedGenerationDataset(path, make_processor(), cache_tokens=True)
-    assert data.fingerprint == expected and data.tokens is None and data.sample(0).num_tokens
+    data = UnifiedGenerationDataset(path, make_processor())
+    assert data.fingerprint == expected and data.sample(0).num_tokens
     assert "cannot be written: [Errno 28]" in caplog.text and not list((tmp_path / FOLDER).glob("*.arrays"))
-
-
-# ------------------------------------------------------------------------------------------------ tokens
-
-
-def cached_data(folder: Path, **changes: Any) -> UnifiedGenerationDataset:
-    path = write_jsonl(folder / "t.jsonl", mixed_records(folder, 24))
-    return UnifiedGenerationDataset(path, changes.pop("processor", None) or make_processor(), **changes)
-
-
-def test_samples_of_cached_tokens_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, kept = cached_data(tmp_path), cached_data(tmp_path, cache_tokens=True)
-    expected = [plain.sample(i) for i in range(24)]
-    monkeypatch.setattr(ByteTokenizer, "encode", lambda *_: pytest.fail("tokenized again"))
-    again = UnifiedGenerationDataset(kept.path, make_processor(), cache_tokens=True)
-    for data in (kept, again):
-        assert [data.sample(i) for i in range(24)] == expected and data.fingerprint == plain.fingerprint
-    assert is_mapped(again.tokens._numbers)
-    sent = pickle.loads(pickle.dumps(again.tokens))
-    assert sent.of(3) == again.tokens.of(3) and is_mapped(sent._numbers)
-
-
-def test_a_cache_of_tokens_is_that_of_its_tokenizer_and_its_file(tmp_path: Path) -> None:
-    first = cached_data(tmp_path, cache_tokens=True)
-    other = type("Shifted", (ByteTokenizer,), {"fingerprint": "s", "encode": lambda self, t: [9, *t.encode()]})
-    second = cached_data(tmp_path, cache_tokens=True, processor=make_processor(tokenizer=other()))
-    assert second.tokens.of(0)[0][0] == 9 != first.tokens.of(0)[0][0]
-    first.path.write_text(first.path.read_text().replace("draw 1", "draw one"))
-    data = UnifiedGenerationDataset(first.path, make_processor(), cache_tokens=True)
-    assert bytes(data.tokens.of(1)[0]) == b"draw one"
-
-
-def test_wrong_ids_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = cached_data(tmp_path, cache_tokens=True)
-    (path,) = (tmp_path / FOLDER).glob("*-tokens-*.arrays")
-    content = path.read_bytes()
-    changed = content.replace(
-        np.asarray(list(b"draw 1"), "<i4").tobytes(), np.asarray(list(b"draw 2"), "<i4").tobytes()
-    )
-    assert changed != content
-    path.unlink()
-    path.write_bytes(changed)
-    monkeypatch.setattr(array_cache, "_CHECKED", 0)
-    monkeypatch.setattr(array_cache, "_digest", lambda *_: None)
-    table = json.loads(content[content.rindex(b'{"key"') : content.rindex(b"}") + 1])
-    monkeypatch.setattr(array_cache, "_digest", lambda *_: table["xxh3_64"])  # as a file that is too large to check
-    data = UnifiedGenerationDataset(data.path, make_processor(), cache_tokens=True)
-    assert data.sample(0)
-    with pytest.raises(DataError, match=r"cache of tokens .* is damaged: record 1 "):
-        data.sample(1)
-
-
-def test_a_processor_of_whole_chats_has_none(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "t.jsonl", [talk(text("user", "a"), text("assistant", "b"))])
-    with pytest.raises(ConfigError, match="cache_tokens=True with VLMProcessor"):
-        UnifiedGenerationDataset(path, vlm_processor(tmp_path), cache_tokens=True)
 
 
 BUILD = """
@@ -220,30 +158,29 @@ from tests.data.support import ByteTokenizer, make_processor
 from unigen_ds.data.index import index
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 index._CHUNK = 4
-slow, which = float(sys.argv[2]), sys.argv[3]
+slow = float(sys.argv[2])
 batches = index.batches
 def waiting(source, chunk):
-    if sys._getframe(1).f_code.co_name == which:
+    if sys._getframe(1).f_code.co_name == "__call__":
         print("chunk", chunk, flush=True)
         time.sleep(slow)
     return batches(source, chunk)
 index.batches = waiting
-data = UnifiedGenerationDataset(sys.argv[1], make_processor(), cache_tokens=True)
+data = UnifiedGenerationDataset(sys.argv[1], make_processor())
 print("done", data.fingerprint, sum(data.sample(i).num_tokens for i in range(len(data))), flush=True)
 """
 
 
-def build_process(path: Path, slow: float, which: str) -> subprocess.Popen[str]:
+def build_process(path: Path, slow: float) -> subprocess.Popen[str]:
     script = BUILD.format(root=str(ROOT))
-    command = [sys.executable, "-c", script, str(path), str(slow), which]
+    command = [sys.executable, "-c", script, str(path), str(slow)]
     return popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("which", ["__call__", "_token_rows"])
-def test_killed_while_it_is_built(tmp_path: Path, which: str) -> None:
+def test_killed_while_it_is_built(tmp_path: Path) -> None:
     """SIGKILL after some chunks: no file of that name, and the next start makes the whole one and removes the rest."""
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 24))
-    killed = build_process(path, 5.0, which)
+    killed = build_process(path, 5.0)
     assert killed.stdout is not None
     assert killed.stdout.readline().startswith("chunk")
     time.sleep(0.1)
@@ -251,24 +188,21 @@ def test_killed_while_it_is_built(tmp_path: Path, which: str) -> None:
     killed.wait()
     names = [found.name for found in (tmp_path / FOLDER).iterdir()]
     assert [name for name in names if ".tmp-" in name], names
-    unfinished = "-tokens-" if which == "_token_rows" else "t.jsonl-"
-    assert not [name for name in names if name.endswith(".arrays") and name.startswith("t.") and unfinished in name]
-    data = UnifiedGenerationDataset(path, make_processor(), cache_tokens=True)
+    assert not [name for name in names if name.endswith(".arrays")], names
     (tmp_path / "whole").mkdir()
-    whole = cached_data(tmp_path / "whole", cache_tokens=True)
-    assert data.fingerprint == whole.fingerprint
-    assert [data.tokens.of(i) for i in range(24)] == [whole.tokens.of(i) for i in range(24)]
+    whole = write_jsonl(tmp_path / "whole" / "t.jsonl", mixed_records(tmp_path / "whole", 24))
+    assert build_index(path).digest == build_index(whole).digest
     assert not [found for found in (tmp_path / FOLDER).iterdir() if ".tmp-" in found.name]
 
 
 def test_two_processes_build_it_once(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 24))
-    both = [build_process(path, 0.1, "_token_rows") for _ in range(2)]
+    both = [build_process(path, 0.1) for _ in range(2)]
     outputs = [process.communicate(timeout=120)[0] for process in both]
     assert all(process.returncode == 0 for process in both), outputs
     assert outputs[0].splitlines()[-1] == outputs[1].splitlines()[-1]
-    assert sum(output.count("chunk") for output in outputs) == 6, "one of them tokenizes"
-    assert len(list((tmp_path / FOLDER).glob("*-tokens-*.arrays"))) == 1
+    assert sum(output.count("chunk") for output in outputs) == 6, "one of them plans"
+    assert len(list((tmp_path / FOLDER).glob("*.arrays"))) == 1
 
 
 # ------------------------------------------------------------------------------------------------ images

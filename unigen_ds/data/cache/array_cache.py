@@ -48,27 +48,17 @@ class ArrayFile:
         self._stream = stream
         self._table: dict[str, tuple[str, int, int, tuple[int, ...]]] = {}
         self._end = 0
-        self._open: str | None = None
 
-    def add(self, name: str, size: int | None, dtype: str = "int64", shape: tuple[int, ...] = (-1,)) -> None:
-        """A new one, of zeros. ``size``: its numbers; None: as many as are put; then no other one may follow."""
-        assert self._open is None, f"{name} after {self._open}, whose size is not known"
+    def add(self, name: str, size: int, dtype: str = "int64", shape: tuple[int, ...] = (-1,)) -> None:
+        """Add an array of ``size`` zeros."""
         assert np.dtype(dtype).kind in _KINDS, dtype
-        self._table[name] = (dtype, self._end, size or 0, shape)
-        self._open = name if size is None else None
-        self._end = _align(self._end + (size or 0) * np.dtype(dtype).itemsize)
+        self._table[name] = (dtype, self._end, size, shape)
+        self._end += -(-size * np.dtype(dtype).itemsize // _ALIGN) * _ALIGN
         os.ftruncate(self._stream.fileno(), self._end)
 
     def put(self, name: str, start: int, values: NDArray[Any]) -> None:
-        """``values`` from ``start`` on. Raises ``OSError`` where a disk is full."""
-        dtype, offset, size, shape = self._table[name]
-        if not len(values):
-            return
-        stop = start + len(values)
-        if name == self._open and stop > size:
-            self._table[name] = (dtype, offset, stop, shape)
-            self._end = _align(offset + stop * np.dtype(dtype).itemsize)
-            os.ftruncate(self._stream.fileno(), self._end)
+        """Write ``values`` from ``start`` on. Raises ``OSError`` where a disk is full."""
+        dtype, offset, _, _ = self._table[name]
         if values.any():
             content = np.ascontiguousarray(values, dtype=dtype).data.cast("B")
             offset += start * np.dtype(dtype).itemsize
@@ -88,10 +78,6 @@ class ArrayFile:
         self._stream.write(table + xxhash.xxh3_64_digest(table) + len(table).to_bytes(8, "little") + _MAGIC)
         self._stream.flush()
         return _map(self._stream, self._table)
-
-
-def _align(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
 
 
 def _digest(stream: BinaryIO, size: int) -> str:
@@ -160,20 +146,6 @@ def load_or_fill(cache: Path | None, key: str, fill: Callable[[ArrayFile], None]
     Several processes may ask for it together: one makes it, the others wait where the file system has locks. It gets
     its name when it is complete and on disk; what a killed process leaves is removed by the next one.
     """
-    arrays = None if cache is None else load_or_write(cache, key, fill)
-    if arrays is None:
-        memory = os.fdopen(os.memfd_create("unigen-arrays"), "w+b") if hasattr(os, "memfd_create") else None
-        with memory or tempfile.TemporaryFile() as stream:
-            new = ArrayFile(stream)  # type: ignore[arg-type]
-            fill(new)
-            arrays = new.finish(key)
-    return arrays
-
-
-def load_or_write(cache: Path, key: str, fill: Callable[[ArrayFile], None]) -> Arrays | None:
-    """As ``load_or_fill``. None, with a warning: the file cannot be written."""
-    if (known := load_arrays(cache, key)) is not None:
-        return known
     arrays: Arrays = {}
 
     def write(temporary: Path) -> None:
@@ -182,14 +154,22 @@ def load_or_write(cache: Path, key: str, fill: Callable[[ArrayFile], None]) -> A
             fill(new)
             arrays.update(new.finish(key))
 
-    with hold_lock(cache.with_name(f".{cache.name}.lock")):  # or without, where the folder has no locks
+    if cache is not None:
         if (known := load_arrays(cache, key)) is not None:
-            return known  # another process was first
-        try:
-            write_atomic(cache, write)
-        except OSError as error:  # a full disk costs time at the next start, not this run
-            logger().warning("index cache %s cannot be written: %s", cache, error)
-    return arrays or None
+            return known
+        with hold_lock(cache.with_name(f".{cache.name}.lock")):  # or without, where the folder has no locks
+            if (known := load_arrays(cache, key)) is not None:
+                return known  # another process was first
+            try:
+                write_atomic(cache, write)
+                return arrays
+            except OSError as error:  # a full disk costs time at the next start, not this run
+                logger().warning("index cache %s cannot be written: %s", cache, error)
+    memory = os.fdopen(os.memfd_create("unigen-arrays"), "w+b") if hasattr(os, "memfd_create") else None
+    with memory or tempfile.TemporaryFile() as stream:
+        new = ArrayFile(stream)  # type: ignore[arg-type]
+        fill(new)
+        return new.finish(key)
 
 
 def load_arrays(cache: Path, key: str) -> Arrays | None:

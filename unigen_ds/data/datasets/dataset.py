@@ -23,7 +23,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.datasets.filters import RecordFilter
 from unigen_ds.data.datasets.streamed import SPAN, StreamedShards, Streaming
-from unigen_ds.data.index.index import Index, TokenCache, prefix_digest
+from unigen_ds.data.index.index import Index, prefix_digest
 from unigen_ds.data.records.records import Captions, Layout, Turn
 from unigen_ds.data.records.unusable import BadRecord, OnRecordError
 from unigen_ds.data.samples.processor import ConversationProcessor
@@ -79,8 +79,6 @@ class UnifiedGenerationDataset:
         cache_dir: folder for the index, and for unpacked copies, where ``.unigen_index/`` beside the data cannot be
             written.
         index_workers: processes that build the index, once; 0: this one.
-        cache_tokens: keep the ids of all texts beside the index, 4 bytes a token: a text is tokenized once, not in each
-            epoch.
         format: name of the format, or ``dict(type=name, ...)`` with settings of its own; None: by suffix or content.
         columns: names of the records' keys -> those of a layout: ``{'prompt': 'text_prompt'}``.
         captions: what an image with a text teaches: ``'generate'`` (text, then the image) or ``'understand'`` (image,
@@ -107,7 +105,6 @@ class UnifiedGenerationDataset:
         name: str | None = None,
         cache_dir: str | Path | None = None,
         index_workers: Annotated[int, Ge(0)] = 0,
-        cache_tokens: bool = False,
         format: str | Mapping[str, Any] | None = None,
         columns: Mapping[str, str] | None = None,
         captions: Captions | None = None,
@@ -131,9 +128,8 @@ class UnifiedGenerationDataset:
         self.first_number = 0
         """The number of its first record in sample ids."""
         if streaming is not False:
-            if num_used_data is not None or cache_tokens:
-                setting = "cache_tokens=True" if num_used_data is None else f"num_used_data={num_used_data}"
-                problem = f"{self.name} has streaming and {setting}, which needs all records of the data"
+            if num_used_data is not None:
+                problem = f"{self.name} has streaming and num_used_data={num_used_data}, which needs all of the data"
                 raise ConfigError(problem, remedy="one of the two; or a list of fewer shards as data_path")
             self.name = name or self.name.partition("{")[0].rstrip("-_.") or "data"
             self.shards = StreamedShards(
@@ -157,7 +153,6 @@ class UnifiedGenerationDataset:
             )
         self.image_root = self.index.source.root if root is None else root
         self.cache_folder = self.index.folder
-        self.tokens = TokenCache.build(self.index, processor, num_workers=index_workers) if cache_tokens else None
 
     def shard(self, number: int) -> UnifiedGenerationDataset:
         """One shard of a streamed data set, as a data set of its own."""
@@ -185,8 +180,6 @@ class UnifiedGenerationDataset:
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
         """The record as splits; reads the record and the files of its images, and decodes nothing."""
         entry, turns = self._read(index)
-        if self.tokens is not None:
-            return self.processor.plan_with(turns, entry.where, self.tokens.of(index), keep_images=True)
         return self.processor.plan(turns, entry.where, keep_images=True)
 
     def turns(self, index: int) -> list[Turn]:

@@ -14,23 +14,19 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import (
     SUFFIX,
     ArrayFile,
-    Arrays,
     fingerprint,
-    load_arrays,
     load_or_fill,
-    load_or_write,
 )
 from unigen_ds.data.records.records import Layout, Record, Turn, unused_texts
 from unigen_ds.data.records.unusable import (
@@ -356,90 +352,3 @@ def batches(source: RecordSource, chunk: Chunk) -> Iterator[tuple[int, Sequence[
                 except MalformedRecord as error:
                     entries.append(error)
             yield first, entries
-
-
-class TokenCache:
-    """Ids of the texts of every record of a source, kept beside its index: a text is tokenized once, not in each epoch.
-
-    A record's row is its checksum (a wrong id would be learned without notice), then of each text its length and ids.
-    It is copied to loading processes by its path, and mapped there.
-    """
-
-    def __init__(self, path: Path, key: str, arrays: Arrays) -> None:
-        self._path, self._key, self._starts, self._numbers = path, key, arrays["starts"], arrays["numbers"]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TokenCache.open, (self._path, self._key)
-
-    def of(self, index: int) -> list[list[int]]:
-        """Ids of each text of a record. Raises ``DataError`` where the file was damaged."""
-        row = self._numbers[self._starts[index] : self._starts[index + 1]]
-        if not len(row) or int(row[0]) != _checksum(row[1:]):
-            raise DataError(
-                f"the cache of tokens {self._path} is damaged: record {index} is not what was written",
-                remedy="delete the file: it is made again",
-            )
-        numbers, texts, at = row[1:].tolist(), [], 0
-        while at < len(numbers):
-            texts.append(numbers[at + 1 : at + 1 + numbers[at]])
-            at += 1 + numbers[at]
-        return texts
-
-    @classmethod
-    def open(cls, path: Path, key: str) -> TokenCache:
-        """In another process. Raises ``DataError`` where the file is gone."""
-        arrays = load_arrays(path, key)
-        if arrays is None:
-            raise DataError(f"the cache of tokens {path} is gone or damaged", remedy="start again: it is made again")
-        return cls(path, key, arrays)
-
-    @classmethod
-    def build(cls, index: Index, processor: ConversationProcessor, *, num_workers: int = 0) -> TokenCache | None:
-        """From its file, or by tokenizing every text once. None, with a warning, where there is no space for a file.
-
-        Raises ``ConfigError`` for a processor that does not tokenize texts one by one.
-        """
-        next(processor.text_ids([]), None)  # refused before anything is read
-        if index.folder is None:
-            logger().warning("the tokens of %s cannot be cached: there is no folder for it", index.source.title)
-            return None
-        key = fingerprint(
-            "unigen-tokens-1", index.content, type(processor).__qualname__, processor.tokenizer.fingerprint,
-            RULES, index.layout.facts, *index.source.cache_facts,
-        )  # fmt: skip
-        path = index.folder / f"{index.source.origin.name}-tokens-{key[:16]}{SUFFIX}"
-
-        def fill(new: ArrayFile) -> None:
-            new.add("starts", len(index) + 1)
-            new.add("numbers", None, "int32")
-            end, malformed = 0, frozenset(index.malformed.tolist())
-            plan = partial(_token_rows, index.source, processor, index.layout, malformed)
-            for first, (lengths, numbers) in plan_chunks(index.source, plan, num_workers):
-                new.put("starts", first + 1, end + np.cumsum(lengths))
-                new.put("numbers", end, numbers)
-                end += len(numbers)
-
-        arrays = load_or_write(path, key, fill)
-        return None if arrays is None else cls(path, key, arrays)
-
-
-def _token_rows(
-    source: RecordSource, processor: ConversationProcessor, layout: Layout, malformed: frozenset[int], chunk: Chunk
-) -> tuple[NDArray[Any], ...]:
-    """How many numbers each record of a chunk has, and the numbers; a malformed record has no texts."""
-    rows: list[NDArray[np.int32]] = []
-    for first, entries in batches(source, chunk):
-        turns = [
-            [] if n in malformed else layout.learned_turns(entry.record, entry.where)
-            for n, entry in enumerate(entries, first)
-        ]
-        for texts in processor.text_ids(turns):
-            row = np.asarray([0, *(number for ids in texts for number in (len(ids), *ids))], dtype=np.int32)
-            row[0] = _checksum(row[1:])
-            rows.append(row)
-    return np.asarray([*map(len, rows)], dtype=np.int64), np.concatenate(rows)
-
-
-def _checksum(numbers: NDArray[Any]) -> int:
-    """31 bits of XXH32, so that it is a number of the array."""
-    return xxhash.xxh32_intdigest(np.ascontiguousarray(numbers, dtype="<i4").data) >> 1

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from unigen_ds.core.batch import Batch
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.augment import Augment
 from unigen_ds.data.images.image_files import (
     ImageContent,
@@ -71,9 +71,6 @@ class ConversationProcessor:
     A subclass has ``splits_of``; or, where whole conversations are tokenized by a chat template, ``plan_many``. Sizes
     that its model does not have keep their defaults.
     """
-
-    tokenizes_texts: ClassVar[bool] = True
-    """Whether each text is tokenized on its own (``splits_of``)."""
 
     on_white: ClassVar[bool] = True
     """Transparent parts become white, as in BAGEL; else the colours under them are visible."""
@@ -153,15 +150,8 @@ class ConversationProcessor:
         merged = [(_merge(turns), where) for turns, where in records]
         ids = iter(self._encode([text for turns, _ in merged for text in _texts(turns)]))
         for turns, where in merged:
-            yield self.plan_with(turns, where, ids, keep_images=keep_images)
-
-    def plan_with(
-        self, turns: Sequence[Turn], where: object, ids: Iterable[Sequence[int]], *, keep_images: bool = False
-    ) -> Sample:
-        """``plan`` where the ids of the texts are known."""
-        turns = _merge(turns)
-        splits = tuple(self.splits_of(turns, iter(ids), where, keep_images=keep_images))
-        return Sample(splits, plain=is_document(turns))
+            splits = tuple(self.splits_of(turns, ids, where, keep_images=keep_images))
+            yield Sample(splits, plain=is_document(turns))
 
     def splits_of(
         self, turns: Sequence[Turn], ids: Iterator[Sequence[int]], where: object, *, keep_images: bool
@@ -179,21 +169,6 @@ class ConversationProcessor:
         # a tokenizer of a user's own may have "encode" alone
         together = getattr(self.tokenizer, "encode_texts", None)
         return together(texts) if together else [self.tokenizer.encode(text) for text in texts]
-
-    def text_ids(self, records: Sequence[Sequence[Turn]]) -> Iterator[list[Sequence[int]]]:
-        """Of each of some records the ids of its texts, in order; images are not read. For ``cache_tokens``.
-
-        Raises ``ConfigError`` where texts are not tokenized one by one.
-        """
-        if not self.tokenizes_texts:
-            raise ConfigError(
-                f"cache_tokens=True with {type(self).__name__}, which tokenizes whole conversations by a chat template",
-                remedy="leave cache_tokens out",
-            )
-        texts = [_texts(_merge(turns)) for turns in records]
-        ids = iter(self._encode([text for of_record in texts for text in of_record]))
-        for of_record in texts:
-            yield [next(ids) for _ in of_record]
 
     def ready_image(self, image: Tensor, kind: ImageKind, where: str) -> ImageSplit:
         """The split of an image that a data set has as a tensor ``[C, H, W]``. Raises ``DataError`` for its shape."""
