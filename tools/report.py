@@ -2,8 +2,8 @@
 ``unigen-report``.
 
 One HTML file that needs no network: curves over all resumes, lost time and goodput, validation, previews, checkpoints,
-findings, environment and config; for several runs overlaid curves and the differences of their configs. Can be called
-while a run continues. Files that are missing or damaged are named in the report.
+findings, environment and config; for several runs their key numbers and the differences of their configs (their curves:
+tools/plot_run.py). Can be called while a run continues. Files that are missing or damaged are named in the report.
 Exit status: 0 done, 1 a folder that does not exist or is no run, 2 wrong usage.
 """
 

@@ -21,8 +21,8 @@ from tests.tiny import tiny_config
 from tools.plot_run import main as plot
 from tools.report import main
 from unigen_ds.evaluation.provenance import REQUIRED, Result, write_results
-from unigen_ds.report.charts import MOST_POINTS, reduce_points, smoothed
-from unigen_ds.report.goodput import PARTS, idle_before, spent_by_start
+from unigen_ds.report.charts import MOST_POINTS, moving_average, reduce_points
+from unigen_ds.report.goodput import PARTS, spent_by_start
 from unigen_ds.report.reading import mask_secrets, read_work_dir
 from unigen_ds.runner import Runner
 
@@ -213,9 +213,9 @@ def test_the_page_is_complete_and_needs_no_network(runs: Runs, capsys: pytest.Ca
     assert main([str(runs.killed)]) == 0
     assert capsys.readouterr().out.strip() == str(runs.killed / "report.html")
     page = Page((runs.killed / "report.html").read_text(encoding="utf-8"))
-    assert set(page.texts) >= {"time", "curves", "validation", "previews", "checkpoints", "resumes", "skipped", "log",
+    assert set(page.texts) >= {"time", "curves", "validation", "previews", "checkpoints", "resumes", "skipped",
                                "environment", "config"}  # fmt: skip
-    assert len(page.loads_nothing()) == 10
+    assert len(page.loads_nothing()) == 9
     style = (runs.killed / "report.html").read_text(encoding="utf-8").partition("<style>")[2].partition("</style>")[0]
     assert "url(" not in style and "@import" not in style and "prefers-color-scheme:dark" in style
 
@@ -278,22 +278,20 @@ def test_validation_metrics_and_their_provenance(runs: Runs, tmp_path: Path) -> 
     assert "step_9.json" in everything and "1.25update 6" in everything
 
 
-def test_statistics_over_ranks_and_losses_of_sources_are_curves(runs: Runs, tmp_path: Path) -> None:
-    """Real lines of a run with two sources; statistics are no evaluation."""
+def test_statistics_over_ranks_are_curves(runs: Runs, tmp_path: Path) -> None:
+    """Statistics are no evaluation."""
     data = runs.other.parent / "digits"
-    sources = [{"type": "DigitsDataset", "root": str(data), "split": split} for split in ("train", "val")]
     config = tiny_config(tmp_path / "run", data, default_hooks__logger__statistics_interval=2)
-    config["train_dataloader"]["dataset"] = sources
     Runner.from_cfg(config, max_updates=4).train()
     page = report(tmp_path / "run")
     assert "No validation and no evaluation is recorded" in page.texts["validation"]
     assert not [title for title in page.texts["validation"].split() if "training_stats" in title]
-    titles = {"Loss by source", "Over ranks: tokens per second", "Over ranks: images per sample"}
+    titles = {"Over ranks: tokens per second", "Over ranks: images per sample"}
     titles |= {"Over ranks: shares of the time", "Over ranks: communication time"}
     shown = {a["aria-label"] or "" for _, a in page.attributes if a.get("role") == "img"}
     for title in titles:
         assert [text for text in shown if text.startswith(f"{title}: ")], title
-    for text in ("text/digits_train", "text/digits_val", "avg_tokens_per_second", "max_images_per_sample"):
+    for text in ("avg_tokens_per_second", "max_images_per_sample"):
         assert text in page.texts["curves"]
 
 
@@ -347,13 +345,11 @@ def test_everything_from_files_is_escaped(runs: Runs, tmp_path: Path) -> None:
         stream.write(json.dumps({"update": 10, "loss": 1.0, f"own/{evil}": 1.0}) + "\n")
     with (folder / "timeline.jsonl").open("a") as stream:
         stream.write(json.dumps({"event": "end", "update": 9, "seconds": 9.0, "reason": evil}) + "\n")
-    with (folder / "train.log").open("a") as stream:
-        stream.write(f"2026-01-01 00:00:00,000 WARNING {evil}\n")
     (folder / "config.py").write_text(evil)
     page, clean = report(folder), report(runs.killed)
     assert page.classes("script").count("") - clean.classes("script").count("") == 3, "numbers of three more charts"
     assert not [a for tag, a in page.attributes if tag == "img"]
-    for part in ("skipped", "validation", "log", "config", "time"):
+    for part in ("skipped", "validation", "config", "time"):
         assert "<script>alert(1)" in page.texts[part], part
     assert "run <b>&" in page.texts[None]
 
@@ -365,9 +361,8 @@ def test_samples_that_were_skipped(runs: Runs, tmp_path: Path) -> None:
         "".join(json.dumps(line) + "\n" for line in [*lines, {"event": "resume", "updates": 3}, lines[3]])
     )
     page = report(folder)
-    reasons, samples = page.tables["skipped"]
+    (reasons,) = page.tables["skipped"]
     assert {row[0]: row[1] for row in reasons[1:]} == {"truncated": "2", "no such file": "2"}
-    assert [row[0] for row in samples[1:]] == ["1", "2", "3", "4"]
     assert "4 samples could not be decoded" in page.texts["skipped"]
 
 
@@ -383,12 +378,8 @@ def test_previews_are_inside_up_to_a_limit(runs: Runs, tmp_path: Path) -> None:
     limit = 4.5 * (folder / "previews" / "1.png").stat().st_size / 2**20
     page = report(folder, more=("--max-pictures-mib", str(limit)))
     alts = [a["alt"] for tag, a in page.attributes if tag == "img"]
-    assert len(alts) == 4 and alts[0] == "update 1 of run" and alts[-1] == "update 9 of run"
-    assert "5 pictures of 9 left out" in page.texts["previews"]
-    Image.new("RGB", (1800, 20)).save(folder / "previews" / "8.png")
-    (folder / "previews" / "9.png").write_bytes(b"no picture")
-    text = report(folder).texts["previews"]
-    assert "update 8 (reduced from 1800 × 20 pixels)" in text and "9.png cannot be shown" in text
+    assert alts == [f"update {n} of run" for n in range(6, 10)]
+    assert "The first 5 pictures of 9 left out" in page.texts["previews"]
 
 
 # ---- lost time ------------------------------------------------------------------------------------------------------
@@ -426,7 +417,6 @@ def test_goodput_of_known_events(tmp_path: Path) -> None:
     assert [getattr(second, part) for part in PARTS] == [20.0, 3.0, 1.0, 6.0, 5.0, 0.0]
     assert first.estimated and not second.estimated
     assert (first + second).goodput == pytest.approx(34 / 80)
-    assert idle_before(run.starts, [first, second]) == [None, 90 - 5 - (10 + 35)]
     page = report(folder)
     text = page.texts["time"]
     assert "Goodput 42.5 %" in text and "of 1 min 20 s" in text
@@ -470,7 +460,7 @@ DAMAGES = [
 def test_damaged_and_missing_files_leave_the_rest(runs: Runs, tmp_path: Path) -> None:
     folder = copied(runs.killed, tmp_path / "run")
     names = ["metrics.jsonl", "ledger.jsonl", "timeline.jsonl", "skipped_samples.jsonl", "lineage.json", "config.py",
-             "train.log", "load_report.json", "best_checkpoint", "last_checkpoint", "results.json",
+             "best_checkpoint", "last_checkpoint", "results.json",
              "iter_12.pth/manifest.json", "iter_12.pth/hooks.json", "eval_results/1.json"]  # fmt: skip
     (folder / "eval_results").mkdir()
     for name in names:
@@ -499,9 +489,7 @@ def test_wrong_arguments(tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixtu
     assert "is not a directory" in capsys.readouterr().err
     parent = runs.other.parent
     assert main([str(parent)]) == 1 and not (parent / "report.html").exists()
-    assert f"{parent} is no run; its folders killed, other are. Allowed: " in capsys.readouterr().err
-    assert main([str(runs.other), str(tmp_path), "--out", str(tmp_path / "r.html")]) == 1
-    assert f"{tmp_path} is no run. Allowed: a folder with metrics.jsonl, " in capsys.readouterr().err
+    assert f"{parent} is no run. Allowed: a folder with metrics.jsonl, " in capsys.readouterr().err
     assert main([str(runs.other), str(runs.other)]) == 2
     assert "given twice" in capsys.readouterr().err
     assert main([str(runs.other), "--out", str(tmp_path / "no" / "such" / "file.html")]) == 2
@@ -520,8 +508,6 @@ def test_several_runs_are_compared(runs: Runs, tmp_path: Path) -> None:
     assert differences[0] == ["Key", "killed", "other"]
     assert rows["optim_wrapper.optimizer.lr"] == ["0.002", "0.0005"]
     assert rows["train_dataloader.batch_size"] == ["6", "12"] and "model.llm.hidden_size" not in rows
-    assert page.texts["comparison"].count("killed") >= 5 and "sequences consumed" in page.texts["comparison"]
-    assert {"run1-time", "run2-curves"} <= set(page.texts)
 
 
 def test_components_of_two_configs_are_paired_by_type_and_name(runs: Runs, tmp_path: Path) -> None:
@@ -582,4 +568,4 @@ def test_long_curves_keep_their_extremes() -> None:
     assert len(kept) <= MOST_POINTS + 2 and {points[0], points[-1], points[1234], points[4321]} <= set(kept)
     assert [x for x, _ in kept] == sorted(x for x, _ in kept)
     line = [(float(x), 2.0 * x) for x in range(400)]
-    assert np.allclose(smoothed(line), line)
+    assert np.allclose(moving_average(line), line)

@@ -22,7 +22,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -99,8 +99,6 @@ class Iteration:
     sums: Mapping[str, Tensor]
     """Sum of each loss term over its targets: detached scalars on the device."""
     loss_weights: Mapping[str, float]
-    each: Mapping[str, Tensor] = field(default_factory=dict)
-    """The value of each target, as of ``LossTerms.each``: detached, on the device."""
 
 
 class Run(Protocol):

@@ -1,11 +1,9 @@
 """Hooks that are written for mmengine's Runner, unmodified: ``custom_hooks=[dict(type='mmengine.ProfilerHook', ...)]``.
 
 ``MMEngineHook`` calls such a hook at the points and with the arguments of mmengine's loops, and passes a ``RunnerView``
-as the runner: ``runner.iter``, ``runner.message_hub``, ``runner.train_loop`` and the like. A view computes everything
-from the run when it is read, so nothing in it can disagree with the run; ``runner.iter`` counts micro-batches, as
-mmengine does. What cannot exist here (``runner.load_checkpoint``) is an error that names it and what there is.
-mmengine's ``RuntimeInfoHook`` runs beside the first one (``with_runtime_info``), so ``runner.message_hub`` has what it
-has there. Validation is one step here: ``before_val_iter`` and ``after_val_iter`` are not called.
+as the runner. A view computes everything from the run when it is read, so nothing in it can disagree with the run;
+``runner.iter`` counts micro-batches, as mmengine does. What cannot exist here (``runner.load_checkpoint``) is an error
+that names it and what there is. Validation is one step: ``before_val_iter`` and ``after_val_iter`` are not called.
 
 mmengine's hooks and Runner are imported where a config names a hook of mmengine: they import DeepSpeed, which needs
 seconds and prints.
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
     import mmengine.hooks
     import mmengine.visualization
 
-OURS = ("CheckpointHook", "EMAHook")
+REPLACED = ("CheckpointHook", "EMAHook")
 """Hooks of mmengine that save or own the training's state: ours of the same name are used instead."""
 REFUSED = {
     "CheckpointHook": "default_hooks.checkpoint saves",
@@ -56,8 +54,8 @@ REFUSED = {
     "NPUProfilerHook": "no backend computes on an NPU; mmengine.ProfilerHook is the one of CPU and CUDA",
 }
 """Hooks of mmengine, and what does their work here; also for subclasses."""
-_UNUSED_POINTS = ("before_val_iter", "after_val_iter", "before_test", "after_test", "before_test_epoch",
-                  "after_test_epoch", "before_test_iter", "after_test_iter")  # fmt: skip
+_NOT_CALLED = ("before_val_iter", "after_val_iter", "before_test", "after_test", "before_test_epoch",
+               "after_test_epoch", "before_test_iter", "after_test_iter")  # fmt: skip
 
 
 def adapt_hook(spec: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -65,7 +63,7 @@ def adapt_hook(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     its ``Hook``, and as it is otherwise. A bare name is ours where we have it.
     """
     cls = _mmengine_class(spec.get("type"))
-    if cls is None or (cls.__name__ in OURS and _is_own(cls)):
+    if cls is None or (cls.__name__ in REPLACED and _is_own(cls)):
         return spec
     path = f"{cls.__module__}.{cls.__qualname__}"
     hook = path if get_object_from_string(path) is cls else cls
@@ -86,12 +84,10 @@ def _mmengine_class(kind: Any) -> type | None:
 
 
 def _is_own(cls: type) -> bool:
-    """Whether a class is one of mmengine's own."""
     return cls.__module__.split(".")[0] == "mmengine"
 
 
 def _is_kind(cls: type, name: str) -> bool:
-    """Whether a class, or one of its bases, has that name."""
     return any(base.__name__ == name for base in cls.__mro__)
 
 
@@ -108,7 +104,7 @@ def with_runtime_info(hooks: Sequence[Hook]) -> list[Hook]:
         adapters.insert(0, MMEngineHook("mmengine.hooks.RuntimeInfoHook"))
         hooks = [*hooks, adapters[0]]
     for number, hook in enumerate(adapters, 1):
-        if any(other.name == hook.name for other in adapters[: number - 1]):
+        if hook.name in {other.name for other in adapters[: number - 1]}:
             hook.name = f"{hook.name}#{number}"
     return list(hooks)
 
@@ -123,6 +119,9 @@ class MMEngineHook(Hook):
         priority: mmengine's, a name or 0 to 100, lower first; None: the class's own.
         arguments: of its constructor.
     """
+
+    view: RunnerView
+    """What the hooks see; one for all of them."""
 
     def __init__(self, hook: Any, *, priority: str | int | None = None, **arguments: Any) -> None:
         cls = _mmengine_class(hook)
@@ -148,8 +147,7 @@ class MMEngineHook(Hook):
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigError(f"{cls.__name__} cannot be built: {error}") from error
         self.cls, self.name = cls, f"mmengine.{cls.__name__}"
-        self.view: RunnerView | None = None
-        self._added: dict[str, Any] = {}
+        self.stored: dict[str, Any] = {}
         """What the hook added to the checkpoint."""
         self._save = False
 
@@ -158,21 +156,19 @@ class MMEngineHook(Hook):
         return self._priority
 
     def before_run(self, run: Run) -> None:
-        adapters = [hook for hook in run.hooks if isinstance(hook, MMEngineHook)]
-        self.view = adapters[0].view or RunnerView(run)
-        self._first, self._last = adapters[0] is self, adapters[-1] is self
-        self._users = [hook for hook in adapters if not _is_own(hook.cls)]
-        owners = {point: next(base for base in self.cls.__mro__ if point in vars(base)) for point in _UNUSED_POINTS}
-        unused = ", ".join(point for point, owner in owners.items() if not _is_own(owner))
-        if unused and dist.is_main():
-            logger().warning("%s.%s will not be called: validation is one step here.", self.cls.__name__, unused)
+        self._adapters = [hook for hook in run.hooks if isinstance(hook, MMEngineHook)]
+        self.view = RunnerView(run) if self._adapters[0] is self else self._adapters[0].view
+        defined = {point: next(base for base in self.cls.__mro__ if point in vars(base)) for point in _NOT_CALLED}
+        own = ", ".join(point for point, base in defined.items() if not _is_own(base))
+        if own and dist.is_main():
+            logger().warning("%s.%s will not be called: validation is one step here.", self.cls.__name__, own)
         if _is_kind(self.cls, "EarlyStoppingHook"):
             monitor: str = getattr(self.hook, "monitor", "")
             check_result(run, monitor, where=f"{self.cls.__name__}.monitor", prefix="")
         self._call("before_run")
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
-        self._call("after_load_checkpoint", {"meta": self._meta(), **self._added})
+        self._call("after_load_checkpoint", {**self.stored, "meta": self._meta()})
 
     def before_train(self, run: Run) -> None:
         self._call("before_train")
@@ -181,22 +177,22 @@ class MMEngineHook(Hook):
         self._call("before_train_epoch")
 
     def before_train_iter(self, run: Run, index: int, batch: Batch) -> None:
-        self.runner._index = index
-        self._call("before_train_iter", self.runner.batch_idx, batch)
+        self.view.index = index
+        self._call("before_train_iter", self.view.batch_idx, batch)
 
     def after_train_iter(self, run: Run, index: int, batch: Batch) -> None:
-        self.runner._index = index
-        self._call("after_train_iter", self.runner.batch_idx, batch, self.runner.outputs)
+        self.view.index = index
+        self._call("after_train_iter", self.view.batch_idx, batch, self.view.outputs)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        self.runner._index = 0
-        if self._first:  # before the checkpoint hook
-            self._agree(run, self._users)
+        self.view.index = 0
+        if self._adapters[0] is self:  # before the checkpoint hook
+            self._agree(run, any(not _is_own(hook.cls) for hook in self._adapters))
 
     def after_train_epoch(self, run: Run) -> None:
-        self.runner._ended_epoch = run.previous.epoch
+        self.view.ended_epoch = run.previous.epoch
         self._call("after_train_epoch")
-        self.runner._ended_epoch = None
+        self.view.ended_epoch = None
 
     def before_val(self, run: Run) -> None:
         self._call("before_val")
@@ -205,8 +201,8 @@ class MMEngineHook(Hook):
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
         self._call("after_val_epoch", {name.removeprefix("val/"): value for name, value in metrics.items()})
         self._call("after_val")
-        if self._last:  # all of them know the values
-            self._agree(run, [self])
+        if self._adapters[-1] is self:  # all of them know the values
+            self._agree(run, True)
 
     def wants_save(self) -> bool:
         return self._save
@@ -214,11 +210,11 @@ class MMEngineHook(Hook):
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
         checkpoint = {"meta": self._meta()}
         self._call("before_save_checkpoint", checkpoint)
-        self._added = {}
+        self.stored = {}
         for key, value in checkpoint.items():
             try:
                 json.dumps(value)
-                self._added |= {key: value} if key != "meta" else {}
+                self.stored[key] = value
             except (TypeError, ValueError, RecursionError):
                 logger().warning(
                     "%s added %r to the checkpoint, a %s, which is not stored: only numbers, texts, lists and dicts"
@@ -235,37 +231,31 @@ class MMEngineHook(Hook):
         self._call("after_run")
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._added)
+        return self.stored
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._added = dict(state)
-
-    @property
-    def runner(self) -> RunnerView:
-        assert self.view is not None, "used before before_run"
-        return self.view
+        self.stored = dict(state)
 
     def _call(self, point: str, *arguments: Any) -> None:
-        self.runner._user = f"{self.cls.__name__}.{point}"
-        getattr(self.hook, point)(self.runner, *arguments)
+        self.view.caller = f"{self.cls.__name__}.{point}"
+        getattr(self.hook, point)(self.view, *arguments)
 
-    def _agree(self, run: Run, setters: Sequence[MMEngineHook]) -> None:
+    def _agree(self, run: Run, on_one_rank: bool) -> None:
         """End the run where a hook set ``train_loop.stop_training``, and save where one called ``save_checkpoint``.
 
-        Collective where ``setters``, the hooks that may do so on one rank alone, are not empty.
+        Collective where hooks may have done so ``on_one_rank`` alone.
         """
-        stop, save = bool(self.runner.train_loop.stop_training), self.runner._save_wanted
-        self.runner._save_wanted = False
-        if setters and not run.done:
+        stop, save = bool(self.view.train_loop.stop_training), self.view.save_wanted
+        self.view.save_wanted = False
+        if on_one_rank and not run.done:
             stop, save = map(bool, dist.sum_floats([float(stop), float(save)]))
         self._save = self._save or save
         if stop and not run.done:
-            adapters = [hook for hook in run.hooks if isinstance(hook, MMEngineHook)]
-            may = [h.name for h in adapters if not _is_own(h.cls) or _is_kind(h.cls, "EarlyStoppingHook")]
-            run.request_stop(f"a hook of mmengine set train_loop.stop_training ({', '.join(may)})")
+            names = ", ".join(hook.name for hook in self._adapters)
+            run.request_stop(f"a hook of mmengine set train_loop.stop_training (one of {names})")
 
     def _meta(self) -> dict[str, Any]:
-        return {"epoch": self.runner.epoch, "iter": self.runner.iter, "seed": self.runner.seed}
+        return {"epoch": self.view.epoch, "iter": self.view.iter, "seed": self.view.seed}
 
 
 # ---- what a hook sees ----------------------------------------------------------------------------------------------
@@ -286,7 +276,7 @@ class _View:
         if name.startswith("__"):
             raise AttributeError(name)
         raise NoSuchAttribute(
-            f"{self._runner._user} uses {self._what}.{name}, which does not exist in unigen_ds",
+            f"{self._runner.caller} uses {self._what}.{name}, which does not exist in unigen_ds",
             allowed=", ".join(sorted(key for key in {*dir(type(self)), *vars(self)} if not key.startswith("_"))),
             remedy="the engine steps, the config loads and resumes; or derive the hook from unigen_ds.hooks.base.Hook"
             " (docs/extending.md)",
@@ -316,22 +306,22 @@ class RunnerView(_View):
         from mmengine.runner import LogProcessor
 
         super().__init__(self, "runner")
-        self._run, self._user = run, ""
-        self._index = 0
+        self._run, self.caller = run, ""
+        self.index = 0
         """Of the micro-batch of the present update; 0 between updates."""
-        self._ended_epoch: int | None = None
+        self.ended_epoch: int | None = None
+        """The epoch that has ended, until ``after_train_epoch`` is over."""
+        self.save_wanted = False
         self._by_epoch = (run.config.get("train_cfg") or {}).get("max_epochs") is not None
-        self._save_wanted = False
         self.timestamp = time.strftime("%Y%m%d_%H%M%S", time.localtime(dist.broadcast_object(time.time())))
         self.experiment_name = run.work_dir.name
-        self.work_dir = str(run.work_dir)
-        self.log_dir = str(run.work_dir / self.timestamp)
+        self.work_dir, self.log_dir = str(run.work_dir), str(run.work_dir / self.timestamp)
         self.rank, self.world_size = dist.rank(), dist.world_size()
         self.distributed = self.world_size > 1
         self.seed = int((run.config.get("randomness") or {}).get("seed") or 0)
-        self.logger = logger()
+        self.logger, self.log_processor = logger(), LogProcessor(by_epoch=self._by_epoch)
         self.message_hub = MessageHub.get_instance(f"{self.experiment_name}_{id(self):x}")
-        self.log_processor = LogProcessor(by_epoch=self._by_epoch)
+        self.cfg = Config(json_values(dict(run.config), by_name))
         samples, geometry = run.ruler.sequences_per_epoch, run.geometry
         batches = -(-samples // geometry.sequences_per_iteration)
         self.train_dataloader = self._loader("runner.train_dataloader", batches, samples, geometry.batch_size)
@@ -347,12 +337,11 @@ class RunnerView(_View):
     @property
     def iter(self) -> int:
         """Micro-batches of this run before the present one."""
-        return self._run.progress.iteration(self._run.geometry) + self._index
+        return self._run.progress.iteration(self._run.geometry) + self.index
 
     @property
     def epoch(self) -> int:
-        """The present pass over the data; when one has ended, that one until ``after_train_epoch`` is over."""
-        return self._run.progress.epoch if self._ended_epoch is None else self._ended_epoch
+        return self._run.progress.epoch if self.ended_epoch is None else self.ended_epoch
 
     @property
     def max_iters(self) -> int:
@@ -372,7 +361,7 @@ class RunnerView(_View):
             return self.iter
         begin = self.epoch * self._run.ruler.sequences_per_epoch
         per_iteration = self._run.geometry.sequences_per_iteration
-        return max(0, self._run.progress.sequences - begin) // per_iteration + self._index
+        return max(0, self._run.progress.sequences - begin) // per_iteration + self.index
 
     @property
     def model(self) -> nn.Module:
@@ -402,11 +391,6 @@ class RunnerView(_View):
 
         name = f"{self.experiment_name}_{id(self):x}"
         return Visualizer(name, vis_backends=[{"type": "LocalVisBackend"}], save_dir=self.log_dir)
-
-    @cached_property
-    def cfg(self) -> Config:
-        """The config as mmengine's; changes have no effect."""
-        return Config(json_values(dict(self._run.config), by_name))
 
     @property
     def val_dataloader(self) -> _View:
@@ -449,4 +433,4 @@ class RunnerView(_View):
         if dist.is_main():
             notice("A hook of mmengine calls runner.save_checkpoint: the checkpoint is saved after the update by"
                    " default_hooks.checkpoint, which chooses folder, name and content.")  # fmt: skip
-        self._save_wanted = True
+        self.save_wanted = True

@@ -1,7 +1,7 @@
 """One HTML file about one run or several: ``write_report``. Reads what the run wrote; changes nothing.
 
-``reading.py`` and ``results.py`` read, ``goodput.py``, ``charts.py``, ``panels.py`` and ``page.py`` compute,
-``templates/`` has the markup.
+``reading.py`` reads, ``goodput.py``, ``charts.py`` and ``page.py`` compute, ``templates/`` has the markup.
+``data_page.py`` is the page about training data.
 """
 
 from unigen_ds.report.page import write_report as write_report

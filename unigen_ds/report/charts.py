@@ -8,16 +8,14 @@ percent. The numbers are in the page once more as JSON, for the values under the
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unigen_ds.report.document import grouped, number_text, plural
+from unigen_ds.report.document import grouped, number_text
 
 WIDTH, HEIGHT = 1000, 300
 NUM_COLOURS = 8
@@ -25,10 +23,10 @@ NUM_BINS = 48
 MOST_POINTS = 800
 """Of a series; from more of them the smallest and the largest of each interval are drawn."""
 _LOG_RATIO = 30.0
-_SMOOTHED_FROM = 80
+_LONG = 80
+"""Values from which on a curve is drawn as its moving average, too."""
 _LABEL_DISTANCE = 3.0  # percent of the width
 _WIDE_RATIO = 20.0
-_BIN_LABELS = 7
 Points = Sequence[tuple[float, float]]
 
 
@@ -68,15 +66,15 @@ class Figure:
     title: str
     spoken: str
     """The description for a screen reader."""
-    notes: Sequence[str]
-    legend: Sequence[tuple[str, str]] | None
-    """CSS class and name of each curve; None: no legend."""
+    legend: Sequence[tuple[str, str]]
+    """CSS class and name of each curve."""
     grid: Sequence[str]
     y_labels: Sequence[tuple[str, str]]
     """Text and percent."""
     x_labels: Sequence[tuple[str, str]]
     values: Mapping[str, Any]
     """What the script displays under the pointer."""
+    notes: Sequence[str] = ()
     compact: bool = True
     marks: Sequence[tuple[str, str]] = ()
     """x and kind."""
@@ -98,12 +96,9 @@ def chart(
     marks: Sequence[Mark] = (),
     unit: str = "",
     log: bool | None = None,
-    compact: bool = False,
-    with_name: bool = False,
+    compact: bool = True,
 ) -> Figure | None:
-    """A line chart; None where no series has a point. ``log``: the scale of y; None chooses it from the values.
-    ``with_name``: whether a single curve has its name below the title, too.
-    """
+    """A line chart; None where no series has a point. ``log``: the scale of y; None chooses it from the values."""
     curves = [one for one in series if one.points]
     if not curves:
         return None
@@ -123,8 +118,8 @@ def chart(
     paths: list[tuple[str, str]] = []
     for one in curves:
         css = f"{one.css} {one.style}".strip()
-        if one.smooth and one.style != "faint" and len(one.points) >= _SMOOTHED_FROM:
-            paths += [(frame.path(one.points), f"{one.css} raw"), (frame.path(smoothed(one.points)), css)]
+        if one.smooth and one.style != "faint" and len(one.points) >= _LONG:
+            paths += [(frame.path(one.points), f"{one.css} raw"), (frame.path(moving_average(one.points)), css)]
         else:
             paths.append((frame.path(one.points), css))
     flags: list[tuple[str, Mark]] = []
@@ -134,19 +129,20 @@ def chart(
         if 0 <= at <= 100 and at - before >= _LABEL_DISTANCE:
             flags.append((f"{at:.2f}", mark))
             before = at
+    left, right = frame.left, frame.right
+    step = max(1.0, _step((right - left) / 6)) if right - left >= 5 else _step((right - left) / 5)
+    ticks = [i * step for i in range(math.ceil(left / step), math.floor(right / step + 1e-9) + 1)]
     return Figure(
         title=title,
         spoken=f"{title}: {curves[0].name} from {number_text(first)} to {number_text(last)}",
         notes=[note for note in notes if note],
-        legend=[("faint" if one.style == "faint" else one.css, one.name) for one in curves]
-        if with_name or len(curves) > 1
-        else None,
+        legend=[("faint" if one.style == "faint" else one.css, one.name) for one in curves] if len(curves) > 1 else [],
         grid=frame.grid,
         y_labels=frame.labels(_tick),
-        x_labels=_x_labels(frame.left, frame.right),
-        values={"x": x_label, "left": frame.left, "right": frame.right, "series": values},
+        x_labels=[(_tick(x), f"{frame.x(x) / WIDTH:.2%}"[:-1]) for x in ticks],
+        values={"x": x_label, "left": left, "right": right, "series": values},
         compact=compact,
-        marks=[(f"{frame.x(one.x):.1f}", one.kind) for one in marks if frame.left <= one.x <= frame.right],
+        marks=[(f"{frame.x(one.x):.1f}", one.kind) for one in marks if left <= one.x <= right],
         flags=flags,
         paths=paths,
     )
@@ -189,15 +185,14 @@ class Frame:
         return "M" + "L".join(ends) + ("h0" if len(ends) == 1 else "")
 
 
-def smoothed(points: Points) -> list[tuple[float, float]]:
+def moving_average(points: Points) -> list[tuple[float, float]]:
     """The mean of a window of a fortieth of the values, centred; shorter at both ends."""
     number, half = len(points), max(1, len(points) // 80)
-    sums = [0.0, *accumulate(y for _, y in points)]
-    means = []
-    for i, (x, _) in enumerate(points):
-        reach = min(half, i, number - 1 - i)
-        means.append((x, (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)))
-    return means
+    sums = np.cumsum([0.0, *(y for _, y in points)])
+    reach = np.minimum(half, np.minimum(np.arange(number), np.arange(number)[::-1]))
+    at = np.arange(number)
+    means = (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)
+    return [(x, mean) for (x, _), mean in zip(points, means.tolist(), strict=True)]
 
 
 def reduce_points(points: Points) -> Points:
@@ -247,22 +242,11 @@ def _tick(value: float) -> str:
     return f"{value:.3g}".replace("e-0", "e-")
 
 
-def _x_labels(left: float, right: float) -> list[tuple[str, str]]:
-    step = max(1.0, _step((right - left) / 6)) if right - left >= 5 else _step((right - left) / 5)
-    first = math.ceil(left / step)
-    ticks = [i * step for i in range(first, math.floor(right / step + 1e-9) + 1)]
-    return [(_tick(x), f"{100 * (x - left) / (right - left):.2f}") for x in ticks]
-
-
 def histogram(
-    title: str,
-    groups: Mapping[str, NDArray[Any]],
-    *,
-    unit: str,
-    count: str,
-    limit: tuple[str, int] | None = None,
+    title: str, groups: Mapping[str, NDArray[Any]], *, unit: str, count: str, limit: tuple[str, int]
 ) -> Figure | None:
-    """Stacked bars of whole numbers in bins of equal width on the page; None where there is no number.
+    """Stacked bars of whole numbers in bins of equal width on the page; None where there is no number. Where the values
+    are spread widely, the limits of the bins grow by a factor.
 
     Args:
         groups: name -> values, stacked in this order.
@@ -273,11 +257,14 @@ def histogram(
     groups = {name: np.asarray(values) for name, values in groups.items() if len(values)}
     if not groups:
         return None
-    if len(groups) > NUM_COLOURS:  # the last ones are joined
-        rest = [*groups][NUM_COLOURS - 1 :]
-        joined = np.concatenate([groups[name] for name in rest])
-        groups = {k: v for k, v in groups.items() if k not in rest} | {plural(len(rest), "further source"): joined}
-    edges = edges_of(np.concatenate([*groups.values()]), *([limit[1]] if limit else []))
+    together = np.concatenate([*groups.values()])
+    low, high = min(int(together.min()), limit[1]), max(int(together.max()), limit[1]) + 1
+    if high - low > NUM_BINS and high / max(float(np.percentile(together, 5)), 1.0) > _WIDE_RATIO:
+        spread = np.round(np.geomspace(max(low, 1), high, NUM_BINS + 1)).astype(int).tolist()
+        edges = sorted({low, *spread})
+    else:
+        step = -(-(high - low) // NUM_BINS)
+        edges = [*range(low, high + step, step)]
     number = len(edges) - 1
     counts = {name: np.histogram(values, edges)[0] for name, values in groups.items()}
     top = int(np.sum([*counts.values()], axis=0).max())
@@ -287,51 +274,29 @@ def histogram(
     base: NDArray[Any] = np.zeros(number)
     for k, own in enumerate(counts.values()):
         for i in np.flatnonzero(own).tolist():
-            low, high = frame.y(base[i]), frame.y(base[i] + own[i])
-            height = f"{max(low - high, 0.8):.1f}"
-            bars.append((f"{(i + 0.06) * width:.1f}", f"{high:.1f}", f"{0.88 * width:.1f}", height, f"s{k}"))
+            bottom, ceiling = frame.y(base[i]), frame.y(base[i] + own[i])
+            height = f"{max(bottom - ceiling, 0.8):.1f}"
+            colour = f"s{k % NUM_COLOURS}"
+            bars.append((f"{(i + 0.06) * width:.1f}", f"{ceiling:.1f}", f"{0.88 * width:.1f}", height, colour))
         base = base + own
-    ranges = [(first, after - 1) for first, after in zip(edges, edges[1:], strict=False)]
-    labels = [f"{grouped(a)} {unit}" if a == b else f"{grouped(a)} to {grouped(b)} {unit}" for a, b in ranges]
-    single = edges[-1] - edges[0] == number  # a bin for each number: its label is below its middle
-    labelled = range(0, number + (not single), max(1, round(number / _BIN_LABELS)))
+    labels = [
+        f"{grouped(first)} to {grouped(after - 1)} {unit}" for first, after in zip(edges, edges[1:], strict=False)
+    ]
     values = [
         {"n": f"{name} ({count})" if name else count, "c": k % NUM_COLOURS,
          "p": [[i + 0.5, int(n)] for i, n in enumerate(counts[name])]}
         for k, name in enumerate(groups)
     ]  # fmt: skip
     legend = [(f"s{k % NUM_COLOURS}", name) for k, name in enumerate(groups) if name]
-    legend += [] if limit is None else [("limit", f"{limit[0]} {grouped(limit[1])}")]
-    total = grouped(sum(map(len, groups.values())))
+    line = float(np.interp(limit[1] + 1, edges, range(number + 1)))
     return Figure(
         title=title,
-        spoken=f"{title}: {total} {count} of {number_text(edges[0])} to {number_text(edges[-1] - 1)} {unit}",
-        notes=[],
-        legend=legend,
+        spoken=f"{title}: {grouped(len(together))} {count} of {grouped(low)} to {grouped(high - 1)} {unit}",
+        legend=[*legend, ("limit", f"{limit[0]} {grouped(limit[1])}")],
         grid=frame.grid,
         y_labels=frame.labels(number_text),
-        x_labels=[(grouped(edges[i]), f"{100 * (i + 0.5 * single) / number:.2f}") for i in labelled],
+        x_labels=[(grouped(edges[i]), f"{100 * i / number:.2f}") for i in range(0, number + 1, max(1, number // 7))],
         values={"x": unit, "left": 0, "right": number, "labels": labels, "series": values},
         bars=bars,
-        limit=None if limit is None else f"{position(edges, limit[1]) * width:.1f}",
+        limit=f"{line * width:.1f}",
     )
-
-
-def edges_of(values: NDArray[Any], *within: int) -> list[int]:
-    """The limits of the bins, whole numbers: all values are in a bin, and ``within`` are within the axis. Where the
-    values are spread widely, the limits grow by a factor.
-    """
-    low, high = min([int(values.min()), *within]), max([int(values.max()), *within])
-    if high - low < NUM_BINS:
-        return [*range(low, high + 2)]
-    if high / max(float(np.percentile(values, 5)), 1.0) > _WIDE_RATIO:
-        spread = np.round(np.geomspace(max(low, 1), high + 1, NUM_BINS + 1)).astype(int).tolist()
-        return sorted({low, *spread})
-    step = -(-(high + 1 - low) // NUM_BINS)
-    return [*range(low, high + step + 1, step)]
-
-
-def position(edges: Sequence[int], value: float) -> float:
-    """Where a value is on the axis, in bins; after the values that are equal to it."""
-    k = min(max(bisect_right(edges, value) - 1, 0), len(edges) - 2)
-    return k + min((value + 1 - edges[k]) / (edges[k + 1] - edges[k]), 1.0)

@@ -1,37 +1,38 @@
-"""The page about the training data of a config: its sources, lengths, balance, packing, what is left out, and the first
-sequences as the model has them (``tools/inspect_data.py --html``).
+"""The page about the training data of a config: lengths, balance of text and images, utilisation, what is left out, and
+the first sequences as the model has them (``tools/inspect_data.py --html``).
 
 In: the stream of a run and micro-batches of its loader. Numbers come from ``data/batches/statistics.py``, which a
-start's log and the tool's text use, sequences from the batches themselves.
+start's log and the tool's text use, sequences from the batches themselves: text tokens with what is learned of them,
+images in their position, sample by sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from unigen_ds.data.batches.loader import MicroBatch
-from unigen_ds.data.batches.statistics import (
-    describe,
-    epoch_balance,
-    first_rows,
-    group_line,
-    reasons,
-    titles,
-    tokens_of,
-)
+from unigen_ds.data.batches.shown import ShownImage, ShownSample, ShownToken, shown
+from unigen_ds.data.batches.statistics import describe, epoch_balance, first_rows, reasons, titles, tokens_of
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.report.charts import histogram
-from unigen_ds.report.document import grouped, number_text, percent, write_document
-from unigen_ds.report.sequences import sequences_of
+from unigen_ds.report.document import data_uri, grouped, number_text, percent, plural, write_document
 
 KINDS = ("text", "image", "other")
-_BALANCE = ("text_tokens", "image_tokens", "text_targets", "image_targets", "other_targets")
-Report = Mapping[str, Any]
-Balance = Mapping[str, Mapping[str, float]]
+LARGEST = 128
+"""Pixels of a side of a picture."""
+_ROLES = {
+    "target": ("target", "drawn: the model learns its latent patches"),
+    "condition": ("condition", "read by the vision tower"),
+    "edited": ("condition, latent", "encoded by the autoencoder: the image that an edit begins with"),
+}
+_VISIBLE = str.maketrans({"\n": "↵\n", "\t": "→\t", "\r": "␍"})
 
 
 def write_data_page(
@@ -53,23 +54,15 @@ def write_data_page(
         batches: of one sequence each, as the run's loader makes them; a cursor is the position after its batch.
         skipped_sources: data sets of the config that could not be opened (``on_error='skip'``).
     """
-    report, names, packer = describe(stream), titles(stream), stream.packer
-    balance, left = epoch_balance(stream), reasons(stream)
-    total = {key: sum(one[key] for one in balance.values()) for key in next(iter(balance.values()))}
-    kinds = KINDS if total["other_targets"] else KINDS[:2]
-    tokens = total["text_tokens"] + total["image_tokens"]
-    sources, groups = report["sources"], report.get("groups") or {}
-    streamed = {name: one["streamed"] for name, one in sources.items() if "streamed" in one}
-    chips = [
-        f"seq_length {stream.seq_length:,}",
-        "not packed" if packer is None else f"{type(packer).__name__}, window {packer.window:,}",
-        f"seed {stream.order.seed}",
-        *([f"max_sample_tokens {stream.sample_length:,}"] if stream.sample_length != stream.seq_length else []),
-        *(["weighted mixture"] if stream.order.weights is not None else []),
-    ]
+    report, names, rows = describe(stream), titles(stream), first_rows(stream)
+    lengths = {name: data.lengths()[0] for name, data in zip(names.values(), stream.datasets, strict=True)}
+    limit = "seq_length" if stream.sample_length == stream.seq_length else "max_sample_tokens"
+    filled = np.asarray([sum(row) for row in tokens_of(stream, rows)])
     left_out: dict[bool, list[tuple[Any, ...]]] = {False: [], True: []}  # by whether the run uses the records
-    for one in left:
-        left_out[one.used].append((one.source, one.reason, one.number, one.number / max(one.total, 1), one.examples))
+    for one in reasons(stream):
+        left_out[one.used].append(
+            (one.source, one.reason, one.number, one.number / max(one.total, 1), ", ".join(one.ids))
+        )
     return write_document(
         out,
         "data.html.j2",
@@ -77,104 +70,103 @@ def write_data_page(
         source=f"the training data of {title}",
         stream=stream,
         report=report,
-        chips=chips,
-        totals={
-            "tokens": _short(tokens),
-            "images": total["image_tokens"] / max(tokens, 1),
-            "targets": {kind: _short(total[f"{kind}_targets"]) for kind in kinds},
-            "left_out": sum(one.number for one in left if not one.used and one.unit == "records"),
-            "drawn": sum(int(one["draws_per_epoch"]) for one in sources.values()),
-        },
-        sources=_sources(sources),
-        measured=[(name, one) for name, one in streamed.items() if not one["exact"]],
-        groups={
-            "rows": [
-                (name, one["mandatory"], one["draws_per_epoch"], one["share"], one["share_by_weight"])
-                for name, one in groups.items()
-            ],
-            "mandatory": [f"{group_line(name, one)}." for name, one in groups.items() if one["mandatory"]],
-        },
-        lengths=_lengths(stream, report),
-        balance={"kinds": kinds, **_balance({names[name]: one for name, one in balance.items()}, total)},
+        longer=sum(one["overflow"]["longer"] for one in report["sources"].values()),
+        length_figure=histogram(
+            "Tokens of a record", lengths, unit="tokens", count="records", limit=(limit, stream.sample_length)
+        ),
+        length_numbers=" · ".join(f"{key} {number_text(value)}" for key, value in report["lengths"].items()),
+        balance=_balance({names[name]: one for name, one in epoch_balance(stream).items()}),
         estimated=any(name != title for name, title in names.items()),
-        packing=_packing(stream),
+        num_rows=len(rows),
+        filled_figure=histogram(
+            "Tokens of a sequence",
+            {"": filled},
+            unit="tokens",
+            count="sequences",
+            limit=("seq_length", stream.seq_length),
+        ),
         left_out=left_out,
         skipped_sources=skipped_sources,
-        unknown=_unknown(sources, processor, names),
-        **sequences_of(stream, batches, processor),
+        sequences=[_sequence(stream, one, processor) for one in batches],
     )
 
 
-def _sources(sources: Report) -> list[tuple[Any, ...]]:
-    total = sum(int(one["draws_per_epoch"]) for one in sources.values())
-    rows = []
-    for name, one in sources.items():
-        records, draws, lengths = one["records"], int(one["draws_per_epoch"]), one["lengths"]
-        weight = "–" if one["weight"] is None else f"{one['weight']:g}"
-        rows.append((
-            name, records, one["records_with_images"] / max(records, 1), draws, draws / max(total, 1), weight,
-            lengths["p50"], lengths["p95"], lengths["max"],
-        ))  # fmt: skip
-    return rows
-
-
-def _lengths(stream: SequenceStream, report: Report) -> dict[str, Any]:
-    sources = zip(titles(stream).values(), stream.datasets, strict=True)
-    groups = {title: dataset.lengths()[0] for title, dataset in sources}
-    name = "seq_length" if stream.sample_length == stream.seq_length else "max_sample_tokens"
-    limit = (name, stream.sample_length)
-    return {
-        "longer": sum(one["overflow"]["longer"] for one in report["sources"].values()),
-        "figure": histogram("Tokens of a record", groups, unit="tokens", count="records", limit=limit),
-        "numbers": " · ".join(f"{key} {number_text(value)}" for key, value in report["lengths"].items()),
-    }
-
-
-def _balance(sources: Balance, total: Mapping[str, float]) -> dict[str, Any]:
-    """For each source, and all of them: bars of tokens and of targets by kind, and the numbers."""
-    several = {"all sources": total, **sources} if len(sources) > 1 else sources
+def _balance(sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, float, list[dict[str, Any]]]]:
+    """For all sources and each of several: its samples, and bars of tokens and of targets by kind."""
+    total = {key: sum(one[key] for one in sources.values()) for key in next(iter(sources.values()))}
     bars = []
-    for name, one in several.items():
+    for name, one in ({"all sources": total, **sources} if len(sources) > 1 else sources).items():
         stacked = []
-        for what, key in (("tokens", "tokens"), ("loss targets", "targets")):
+        for label, key in (("tokens", "tokens"), ("loss targets", "targets")):
             parts = {kind: value for kind in KINDS if (value := one.get(f"{kind}_{key}", 0.0))}
             whole = sum(parts.values())
-            texts = ", ".join(f"{kind} {percent(value / whole)}" for kind, value in parts.items()) or "none"
-            shares = [(f"k-{kind}", f"{kind}: {grouped(value)}", value / whole) for kind, value in parts.items()]
-            stacked.append({"text": f"{what}: {texts}", "bar": shares, "spoken": f"{name}, {what}: {texts}"})
+            texts = [f"{kind} {grouped(value)} ({percent(value / whole)})" for kind, value in parts.items()]
+            text = f"{label}: {', '.join(texts) or 'none'}"
+            stacked.append({"text": text, "bar": [(f"k-{kind}", kind, value / whole) for kind, value in parts.items()]})
         bars.append((name, one["samples"], stacked))
-    return {"bars": bars, "rows": [(name, *(one[key] for key in _BALANCE)) for name, one in several.items()]}
+    return bars
 
 
-def _packing(stream: SequenceStream) -> dict[str, Any]:
-    rows = first_rows(stream)
-    tokens = np.asarray([sum(row) for row in tokens_of(stream, rows)])
-    samples = np.asarray([len(row) for row in rows])
-    limit = ("seq_length", stream.seq_length)
+def _sequence(stream: SequenceStream, one: MicroBatch, processor: Any) -> dict[str, Any]:
+    (row,) = one.rows
+    samples, (planned,) = shown(one.batch, processor), tokens_of(stream, [row])
+    own = [sample for sample in samples if sample.id]
+    share = sum(sample.num_tokens for sample in own) / stream.seq_length
+    targets = {
+        term: sum(sample.targets.get(term, 0) for sample in samples) if term in samples[0].targets else round(weight)
+        for term, weight in one.batch.target_counts().items()
+    }
+    lengths = [*planned, *(sample.num_tokens for sample in samples[len(planned) :])]
     return {
-        "number": len(rows),
-        "figures": [
-            histogram("Tokens of a sequence", {"": tokens}, unit="tokens", count="sequences", limit=limit),
-            histogram("Samples of a sequence", {"": samples}, unit="samples", count="sequences"),
+        "number": one.cursor.sequences - 1,
+        "facts": [
+            f"{percent(share)} of {grouped(stream.seq_length)} tokens used",
+            plural(len(own), "sample"),
+            *(f"{grouped(count)} {term} targets" for term, count in targets.items() if count),
         ],
+        "fill": [(f"p{k % 2}", sample.id, sample.num_tokens / stream.seq_length) for k, sample in enumerate(own)],
+        "samples": [_sample(sample, length) for sample, length in zip(samples, lengths, strict=False)],
     }
 
 
-def _unknown(sources: Report, processor: Any, names: Mapping[str, str]) -> list[tuple[Any, ...]] | None:
-    """None: the tokenizer has no unknown token."""
-    if getattr(getattr(processor, "tokenizer", None), "unk_id", None) is None:
-        return None
-    rows = []
-    for name, one in sources.items():
-        share = one["unknown_token_share"]
-        text = percent(share) if not share or share >= 0.001 else f"{100 * share:.2g} %"
-        rows.append((names[name], one["unknown_tokens"], text))
-    return rows
+def _sample(sample: ShownSample, planned: int) -> dict[str, Any]:
+    facts = [plural(sample.num_tokens, "token")]
+    facts += [plural(count, f"{term} target") for term, count in sample.targets.items() if count]
+    if sample.targets and not any(sample.targets.values()):
+        facts.append("nothing to learn")
+    if sample.num_tokens < planned:
+        facts.append(f"{grouped(planned - sample.num_tokens)} left out by condition dropout")
+    skipped = f"Skipped, {plural(sample.num_tokens, 'token')} of padding: {sample.skipped}" if sample.skipped else ""
+    return {"id": sample.id, "facts": facts, "skipped": skipped, "parts": [] if skipped else [*_parts(sample)]}
 
 
-def _short(value: float) -> str:
-    """``12.3 M``."""
-    for size, ending in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= size:
-            return f"{value / (1e3 if ending == 'k' else size):.4g} {ending}"
-    return grouped(value)
+def _parts(sample: ShownSample) -> Iterator[dict[str, Any]]:
+    """Tokens (``text`` and ``css``) and pictures (with a ``role``)."""
+    for padding, run in groupby(sample.parts, key=lambda part: isinstance(part, ShownToken) and part.kind == "padding"):
+        parts = [*run]
+        if padding:
+            yield {"text": f"{grouped(len(parts))} × padding", "css": "s"}
+            continue
+        for part in parts:
+            if isinstance(part, ShownImage):
+                yield _picture(part)
+                continue
+            css = ["l"] * part.learned + {"special": ["s"], "unknown": ["u"]}.get(part.kind, [])
+            text = part.text if part.kind == "text" else part.text.strip()
+            yield {"text": text.translate(_VISIBLE) or "·", "css": " ".join(css)}
+            if part.predicts is not None:  # which is not the next one
+                yield {"text": f"predicts {part.predicts.strip()!r}", "css": "l s"}
+
+
+def _picture(image: ShownImage) -> dict[str, Any]:
+    """Its ``uri`` is None where its pixels cannot be arranged; small pictures are shown larger by a whole factor."""
+    role, title = _ROLES[image.role]
+    caption, uri, width = plural(image.num_tokens, "token"), None, 0
+    if image.pixels is not None:
+        picture, file = Image.fromarray(image.pixels), io.BytesIO()
+        caption = f"{picture.width} × {picture.height} px · {caption}"
+        picture.thumbnail((LARGEST, LARGEST), Image.Resampling.LANCZOS)
+        picture.save(file, "PNG", optimize=True)
+        uri = data_uri(file.getvalue())
+        width = picture.width * max(1, LARGEST // 2 // max(picture.size))
+    return {"css": image.role, "role": role, "title": title, "caption": caption, "uri": uri, "width": width}

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from unigen_ds.evaluation.metric_lines import number
-from unigen_ds.report.document import time_of
 from unigen_ds.report.reading import RunStart
 
 PARTS = {
@@ -71,17 +70,6 @@ def spent_by_start(starts: Sequence[RunStart]) -> list[Spent]:
     """One for each start. An update counts in the last start that made it."""
     until = [min([later.update for later in starts[i:]], default=start.reached) for i, start in enumerate(starts, 1)]
     return [_spent(start, updates) for start, updates in zip(starts, until, strict=True)]
-
-
-def idle_before(starts: Sequence[RunStart], spent: Sequence[Spent]) -> list[float | None]:
-    """Seconds between the end of the start before and each start; None where that is not known."""
-    began = [time_of(start.record.get("time")) for start in starts]
-    seconds: list[float | None] = [None] * len(starts)
-    for i, (before, now) in enumerate(zip(began, began[1:], strict=False)):
-        if before is not None and now is not None:
-            worked = spent[i].total - spent[i].start_up + spent[i + 1].start_up
-            seconds[i + 1] = max(0.0, (now - before).total_seconds() - worked)
-    return seconds
 
 
 def _spent(start: RunStart, until: int) -> Spent:

@@ -1,23 +1,21 @@
-"""The page about one run or several: a heading, a comparison where there are several runs, and each run's parts.
+"""The page about one run, with its parts; or about several: their key numbers, and the differences of their configs.
 
 Here are the values of the parts; ``templates/run.html.j2`` has the words around them.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.checkpoint.store import Found
-from unigen_ds.evaluation.metric_lines import number
+from unigen_ds.evaluation.metric_lines import Line, number, validation_losses
+from unigen_ds.report.charts import Figure, Mark, Series, chart
 from unigen_ds.report.document import (
     TableCell,
     data_uri,
@@ -29,21 +27,20 @@ from unigen_ds.report.document import (
     value_text,
     write_document,
 )
-from unigen_ds.report.goodput import PARTS, Spent, changes, idle_before, spent_by_start
-from unigen_ds.report.panels import curves, overlay, validation_curves
-from unigen_ds.report.reading import WorkDir, read_work_dir, run_names
-from unigen_ds.report.results import flat
+from unigen_ds.report.goodput import PARTS, Spent, changes, spent_by_start
+from unigen_ds.report.reading import WorkDir, flat, read_work_dir, run_names
 
 MAX_PICTURES = 16 * 2**20
 """Bytes of all pictures of a page."""
 _NOT_COMPARED = ("work_dir", "checkpoint_dir", "resume")
-_MOST_ROWS = 100
 _STATES = {"ok": "good", "warn": "warn", "block": "bad"}
 _CHANGED = {"True": " with changes that are not committed", "False": " no changes"}
-_WIDEST = 900
-"""Pixels; wider pictures are reduced, and their caption states it."""
-_CURVES = "curves.png"
+_PLOT = "curves.png"
 """The same curves, as ``tools/plot_run.py`` draws them."""
+_MAIN = {"loss", "grad_norm", "tokens_per_second", "memory", "memory_reserved", "time/update", "time/data"}
+_NOT_CURVES = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "applied"}
+_BATCH = ("geometry.batch_size", "geometry.accumulative_counts", "geometry.dp_size")
+_PROCESSES = ("topology.", "machine.")
 
 
 def write_report(work_dirs: Sequence[Path], out: Path, *, max_pictures: int = MAX_PICTURES) -> Path:
@@ -51,18 +48,15 @@ def write_report(work_dirs: Sequence[Path], out: Path, *, max_pictures: int = MA
     ``ConfigError`` where ``out`` cannot be written.
     """
     runs = {name: read_work_dir(path) for name, path in run_names(work_dirs).items()}
-    return write_document(
-        out,
-        "run.html.j2",
-        title=" · ".join(runs) if len(runs) <= 3 else plural(len(runs), "run"),
-        source=", ".join(str(run.path) for run in runs.values()),
-        views={name: view_of(run, budget=max_pictures // len(runs)) for name, run in runs.items()},
-        comparison=comparison(runs) if len(runs) > 1 else None,
-    )
+    values = {"title": " · ".join(runs), "source": ", ".join(str(run.path) for run in runs.values())}
+    if len(runs) > 1:
+        return write_document(out, "runs.html.j2", **values, **comparison(runs))
+    (run,) = runs.values()
+    return write_document(out, "run.html.j2", **values, view=view_of(run, budget=max_pictures))
 
 
 def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
-    """Key numbers, overlaid curves, and the keys of the configs of the last starts that differ."""
+    """Key numbers, and the keys of the configs of the last starts that differ."""
     rows = []
     for name, run in runs.items():
         spent, last = sum(spent_by_start(run.starts), Spent()), run.last
@@ -76,8 +70,6 @@ def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
     differences = [(key, *values) for key, values in texts.items() if len(set(values)) > 1]
     return {
         "rows": rows,
-        "curves": overlay(runs),
-        "empty": [name for name, run in runs.items() if not run.updates],
         "with_config": [*known],
         "differences": differences,
         "num_equal": len(keys) - len(differences),
@@ -88,12 +80,10 @@ def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
 
 def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
     """Everything that the template displays of a run. ``budget``: bytes of its pictures."""
-    pictures, picture_notes = previews_of(run, budget=budget)
+    pictures, picture_note = previews_of(run, budget=budget)
     main, more = curves(run) if run.updates else ([], [])
-    lines = [*run.updates[:: max(1, len(run.updates) // 20)]]
-    lines += [run.updates[-1]] if lines and lines[-1] is not run.updates[-1] else []
+    lines = [*run.updates[: -1 : max(1, len(run.updates) // 20)], *run.updates[-1:]]
     columns = ("update", "epoch", "sequences", "loss", "lr", "grad_norm", "tokens_per_second")
-    loaded = {key: len(value) for key, value in (run.load_report or {}).items() if isinstance(value, list) and value}
     return {
         "run": run,
         "chips": _chips(run),
@@ -105,67 +95,138 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
         "numbers": [[line.get(key) for key in columns] for line in lines],
         "validation": _validation(run),
         "pictures": pictures,
-        "picture_notes": picture_notes,
+        "picture_note": picture_note,
         "checkpoints": [_checkpoint(run, entry) for entry in run.checkpoints],
-        "loaded": None
-        if run.load_report is None
-        else ", ".join(f"{name} {grouped(count)}" for name, count in loaded.items()) or "nothing",
         "resumes": _resumes(run),
         "skipped": Counter(str(line.get("why", "–")) for line in run.skipped).most_common(),
-        "last_skipped": [
-            (line.get("update"), str(line.get("sample", "–")), str(line.get("why", "–")))
-            for line in run.skipped[-_MOST_ROWS:]
-        ],
-        **_log(run),
         "environment": _environment(run),
         "config": sorted((key, value_text(value)) for key, value in flat(run.config).items()),
         "config_text": _config_text(run),
     }
 
 
-def previews_of(run: WorkDir, *, budget: int) -> tuple[list[tuple[str, str, str]], list[str]]:
-    """(title, note, data URI) of the previews over time and other pictures of the work dir, at most ``budget`` bytes;
-    and notes of what is missing. Where they do not fit, those that remain are spread evenly, with the first and the
-    last.
-    """
-    others = [(None, file) for file in sorted(run.path.glob("*.png")) if file.name != _CURVES]
-    pictures: list[tuple[int | None, Path]] = [*run.previews, *others]
-    sizes = [file.stat().st_size if file.is_file() else 0 for _, file in pictures]
-    candidates, last = pictures, len(pictures) - 1
-    if sum(sizes) > budget:
-        count = int(len(pictures) * budget / sum(sizes))
-        positions = [round(i * last / (count - 1)) for i in range(count)] if count > 1 else [last] * count
-        candidates = [pictures[i] for i in positions]
-    figures, notes, used = [], [], 0
-    for update, file in candidates:
-        try:
-            content, reduction = _png(file)
-        except Exception as error:  # a picture that PIL cannot read: many kinds of errors
-            notes.append(f"{file.name} cannot be shown: {type(error).__name__}: {error}"[:300])
+def points(lines: Iterable[Line], key: str) -> list[tuple[float, float]]:
+    """(update, value) of every line that has finite numbers."""
+    pairs = ((number(line.get("update")), number(line.get(key))) for line in lines)
+    return [(at, value) for at, value in pairs if at is not None and value is not None]
+
+
+def keys_of(lines: Iterable[Line]) -> list[str]:
+    """Keys with a number in any line, in the order in which they first occur."""
+    return [*dict.fromkeys(key for line in lines for key in line if number(line[key]) is not None)]
+
+
+def marks_of(run: WorkDir) -> list[Mark]:
+    """A mark at each start after the first, with what it changed."""
+    marks = []
+    for index, (start, changed) in enumerate(zip(run.starts, changes(run.starts), strict=True)):
+        if not index:
             continue
-        if used + len(content) <= budget:
-            used += len(content)
-            title = file.name if update is None else f"update {grouped(update)}"
-            figures.append((title, reduction, data_uri(content)))
-    if missing := len(pictures) - len(figures) - len(notes):
-        notes.append(
-            f"{plural(missing, 'picture')} of {grouped(len(pictures))} left out: together they are larger than"
-            f" {budget / 2**20:.3g} MiB (--max-pictures-mib)."
+        kind = "topology" if any(key.startswith(_PROCESSES) for key in changed) else "resume"
+        kind = "batch" if any(key in changed for key in _BATCH) else kind
+        edits = ", ".join(
+            f"{key.partition('.')[2]} {value_text(before)} → {value_text(now)}"
+            for key, (before, now) in changed.items()
+            if key.startswith(("geometry.", *_PROCESSES))
         )
-    return figures, notes
+        text = f"start {index + 1} from update {start.update}" + (f": {edits}" if edits else "")
+        marks.append(Mark(start.update, str(index + 1), kind, text))
+    return marks
 
 
-def _png(file: Path) -> tuple[bytes, str]:
-    """The content as PNG, and a note where it was reduced."""
-    with Image.open(file, formats=["PNG"]) as picture:
-        width, height = picture.size
-        picture.load()
-        if width <= _WIDEST:
-            return file.read_bytes(), ""
-        small = picture.resize((_WIDEST, max(1, round(height * _WIDEST / width))), Image.Resampling.LANCZOS)
-    target = io.BytesIO()
-    small.save(target, format="PNG", optimize=True)
-    return target.getvalue(), f" (reduced from {width} × {height} pixels)"
+def curves(run: WorkDir) -> tuple[list[Figure], list[Figure]]:
+    """The charts of the training: the main ones, and all others; of a statistic over ranks its average, maximum and
+    minimum, and the time shares together.
+    """
+    lines, marks = run.updates, marks_of(run)
+    keys = keys_of(lines)
+    terms = [key for key in keys if key.startswith("loss/")]
+    rates = [key for key in keys if key == "lr" or key.startswith("lr/")]
+
+    def figure(
+        title: str, names: Sequence[str], *, log: bool | None = None, of: Sequence[Line] = lines, unit: str = ""
+    ) -> Figure | None:
+        smooth = of is lines and names is not rates
+        several = [Series(label(name), points(of, name), i, smooth=smooth) for i, name in enumerate(names)]
+        return chart(title, several, x_label="update", marks=marks, unit=unit, log=log)
+
+    void = [
+        Series(f"made void by a resume{f' ({i})' * (len(run.abandoned) > 1)}", points(part, "loss"), style="faint",
+               scale=False)
+        for i, part in enumerate(run.abandoned, start=1)
+    ]  # fmt: skip
+    main = [
+        chart("Loss", [Series("loss", points(lines, "loss")), *void], x_label="update", marks=marks, compact=False),
+        figure("Loss by term", terms),
+        figure("Learning rate", rates, log=False),
+        figure("Gradient norm", ["grad_norm"]),
+        figure("Tokens per second", ["tokens_per_second"], unit="all processes"),
+        figure("Time of an update", ["time/update", "time/data"], unit="seconds"),
+        figure("Memory", [key for key in keys if key.startswith("memory")], unit="MiB"),
+    ]
+    known = {*terms, *rates, *_MAIN, *_NOT_CURVES}
+    rest: dict[str, list[str]] = {}
+    for key in keys:
+        if key not in known and not key.startswith("val/"):
+            rest.setdefault(key.partition("/")[0], []).append(key)
+    statistics: dict[str, list[str]] = {}
+    for key in keys_of(run.statistics):
+        kind, _, name = key.partition("/")[2].partition("_")
+        if kind in ("avg", "max", "min") and not name.startswith("share_"):
+            statistics.setdefault(name, []).append(key)
+        elif kind == "avg":
+            statistics.setdefault("shares of the time", []).append(key)
+    more = [figure(name.replace("_", " "), group) for name, group in rest.items()]
+    more += [
+        figure(f"Over ranks: {name.replace('_', ' ')}", group, of=run.statistics) for name, group in statistics.items()
+    ]
+    return [one for one in main if one is not None], [one for one in more if one is not None]
+
+
+def label(key: str) -> str:
+    """``loss/text`` -> ``text``: the title has the rest."""
+    return key.partition("/")[2] or key
+
+
+def validation_curves(run: WorkDir) -> list[Figure]:
+    """A chart for each group of values: the total, then terms with their parts, then each metric."""
+    groups: dict[str, dict[str, dict[float, float]]] = {}
+    several = validation_losses(key for evaluation in run.evaluations for key in evaluation.values)
+    sets = {key.split("/")[1] for key in several if key != "val/loss"}
+    for evaluation in run.evaluations:
+        for key, value in evaluation.values.items() if evaluation.update is not None else ():
+            parts = key.split("/")
+            if len(parts) > 2 and parts[1] in sets:
+                parts = ["/".join(parts[:2]), *parts[2:]]
+            group = "/".join(parts[: min(len(parts) - 1, 3)]) if len(parts) > 2 else key
+            groups.setdefault(group, {}).setdefault(key, {})[float(evaluation.update or 0)] = value
+    figures = []
+    for group, series in groups.items():
+        all_series = [
+            Series("all" if key == group else key.removeprefix(f"{group}/"), sorted(values.items()), i, "dots")
+            for i, (key, values) in enumerate(series.items())
+        ]
+        if any(len(one.points) > 1 for one in all_series):
+            figures.append(chart(group, all_series, x_label="update", marks=marks_of(run)))
+    return [one for one in figures if one is not None]
+
+
+def previews_of(run: WorkDir, *, budget: int) -> tuple[list[tuple[str, str]], str]:
+    """(title, data URI) of the previews over time and other pictures of the work dir, the last ones of at most
+    ``budget`` bytes; and a note where others are left out.
+    """
+    others = [(None, file) for file in sorted(run.path.glob("*.png")) if file.name != _PLOT]
+    pictures: list[tuple[int | None, Path]] = [*run.previews, *others]
+    figures: list[tuple[str, str]] = []
+    for update, file in reversed(pictures):
+        content = file.read_bytes()
+        budget -= len(content)
+        if budget < 0:
+            break
+        figures.append((file.name if update is None else f"update {grouped(update)}", data_uri(content)))
+    missing = len(pictures) - len(figures)
+    note = f"The first {plural(missing, 'picture')} of {grouped(len(pictures))} left out (--max-pictures-mib)."
+    return figures[::-1], note if missing else ""
 
 
 def _chips(run: WorkDir) -> list[tuple[str, str]]:
@@ -189,13 +250,13 @@ def _chips(run: WorkDir) -> list[tuple[str, str]]:
 def _time(run: WorkDir) -> dict[str, Any]:
     """Lost time and goodput, then a row for each start."""
     spent = spent_by_start(run.starts)
-    total, idle = sum(spent, Spent()), idle_before(run.starts, spent)
+    total = sum(spent, Spent())
     rows = []
     for i, (start, one) in enumerate(zip(run.starts, spent, strict=True)):
         end = start.end or ("killed" if i + 1 < len(spent) else "killed or running")
         updates = f"{grouped(start.update)} – {grouped(start.reached)}"
         seconds = [getattr(one, part) for part in PARTS]
-        rows.append((i + 1, start.record.get("time"), updates, end, one.goodput, *seconds, idle[i]))
+        rows.append((i + 1, start.record.get("time"), updates, end, one.goodput, *seconds))
     all_seconds = total.total
     shares = [(part, getattr(total, part), getattr(total, part) / (all_seconds or 1)) for part in PARTS]
     return {
@@ -298,18 +359,6 @@ def _resumes(run: WorkDir) -> list[dict[str, Any]]:
             "findings": findings,
         })  # fmt: skip
     return resumes
-
-
-def _log(run: WorkDir) -> dict[str, Any]:
-    """Warnings and errors of ``train.log``, equal ones counted."""
-    times: dict[tuple[str, str], list[str]] = {}
-    for when, level, text in run.log:
-        times.setdefault((level, text), []).append(when)
-    rows = [
-        (when[-1].partition(",")[0], [(level.lower(), "warn" if level == "WARNING" else "bad")], len(when), text)
-        for (level, text), when in [*times.items()][-_MOST_ROWS:]
-    ]
-    return {"log": rows, "num_earlier": len(times) - len(rows)}
 
 
 def _environment(run: WorkDir) -> list[tuple[str, Any]]:

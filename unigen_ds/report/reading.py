@@ -6,31 +6,39 @@ file contains. Times are in seconds; ``update`` counts optimizer steps of the ru
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.home import HINT as HOME_HINT
 from unigen_ds.checkpoint.home import home_of
 from unigen_ds.checkpoint.manifest import FILE_NAME as MANIFEST
-from unigen_ds.checkpoint.partial import REPORT_FILE
 from unigen_ds.checkpoint.saver import CONFIG_FILE
 from unigen_ds.checkpoint.store import HOOKS_FILE, Lineage
 from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.json_values import member_names
+from unigen_ds.evaluation.jobs.evaluation_job import RESULT, numbers_of, read_result
 from unigen_ds.evaluation.metric_lines import Line, is_count, lines_of_updates, number, validation_losses, well_formed
-from unigen_ds.report.results import RESULTS, SCORES, STATISTICS, Evaluated, Problems, attempt, evaluations, json_object
 from unigen_ds.system.journals import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, TIMELINE_FILE, in_effect, parse_lines
 
-BEST_HINT, LOG_FILE, PREVIEWS = "best_checkpoint", "train.log", "previews"
+BEST_HINT, LOG_FILE, PREVIEWS, RESULTS = "best_checkpoint", "train.log", "previews", "eval_results"
+SCORES = "evaluations"
+"""Of the metrics of ``EvaluateHook``, whose lines in ``metrics.jsonl`` have the same values without provenance."""
+STATISTICS = "training_stats"
+"""Event of the lines with the statistics over ranks."""
 _OF_A_RUN = (METRICS_FILE, TIMELINE_FILE, LEDGER_FILE, LOG_FILE, CONFIG_FILE, SCORES, RESULTS)
 _PARTS = ("geometry", "topology", "machine", "git", "versions", "config")
-_MOST_NAMES = 10
+_POSITION = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "updates"}
 _SECRET = re.compile(r"(?i)(api_?key|password|passwd|secret|access_token)$")
-_LOGGED = re.compile(r"(?m)^(\S+ \S+) (WARNING|ERROR|CRITICAL) (.*)$")
+Problems = list[tuple[str, str]]
+"""Names of files and what is wrong with them."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,16 @@ class RunStart:
 
 
 @dataclass(frozen=True)
+class Evaluated:
+    """A validation or an evaluation: a line of ``metrics.jsonl``, or a file of results."""
+
+    update: int | None
+    values: Mapping[str, float]
+    provenance: Mapping[str, Any]
+    origin: str
+
+
+@dataclass(frozen=True)
 class WorkDir:
     """See the module docstring."""
 
@@ -82,9 +100,6 @@ class WorkDir:
     skipped: Sequence[Line]
     previews: Sequence[tuple[int | None, Path]]
     """Update and file, in order; None: a picture of another name."""
-    log: Sequence[tuple[str, str, str]]
-    """Warnings and errors of ``train.log``: time, level, text."""
-    load_report: Mapping[str, Any] | None
     config: Mapping[str, Any]
     config_text: str | None
     problems: Sequence[tuple[str, str]]
@@ -109,23 +124,13 @@ class WorkDir:
         return self.updates[-1] if self.updates else {}
 
 
-def _is_run(path: Path) -> bool:
-    """Whether a folder has anything that a report shows."""
-    return any((path / name).exists() for name in _OF_A_RUN) or any(path.glob(f"*/{MANIFEST}"))
-
-
 def read_work_dir(path: Path) -> WorkDir:
     """Everything that a report needs. Raises ``CheckpointError`` only where ``path`` is not a directory or no run."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory", remedy="name the work dir of a run")
-    if not _is_run(path):
-        within = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_run(child))
-        more = f" and {len(within) - _MOST_NAMES} more" if len(within) > _MOST_NAMES else ""
-        raise CheckpointError(
-            f"{path} is no run" + (f"; its folders {', '.join(within[:_MOST_NAMES])}{more} are" if within else ""),
-            allowed="a folder with " + ", ".join(_OF_A_RUN) + " or a checkpoint",
-            remedy="name the work dirs of runs, one after the other",
-        )
+    if not any((path / name).exists() for name in _OF_A_RUN) and not any(path.glob(f"*/{MANIFEST}")):
+        allowed = "a folder with " + ", ".join(_OF_A_RUN) + " or a checkpoint"
+        raise CheckpointError(f"{path} is no run", allowed=allowed)
     problems: Problems = []
     metrics = _journal(path / METRICS_FILE, problems)
     ledger = _journal(path / LEDGER_FILE, problems)
@@ -139,8 +144,11 @@ def read_work_dir(path: Path) -> WorkDir:
     valid = in_effect(metrics)
     counted = {id(line) for line in valid}
     void = ([line for line in lines if id(line) not in counted] for _, lines in _by_start(metrics))
+    states = [one.path / HOOKS_FILE for one in checkpoints if (one.path / HOOKS_FILE).is_file()]
+    best_state = _mapping(json_object(states[-1], problems) or {}, "best") if states else {}
     best = _text(home / BEST_HINT, problems) if (home / BEST_HINT).exists() else None
-    log = _LOGGED.findall(_text(path / LOG_FILE, problems) or "")
+    digits = {file: re.search(r"(\d{1,18})(?=\D*$)", file.stem) for file in (path / PREVIEWS).glob("*.png")}
+    previews = [(int(match[1]) if match else None, file) for file, match in digits.items()]
     return WorkDir(
         path=path,
         name=path.resolve().name,
@@ -152,11 +160,9 @@ def read_work_dir(path: Path) -> WorkDir:
         checkpoints=checkpoints,
         lineage=attempt("lineage.json", lambda: Lineage.read(home), Lineage(), problems),
         best=best and Path(best.strip()).name,
-        best_state=_best_state(checkpoints, problems),
+        best_state=best_state,
         skipped=in_effect(_journal(path / SKIPPED_FILE, problems)) if (path / SKIPPED_FILE).exists() else [],
-        previews=_previews(path),
-        log=log,
-        load_report=json_object(path / REPORT_FILE, problems) if (path / REPORT_FILE).exists() else None,
+        previews=sorted(previews, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1].name)),
         config=mask_secrets(config),
         config_text=_text(path / CONFIG_FILE, problems),
         problems=problems,
@@ -226,8 +232,7 @@ def _starts(timeline: Iterable[Line], *journals: Iterable[Line]) -> list[RunStar
     for line, times in reversed(pairs):
         listed = line.get("findings")
         findings = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
-        parts_of = {name: part if isinstance(part := line.get(name), Mapping) else {} for name in _PARTS}
-        record = {**line, **parts_of, "findings": findings}
+        record = {**line, **{name: _mapping(line, name) for name in _PARTS}, "findings": findings}
         update = record.get("update", 0)
         own = [part.pop()[1] for part in parts if part and part[-1][0] == update]
         starts.append(RunStart(update, record, times, [line for lines in own for line in lines]))
@@ -238,19 +243,109 @@ def _text(file: Path, problems: Problems) -> str | None:
     return attempt(file.name, lambda: file.read_text(encoding="utf-8", errors="replace"), None, problems)
 
 
-def _best_state(checkpoints: Sequence[store.Found], problems: Problems) -> Mapping[str, Any]:
-    """The state of ``BestHook`` in the newest checkpoint."""
-    files = [one.path / HOOKS_FILE for one in checkpoints if one.manifest is not None]
-    file = next((file for file in reversed(files) if file.is_file()), None)
-    if file is None:
-        return {}
-    state: Any = (json_object(file, problems, name=f"{file.parent.name}/{HOOKS_FILE}") or {}).get("best")
-    return state if isinstance(state, Mapping) else {}
+def evaluations(path: Path, lines: Iterable[Line], config: Mapping[str, Any], problems: Problems) -> list[Evaluated]:
+    """Those of the valid lines, and of ``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what
+    ``write_results`` wrote, ``{"values", "provenance"}``, or names and numbers. A value that a file has with its
+    provenance is left out of the lines. The result of another process is read by the rules of ``AsyncEvaluateHook``,
+    and has the names that it logs.
+    """
+    lines = [line for line in lines if "update" in line and line.get("event") != STATISTICS]
+    hooks = config.get("custom_hooks")
+    own_hooks = [hook for hook in (hooks if isinstance(hooks, list) else ()) if isinstance(hook, Mapping)]
+    prefixes = [
+        str(hook.get("prefix", "lmms_eval"))
+        for hook in own_hooks
+        if str(hook.get("type")).rpartition(".")[2] == "AsyncEvaluateHook"
+    ]
+    logged = [key for line in lines if line.get("event") == "async_evaluation" for key in line if "/" in key]
+    prefix = next((name.partition("/")[0] for name in [*prefixes, *logged]), None)  # None: the run has no such hook
+    scores = sorted((path / SCORES).glob("*.json"), key=lambda file: (len(file.name), file.name))
+    of_files: list[Evaluated] = []
+    for file in (*sorted((path / RESULTS).rglob("*.json")), *scores, *path.glob("results.json")):
+        name = str(file.relative_to(path))
+        content = json_object(file, problems, name=name)
+        if content is None:
+            continue
+        update = re.search(r"(\d{1,18})\.json$", file.name)
+        of_process = prefix is not None and file.is_relative_to(path / RESULTS) and RESULT.fullmatch(file.name)
+        parts = content.get("results")
+        if not isinstance(parts, list):
+            parts = [content if "values" in content else {"values": parts or content}]
+        values = []
+        try:
+            if of_process:
+                read_result(file, update=int(of_process[1]))
+            for part in parts:
+                numbers, _ = numbers_of(part["values"])
+                values.append({key: n for key, n in numbers.items() if math.isfinite(n) and key not in _POSITION})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            problems.append((name, f"is not logged by AsyncEvaluateHook: {error}" if of_process else "has no results"))
+            continue
+        origin = RESULTS if of_process else SCORES if file in scores else name
+        for part, own in zip(parts, values, strict=True):
+            if of_process:
+                own = {f"{prefix}/{key}": n for key, n in own.items()}
+            elif file in scores:
+                own = {key if key.startswith("val/") else f"val/{key}": n for key, n in own.items()}
+            if own:
+                of_files.append(
+                    Evaluated(int(update[1]) if update else None, own, _mapping(part, "provenance"), origin)
+                )
+    stored = {(one.update, key) for one in of_files for key in one.values}
+    of_lines = []
+    for line in lines:
+        event = line.get("event")
+        candidates = {key: number(line[key]) for key in line if event is not None or key.startswith("val/")}
+        own = {
+            key: n
+            for key, n in candidates.items()
+            if n is not None and key not in _POSITION and (line["update"], key) not in stored
+        }
+        if own:
+            origin = METRICS_FILE if event is None else f"{METRICS_FILE}, {event}"
+            of_lines.append(Evaluated(line["update"], own, _mapping(line, "provenance"), origin))
+    return [*of_lines, *of_files]
 
 
-def _previews(path: Path) -> list[tuple[int | None, Path]]:
-    pictures: list[tuple[int | None, Path]] = []
-    for file in (path / PREVIEWS).glob("*.png"):
-        digits = re.search(r"(\d{1,18})(?=\D*$)", file.stem)
-        pictures.append((int(digits[1]) if digits else None, file))
-    return sorted(pictures, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1].name))
+def _mapping(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A value that is a mapping; an empty one in place of anything else."""
+    value = content.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def flat(config: Mapping[str, Any], prefix: str = "", *, by_name: bool = False) -> dict[str, Any]:
+    """Dotted key -> value; members of a list by index, or ``by_name``: as ``member_names`` has them."""
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        name, members = f"{prefix}{key}", value
+        if isinstance(value, list) and any(isinstance(member, Mapping) for member in value):
+            names = member_names(value) if by_name else map(str, range(len(value)))
+            members = dict(zip(names, value, strict=True))
+        if isinstance(members, Mapping) and members:
+            values |= flat({str(k): v for k, v in members.items()}, f"{name}.", by_name=by_name)
+        else:
+            values[name] = value
+    return values
+
+
+def attempt(name: str, read: Callable[[], T], default: T, problems: Problems) -> T:
+    """What ``read`` returns. Where it fails: ``default``, and one more of ``problems``."""
+    try:
+        return read()
+    except FileNotFoundError:
+        problems.append((name, "is missing"))
+    except CheckpointError as error:
+        problems.append((name, str(error)))
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append((name, f"cannot be read: {type(error).__name__}: {error}"[:300]))
+    return default
+
+
+def json_object(file: Path, problems: Problems, *, name: str | None = None) -> dict[str, Any] | None:
+    """A file's object. None, and one more of ``problems``, where it has none."""
+    name = name or file.name
+    content = attempt(name, lambda: json.loads(file.read_text(encoding="utf-8")), None, more := Problems())
+    if not more and not isinstance(content, dict):
+        more.append((name, f"has a {type(content).__name__}, not an object"))
+    problems += more
+    return content if isinstance(content, dict) else None

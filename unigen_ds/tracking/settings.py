@@ -8,7 +8,7 @@ from pydantic import Field
 
 from unigen_ds.config.registry import WRITERS
 from unigen_ds.config.section import LISTED, Component, Of, Section
-from unigen_ds.tracking import file_writers as _file_writers  # noqa: F401 - these register themselves
+from unigen_ds.tracking import tensorboard as _tensorboard  # noqa: F401 - these register themselves
 from unigen_ds.tracking import wandb as _wandb  # noqa: F401
 
 Writer = Annotated[Component, Of(WRITERS)]

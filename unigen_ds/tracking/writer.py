@@ -3,8 +3,8 @@
 A writer may fail in any way, at any time: it is then disabled with one warning and training continues. The JSON lines
 are the record; a writer is a view of it. mmengine's class names and arguments are kept, so its configs work.
 
-No line is shown twice, and none of an abandoned branch. A tracker cannot take a line back: trackio not at all, and
-W&B's ``resume_from`` is refused offline, on servers of one's own, and for a run that was killed
+No line is shown twice, and none of an abandoned branch. TensorBoard hides the steps after ``purge_step``. W&B
+cannot take a line back: its ``resume_from`` is refused offline, on servers of one's own, and for a run that was killed
 (https://github.com/wandb/wandb/issues/10438, wandb 0.31). So each line is recorded before it is sent, and after a
 resume a line that the run has is not sent again. Where what determines the numbers of a run was changed, and lines come
 again, a new run begins at the resume; the old one is its parent. The record is
@@ -17,15 +17,12 @@ again, a new run begins at the resume; the old one is its parent. The record is
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from packaging.requirements import Requirement
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.json_values import json_values
@@ -36,16 +33,6 @@ from unigen_ds.system.machine import installed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-ALIASES = {
-    "loss/text": "ce",
-    "loss/image": "mse",
-    "memory": "mem_allocated",
-    "samples": "total_samples",
-    "loss": "batch_loss",
-    "val/loss": "val_loss",
-}
-"""Names under which BAGEL's and nanoVLM's dashboards look for our metrics. ``lr`` and ``grad_norm`` are the same."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +47,6 @@ class Branch:
     group: str = ""
     kept_in: Mapping[str, Any] = field(default_factory=dict)
     identity: str = ""
-
-    @property
-    def title(self) -> str:
-        """The name, and from which update on where there is a parent."""
-        return self.name if self.parent is None else f"{self.name} from update {self.start}"
-
-    @property
-    def lineage(self) -> dict[str, Any]:
-        """The parent, as the config of a run has it."""
-        return {} if self.parent is None else {"parent_run": self.parent, "parent_update": self.start}
 
 
 class Writer:
@@ -93,11 +70,10 @@ class Writer:
 
     def lacks(self) -> list[ConfigError]:
         """Return the errors of ``open``, as far as they can be found without a network: for ``--dry-run``."""
-        needed = Requirement(self.package.strip("'")) if self.package else None
-        names = [] if needed is None else sorted(needed.extras) or [needed.name]  # an extra has its package's name
-        missing = [name for name in names if installed(name) is None]
-        name = type(self).__name__
-        return [ConfigError(f"{name} needs {each}", remedy=f"pip install {self.package}") for each in missing]
+        name = self.package.strip("'").partition("[")[2].strip("]") or self.package  # an extra has its package's name
+        if not name or installed(name) is not None:
+            return []
+        return [ConfigError(f"{type(self).__name__} needs {name}", remedy=f"pip install {self.package}")]
 
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
         """Start. ``run_id`` is what an earlier start of this run returned; ``updates`` the progress."""
@@ -106,10 +82,6 @@ class Writer:
     def write(self, record: Mapping[str, Any], *, update: int) -> None:
         """Log the numbers of one record."""
         raise NotImplementedError
-
-    def write_event(self, record: Mapping[str, Any], *, update: int, event: str) -> None:
-        """Log a record that is not the line of an update: an evaluation, statistics, a late result."""
-        self.write(record, update=update)
 
     def image(self, name: str, picture: Image, *, update: int) -> None:
         """Show a picture under ``name``; writers without pictures do nothing."""
@@ -214,10 +186,7 @@ class SafeWriter:
                     self._axes.add(axis)
                     self._call("axis", axis, tuple(record))
                 record = {**record, axis: update}
-            if event and hasattr(self._writer, "write_event"):
-                self._call("write_event", record, update=update, event=event)
-            else:
-                self._call("write", record, update=update)
+            self._call("write", record, update=update)
 
     def image(self, name: str, picture: Image, *, update: int, at: int) -> None:
         if hasattr(self._writer, "image") and self._is_new(update, at, f"image {name}"):
@@ -225,10 +194,8 @@ class SafeWriter:
 
     def _is_new(self, update: int, at: int, key: str) -> bool:
         """Whether the run does not have this line; it is recorded before it is sent: a kill repeats none."""
-        if self._writer is None or self._record is None:
-            return False
-        if (update, key) in self._repeated:
-            self._repeated.remove((update, key))
+        if self._writer is None or (update, key) in self._repeated:
+            self._repeated.discard((update, key))
             return False
         self._add({"run": self.run_id, "update": update, "at": at, "key": key})
         return True
@@ -251,47 +218,20 @@ class SafeWriter:
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> None:
         """Call a method of the writer, if it has it."""
-        if self._writer is not None and hasattr(self._writer, method):
+        if hasattr(self._writer, method):
             try:
                 getattr(self._writer, method)(*arguments, **options)
             except Exception as error:  # whatever a dashboard does wrong must not end a training run
                 self._disable(error)
 
     def _disable(self, error: Exception) -> None:
-        if isinstance(error, ImportError):
-            package = getattr(self._writer, "package", "") or "what it needs"
-            logger().warning("%s is disabled: %s. Remedy: pip install %s", self.name, error, package)
-        else:
-            text = f"{type(error).__name__}: {error or 'no message'}"
-            logger().warning("%s is disabled, training continues: %s", self.name, text)
+        package = getattr(self._writer, "package", "") if isinstance(error, ImportError) else ""
+        remedy = f" Remedy: pip install {package}" if package else ""
+        problem = f"{type(error).__name__}: {error or 'no message'}"
+        logger().warning("%s is disabled, training continues: %s.%s", self.name, problem.rstrip("."), remedy)
         self._writer = None
-
-
-def own_file(folder: Path, name: str, *, suffix: str) -> str:
-    """Create an empty file ``<folder>/<name><suffix>``, or with ``suffix`` "" a folder, that no run has yet; its name
-    without the suffix. Where another run has the name, a number is appended, with a warning.
-    """
-    make_directory(folder)
-    for number in itertools.count(1):
-        own = name if number == 1 else f"{name}-{number}"
-        path = folder / f"{own}{suffix}"
-        with suppress(FileExistsError):
-            path.touch(exist_ok=False) if suffix else path.mkdir()
-            break
-    if number > 1:
-        logger().warning(
-            "%s belongs to another run: the lines of this one are in %s. Choose another visualizer.run_name for a name"
-            " of its own.", folder / f"{name}{suffix}", path,
-        )  # fmt: skip
-    return own
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """Return what a dashboard can draw: numbers and truth values; texts, nulls and lists are left out."""
     return {name: float(value) for name, value in record.items() if isinstance(value, (bool, int, float))}
-
-
-def with_aliases(record: Mapping[str, Any]) -> dict[str, float]:
-    """``numbers``, and the same values under the names of other trainers (``ALIASES``)."""
-    plain = numbers(record)
-    return {**plain, **{alias: plain[name] for name, alias in ALIASES.items() if name in plain}}

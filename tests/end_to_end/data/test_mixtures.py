@@ -197,19 +197,3 @@ def test_wrong_groups_are_refused_before_anything_starts(tmp_path: Path) -> None
         Runner.from_cfg(mixture(tmp_path, train_dataloader__packing=None))
     with pytest.raises(ConfigError, match=r"max_sample_tokens is 21"):
         Runner.from_cfg(mixture(tmp_path, train_dataloader__max_sample_tokens=21))
-
-
-def test_the_log_has_the_loss_of_each_source(tmp_path: Path) -> None:
-    """Means over the targets of each source of a packed mixture; together they are the loss of the line."""
-    _, kept = trained(mixture(tmp_path, train_cfg=dict(max_updates=6)))
-    found = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
-    for update, line in enumerate(found):
-        targets: Counter[str] = Counter()
-        for batch in kept.batches[2 * update : 2 * update + 2]:
-            names = [sample.split(":")[0] for sample in batch.sample_ids]
-            for name in (names[k] for k in batch.document_ids[batch.text_target_index].tolist()):
-                targets[name] += 1
-        means = {name: line[f"loss/text/{name}"] for name in targets}
-        total = sum(targets[name] * means[name] for name in targets)
-        assert total / sum(targets.values()) == pytest.approx(line["loss/text"], rel=1e-5)
-        assert len(set(means.values())) > 1

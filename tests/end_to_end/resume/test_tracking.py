@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 import signal
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,8 +26,6 @@ visualizer = dict(
     vis_backends=[
         dict(type='WandbVisBackend', project='unigen', init_kwargs=dict(mode='offline')),
         dict(type='TensorboardVisBackend', save_dir={tensorboard!r}),
-        dict(type='JsonlVisBackend', save_dir={lines!r}),
-        dict(type='TrackioVisBackend', project='unigen'),
     ],
 )
 default_hooks['logger'] = dict(type='LoggerHook', interval=1, unit='update', statistics_interval=2)
@@ -40,42 +37,6 @@ custom_hooks = custom_hooks + [
     dict(type='PreviewHook', prompts=['draw a three'], interval=3, size=[8, 8], flow=dict(num_timesteps=2)),
 ]
 """
-TRACKIO = '''
-"""The part of trackio's interface (0.43) that is used, in a file: its releases need an older pillow than the tests."""
-
-import json
-import sys
-
-
-def note(**entry):
-    with open(f"{sys.argv[sys.argv.index('--work-dir') + 1]}/trackio.jsonl", "a") as file:
-        file.write(json.dumps(entry) + "\\n")
-
-
-class Image(float):
-    def __new__(cls, picture):
-        return super().__new__(cls, picture.width)
-
-
-class Run:
-    def __init__(self, name):
-        self.name = name
-
-    def log(self, metrics, step=None):
-        note(**{**metrics, "run": self.name, "update": step})
-
-    def alert(self, title, text=None):
-        note(run=self.name, alert=title)
-
-    def finish(self):
-        pass
-
-
-def init(project, name=None, *, config, resume, group, **given):
-    parent = {key: value for key, value in config.items() if key.startswith("parent_")}
-    note(run=name, init=[project, group, resume, parent])
-    return Run(name)
-'''
 KINDS = {"evaluation": "val/loss", "statistics": "training_stats/avg_fw_bw_time", "preview": "preview"}
 
 
@@ -97,15 +58,6 @@ def once(lines: Iterable[Mapping[str, Any]], *, first: int = 1, previews: bool =
 class Case:
     folder: Path
     tensorboard: Path
-    lines: Path
-
-    @property
-    def trackio(self) -> list[dict[str, Any]]:
-        return [line for line in self.trackio_calls if "init" not in line]
-
-    @property
-    def trackio_calls(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "trackio.jsonl").read_text().splitlines()]
 
     @property
     def offline(self) -> list[OfflineRun]:
@@ -124,43 +76,30 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 @pytest.fixture(scope="module")
 def killed(bench: Bench) -> str:
     """A run that saves at update 4 and is killed after update 7."""
-    given = {"tensorboard": str(bench.folder / "tb"), "lines": str(bench.folder / "lines")}
-    (bench.folder / "trackio.py").write_text(TRACKIO)
     with bench.config.open("a") as config:
-        config.write(WRITERS.format(interval=SAVE_EVERY_UPDATES, **given))
+        config.write(WRITERS.format(interval=SAVE_EVERY_UPDATES, tensorboard=str(bench.folder / "tb")))
     died = bench.train("killed", KILL_AT=f"update:{KILLED_AT}", SLOW="0.2")
     assert died.status == -signal.SIGKILL, died.output
     return "killed"
 
 
-def with_folders(bench: Bench, name: str) -> Bench:
-    """The same with a config whose TensorBoard and JSON lines are in folders of their own."""
-    own = copy.copy(bench)
-    own.config, text = bench.folder / f"{name}.py", bench.config.read_text()
-    for kind in ("tb", "lines"):
-        text = text.replace(f"{bench.folder / kind}'", f"{bench.folder / kind}-{name}'")
-    own.config.write_text(text)
-    return own
-
-
 @pytest.fixture(scope="module")
 def resumed(bench: Bench, killed: str) -> dict[str, Case]:
-    """The same config; and another learning rate, which branches off after the same checkpoint."""
-    found = {}
+    """The same config; and another learning rate, which branches off after the same checkpoint. Each case has the event
+    files of the killed run in a folder of its own.
+    """
+    cases = {}
     for name, arguments in (("same", ()), ("changed", ("--cfg-options", "optim_wrapper.optimizer.lr=5e-3"))):
-        folder = bench.copy(killed, name)
-        for kind in ("tb", "lines"):  # each case has the files of the killed run
-            source, target = bench.folder / kind, bench.folder / f"{kind}-{name}"
-            shutil.copytree(source, target)
+        folder, events, own = bench.copy(killed, name), bench.folder / f"tb-{name}", copy.copy(bench)
+        shutil.copytree(bench.folder / "tb", events)
         for path in (folder / "tracking").iterdir():  # a writer with another folder begins a new run there
-            given = path.read_text()
-            for kind in ("tb", "lines"):
-                given = given.replace(f'{bench.folder / kind}"', f'{bench.folder / kind}-{name}"')
-            path.write_text(given)
-        found[name] = Case(folder, bench.folder / f"tb-{name}", bench.folder / f"lines-{name}")
-        finished = with_folders(bench, name).train(name, "--resume", "--max-updates", str(END), *arguments)
+            path.write_text(path.read_text().replace(f'{bench.folder / "tb"}"', f'{events}"'))
+        own.config = bench.folder / f"{name}.py"
+        own.config.write_text(bench.config.read_text().replace(f"{bench.folder / 'tb'}'", f"{events}'"))
+        cases[name] = Case(folder, events)
+        finished = own.train(name, "--resume", "--max-updates", str(END), *arguments)
         assert finished.status == 0, finished.output
-    return found
+    return cases
 
 
 def test_checkpoints_are_saved_and_named_by_update(resumed: dict[str, Case]) -> None:
@@ -179,16 +118,6 @@ def test_one_wandb_run_and_no_line_twice_after_a_kill(resumed: dict[str, Case]) 
     assert first.run.display_name.startswith("UnifiedModel-1x-")
 
 
-def test_one_trackio_run_and_no_line_twice_after_a_kill(resumed: dict[str, Case]) -> None:
-    lines = resumed["same"].trackio
-    (name,) = {line["run"] for line in lines}
-    assert name.startswith("UnifiedModel-1x-") and not [line for line in lines if "alert" in line]
-    once(lines)
-    starts = [line["init"] for line in resumed["same"].trackio_calls if "init" in line]
-    assert [start[2:] for start in starts] == [["never", {}], ["allow", {}]]
-    assert {start[0] for start in starts} == {"unigen"} and len({start[1] for start in starts}) == 1
-
-
 def test_changed_values_begin_a_run_of_their_own(resumed: dict[str, Case]) -> None:
     old, tagged, new = resumed["changed"].offline
     assert old.run.run_id == tagged.run.run_id != new.run.run_id
@@ -196,17 +125,10 @@ def test_changed_values_begin_a_run_of_their_own(resumed: dict[str, Case]) -> No
     once(new.rows, first=SAVE_EVERY_UPDATES + 1)
     assert new.config["parent_run"] == old.run.run_id and new.config["parent_update"] == SAVE_EVERY_UPDATES
     assert new.run.run_group == old.run.run_group and new.run.display_name.endswith("from update 4")
-    (alert,) = [line for line in resumed["changed"].trackio if "alert" in line]
-    assert alert["alert"] == f"abandoned after update {SAVE_EVERY_UPDATES}"
-    own = [line for line in resumed["changed"].trackio if line["run"] != alert["run"]]
-    assert len({line["run"] for line in own}) == 1 and " from update 4 " in own[0]["run"]
-    once(own, first=SAVE_EVERY_UPDATES + 1)
-    *_, (_, _, resume, parent) = (line["init"] for line in resumed["changed"].trackio_calls if "init" in line)
-    assert resume == "never" and parent == {"parent_run": alert["run"], "parent_update": SAVE_EVERY_UPDATES}
 
 
 @pytest.mark.parametrize("name", ["same", "changed"])
-def test_event_files_and_json_lines_hold_each_update_once(resumed: dict[str, Case], name: str) -> None:
+def test_event_files_hold_each_update_once(resumed: dict[str, Case], name: str) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     case = resumed[name]
     counted = read_lines(case.folder / "metrics.jsonl")
@@ -217,12 +139,6 @@ def test_event_files_and_json_lines_hold_each_update_once(resumed: dict[str, Cas
         found = [(event.step, event.value) for event in events.Scalars(tag)]
         assert found == [(line["update"], pytest.approx(line[tag], rel=1e-6)) for line in counted if tag in line]
     assert [event.step for event in events.Images("preview")] == [3, 6, 9]
-    (path,) = case.lines.glob("*.jsonl")
-    lines = read_lines(path)
-    once(lines, previews=False)
-    for tag in ("loss", "val/loss"):
-        assert [line[tag] for line in lines if tag in line] == [line[tag] for line in counted if tag in line]
-    assert [line.get("event") for line in lines] == [line.get("event") for line in counted]
 
 
 def test_each_start_has_a_dated_log(resumed: dict[str, Case]) -> None:

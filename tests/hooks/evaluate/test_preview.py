@@ -119,7 +119,7 @@ def test_a_file_of_prompts_with_parts(data: Path, tmp_path: Path) -> None:
     for prompts, message in (
         ([{"parts": [3]}], r"prompts\[0\].parts is"),
         ([{"parts": [{"image": "gone.png"}]}], "there is no picture"),
-        ("draw a three", "a list of prompts, or a .txt or .jsonl file"),
+        ("draw a three", "a list, or a .txt or .jsonl file of prompts"),
     ):
         with pytest.raises(ConfigError, match=message):
             train(data, tmp_path / "refused", {**hook, "prompts": prompts}, updates=1)

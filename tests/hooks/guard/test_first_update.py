@@ -16,7 +16,6 @@ from tests.text_run import text_config, trained, words
 from tools.export import main as export
 from unigen_ds.core.errors import TrainingError
 from unigen_ds.families.decoder_lm.family import Decoder
-from unigen_ds.hooks.evaluate.ema import EMAHook
 from unigen_ds.runner import Runner
 from unigen_ds.system.files import DIGESTS
 
@@ -53,8 +52,7 @@ def lines(folder: Path, weights: Path, **overrides: Any) -> tuple[list[str], lis
 
 
 def test_good_weights_have_no_warning(published: Path, tmp_path: Path) -> None:
-    ema = {"type": "EMAHook", "momentum": 0.1}
-    info, warned = lines(tmp_path, published, custom_hooks=[ema])
+    info, warned = lines(tmp_path, published)
     number = len(load_file(published / "model.safetensors"))
     assert warned == [] and info[0] == f"the values of {number} tensors are looked at."
     assert info[1].startswith("losses text ") and f"chance is text {CHANCE:.4g}." in info[1]
@@ -96,24 +94,6 @@ def test_tensors_that_cannot_be_right(published: Path, tmp_path: Path, value: fl
               metadata={"format": "pt"})  # fmt: skip
     _, warned = lines(tmp_path, tmp_path / "model")
     assert info in warned[0] and "gate_proj.weight" in warned[0] and f"1 of {len(tensors)} tensors" in warned[0]
-
-
-def test_an_average_that_is_not_the_weights(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where weights are loaded after the average began."""
-    monkeypatch.setattr(EMAHook, "before_train", lambda hook, run: hook.average.shards[0].data.add_(1))
-    _, warned = lines(tmp_path, published, custom_hooks=[{"type": "EMAHook", "momentum": 0.1}])
-    assert warned[0].startswith("1 pieces of the average of the weights (EMA) are not the weights")
-
-
-def test_a_tokenizer_that_does_not_know_a_text(
-    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of ten words, as if it were a published model's."""
-    monkeypatch.setattr("unigen_ds.hooks.guard.first_update.FEWEST_TOKENS", 10)
-    _, (warned,) = lines(tmp_path, published)
-    assert (
-        warned.startswith("the tokenizer reads 'Paris, 1889: ") and "tokens unknown. Likely causes: a damaged" in warned
-    )
 
 
 def test_random_weights_and_a_resume_are_not_looked_at(published: Path, tmp_path: Path) -> None:

@@ -137,19 +137,17 @@ class AsyncEvaluateHook(Hook):
         self._folder.stop_file.unlink(missing_ok=True)
         lines = read_lines(run.work_dir / METRICS_FILE)
         self._logged = {int(line["update"]) for line in lines if line.get("event") == EVENT}
-        for record in self._folder.records():
-            if isinstance(record, str):
-                logger().warning("%s.", record)
-            else:
-                self._jobs[record.update] = record
         abandoned = Lineage.read(run.checkpoint_dir).abandoned
-        for job in list(self._jobs.values()):
-            if job.commit in abandoned or job.update > run.progress.updates:
+        for job in self._folder.records():
+            if isinstance(job, str):
+                logger().warning("%s.", job)
+            elif job.commit in abandoned or job.update > run.progress.updates:
                 self._set_aside(job.update, "its checkpoint was abandoned by a resume")
                 logger().warning("The evaluation of update %d is ended: a resume abandoned its checkpoint %s.",
                                  job.update, job.checkpoint)  # fmt: skip
                 self._folder.cancel(job)
-                del self._jobs[job.update]
+            else:
+                self._jobs[job.update] = job
         for update, _ in self._folder.results():
             if update > run.progress.updates:
                 self._set_aside(update, "this start continues from an earlier checkpoint")
@@ -198,9 +196,10 @@ class AsyncEvaluateHook(Hook):
         """
         if job.update in self._logged or self._log_result(run, job.update):
             return True
-        if (number := self._folder.batch_job(job)) is not None:
-            if time.time() - job.created <= 3600 * self.give_up_hours:
-                return False
+        number = self._folder.batch_job(job)
+        if number is not None and time.time() - job.created <= 3600 * self.give_up_hours:
+            return False
+        if number is not None:
             logger().warning("The evaluation of update %d (batch job %s) has no result after %g hours: %s is no longer"
                              " kept for it.", job.update, number, self.give_up_hours, job.checkpoint)  # fmt: skip
         elif not self._folder.file(job.update, "json").exists():
@@ -245,12 +244,11 @@ class AsyncEvaluateHook(Hook):
                 logger().warning("Interrupted: the training ends without the results that are missing.")
         if not self._jobs:
             return
-        waiting = [n for n in self._local() if self._folder.status(self._jobs[n]) is None]
+        waits = any(self._folder.status(self._jobs[update]) is None for update in self._local())
         what = "they wait for the next start of this run"
-        if self._local() and not (waiting and stopped):
+        if self._local() and not (waits and stopped):
             number = self._folder.start_worker(self.environment)  # the former one may be about to end
             what = f"process {number}, which remains until then, runs them in this order, one at a time"
         logger().info("Evaluations without a result yet: update %s; %s. Their checkpoints are kept. Results are written"
-                      " into %s, where tools/report.py finds them; the next start of this run (tools/train.py with"
-                      " --resume, also of one that is finished) logs them.",
+                      " into %s, where tools/report.py finds them; the next start with --resume logs them.",
                       ", ".join(map(str, sorted(self._jobs))), what, self._folder.folder)  # fmt: skip

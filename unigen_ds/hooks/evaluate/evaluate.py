@@ -16,7 +16,7 @@ from unigen_ds.core.errors import ConfigError, suggestion
 from unigen_ds.core.progress import Duration, Progress
 from unigen_ds.evaluation import scoring
 from unigen_ds.evaluation.generation import Answering, trained_family
-from unigen_ds.evaluation.metrics import Metric, build_metrics
+from unigen_ds.evaluation.metrics import build_metrics
 from unigen_ds.evaluation.provenance import write_results
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.evaluate.ema import ema_of
@@ -46,10 +46,10 @@ class EvaluateHook(Hook):
             each source; None: all.
         use_ema: the weights are those of the ``EMAHook``.
         metrics: further metrics ([metrics.md](metrics.md)): names, ``['BLEU']``, or components,
-            ``[dict(type='BLEU')]``, each of which may have an ``interval`` of its own, in ``unit``, and ``sets``: names
-            of the sets of ``val_dataloader`` that it scores.
-        metric_interval: between computations of each metric without its own ``interval``, in ``unit``; None: at every
-            evaluation. At the end of the training, and with ``at_start``, all are computed.
+            ``[dict(type='BLEU')]``, each of which may have ``sets``: names of the sets of ``val_dataloader`` that it
+            scores.
+        metric_interval: between computations of the metrics, in ``unit``; None: at every evaluation. At the end of the
+            training, and with ``at_start``, they are computed, too.
         max_samples: records at most that the model answers for metrics; None: as many as ``max_batches`` has.
         generation: how it answers them: ``max_new_tokens`` (64), ``temperature`` (0), ``top_p``, ``batch_size``
             (``val_dataloader``'s), ``seed`` (``val_dataloader``'s) and ``flow``, as of ``PreviewHook``.
@@ -93,12 +93,18 @@ class EvaluateHook(Hook):
         self.at_start, self.max_batches, self.use_ema = at_start, max_batches, use_ema
         self.empty_cache, self.max_samples = empty_cache, max_samples
         self._answering = Answering.of(generation or {}, where="EvaluateHook.generation")
-        self._metrics, self._intervals = _metrics_of(metrics, interval=metric_interval, unit=self.unit)
+        specs = [metrics] if isinstance(metrics, str) else metrics
+        with kept_generators():
+            torch.manual_seed(0)  # a part that no file has is the same on every rank and at every start
+            self._metrics = build_metrics(
+                [{"type": spec} if isinstance(spec, str) else spec for spec in specs], where="EvaluateHook.metrics"
+            )
+        self.metric_interval = metric_interval
         self.save_best, self.rule, self.best_weights_only = save_best, rule, best_weights_only
         self._every: Duration | None = None
-        self._metric_every: dict[str, Duration] = {}
-        self._computed: dict[str, Progress] = {}
-        """When each metric with an interval was computed last."""
+        self._metrics_every: Duration | None = None
+        self._computed = Progress()
+        """When the metrics were computed last."""
         self._logged: set[str] = set()
         self._evaluated: tuple[int, Mapping[str, float]] | None = None
         self.complete = True
@@ -109,13 +115,11 @@ class EvaluateHook(Hook):
         if self.use_ema and ema_of(run) is None:
             raise ConfigError("EvaluateHook.use_ema is True and there is no EMAHook", remedy="add one to custom_hooks")
         self._every = run.ruler.duration(self.interval, self.unit) if self.interval > 0 else None
-        self._metric_every = {
-            metric.name: run.ruler.duration(interval, self.unit)
-            for metric, interval in zip(self._metrics, self._intervals, strict=True)
-            if interval is not None
-        }
-        where = "EvaluateHook.metrics"
-        scoring.check(self._metrics, run.backend, run.validation, where=where, answering=self._answering)
+        if self.metric_interval is not None:
+            self._metrics_every = run.ruler.duration(self.metric_interval, self.unit)
+        scoring.check(
+            self._metrics, run.backend, run.validation, where="EvaluateHook.metrics", answering=self._answering
+        )
 
     def check_name(self, run: Run, name: str, *, where: str, prefix: str = PREFIX) -> None:
         """Raise ``ConfigError`` where no evaluation of this run can have a value of that name.
@@ -183,28 +187,27 @@ class EvaluateHook(Hook):
         return values
 
     def _values(self, run: Run) -> Mapping[str, float]:
-        """Losses and the metrics that are due. Collective; the same on all ranks."""
-        ema = ema_of(run) if self.use_ema else None
-        due = [metric for metric in self._metrics if self._is_due(metric, run)]
+        """Losses and, where they are due, the metrics. Collective; the same on all ranks."""
+        ema, progress, every = ema_of(run) if self.use_ema else None, run.progress, self._metrics_every
+        due = every is None or run.finished or progress.updates == 0 or every.every(progress, self._computed)
         with ema.swapped(run) if ema is not None else nullcontext():
             evaluation = scoring.evaluate(
-                run.backend, run.validation, due,
-                checkpoint=f"{run.work_dir} (update {run.progress.updates}){' EMA' if self.use_ema else ''}",
+                run.backend, run.validation, self._metrics if due else [],
+                checkpoint=f"{run.work_dir} (update {progress.updates}){' EMA' if self.use_ema else ''}",
                 max_batches=self.max_batches, max_samples=self.max_samples, answering=self._answering, resamples=0,
                 made_by={"precision": str(run.backend.topology().get("precision"))}, logged=self._logged,
             )  # fmt: skip
-        self._computed |= {metric.name: run.progress for metric in due if metric.name in self._metric_every}
-        self.complete = len(due) == len(self._metrics) and not evaluation.failed
+        self._computed = progress if due else self._computed
+        self.complete = (due or not self._metrics) and not evaluation.failed
         if len(evaluation.results) > len(run.validation) and dist.is_main():
-            _store(run, evaluation)
+            path = run.work_dir / FOLDER / f"{progress.updates}.json"
+            try:
+                make_directory(path.parent)
+                write_results(path, evaluation.results)
+            except OSError as error:
+                logger().warning("The metrics of update %d are not stored with their provenance: %s",
+                                 progress.updates, error)  # fmt: skip
         return evaluation.values
-
-    def _is_due(self, metric: Metric, run: Run) -> bool:
-        """Whether it is computed now: at its interval, at the end of the training, and before the first update."""
-        every = self._metric_every.get(metric.name)
-        if every is None or run.finished or run.progress.updates == 0:
-            return True
-        return every.every(run.progress, self._computed.get(metric.name, Progress()))
 
     def _empty_cache(self) -> None:
         if self.empty_cache and torch.cuda.is_available():
@@ -216,11 +219,11 @@ class EvaluateHook(Hook):
             metrics.update(self._evaluated[1])
 
     def state_dict(self) -> dict[str, Any]:
-        computed = {name: progress.state_dict() for name, progress in self._computed.items()}
-        return {"computed": computed} if computed else {}
+        return {"computed": self._computed.state_dict()} if self._metrics_every is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._computed = {name: Progress.from_state_dict(one) for name, one in state.get("computed", {}).items()}
+        if "computed" in state:
+            self._computed = Progress.from_state_dict(state["computed"])
 
 
 def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> EvaluateHook | None:
@@ -231,50 +234,18 @@ def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> Ev
     return hook
 
 
-def _metrics_of(
-    specs: str | Sequence[str | Mapping[str, Any]], *, interval: float | None, unit: str
-) -> tuple[list[Metric], list[float | None]]:
-    """Metrics and their intervals; ``interval`` and ``sets`` of a component are no arguments of the metric.
-
-    Raises ``ConfigError``, also for what is not installed.
-    """
-    several = [specs] if isinstance(specs, str) else specs
-    components: list[dict[str, Any]] = [{"type": spec} if isinstance(spec, str) else dict(spec) for spec in several]
-    intervals: list[float | None] = [component.pop("interval", interval) for component in components]
-    for k, own in enumerate(intervals):
-        if own is not None and (isinstance(own, bool) or not isinstance(own, (int, float)) or own <= 0):
-            problem = f"EvaluateHook.metrics[{k}].interval is {own!r}"
-            raise ConfigError(problem, allowed=f"a number of {unit}s above 0")
-    with kept_generators():
-        torch.manual_seed(0)  # a part that is not loaded from a file is the same on every rank and at every start
-        return build_metrics(components, where="EvaluateHook.metrics"), intervals
-
-
-def _store(run: Run, evaluation: scoring.Evaluation) -> None:
-    path = run.work_dir / FOLDER / f"{run.progress.updates}.json"
-    try:
-        make_directory(path.parent)
-        write_results(path, evaluation.results)
-    except OSError as error:
-        logger().warning("The metrics of update %d are not stored with their provenance: %s",
-                         run.progress.updates, error)  # fmt: skip
-
-
-# Files ``<update>.*`` of a folder after a resume that went back: those of later updates belong to no run any more.
-
-ABANDONED = "abandoned"
-
-
 def set_aside(folder: Path, *, after: int) -> None:
-    """Move files of later updates to ``abandoned``, so that nothing shows them among the others. Rank 0."""
+    """Move the files ``<update>.*`` of updates that the run has gone back from to ``abandoned``, so that nothing shows
+    them among the others. Rank 0.
+    """
     later = [path for path in folder.glob("*.*") if path.stem.isdigit() and int(path.stem) > after]
     if not later:
         return
     try:
-        (folder / ABANDONED).mkdir(exist_ok=True)
+        (folder / "abandoned").mkdir(exist_ok=True)
         for path in later:
-            path.replace(folder / ABANDONED / path.name)
+            path.replace(folder / "abandoned" / path.name)
     except OSError as error:
-        logger().warning("Files after update %d could not be moved to %s: %s", after, folder / ABANDONED, error)
+        logger().warning("Files after update %d could not be moved to %s: %s", after, folder / "abandoned", error)
     else:
-        logger().info("%s: %d file(s) after update %d are moved to %s.", folder.name, len(later), after, ABANDONED)
+        logger().info("%s: %d file(s) after update %d are moved to abandoned.", folder.name, len(later), after)

@@ -57,7 +57,7 @@ class PreviewPrompt(files_of_prompts.Prompt):
 
 @dataclass
 class _Entry:
-    """One cell: what was asked and what came of it."""
+    """One cell: a request and its answer."""
 
     seed: int
     prompt: str = ""
@@ -139,17 +139,10 @@ class PreviewHook(Hook):
         inferencer = inferencer_of(run.backend, run.processor)[1]
         family = trained_family(run.backend)[0]
         self._drawing = family.drawing_settings(inferencer.model, self._flow, where="PreviewHook.flow")
-        self._check_images(inferencer)
-        if self._num_held_out:
-            check_answers(inferencer, "text")
-            self._questions = self._held_out_questions(run, inferencer)
-
-    def _check_images(self, inferencer: Any) -> None:
         paths = [path for prompt in self._prompts for path in prompt.paths]
         if paths and not getattr(inferencer, "reads_images", True):
-            raise ConfigError(
-                "PreviewHook has images, and this model reads texts alone", remedy="delete images, or give prompts"
-            )
+            problem = "PreviewHook has images, and this model reads texts alone"
+            raise ConfigError(problem, remedy="delete images, or give prompts")
         if any(prompt.parts for prompt in self._prompts) and not getattr(inferencer, "interleaves", False):
             problem = f"PreviewHook.prompts has parts, which {type(inferencer).__name__} cannot read"
             raise ConfigError(problem, allowed="prompt and images for this model")
@@ -159,6 +152,9 @@ class PreviewHook(Hook):
                 f"PreviewHook: there is no picture {', '.join(missing)}",
                 remedy="a path relative to the folder in which the training is started, or an absolute one",
             )
+        if self._num_held_out:
+            check_answers(inferencer, "text")
+            self._questions = self._held_out_questions(run, inferencer)
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         if dist.is_main():
@@ -198,11 +194,9 @@ class PreviewHook(Hook):
 
     def _make(self, inferencer: Any, number: int, request: PreviewPrompt | Question) -> _Entry:
         entry = _Entry(self._seed + number)
+        make = self._answer if isinstance(request, Question) else self._follow
         try:
-            if isinstance(request, Question):
-                self._answer(inferencer, request, entry)
-            else:
-                self._follow(inferencer, request, entry)
+            make(inferencer, request, entry)  # type: ignore[arg-type]
         except (UnigenError, OSError) as error:
             if isinstance(error, GenerationError | AnotherRankFailed):
                 raise
@@ -226,10 +220,11 @@ class PreviewHook(Hook):
         processor = inferencer.processor
         entry.record, entry.prompt, entry.images = question.key, question.prompt(processor), question.sources()
         entry.pictures += question.images(processor)
-        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "sampling": self._sampling}
-        if question.kind == "image":
-            options["flow"] = self._drawing
-        [result] = inferencer.complete([question.request(processor, seed=self._seed)], **options)
+        flow = {"flow": self._drawing} if question.kind == "image" else {}
+        [result] = inferencer.complete(
+            [question.request(processor, seed=self._seed)], max_new_tokens=self._max_new_tokens,
+            sampling=self._sampling, **flow,
+        )  # fmt: skip
         reference = question.reference(processor)
         entry.text = result.text
         entry.pictures += result.images
@@ -240,10 +235,16 @@ class PreviewHook(Hook):
             entry.reference = question.target.source
 
     def _held_out_questions(self, run: Run, inferencer: Any) -> list[Question]:
-        data = self._held_out_data(run)
-        limit = getattr(run.backend.model, "max_document_tokens", None)
+        if self._held_out is not None:
+            datasets = [build(DATASETS, self._held_out, where="PreviewHook.held_out", processor=run.processor)]
+            names = source_names(datasets)
+        else:
+            sets = [one.data for one in run.validation]
+            datasets = [dataset for one in sets for dataset in one.datasets]
+            names = tuple(f"{one.name}/{name}" if one.name else name for one in sets for name in one.names)
+        data, limit = Records(datasets, names, run.processor), getattr(run.backend.model, "max_document_tokens", None)
         questions: list[Question] = []
-        for kind in inferencer.answers:
+        for kind in inferencer.answers if datasets else ():
             for source, index in ask(data, kind=kind, max_samples=self._num_held_out, limit=limit)[0]:
                 question = question_at(data, kind, source, index)
                 assert question is not None, "the data changed while it was read"
@@ -253,23 +254,9 @@ class PreviewHook(Hook):
         if not questions:
             raise ConfigError(
                 "PreviewHook.num_held_out: no held-out record has an answer with a prompt before it",
-                remedy="prompts or images instead",
-            )
-        return questions
-
-    def _held_out_data(self, run: Run) -> Records:
-        if self._held_out is not None:
-            datasets = [build(DATASETS, self._held_out, where="PreviewHook.held_out", processor=run.processor)]
-            return Records(datasets, source_names(datasets), run.processor)
-        sets = [one.data for one in getattr(run, "validation", ())]
-        if not sets:
-            raise ConfigError(
-                "PreviewHook.num_held_out needs validation data, and the config has no val_dataloader",
                 remedy="val_dataloader=..., or PreviewHook(held_out=dict(type=..., data_path=...))",
             )
-        datasets = [dataset for one in sets for dataset in one.datasets]
-        names = [f"{one.name}/{name}" if one.name else name for one in sets for name in one.names]
-        return Records(datasets, names, run.processor)
+        return questions
 
     def _show(self, run: Run, entries: Sequence[_Entry]) -> None:
         """Write the sheet and the texts, and log the sheet. On rank 0."""
@@ -289,19 +276,21 @@ class PreviewHook(Hook):
 
 def _prompts(value: Any) -> list[PreviewPrompt]:
     """Raises ``ConfigError`` and ``DataError``."""
-    if not isinstance(value, str):
-        return [_prompt(one, f"PreviewHook.prompts[{i}]") for i, one in enumerate(value)]
-    if Path(value).suffix not in (".txt", ".jsonl"):
-        raise ConfigError(f"PreviewHook.prompts is {value!r}", allowed="a list of prompts, or a .txt or .jsonl file")
-    prompts = files_of_prompts.read_prompts(Path(value), where="PreviewHook.prompts")
-    return [PreviewPrompt(**vars(one)) for one in prompts]
-
-
-def _prompt(value: Any, where: str) -> PreviewPrompt:
     if isinstance(value, str):
-        return PreviewPrompt(value)
-    check_arguments(PreviewPrompt, value, where=where)
-    try:
-        return PreviewPrompt(**{**value, "parts": files_of_prompts.checked_parts(value.get("parts", ()))})
-    except ValueError as error:
-        raise ConfigError(f"{where}.{error}", allowed='a list of texts and of dict(image="a.png")') from error
+        if Path(value).suffix not in (".txt", ".jsonl"):
+            raise ConfigError(
+                f"PreviewHook.prompts is {value!r}", allowed="a list, or a .txt or .jsonl file of prompts"
+            )
+        prompts = files_of_prompts.read_prompts(Path(value), where="PreviewHook.prompts")
+        return [PreviewPrompt(**vars(one)) for one in prompts]
+    checked: list[PreviewPrompt] = []
+    for i, entry in enumerate(value):
+        arguments = {"prompt": entry} if isinstance(entry, str) else entry
+        check_arguments(PreviewPrompt, arguments, where=f"PreviewHook.prompts[{i}]")
+        try:
+            parts = files_of_prompts.checked_parts(arguments.get("parts", ()))
+        except ValueError as error:
+            allowed = 'a list of texts and of dict(image="a.png")'
+            raise ConfigError(f"PreviewHook.prompts[{i}].{error}", allowed=allowed) from error
+        checked.append(PreviewPrompt(**{**arguments, "parts": parts}))
+    return checked

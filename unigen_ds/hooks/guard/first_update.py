@@ -2,15 +2,15 @@
 
 A run that starts from published weights (``model.pretrained``) or from a checkpoint's weights (``load_from``) can train
 for days from weights that are of no use to it: names that did not match, another tokenizer, latents of another scale.
-Its first losses show that. Before the first update the loaded tensors, the tokenizer and the average of the weights are
-looked at as well. One warning for each problem; the training itself is not changed.
+Its first losses show that. Before the first update the values of the loaded tensors are looked at as well. One warning
+for each problem; the training itself is not changed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from annotated_types import Gt
@@ -18,7 +18,6 @@ from annotated_types import Gt
 from unigen_ds.config.registry import HOOKS, MODELS, checked, find
 from unigen_ds.families.base import family_of
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.evaluate.ema import ema_of
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 
@@ -26,9 +25,6 @@ KNOWS = 0.9
 """A loaded model whose first loss is more than this share of chance knows nothing of its task."""
 LARGEST, SMALLEST = 10.0, 1e-5
 """Root mean square of a weight matrix; those of published models are between 0.005 and 1."""
-FEWEST_TOKENS = 200
-"""A tokenizer of at least so many tokens must be able to write any text; a smaller one is a list of words."""
-TEXT = "Paris, 1889: the tower is 300 m high; e = 2.718 (about)."
 PAGE = "docs/checkpoints.md#the-first-update"
 
 
@@ -57,7 +53,6 @@ class FirstUpdateHook(Hook):
         self._begins = run.progress.updates == 0 and bool(loads)
         if self._begins:
             number, problems = _tensors(run)
-            problems += [*_round_trip(getattr(run.processor, "tokenizer", None)), *_average(run)]
             if dist.is_main():
                 logger().info("First update: the values of %s tensors are looked at.", f"{number:,}")
                 for problem in problems:
@@ -70,17 +65,18 @@ class FirstUpdateHook(Hook):
         names = sorted(result.local_sums)
         totals = dist.sum_floats([float(result.local_sums[name]) for name in names])
         losses = {n: total / result.counts[n] for n, total in zip(names, totals, strict=True) if result.counts.get(n)}
-        if dist.is_main():
-            family = family_of(find(MODELS, run.config["model"], where="model"))
-            levels = family.chance_level(run.processor) if family is not None else {}
-            chance = {name: level for name, level in levels.items() if name in losses}
-            texts = [", ".join(f"{name} {value:.4g}" for name, value in each.items()) for each in (losses, chance)]
-            logger().info("First update: losses %s", "; chance is ".join(filter(None, texts)) + ".")
-            problems = [*self._loss_problems(losses, chance)]
-            for problem in problems:
-                logger().warning("First update: %s", problem)
-            if problems:
-                logger().warning("First update: the likely causes are in %s", PAGE)
+        if not dist.is_main():
+            return
+        family = family_of(find(MODELS, run.config["model"], where="model"))
+        levels = family.chance_level(run.processor) if family is not None else {}
+        chance = {name: level for name, level in levels.items() if name in losses}
+        texts = [", ".join(f"{name} {value:.4g}" for name, value in each.items()) for each in (losses, chance)]
+        logger().info("First update: losses %s", "; chance is ".join(filter(None, texts)) + ".")
+        problems = [*self._loss_problems(losses, chance)]
+        for problem in problems:
+            logger().warning("First update: %s", problem)
+        if problems:
+            logger().warning("First update: the likely causes are in %s", PAGE)
 
     def _loss_problems(self, losses: Mapping[str, float], chance: Mapping[str, float]) -> Iterator[str]:
         """A sentence for each loss that a trained model would not have."""
@@ -133,31 +129,3 @@ def _tensors(run: Run) -> tuple[int, list[str]]:
         for what, some in kinds.items()
         if some
     ]
-
-
-def _round_trip(tokenizer: Any) -> Iterator[str]:
-    """Whether a plain sentence is the same after the tokenizer."""
-    if tokenizer is None or not hasattr(tokenizer, "decode") or len(tokenizer) < FEWEST_TOKENS:
-        return
-    ids = tokenizer.encode(TEXT)
-    text = tokenizer.decode(ids)
-    unknown = ids.count(tokenizer.unk_id) if getattr(tokenizer, "unk_id", None) is not None else 0
-    if "".join(text.split()).casefold() != "".join(TEXT.split()).casefold() or unknown:
-        yield (
-            f"the tokenizer reads {TEXT!r} as {text!r}, {unknown} of {len(ids)} tokens unknown. Likely causes: a"
-            " damaged tokenizer.json, or a tokenizer that is not the published model's."
-        )
-
-
-def _average(run: Run) -> Iterator[str]:
-    """Whether the average of the weights begins as the weights."""
-    if (hook := ema_of(run)) is None:
-        return
-    pairs = zip(hook.average.shards, run.backend.master_shards(), strict=True)
-    differ = [not torch.equal(own.data.float(), now.data.float().to(own.data.device)) for own, now in pairs]
-    (number,) = dist.sum_floats([float(sum(differ))])
-    if number:
-        yield (
-            f"{number:,.0f} pieces of the average of the weights (EMA) are not the weights before the first update."
-            " Likely cause: a hook that loads weights after EMAHook."
-        )

@@ -25,6 +25,11 @@ from unigen_ds.system import clock, dist, machine
 from unigen_ds.system.journals import LEDGER_FILE, SKIPPED_FILE, TIMELINE_FILE, JsonLines
 from unigen_ds.system.log import logger
 
+FEWEST_SAMPLES = 100
+"""Samples after which the share of those that are skipped is checked."""
+EVERY_S = 10.0
+"""Between two lines of ``timeline.jsonl``, where nothing is saved."""
+
 
 class JournalHook(Hook):
     """A hook that keeps a file of JSON lines in the work dir. Every method may be called on every rank; only rank 0
@@ -39,26 +44,20 @@ class JournalHook(Hook):
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         """Lines beyond the loaded progress no longer count."""
         self._resumed = True
-        self._event(run, checkpoint=manifest.get("path"))
+        self._event(run, manifest.get("path"))
 
     def before_train(self, run: Run) -> None:
         """Without a resume, what an earlier run left in this folder no longer counts."""
         path = run.work_dir / self._file_name
         if not self._resumed and dist.is_main() and path.exists() and path.stat().st_size:
-            self._event(run, checkpoint=None)
+            self._event(run, None)
 
-    def _event(self, run: Run, *, checkpoint: object) -> None:
+    def _event(self, run: Run, checkpoint: object) -> None:
         progress = run.progress
-        event = {
-            "event": "resume",
-            "updates": progress.updates,
-            "iteration": progress.iteration(run.geometry),
-            "sequences": progress.sequences,
-            "samples": progress.samples,
-            "tokens": progress.tokens,
-            "checkpoint": None if checkpoint is None else str(checkpoint),
-        }
-        self.append(run, event)
+        position = {"iteration": progress.iteration(run.geometry), "sequences": progress.sequences,
+                    "samples": progress.samples, "tokens": progress.tokens}  # fmt: skip
+        path = None if checkpoint is None else str(checkpoint)
+        self.append(run, {"event": "resume", "updates": progress.updates, **position, "checkpoint": path})
 
     def append(self, run: Run, record: Mapping[str, Any]) -> None:
         """Write one line. A full disk is one warning: training continues, and the line is written later."""
@@ -72,19 +71,12 @@ class JournalHook(Hook):
                 logger().warning("%s cannot be written (%s). Training continues; its lines are kept in memory and"
                                  " written later.", self._lines.path, error)  # fmt: skip
             self._warned = True
-        else:
-            self._written()
 
     def sync(self) -> None:
         """Have all lines on disk: a save calls it first. Raises ``OSError`` where that cannot be."""
         if self._lines is not None:
             self._lines.sync()
-            self._written()
-
-    def _written(self) -> None:
-        if self._warned:
-            logger().info("%s is complete again.", self._file_name)
-        self._warned = False
+            self._warned = False
 
     def close(self) -> None:
         """Close the file, at the end of a run and after an error; a later line opens it again."""
@@ -125,9 +117,6 @@ class LedgerHook(JournalHook):
             "applied": result.applied,
         }
         self.append(run, record)
-
-
-_GRACE = 100  # samples seen before the share is checked
 
 
 @HOOKS.register_module()
@@ -171,7 +160,7 @@ class SkippedSamplesHook(JournalHook):
             if dist.is_main():
                 logger().warning("Skipped sample %s: %s", record["sample"], record["why"])
         samples, limit = run.progress.samples, self.max_skipped_fraction
-        if samples >= _GRACE and exceeds(self.num_skipped, samples, limit):
+        if samples >= FEWEST_SAMPLES and exceeds(self.num_skipped, samples, limit):
             share = share_above(self.num_skipped, samples, limit)
             self._error = DataError(
                 f"{self.num_skipped} of {samples} samples (a share of {share}) could not be decoded",
@@ -183,9 +172,6 @@ class SkippedSamplesHook(JournalHook):
     def after_train(self, run: Run) -> None:
         if self._error is not None:
             raise self._error
-
-
-EVERY_S = 10.0
 
 
 class TimelineHook(JournalHook):

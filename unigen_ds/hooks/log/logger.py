@@ -1,8 +1,7 @@
 """The record of a run: one line of ``metrics.jsonl`` per log interval, the same to the console and to the writers.
 
 The losses of a line are those of its own update, over all ranks, so a resumed run can be compared with an
-uninterrupted one line by line; where the data has several sources, they are there for each source, too. The price is
-one small gloo reduction (of several sources two) and one device synchronisation, at log time only.
+uninterrupted one line by line. The price is one small gloo reduction and one device synchronisation, at log time only.
 
 Lines with ``event`` are not those of an update: ``training_stats`` (``hooks/log/timer.py``), ``evaluation``
 (``after_val``), ``resume`` (``hooks/log/journal.py``), and what others log (``LoggerHook.log``).
@@ -22,11 +21,9 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichBar
 
 from unigen_ds.config.registry import HOOKS, checked
-from unigen_ds.core.batch import Batch
-from unigen_ds.data.datasets.dataset import source_names
 from unigen_ds.hooks.base import Run, UpdateResult
 from unigen_ds.hooks.log.journal import JournalHook
-from unigen_ds.hooks.log.measurements import EpochMeans, GradNormWatch, SourceLosses, global_losses, global_memory
+from unigen_ds.hooks.log.measurements import EpochMeans, GradNormWatch, global_losses, global_memory
 from unigen_ds.hooks.log.timer import find_timer
 from unigen_ds.system import dist
 from unigen_ds.system.journals import METRICS_FILE
@@ -78,11 +75,12 @@ class LoggerHook(JournalHook):
         super().__init__(METRICS_FILE)
         self._interval, self._unit = interval, unit
         self._statistics_interval, self._log_metric_by_epoch = statistics_interval, log_metric_by_epoch
-        self._writers: list[SafeWriter] = []
-        for writer in writers:
-            kind = type(writer).__name__
-            again = 1 + sum(other.name.partition("-")[0] == kind for other in self._writers)
-            self._writers.append(SafeWriter(writer, kind if again == 1 else f"{kind}-{again}"))
+        kinds = [type(writer).__name__ for writer in writers]
+        numbers = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
+        self._writers = [
+            SafeWriter(writer, f"{kind}-{number + 1}" if number else kind)
+            for writer, kind, number in zip(writers, kinds, numbers, strict=True)
+        ]
         self._run_name = run_name
         self._bar: RichBar | None = None
         self._last: UpdateResult | None = None
@@ -93,12 +91,10 @@ class LoggerHook(JournalHook):
         self.grad_norms: list[float] = []
         self.epoch: dict[str, dict[str, float]] = {"sums": {}, "counts": {}}
         self._watch, self._epoch = GradNormWatch(self.grad_norms), EpochMeans(self.epoch)
-        self._by_source = SourceLosses()
 
     def before_train(self, run: Run) -> None:
         super().before_train(run)
         self._watch, self._epoch = GradNormWatch(self.grad_norms), EpochMeans(self.epoch)
-        self._by_source = SourceLosses(source_names(run.datasets))
         if self._log_metric_by_epoch:
             logger().warning("LoggerHook.log_metric_by_epoch has no effect: each line has update, iteration and epoch")
         if dist.is_main() and self._writers:
@@ -109,26 +105,16 @@ class LoggerHook(JournalHook):
                             name=self._run_name or run.work_dir.name, identity=identity)  # fmt: skip
             self.run_ids = {writer.name: writer.run_id for writer in self._writers if writer.run_id is not None}
 
-    def before_update(self, run: Run) -> None:
-        self._by_source.begin()
-
-    def after_train_iter(self, run: Run, index: int, batch: Batch) -> None:
-        if run.iteration is not None:
-            self._by_source.add(batch, run.iteration.each)
-
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        def crossed(interval: int, unit: str) -> bool:
-            return run.ruler.duration(interval, unit).every(run.progress, run.previous)
-
-        first = self._last is None
-        self._last = result
+        first, self._last = self._last is None, result
         self._norms.append(result.grad_norm)
         self._epoch.add(result)
         ended = run.progress.epoch != run.previous.epoch  # before the checkpoint, which then begins with a new epoch
         of_epoch = self._epoch.finish(result.loss_weights) if ended else {}
-        if first or ended or crossed(self._interval, self._unit):
+        if first or ended or run.ruler.duration(self._interval, self._unit).every(run.progress, run.previous):
             self._log(run, result, of_epoch)
-        if crossed(self._statistics_interval, "update") and (timer := find_timer(run)):
+        statistics = run.ruler.duration(self._statistics_interval, "update")
+        if statistics.every(run.progress, run.previous) and (timer := find_timer(run)):
             self.log(run, timer.statistics_over_ranks(), update=run.progress.updates, event=STATISTICS)
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
@@ -158,11 +144,11 @@ class LoggerHook(JournalHook):
             return
         now = run.progress.updates
         self.append(run, {"event": event, "update": update, **({} if now == update else {"at": now}), **values})
-        shown, note = values, ""
-        if event == STATISTICS:  # the averages alone
-            shown = {k.removeprefix(f"{STATISTICS}/avg_"): v for k, v in values.items() if "/avg_" in k}
+        averages, note = values, ""
+        if event == STATISTICS:
+            averages = {k.removeprefix(f"{STATISTICS}/avg_"): v for k, v in values.items() if "/avg_" in k}
             note = f"  ({METRICS_FILE} has all {len(values)} values)"
-        text = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items())
+        text = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in averages.items())
         logger().info("%s at update %d: %s%s", event, update, text, note)
         for writer in self._writers:
             writer.write(values, update=update, event=event, at=now, axis=axis)
@@ -187,7 +173,7 @@ class LoggerHook(JournalHook):
 
     def _log(self, run: Run, result: UpdateResult, of_epoch: Mapping[str, float]) -> None:
         """Collective. Reads the device: the only code outside the optimizer step that waits for it."""
-        losses = {**global_losses(result), **self._by_source.means(sorted(result.counts))}
+        losses = global_losses(result)
         timer = find_timer(run)
         rates = timer.flops_over_ranks() if timer else {}
         memory = global_memory()
@@ -197,6 +183,7 @@ class LoggerHook(JournalHook):
         if not dist.is_main():
             return
         summary = timer.summary() if timer else {}
+        rate_names = ("time/update", "time/data", "tokens_per_second", "samples_per_second")
         record: dict[str, Any] = {
             "update": progress.updates,
             "iteration": progress.iteration(run.geometry),
@@ -204,18 +191,18 @@ class LoggerHook(JournalHook):
             "sequences": progress.sequences,
             "samples": progress.samples,
             "tokens": progress.tokens,
+            **{f"lr/{group['name']}" if i else "lr": group["lr"] for i, group in enumerate(result.hparams)},
+            **losses,
+            "grad_norm": norms[-1] if norms else float(result.grad_norm),
+            "applied": result.applied,
+            **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
+            **{name: summary.get(name) for name in (*rate_names, "tokens_per_second_per_device")},
+            **rates,
+            **memory,
+            **of_epoch,
         }
-        for index, group in enumerate(result.hparams):
-            record["lr" if index == 0 else f"lr/{group['name']}"] = group["lr"]
-        record |= losses
-        record |= {"grad_norm": norms[-1] if norms else float(result.grad_norm), "applied": result.applied}
-        if result.loss_scale is not None:
-            record["loss_scale"] = result.loss_scale
-        rate_names = ("time/update", "time/data", "tokens_per_second", "samples_per_second")
-        record |= {k: summary.get(k) for k in (*rate_names, "tokens_per_second_per_device")}
-        record |= {**rates, **memory, **of_epoch}
         self.append(run, record)
-        self._show(record, summary, run.total_sequences)
+        self._display(progress_line(record, summary=summary), progress.sequences, run.total_sequences)
         for writer in self._writers:
             writer.write({**record, **{k: v for k, v in summary.items() if k != "eta"}}, update=progress.updates)
 
@@ -227,19 +214,18 @@ class LoggerHook(JournalHook):
             logger().warning(sentence)
         return norms
 
-    def _show(self, record: Mapping[str, Any], summary: Mapping[str, float], total_sequences: float) -> None:
+    def _display(self, line: str, sequences: int, total: float) -> None:
         """A bar over the sequences of the run with the line beside it, where standard error is a terminal; else a log
         line."""
-        text = progress_line(record, summary=summary)
         if not sys.stderr.isatty():
-            logger().info("%s", text)
+            logger().info("%s", line)
             return
         if self._bar is None:
             columns = TextColumn("{task.percentage:>5.1f} %"), BarColumn(bar_width=20), TextColumn("{task.description}")
             self._bar = RichBar(*columns, console=RichOutput(stderr=True), auto_refresh=False)
             self._bar.start()
-            self._bar.add_task("", total=total_sequences if total_sequences < float("inf") else None)
-        self._bar.update(self._bar.task_ids[0], completed=record["sequences"], description=text, refresh=True)
+            self._bar.add_task("", total=total if total < float("inf") else None)
+        self._bar.update(self._bar.task_ids[0], completed=sequences, description=line, refresh=True)
 
 
 def logger_of(run: Run) -> LoggerHook:
@@ -260,7 +246,7 @@ def _identity(run: Run) -> dict[str, Any]:
 def progress_line(record: Mapping[str, Any], *, summary: Mapping[str, float]) -> str:
     """What the user sees of a line: losses, learning rate, gradient norm, rates, time shares, time to go and MFU."""
     parts = [f"update {record['update']}", f"iteration {record['iteration']}", f"epoch {record['epoch']:.3f}"]
-    losses = [name for name in record if name == "loss" or (name.startswith("loss/") and name.count("/") == 1)]
+    losses = [name for name in record if name == "loss" or name.startswith("loss/")]
     parts += [f"{k} {record[k]:.4g}" for k in (*losses, "lr", "grad_norm") if record.get(k) is not None]
     if not record["applied"]:
         parts.append("NOT APPLIED")

@@ -1,4 +1,4 @@
-"""What a line of ``metrics.jsonl`` contains: losses by term and source, means of an epoch, memory; and the alarm on
+"""What a line of ``metrics.jsonl`` contains: losses by term, means of an epoch, memory; and the alarm on
 gradient norms. Sums of this rank in, values over all ranks out.
 
 Sums are added up on the device, which nothing waits for, and read where a line is logged.
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from unigen_ds.core.batch import DEFAULT_WEIGHT, Batch, to_device
+from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.hooks.base import UpdateResult
 from unigen_ds.system import dist
 
@@ -44,57 +44,6 @@ def global_losses(result: UpdateResult) -> dict[str, float | None]:
     return {"loss": total, **losses}
 
 
-class SourceLosses:
-    """The losses of the present update for each source of the training data, ``names``.
-
-    A mean is over the targets of a source in the update, of all ranks, so the losses of the sources, weighted by their
-    targets, are the loss of the term. Of one source it does nothing: its losses are those of the update.
-    """
-
-    def __init__(self, names: Sequence[str] = ()) -> None:
-        self._names = tuple(names)
-        self._parts: dict[str, tuple[Tensor, Tensor]] = {}
-        """Term -> by source, the sum of the losses on the device, and of the weights of the targets on the CPU."""
-
-    def begin(self) -> None:
-        """The next update."""
-        self._parts = {}
-
-    def add(self, batch: Batch, each: Mapping[str, Tensor]) -> None:
-        """A micro-batch of this rank. ``batch`` on the CPU; ``each``: as of ``LossTerms``, detached."""
-        if len(self._names) < 2 or not each or not batch.sample_ends:
-            return
-        ends, sources = torch.tensor(batch.sample_ends), torch.tensor(batch.sample_sources)
-        for term, (index, weight) in batch.target_positions().items():
-            if term not in each:
-                continue
-            labels = sources[torch.searchsorted(ends, index, right=True)]
-            values, none = each[term].double(), torch.zeros(len(self._names), dtype=torch.float64)
-            sums, weights = self._parts.get(term, (torch.zeros_like(none, device=values.device), none))
-            self._parts[term] = (
-                sums.index_add(0, to_device(labels, values.device), values),
-                weights.index_add(0, labels, weight.double()),
-            )
-
-    def means(self, terms: Sequence[str]) -> dict[str, float]:
-        """``loss/<term>/<source>``; a source without targets of a term is left out. Collective; ``terms`` and the
-        result are the same on all ranks.
-        """
-        if len(self._names) < 2:
-            return {}
-        none = torch.zeros(len(self._names))
-        local: list[float] = []
-        for term in terms:
-            for part in self._parts.get(term, (none, none)):
-                local += part.tolist()
-        totals = torch.tensor(dist.sum_floats(local), dtype=torch.float64)
-        means: dict[str, float] = {}
-        for term, (sums, weights) in zip(terms, totals.view(len(terms), 2, -1).tolist(), strict=True):
-            parts = zip(self._names, sums, weights, strict=True)
-            means |= {f"loss/{term}/{name}": total / weight for name, total, weight in parts if weight}
-        return means
-
-
 class EpochMeans:
     """The losses of a whole epoch, across kills, and its throughput.
 
@@ -120,9 +69,7 @@ class EpochMeans:
     def settle(self) -> None:
         """Read the device and sum over ranks. Collective."""
         names = sorted(self._counts)
-        local: list[float] = []
-        for name in names:
-            local.append(float(self._local.get(name, 0.0)))
+        local = [float(self._local.get(name, 0.0)) for name in names]
         for name, value in zip(names, dist.sum_floats(local), strict=True):
             self._sums[name] = self._sums.get(name, 0.0) + value
         self._local = {}
@@ -135,10 +82,9 @@ class EpochMeans:
         """
         self.settle()
         means = {name: self._sums.get(name, 0.0) / count for name, count in sorted(self._counts.items()) if count}
-        values: dict[str, float] = {}
+        values = {f"epoch_loss/{name}": mean for name, mean in means.items()}
         if means:
             values["epoch_loss"] = sum(loss_weights.get(n, DEFAULT_WEIGHT) * mean for n, mean in means.items())
-        values |= {f"epoch_loss/{name}": mean for name, mean in means.items()}
         values["epoch_tokens_per_second"] = self._tokens / (time.perf_counter() - self._since)
         self._sums.clear()
         self._counts.clear()

@@ -181,10 +181,9 @@ class IterTimerHook(Hook):
         left = self._sequences_left / size * per_update
         if left < float("inf"):
             total = timedelta(seconds=round(run.total_sequences / size * per_update))
-            until = (datetime.now() + timedelta(seconds=left)).strftime("%Y-%m-%d %H:%M")
-            logger().info("Estimated total time: %s (%.0f updates of %.3g s); %s to go, until %s.",
-                          total, run.total_sequences / size, per_update, timedelta(seconds=round(left)),
-                          until)  # fmt: skip
+            until = f"{datetime.now() + timedelta(seconds=left):%Y-%m-%d %H:%M}"
+            logger().info("Estimated total time: %s (%.0f updates of %.3g s), until %s.",
+                          total, run.total_sequences / size, per_update, until)  # fmt: skip
 
     def _check_shares(self) -> None:
         """Warn once for each share that is outside its bounds."""

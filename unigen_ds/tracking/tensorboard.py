@@ -1,16 +1,17 @@
-"""Trackers on files of the user's choice: TensorBoard, and JSON lines as ``metrics.jsonl`` has them. A resume hides or
-voids the lines that it writes again.
-"""
+"""TensorBoard's event files in a folder of the user's choice. A resume hides the steps that it writes again."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unigen_ds.config.registry import WRITERS
-from unigen_ds.system.journals import JsonLines
-from unigen_ds.tracking.writer import Writer, numbers, own_file
+from unigen_ds.system.files import make_directory
+from unigen_ds.system.log import logger
+from unigen_ds.tracking.writer import Writer, numbers
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -43,7 +44,7 @@ class TensorboardVisBackend(Writer):
 
         folder = Path(self._save_dir) if self._save_dir else work_dir / "tensorboard"
         if not folder.resolve().is_relative_to(work_dir.resolve()):
-            run_id = run_id or own_file(folder, self.branch.name, suffix="")
+            run_id = run_id or _own_folder(folder, self.branch.name)
             folder /= run_id
         self._writer = SummaryWriter(str(folder), purge_step=updates + 1)  # at a first start, too: it may be repeated
         return run_id
@@ -64,42 +65,17 @@ class TensorboardVisBackend(Writer):
             self._writer.close()
 
 
-@WRITERS.register_module()
-class JsonlVisBackend(Writer):
-    """One object per line in ``<save_dir>/<run name>.jsonl``; a resume voids lines that it writes again by an event.
-
-    Lines of updates have no ``event``; others have that of ``metrics.jsonl``, such as ``evaluation``.
-    ``unigen_ds.system.journals.read_lines`` returns the lines that count. Each run has a file: where another run has
-    the name, a number is appended.
-
-    Args:
-        save_dir: folder of the file.
-    """
-
-    purges = True
-
-    def __init__(self, *, save_dir: str) -> None:
-        self._save_dir = save_dir
-        self._lines: JsonLines | None = None
-
-    def kept_in(self) -> Mapping[str, Any]:
-        return {"save_dir": self._save_dir}
-
-    def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
-        name = run_id or own_file(Path(self._save_dir), self.branch.name, suffix=".jsonl")
-        path = Path(self._save_dir) / f"{name}.jsonl"
-        self._lines = JsonLines(path)
-        if path.exists() and path.stat().st_size:
-            self._lines.append({"event": "resume", "updates": updates})
-        return name
-
-    def write(self, record: Mapping[str, Any], *, update: int) -> None:
-        assert self._lines is not None
-        self._lines.append({"update": update, **record} if "update" not in record else record)
-
-    def write_event(self, record: Mapping[str, Any], *, update: int, event: str) -> None:
-        self.write({"event": event, "update": update, **record}, update=update)
-
-    def close(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
+def _own_folder(folder: Path, name: str) -> str:
+    """Create a folder in ``folder`` that no run has yet, and return its name: ``name``, or with a number appended."""
+    make_directory(folder)
+    for number in itertools.count(1):
+        own = name if number == 1 else f"{name}-{number}"
+        with suppress(FileExistsError):
+            (folder / own).mkdir()
+            break
+    if own != name:
+        logger().warning(
+            "%s belongs to another run: the lines of this one are in %s. Choose another visualizer.run_name for a name"
+            " of its own.", folder / name, folder / own,
+        )  # fmt: skip
+    return own
