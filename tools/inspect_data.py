@@ -339,7 +339,7 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield "  " + overflow_line(source["overflow"], records=records, seq_length=report["seq_length"])
         for one in source["noticed"]:
             yield f"  {one['text']}"
-            yield from (f"    the first: {text or sample}" for sample, text in one["first"])
+            yield f"    the first: {', '.join(one['first'])}"
     for skipped in report["skipped_sources"]:
         yield f"{skipped['name']} is skipped (on_error='skip'): {skipped['why']}"
     yield from (group_line(name, group) for name, group in report.get("groups", {}).items())

@@ -205,13 +205,13 @@ def test_what_is_left_out_is_counted_with_examples(tmp_path: Path) -> None:
     left = {row[1]: (row[2], row[4]) for row in rows_of(found, "left-out")}
     assert left["after the first num_used_data"][0] == "2"
     assert left["removed by KeepsPlain"][0] == "1"
-    assert "train:5 three <b>four</b>" in left["removed by KeepsPlain"][1]
+    assert "train:5" in left["removed by KeepsPlain"][1]
     assert left["longer than seq_length 16: left out"][0] == "1"
-    assert "train:6 " in left["longer than seq_length 16: left out"][1]
+    assert "train:6" in left["longer than seq_length 16: left out"][1]
     kept = {row[1]: (row[2], row[4]) for row in rows_of(found, "left-out", 1)}
     assert kept["longer than seq_length 16: split into pieces"][0] == "1"
     assert kept[EMPTY][0] == "1" and "train:4" in kept[EMPTY][1]
-    assert "train:2 2 tokens: one eleven twelve" in kept["words that the tokenizer does not have (<unk>)"][1]
+    assert "train:2" in kept["words that the tokenizer does not have (<unk>)"][1]
 
 
 @FILTERS.register_module()
@@ -231,7 +231,7 @@ def test_a_sample_that_cannot_be_read_is_shown_as_the_padding_it_is(tmp_path: Pa
     assert len(re.findall('class="skipped"', found.text)) == 2 and "tokens of padding: image " in found.text
     left = {row[1]: row for row in rows_of(found, "left-out")}
     row = left["an image that cannot be read: padding in their position"]
-    assert row[2] == "1" and "gone.png" in row[4]
+    assert row[2] == "1" and "own:2" in row[4]
 
 
 # ---- the page -----------------------------------------------------------------------------------------------------

@@ -60,7 +60,9 @@ def write_data_page(
     filled = np.asarray([sum(row) for row in tokens_of(stream, rows)])
     left_out: dict[bool, list[tuple[Any, ...]]] = {False: [], True: []}  # by whether the run uses the records
     for one in reasons(stream):
-        left_out[one.used].append((one.source, one.reason, one.number, one.number / max(one.total, 1), one.examples))
+        left_out[one.used].append(
+            (one.source, one.reason, one.number, one.number / max(one.total, 1), ", ".join(one.ids))
+        )
     return write_document(
         out,
         "data.html.j2",

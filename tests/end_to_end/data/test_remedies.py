@@ -145,7 +145,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "side": ({"vit_transform": {"type": "ImageTransform", "max_size": 64, "min_size": 8, "stride": 4, "mode": "L"}}, {},
              "vit_transform.max_size 64 allows up to 16 patches a side"),
     "keys of a base": ({}, {"type": "DatasetAdapter", "data_path": "x.jsonl", "dataset": {"type": "a.B"}},
-                       "has no key 'data_path' (DatasetAdapter). Remedy: valid: cache_dir, dataset"),
+                       "has no key 'data_path' (DatasetAdapter). Remedy: valid: dataset, group"),
     "a path of a class": ({}, {"type": "DatasetAdapter", "dataset": "my.Data"}, "Remedy: dataset=dict(type='my.Data')"),
     "the name of a filter": ({}, {"data_path": "x.jsonl", "filters": "ImageSizeFilter"},
                              "Allowed: a list of dict(type='...', ...), or one of them."),

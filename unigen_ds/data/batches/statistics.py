@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from unigen_ds.core.errors import DataError
 from unigen_ds.data.batches.stream import Row, SequenceStream
-from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset, planned_tokens
+from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset, planned_tokens
 from unigen_ds.data.datasets.overflow import ACTIONS, Fitted
 from unigen_ds.data.datasets.streamed_units import StreamedFitted, streamed_lines, streamed_report
 from unigen_ds.data.datasets.subset import (
@@ -35,11 +34,11 @@ from unigen_ds.data.datasets.subset import (
 from unigen_ds.data.order.order import Cursor
 from unigen_ds.data.records.unusable import LIST_FILE, SKIPPED, BadRecord, unusable_error
 from unigen_ds.data.records.unused import unused_records
-from unigen_ds.data.samples.sample import RULE_VERSIONS, unit_tokens
+from unigen_ds.data.samples.sample import RULE_VERSIONS, Array, unit_tokens
 from unigen_ds.system.files import write_text_atomic
 
-_EXAMPLES, _TEXT = 3, 240
-"""Examples of a reason, and characters of one."""
+_EXAMPLES = 3
+"""Sample ids of a reason."""
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _WINDOWS = 8
 IMBALANCE = 10
@@ -59,11 +58,8 @@ class Reason:
     number: int
     total: int
     """Of the source, from which ``number`` were counted."""
-    name: str = ""
-    dataset: Any = None
-    """The data set that has the records, and its name in sample ids."""
-    records: Sequence[int] = ()
-    """The first of them, by their numbers in ``dataset``."""
+    ids: Sequence[str] = ()
+    """Sample ids of the first of them."""
     used: bool = True
     """Whether the run uses them, in whole or in part."""
     unit: str = "records"
@@ -73,24 +69,6 @@ class Reason:
         share = 100 * self.number / max(self.total, 1)
         return f"{self.number:,} of {self.total:,} {self.unit} ({share:.2g} %): {self.reason}"
 
-    @property
-    def examples(self) -> list[tuple[str, str]]:
-        """Sample id, and the beginning of the texts, of the first records. Images are their names."""
-        examples = []
-        for index in self.records:
-            number, whole, text = record_number(self.dataset, index), whole_of(self.dataset), ""
-            if isinstance(whole, UnifiedGenerationDataset):  # another class has no texts
-                try:
-                    turns = [
-                        turn.value if turn.kind == "text" else f"[image {turn.value}]" for turn in whole.turns(number)
-                    ]
-                    errors = [split.error for split in whole.sample(number).splits if split.error]
-                    text = " | ".join([*errors, *turns])
-                except DataError as error:
-                    text = str(error)
-            examples.append((f"{self.name}:{number}", text if len(text) <= _TEXT else text[: _TEXT - 1] + "…"))
-        return examples
-
 
 def reasons(stream: SequenceStream) -> list[Reason]:
     """In the order in which a record meets them. Those without a record are not in the list."""
@@ -98,6 +76,10 @@ def reasons(stream: SequenceStream) -> list[Reason]:
     sources = zip(stream.names, stream.fitted, strict=True)
     both = ((*_left_out(name, fitted), *_noticed(name, fitted, max_tiles)) for name, fitted in sources)
     return [reason for of_source in both for reason in of_source if reason.number]
+
+
+def _ids(name: str, dataset: PlannedDataset, records: Array) -> list[str]:
+    return [f"{name}:{record_number(dataset, index)}" for index in records[:_EXAMPLES].tolist()]
 
 
 def _left_out(name: str, fitted: Fitted) -> Iterator[Reason]:
@@ -113,15 +95,15 @@ def _left_out(name: str, fitted: Fitted) -> Iterator[Reason]:
             continue
         for k, (rule, number) in enumerate(choice.report["removed"].items(), start=1):
             text = f"cannot be trained on ({SKIPPED})" if rule == SKIPPED else f"removed by {rule}"
-            first = np.flatnonzero(choice.removed == k)[:_EXAMPLES].tolist()
-            yield Reason(title, text, number, len(choice.removed), name, whole, first, used=False)
+            ids = _ids(name, whole, np.flatnonzero(choice.removed == k))
+            yield Reason(title, text, number, len(choice.removed), ids, used=False)
         for rule, number in choice.report.get("questions_removed", {}).items():
             text = f"below the least {rule} rating (their records stay)"
             yield Reason(title, text, number, choice.report["questions_rated"], used=False, unit="questions")
     for action in ACTIONS:
         text = f"longer than {overflow.key} {overflow.seq_length:,}: {_ACTIONS[action]}"
         long, used = fitted.by_action[action], action in ("split", "truncate")
-        yield Reason(title, text, len(long), len(dataset), name, dataset, long[:_EXAMPLES].tolist(), used)
+        yield Reason(title, text, len(long), len(dataset), _ids(name, dataset, long), used)
 
 
 def _noticed(name: str, fitted: Fitted, max_tiles: int | None) -> Iterator[Reason]:
@@ -129,11 +111,12 @@ def _noticed(name: str, fitted: Fitted, max_tiles: int | None) -> Iterator[Reaso
     title, dataset, counts = fitted.titled(name), fitted.dataset, fitted.dataset.counts()
     whole = whole_of(dataset)
 
-    def reason(text: str, records: np.ndarray, of: Any = dataset, *, used: bool = True) -> Reason:
-        return Reason(title, text, len(records), len(of), name, of, records[:_EXAMPLES].tolist(), used)
+    def reason(text: str, records: Array, of: PlannedDataset = dataset, *, used: bool = True) -> Reason:
+        return Reason(title, text, len(records), len(of), _ids(name, of, records), used)
 
-    text = "an image that cannot be read: padding in their position"
-    yield reason(text, np.flatnonzero(counts.unreadable), used=False)
+    yield reason(
+        "an image that cannot be read: padding in their position", np.flatnonzero(counts.unreadable), used=False
+    )
     if isinstance(whole, UnifiedGenerationDataset):
         for text, records in unused_records(whole.index.unused).items():
             yield reason(text, records, whole)
@@ -145,8 +128,8 @@ def _noticed(name: str, fitted: Fitted, max_tiles: int | None) -> Iterator[Reaso
         text = f"more than packing.max_tiles={max_tiles} condition images: each in a sequence without another image"
         yield reason(text, np.flatnonzero(counts.tiles > max_tiles))
     text, tokens = "words that the tokenizer does not have (<unk>)", int((counts.tokens - counts.image_tokens).sum())
-    first = np.flatnonzero(counts.unknown)[:_EXAMPLES].tolist()
-    yield Reason(title, text, int(counts.unknown.sum()), tokens, name, dataset, first, unit="text tokens")
+    ids = _ids(name, dataset, np.flatnonzero(counts.unknown))
+    yield Reason(title, text, int(counts.unknown.sum()), tokens, ids, unit="text tokens")
 
 
 def check_unusable(sources: Sequence[Fitted], names: Sequence[str], limit: float) -> None:
@@ -304,7 +287,7 @@ def _describe_source(stream: SequenceStream, name: str, number: int) -> dict[str
         "unknown_token_share": unknown / max(int((counts.tokens - counts.image_tokens).sum()), 1),
         "noticed": [
             {"reason": one.reason, "number": one.number, "of": one.total, "unit": one.unit, "text": str(one),
-             "first": one.examples[:1]}
+             "first": one.ids}
             for one in noticed
         ],
         **sums,

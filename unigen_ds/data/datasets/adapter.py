@@ -83,6 +83,7 @@ class DatasetAdapter(ScannedDataset):
             raise ConfigError(
                 f"DatasetAdapter.dataset is {self.dataset!r}",
                 allowed="a map-style data set: an object, or dict(type='module.Class', ...)",
+                remedy=f"dataset=dict(type={self.dataset!r})" if isinstance(self.dataset, str) else None,
             )
         self.processor, self.images, self.weight = processor, images, weight
         self.group, self.num_used_data = group, num_used_data

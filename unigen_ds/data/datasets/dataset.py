@@ -297,7 +297,7 @@ def check_readable(datasets: Sequence[PlannedDataset], names: Sequence[str]) -> 
             continue
         shards = getattr(dataset, "shards", None)
         errors: dict[str, str] = {}
-        for index in np.flatnonzero(dataset.counts().unreadable)[:_LISTED].tolist():
+        for index in np.flatnonzero(dataset.counts().unreadable)[: 4 * _LISTED].tolist():
             errors |= {split.source: split.error for split in dataset.sample(index).splits if split.error}
         raise DataError(
             f"{name if shards is None else shards.titled(name)}: none of its {int(dataset.counts().images.sum()):,}"
