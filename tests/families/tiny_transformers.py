@@ -25,21 +25,9 @@ SPECIAL = (
 )  # fmt: skip
 COLOURS = ("red", "green", "blue", "grey")
 WORDS = (
-    "user",
-    "assistant",
-    "system",
-    "what",
-    "colour",
-    "is",
-    "it",
-    *COLOURS,
-    *"abcdefghijklmnopqrstuvwxyz?.:,!AU[]",
-    "\n",
-    "and",
-    "dark",
-    "not",
-    "so",
-)
+    "user", "assistant", "system", "what", "colour", "is", "it", *COLOURS, *"abcdefghijklmnopqrstuvwxyz?.:,!AU[]", "\n",
+    "and", "dark", "not", "so",
+)  # fmt: skip
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"

@@ -112,25 +112,18 @@ class ChatProcessor(ConversationProcessor):
         return next(self.plan_many([(turns, where)], keep_images=keep_images, reply=reply))
 
     def plan_many(
-        self,
-        records: Iterable[tuple[Sequence[Turn], object]],
-        *,
-        keep_images: bool = False,
-        reply: bool = False,
+        self, records: Iterable[tuple[Sequence[Turn], object]], *, keep_images: bool = False, reply: bool = False
     ) -> Iterator[Sample]:
         """``plan`` of each (turns, where); their texts are tokenized together."""
         chats = [self.render(turns, where, keep_images=keep_images, reply=reply) for turns, where in records]
         encoded = encode_chats(self.tokenizer, [(chat.rendered.text, chat.signs) for chat in chats])
         for chat, (ids, starts) in zip(chats, encoded, strict=True):
-            splits = tuple(self._splits(chat, ids, starts))
-            yield Sample(splits, plain=is_document(chat.turns))
-
-    def _splits(self, chat: Chat, ids: Sequence[int], starts: Sequence[int]) -> Iterator[Split]:
-        labels, done = next_token_labels(ids, chat.rendered.from_assistant(starts)), 0
-        for first, last, split in self.image_splits(chat, ids, starts, labels):
-            if done < first:
-                yield TokenSplit(tuple(ids[done:first]), tuple(labels[done:first]))
-            yield split
-            done = last
-        if done < len(ids):
-            yield TokenSplit(tuple(ids[done:]), tuple(labels[done:]))
+            labels, done, splits = next_token_labels(ids, chat.rendered.from_assistant(starts)), 0, list[Split]()
+            for first, last, split in self.image_splits(chat, ids, starts, labels):
+                if done < first:
+                    splits.append(TokenSplit(tuple(ids[done:first]), tuple(labels[done:first])))
+                splits.append(split)
+                done = last
+            if done < len(ids):
+                splits.append(TokenSplit(tuple(ids[done:]), tuple(labels[done:])))
+            yield Sample(tuple(splits), plain=is_document(chat.turns))

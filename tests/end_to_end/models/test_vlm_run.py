@@ -70,10 +70,7 @@ def data(tmp_path_factory) -> Path:
 def config(data: Path, work_dir: Path, **overrides: Any) -> Any:
     path = work_dir.with_suffix(".py")
     paths = {"tokenizer": str(data / "tokenizer"), "data": str(data / "train.jsonl"), "work_dir": str(work_dir)}
-    body = CONFIG
-    for key, value in paths.items():
-        body = body.replace(f"{{{key}!r}}", repr(value))
-    path.write_text(body, encoding="utf-8")
+    path.write_text(CONFIG.format(**paths), encoding="utf-8")
     return load_config(path, {key.replace("__", "."): value for key, value in overrides.items()})
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from tests.data.support import picture
-from tests.families.tiny_transformers import CHATML, IMAGE, MARKED, tokenizer, write_images
+from tests.families.tiny_transformers import IMAGE, MARKED, tokenizer, write_images
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.images.image_files import UnreadableImage
@@ -207,9 +207,3 @@ def test_tokens_and_inputs_are_those_of_the_full_processor(tmp_path: Path, kind:
                 assert tensor.equal(theirs), name
             else:  # resized by another program
                 assert (tensor - theirs).abs().mean() < 0.02, name
-
-
-def test_a_directory_without_an_image_processor(tmp_path: Path) -> None:
-    tokenizer(template=CHATML).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="has no image processor"):
-        ModelProcessor(ModelTokenizer(path=str(tmp_path)), reads_images=True, seed=0)

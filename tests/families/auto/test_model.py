@@ -25,11 +25,9 @@ from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import Sample
 from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.data.text.tokenizers import ModelTokenizer
-from unigen_ds.families.auto import attention
 from unigen_ds.families.auto.family import AutoDirectory
 from unigen_ds.families.auto.model import CausalLM, ImageTextToText
 from unigen_ds.families.directories import published_format
-from unigen_ds.models.attention import Bucket, SDPAPlan
 from unigen_ds.runner.settings.tree import ModelSettings
 from unigen_ds.runner.start.build import build_model, build_processor
 
@@ -179,29 +177,6 @@ def test_a_model_that_cannot_keep_documents_apart_gets_rows(
         loss = model(batch).sums["text"]
     assert not model.packing and "a document changes the one after it" in caplog.text
     torch.testing.assert_close(loss, expected)
-
-
-def test_attention_inside_of_documents_is_compared_too(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wrong, or no attention that a model can use: its own masks are tried after it."""
-    monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
-    attend = attention._attention
-    broken: list[tuple[str, Any]] = [
-        ("model.plan_attention", lambda batch: SDPAPlan((Bucket((1, len(batch.text_ids)), is_causal=True),), None)),
-        ("attention._attention", lambda *given, **how: attend(*given, **how)[0].shape.nothing),
-    ]
-    for name, change in broken:
-        model, processor = opened(folder, "qwen3")
-        batch = batch_of([processor.plan(each) for each in talks(folder, "qwen3")], processor)
-        expected = model(batch).sums["text"]
-        model.packing = None
-        model._attend_inside_documents(False)
-        with monkeypatch.context() as patch, caplog.at_level(logging.INFO, logger="unigen_ds"):
-            patch.setattr(f"unigen_ds.families.auto.{name}", change)
-            caplog.clear()
-            torch.testing.assert_close(model(batch).sums["text"], expected)
-        assert "documents share one row, with a mask of all pairs" in caplog.text and model.packing
 
 
 def test_text_alone_trains_the_vision_tower_by_nothing(folder: Path) -> None:

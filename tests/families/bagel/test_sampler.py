@@ -52,17 +52,6 @@ def test_an_image_does_not_depend_on_how_many_are_drawn_together(trained: Any, r
     assert (other_seed[0] - together[0]).abs().max() > 0.1
 
 
-def test_guidance_of_one_is_no_guidance(trained: Any) -> None:
-    """With scale 1 the unguided velocity cancels; outside the interval it is not used at all."""
-    plain = drawn(trained, PROMPTS)
-    assert all(map(torch.equal, plain, drawn(trained, PROMPTS, text_scale=1.0)))
-    assert all(map(torch.equal, plain, drawn(trained, PROMPTS, text_scale=3.0, interval=(1.0, 1.0))))
-    for one, other in zip(plain, drawn(trained, PROMPTS, text_scale=1.0 + 1e-6), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    guided = drawn(trained, PROMPTS, text_scale=3.0)
-    assert max(float((a - b).abs().max()) for a, b in zip(plain, guided, strict=True)) > 1e-3
-
-
 def by_hand(trained: Any, prompt: str, *, num_timesteps: int, shift: float, scale: float, seed: int) -> Tensor:
     """Euler steps from noise to image, written out for one image."""
     model, processor, _ = trained
@@ -89,6 +78,3 @@ def test_steps_written_out(trained: Any, num_timesteps: int, shift: float, scale
     torch.testing.assert_close(image, expected, rtol=1e-4, atol=1e-5)
     noise = torch.randn(GRID[0] * GRID[1], WIDTH, generator=generator(7, 0, "draw"))
     assert (image - unpatchify_latent(noise, GRID, 2)).abs().max() > 1e-2, "the model moves the noise"
-
-
-# --- reading ------------------------------------------------------------------------------------------------------

@@ -108,17 +108,6 @@ def test_dropout_is_configurable_and_keeps_samples_apart() -> None:
     torch.testing.assert_close(with_scores.logits(batch), plain.logits(batch))
 
 
-def test_activation_checkpointing_changes_nothing() -> None:
-    gradients = []
-    for on in (False, True):
-        torch.manual_seed(5)
-        model = DecoderLM(llm={**KINDS["qwen2"], "attention_dropout": 0.2}, dropout=0.2, activation_checkpointing=on)
-        torch.manual_seed(6)
-        model(batch_of(LENGTHS)).sums["text"].backward()
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
 def filled(model: DecoderLM, *, seed: int = 0) -> DecoderLM:
     """A model on the meta device, filled as by the runner."""
     names = tuple(name for name, _ in model.named_parameters())
@@ -170,15 +159,6 @@ def test_what_cannot_work_is_refused(published: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=match):
             DecoderLM(**arguments)
-
-
-def test_a_window_is_respected() -> None:
-    """Of a Qwen2 with one: transformers makes the mask of the row."""
-    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
-    model, batch = DecoderLM(llm={**KINDS["qwen2"], **windows}).eval(), batch_of([10, 12])
-    logits = model.logits(batch)
-    batch.text_ids[0] += 1
-    assert not torch.equal(model.logits(batch)[1], logits[1]) and torch.equal(model.logits(batch)[8:], logits[8:])
 
 
 @pytest.mark.parametrize(("name", "millions"), [("decoder_lm_90m", 90), ("decoder_lm_300m", 300)])

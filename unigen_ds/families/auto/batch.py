@@ -107,24 +107,19 @@ class ModelBuilder(PackedBuilder):
 
     def batch(self, num_sequences: int, sample_ids: tuple[str, ...], skipped: tuple[dict[str, str], ...]) -> ModelBatch:
         """Everything as tensors."""
-        number, before = len(self.inputs), self.num_tokens
+        number, before, pictures = len(self.inputs), self.num_tokens, self.pictures
         if self.adds_plain and not number:
-            plain: Sequence[Loaded] = [self.pictures.plain]
+            plain: Sequence[Loaded] = [pictures.plain]
             self.add_document(plain)
         packed = super().batch(num_sequences, sample_ids, skipped)
-        inputs = {} if self.pictures is None else join(self.inputs, by_sample=self.pictures.by_sample)
-        return ModelBatch(
-            **{f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)},
-            num_pictures=number,
-            image_inputs=inputs,
-            host={} if self.pictures is None else self._host(packed.text_ids, inputs),
-            added_tokens=self.num_tokens - before,
-        )
-
-    def _host(self, ids: Tensor, inputs: Inputs) -> dict[str, Tensor]:
-        image = torch.isin(ids, torch.tensor(self.pictures.token_ids))
-        whole = {name: tensor for name, tensor in inputs.items() if not tensor.is_floating_point()}
-        return {"text_ids": ids, "token_types": image.long(), **whole}
+        fields: dict[str, Any] = {f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)}
+        if pictures is not None:
+            inputs = join(self.inputs, by_sample=pictures.by_sample)
+            image = torch.isin(packed.text_ids, torch.tensor(pictures.token_ids))
+            whole = {name: tensor for name, tensor in inputs.items() if not tensor.is_floating_point()}
+            fields["image_inputs"] = inputs
+            fields["host"] = {"text_ids": packed.text_ids, "token_types": image.long(), **whole}
+        return ModelBatch(**fields, num_pictures=number, added_tokens=self.num_tokens - before)
 
 
 def join(inputs: Sequence[Inputs], *, by_sample: bool) -> dict[str, Tensor]:
@@ -146,11 +141,13 @@ def join(inputs: Sequence[Inputs], *, by_sample: bool) -> dict[str, Tensor]:
     return tensors
 
 
+@dataclass(frozen=True)
 class Rows:
     """Documents as rows ``[D, L]``, filled up at their ends, for a model with one document in a row."""
 
-    def __init__(self, slots: Tensor, shape: tuple[int, int], lengths: Tensor) -> None:
-        self.slots, self.shape, self.lengths = slots, shape, lengths
+    slots: Tensor
+    shape: tuple[int, int]
+    lengths: Tensor
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Rows:

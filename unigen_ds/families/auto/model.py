@@ -12,6 +12,7 @@ Shape suffixes: T tokens of the micro-batch, D documents, L tokens of the longes
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -224,7 +225,8 @@ class TransformersModel(PretrainedModel):
         chosen = getattr(text, "num_experts_per_tok", None) or 0
         others = [m for m in model.modules() if m not in inside and not [*m.children()]]
         patch = next((m for m in others if hasattr(m, "kernel_size") and hasattr(m, "in_channels")), None)
-        numbers = patch.weight[0].numel() if patch is not None else 1
+        sides = getattr(patch, "kernel_size", ())  # not of its weight: an engine may have left an empty shard
+        numbers = math.prod(sides) * patch.in_channels if patch is not None else 1
         return {
             "token": linear_flops(decoder, input_grad=True)
             + sum(2.0 * chosen * p[0].numel() * (2 + p.requires_grad) for p in experts if p.numel()),

@@ -104,10 +104,8 @@ def _processor(tokenizer: ModelTokenizer) -> Any:
         try:
             images = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
         except (OSError, ValueError, ImportError) as error:
-            files = {"preprocessor_config.json", "processor_config.json"} & set(tokenizer.files)
-            why = f": {str(error).strip().splitlines()[0]}" if files else ""
             raise ConfigError(
-                f"{where} has no image processor{why}",
+                f"{where} has no image processor: {str(error).strip().splitlines()[0]}",
                 allowed="a directory with preprocessor_config.json or processor_config.json",
             ) from error
         configs = [
@@ -116,9 +114,8 @@ def _processor(tokenizer: ModelTokenizer) -> Any:
         name = next((config["processor_class"] for config in configs if config.get("processor_class")), None)
         kind: Any = processor_class_from_name(name) if name else None
         if kind is None:
-            raise ConfigError(
-                f"{where} names no processor of transformers (processor_class is {name!r})", remedy=_OTHER
-            )
+            problem = f"{where} names no processor of transformers (processor_class is {name!r})"
+            raise ConfigError(problem, remedy=_OTHER)
         parts = {"tokenizer": tokenizer.chat, "image_processor": images}
         others = [part for part in kind.get_attributes() if part not in parts]
         if others:

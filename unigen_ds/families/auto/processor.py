@@ -87,7 +87,11 @@ class ModelProcessor(ChatProcessor):
     def render(self, turns: Sequence[Turn], where: object, *, keep_images: bool, reply: bool) -> Chat:
         texts, signs = self.tokenizer.special.shield([turn.value for turn in turns if turn.kind == "text"])
         if is_document(turns) and not reply:
-            return Chat(turns, where, self._document("\n".join(texts)), signs, ())
+            chat, begin = self.tokenizer.chat, self.tokenizer.chat.bos_token or ""
+            if not begin or chat("a")["input_ids"][:1] != [chat.bos_token_id]:  # this tokenizer adds no begin token
+                begin = ""
+            whole = begin + "\n".join(texts) + chat.eos_token
+            return Chat(turns, where, RenderedChat(whole, (len(begin), len(whole))), signs, ())
         if not self.tokenizer.chat.chat_template:
             raise ConfigError(
                 f"tokenizer {self.tokenizer.name!r} has no chat template", remedy="give tokenizer.chat_template"
@@ -95,11 +99,18 @@ class ModelProcessor(ChatProcessor):
         paths = [turn.value for turn in turns if turn.kind == "image"]
         if paths and self.pictures is None:
             raise DataError(f"{where}: it has an image, and the model reads texts alone", remedy="ImageTextToText")
-        messages = self.messages(turns, where)
+        messages, rest, listed = self.messages(turns, where), iter(texts), list[dict[str, Any]]()
+        for message in messages:  # as chat templates read them: parts in order, or of a model of texts one text
+            content: Any = [
+                {"type": "text", "text": next(rest)} if turn.kind == "text" else {"type": "image"} for turn in message
+            ]
+            if self.pictures is None:
+                content = "\n".join(part["text"] for part in content)
+            listed.append({"role": message[0].role, "content": content})
         try:
             rendered = RenderedChat.of(
                 self.tokenizer.chat,
-                self._message_parts(messages, texts),
+                listed,
                 reply=reply,
                 marked=True,
                 last=self.tokenizer.learn == "last",
@@ -111,26 +122,6 @@ class ModelProcessor(ChatProcessor):
             raise DataError(f"{where}: the model's chat template refuses the conversation: {error}") from error
         rendered, images = self._with_images(rendered, paths, where, keep_images)
         return Chat(turns, where, rendered, signs, images)
-
-    def _document(self, text: str) -> RenderedChat:
-        """A text with the begin token, if the tokenizer adds one, and the end token; all of it is learned."""
-        chat = self.tokenizer.chat
-        begin = chat.bos_token or ""
-        begins = bool(begin) and chat("a")["input_ids"][:1] == [chat.bos_token_id]
-        whole = begin * begins + text + chat.eos_token
-        return RenderedChat(whole, (len(begin) * begins, len(whole)))
-
-    def _message_parts(self, messages: Sequence[Sequence[Turn]], texts: Sequence[str]) -> list[dict[str, Any]]:
-        """Messages as chat templates read them: their parts in order, or of a model of texts one text."""
-        rest, listed = iter(texts), []
-        for message in messages:
-            content: Any = [
-                {"type": "text", "text": next(rest)} if turn.kind == "text" else {"type": "image"} for turn in message
-            ]
-            if self.pictures is None:
-                content = "\n".join(part["text"] for part in content)
-            listed.append({"role": message[0].role, "content": content})
-        return listed
 
     def _with_images(
         self, rendered: RenderedChat, paths: Sequence[str], where: object, keep: bool

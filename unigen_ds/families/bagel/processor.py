@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Ge, Le
 
@@ -46,7 +46,6 @@ class UnifiedProcessor(ConversationProcessor):
         text_dropout: probability that a condition text is left out; needed for guidance when drawing.
         vit_dropout: the same for understood images.
         vae_dropout: the same for clean latents of edited images.
-        timestep: distribution of the raw time step before the sigmoid: ``normal`` (N(0, 1)) alone.
         ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
         augment: list of components: random changes of every image of a record, all in the same way, generated ones
             included; in training only, keyed by sample.
@@ -71,7 +70,6 @@ class UnifiedProcessor(ConversationProcessor):
         text_dropout: Probability = 0.0,
         vit_dropout: Probability = 0.0,
         vae_dropout: Probability = 0.0,
-        timestep: Literal["normal"] = "normal",
         ce_reweight: bool = False,
         augment: Sequence[Augment] = (),
         vit_augment: Sequence[Augment] = (),
@@ -85,17 +83,15 @@ class UnifiedProcessor(ConversationProcessor):
         self.max_latent_size, self.vit_max_patches_per_side = max_latent_size, vit_max_patches_per_side
         self.dropout = {"text": text_dropout, "vit": vit_dropout, "vae": vae_dropout}
         self.augment, self.vit_augment = tuple(augment), tuple(vit_augment)
-        self._check()
-
-    def _check(self) -> None:
-        if self.vae_downsample != self.vae_spatial_downsample * self.latent_patch_size:
+        stride = vae_spatial_downsample * latent_patch_size
+        if vae_downsample != stride:
             raise ConfigError(
-                f"vae_downsample is {self.vae_downsample}",
-                allowed=f"vae_spatial_downsample {self.vae_spatial_downsample} x latent_patch_size "
-                f"{self.latent_patch_size} = {self.vae_spatial_downsample * self.latent_patch_size}",
+                f"vae_downsample is {vae_downsample}",
+                allowed=f"{stride}: vae_spatial_downsample {vae_spatial_downsample} x latent_patch_size"
+                f" {latent_patch_size}",
             )
-        _check_transform("vit_transform", self.vit_transform, self.vit_patch_size, self.vit_max_patches_per_side)
-        _check_transform("vae_transform", self.vae_transform, self.vae_downsample, self.max_latent_size)
+        _check_transform("vit_transform", vit_transform, vit_patch_size, vit_max_patches_per_side)
+        _check_transform("vae_transform", vae_transform, vae_downsample, max_latent_size)
 
     @property
     def fingerprint(self) -> str:
@@ -114,10 +110,7 @@ class UnifiedProcessor(ConversationProcessor):
     def splits_of(
         self, turns: Sequence[Turn], ids: Iterator[Sequence[int]], where: object, *, keep_images: bool
     ) -> Iterator[Split]:
-        last_generated = -1
-        for i, turn in enumerate(turns):
-            if turn.kind == "image" and turn.is_target:
-                last_generated = i
+        last_generated = max((i for i, turn in enumerate(turns) if turn.kind == "image" and turn.is_target), default=-1)
         for i, turn in enumerate(turns):
             generated = turn.is_target
             if turn.kind == "text":
@@ -126,25 +119,15 @@ class UnifiedProcessor(ConversationProcessor):
             header = self.header(turn.value, keep=keep_images)
             if generated:
                 yield self._image(turn.value, "noise", header, where)
-            if not generated or i + 1 < len(turns):
-                yield from self._condition(turn.value, header, where, edited=last_generated > i)
-
-    def _condition(self, path: str, header: ImageHeader, where: object, *, edited: bool) -> list[Split]:
-        splits: list[Split] = []
-        if edited and self.vae_transform is not None:
-            splits.append(self._image(path, "vae", header, where, droppable=True))
-        if self.vit_transform is not None or not splits:
-            splits.append(self._image(path, "vit", header, where, droppable=True))
-        return splits
+            if not generated or i + 1 < len(turns):  # a condition of what follows
+                edits = last_generated > i and self.vae_transform is not None
+                if edits:
+                    yield self._image(turn.value, "vae", header, where, droppable=True)
+                if self.vit_transform is not None or not edits:
+                    yield self._image(turn.value, "vit", header, where, droppable=True)
 
     def _image(
-        self,
-        path: str,
-        kind: ImageKind,
-        header: ImageHeader,
-        where: object,
-        *,
-        droppable: bool = False,
+        self, path: str, kind: ImageKind, header: ImageHeader, where: object, *, droppable: bool = False
     ) -> ImageSplit:
         transform = self.vit_transform if kind == "vit" else self.vae_transform
         if transform is None:
@@ -156,14 +139,8 @@ class UnifiedProcessor(ConversationProcessor):
             )
         stride = self.vit_patch_size if kind == "vit" else self.vae_downsample
         width, height = transform.size(*(header.size or (transform.min_size, transform.min_size)))
-        return ImageSplit(
-            path,
-            kind,
-            (height // stride, width // stride),
-            droppable,
-            header.error,
-            content=header.content,
-        )
+        grid = (height // stride, width // stride)
+        return ImageSplit(path, kind, grid, droppable, header.error, content=header.content)
 
 
 def _check_transform(name: str, transform: ImageTransform | None, stride: int, table: int) -> None:

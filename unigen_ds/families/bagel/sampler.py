@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.images.image_files import patchify
@@ -70,7 +69,12 @@ def draw(
     ).to(device)
     steps = times(flow)
     for t, following in zip(steps, steps[1:], strict=False):
-        x_LC = x_LC - (t - following) * _velocity(model, guided, unguided, x_LC, t, flow)
+        v_LC = model.velocity(guided, x_LC, t)
+        if flow.guides(t):
+            plain = model.velocity(unguided, x_LC, t).chunk(len(prompts))
+            pairs = zip(v_LC.chunk(len(prompts)), plain, strict=True)
+            v_LC = torch.cat([guide(v, without, None, flow) for v, without in pairs])
+        x_LC = x_LC - (t - following) * v_LC
     return [
         model.vae.decode(unpatchify_latent(part, grid, processor.latent_patch_size)[None])[0]
         for part in x_LC.chunk(len(prompts))
@@ -89,17 +93,6 @@ def image_grid(processor: UnifiedProcessor, size: Sequence[int]) -> tuple[int, i
     if (rows * stride, columns * stride) != tuple(size) or not (0 < rows <= largest and 0 < columns <= largest):
         raise ConfigError(f"image size {tuple(size)}", allowed=f"multiples of {stride}, up to {largest * stride}")
     return rows, columns
-
-
-def _velocity(
-    model: Any, guided: PackedBatch, unguided: PackedBatch, x_LC: Tensor, t: float, flow: FlowSettings
-) -> Tensor:
-    with_text = model.velocity(guided, x_LC, t)
-    if not flow.guides(t):
-        return with_text
-    images = len(guided.latent_shapes)
-    pairs = zip(with_text.chunk(images), model.velocity(unguided, x_LC, t).chunk(images), strict=True)
-    return torch.cat([guide(v, without, None, flow) for v, without in pairs])
 
 
 def read(

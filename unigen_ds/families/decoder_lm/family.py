@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -95,11 +94,10 @@ class DecoderLM(CausalLM):
         self._attend_inside_documents(is_causal(self.transformers_model))
         if not pretrained and not torch.empty(0).is_meta:
             self.start_from(None)
-        for name in freeze:
-            self.parts()[name].requires_grad_(False)
+        self.freeze(freeze)
         for layer in self.model.layers if dropout else ():
             for branch in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                branch.register_forward_hook(partial(_dropout, p=dropout))
+                branch.register_forward_hook(lambda module, _, output: F.dropout(output, dropout, module.training))
 
     def arguments(self) -> dict[str, Any]:
         """The sizes as arguments of the constructor, which then needs no ``pretrained``; no tokens: the tokenizer's."""
@@ -119,10 +117,6 @@ class DecoderLM(CausalLM):
 
     def parts(self) -> dict[str, nn.Module]:
         return {"embed": self.model.embed_tokens, "layers": self.model.layers, "head": self.lm_head}
-
-
-def _dropout(module: nn.Module, inputs: Any, output: Tensor, *, p: float) -> Tensor:
-    return F.dropout(output, p, module.training)
 
 
 _OF_IMAGES = ("vit_transform", "vae_transform", "augment", "vit_augment", "vit_dropout", "vae_dropout")

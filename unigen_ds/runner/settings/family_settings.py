@@ -18,7 +18,7 @@ from unigen_ds.system.log import notice
 
 PROCESSOR_KEYS = (
     "vit_transform", "vae_transform", "augment", "vit_augment", "text_dropout", "vit_dropout", "vae_dropout",
-    "timestep", "ce_reweight", "max_image_size", "resize_to_max_side_len",
+    "ce_reweight", "max_image_size", "resize_to_max_side_len",
 )  # fmt: skip
 """Keys of ``processor`` of the families of this package."""
 _FIXED = ("tokenizer", "seed")
