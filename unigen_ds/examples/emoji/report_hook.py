@@ -15,7 +15,7 @@ from unigen_ds.evaluation.sheet import Cell, contact_sheet
 from unigen_ds.examples.demo import ReportHook, average_of
 from unigen_ds.examples.emoji.catalogue import Variant, edits, variants
 from unigen_ds.examples.emoji.classifier import LIMIT, EmojiClassifier
-from unigen_ds.examples.emoji.dataset import EmojiDataset, stored_picture, write_emoji
+from unigen_ds.examples.emoji.dataset import EmojiDataset, stored_picture
 from unigen_ds.hooks.base import Run
 from unigen_ds.system import dist
 
@@ -61,16 +61,14 @@ class EmojiReportHook(ReportHook):
     Args:
         flow: how pictures are drawn, as of ``PreviewHook``.
         seed: of the first noise of each picture.
-        root: folder of the emoji; None: that of the run's ``EmojiDataset``.
     """
 
     name = "emoji_report"
     dataset = EmojiDataset
-    write_files = write_emoji
 
     @checked()
-    def __init__(self, *, flow: Mapping[str, Any] | None = None, seed: int = 0, root: str | None = None) -> None:
-        self.given, self.flow, self.seed, self.root = dict(flow or {}), None, seed, root
+    def __init__(self, *, flow: Mapping[str, Any] | None = None, seed: int = 0) -> None:
+        self.given, self.flow, self.seed = dict(flow or {}), None, seed
 
     def before_run(self, run: Run) -> None:
         super().before_run(run)
