@@ -68,12 +68,12 @@ class EmojiReportHook(ReportHook):
 
     @checked()
     def __init__(self, *, flow: Mapping[str, Any] | None = None, seed: int = 0) -> None:
-        self.given, self.flow, self.seed = dict(flow or {}), None, seed
+        self.settings, self.flow, self.seed = dict(flow or {}), None, seed
 
     def before_run(self, run: Run) -> None:
         super().before_run(run)
         family = trained_family(run.backend)[0]
-        self.flow = family.drawing_settings(run.backend.model, self.given, where="EmojiReportHook.flow")
+        self.flow = family.drawing_settings(run.backend.model, self.settings, where="EmojiReportHook.flow")
 
     def measure(self, run: Run, root: Path) -> tuple[dict[str, Any], Image.Image, str] | None:
         def make(inferencer: Any, request: tuple[int, Task]) -> str | Image.Image:
@@ -83,8 +83,8 @@ class EmojiReportHook(ReportHook):
                 return str(inferencer.unified_generate("", images=image, understand=True, max_length=12).text)
             images = [] if task.before is None else [stored_picture(root, task.before)]
             prompt = task.asked.instruction() if images else task.asked.request()
-            made = inferencer.unified_generate(prompt, images=images, flow=self.flow, seed=self.seed + number)
-            drawing: Image.Image = made.images[0]
+            generated = inferencer.unified_generate(prompt, images=images, flow=self.flow, seed=self.seed + number)
+            drawing: Image.Image = generated.images[0]
             return drawing
 
         asked = tasks()
