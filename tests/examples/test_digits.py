@@ -39,17 +39,6 @@ def test_the_classifier_reads_real_digits(classifier: Any, splits: tuple[Split, 
     assert len(images) == 297 and classifier.score(images.reshape(len(images), -1), labels) >= 0.95
 
 
-def test_the_classifier_refuses_wrong_digits(classifier: Any, splits: tuple[Split, Split]) -> None:
-    """Real digits against a shuffled list of prompts: about one in ten. Pure noise: no better than that."""
-    images, labels = splits[1]
-    seen = classifier.predict(images.reshape(len(images), -1))
-    shuffled = np.random.default_rng(0).permutation(labels)
-    assert 0.03 < (seen == shuffled).mean() < 0.2
-    noise = np.random.default_rng(1).random((500, 64))
-    asked = np.arange(500) % 10
-    assert (classifier.predict(noise) == asked).mean() < 0.2
-
-
 def test_an_untrained_model_fails(root: Path, tmp_path: Path) -> None:
     """And its sheet has red frames: ten of each digit are shown."""
     runner = Runner.from_cfg(tiny_config(tmp_path, root), max_updates=3)
@@ -62,9 +51,9 @@ def test_an_untrained_model_fails(root: Path, tmp_path: Path) -> None:
     assert (np.asarray(sheet) == (255, 0, 0)).all(-1).sum() > 50 * 200
 
 
-def report(work_dir: Path, data: Path, dataset: object, **given: object) -> dict[str, Any]:
+def report(work_dir: Path, data: Path, dataset: object) -> dict[str, Any]:
     """``results.json`` of a run of one update that ends with the hook."""
-    hook = {"type": "DigitsReportHook", "num_timesteps": 2, **given}
+    hook = {"type": "DigitsReportHook", "num_timesteps": 2}
     changes = {"train_dataloader__dataset": dataset, "custom_hooks": [hook], "train_cfg": {"max_updates": 1}}
     Runner.from_cfg(tiny_config(work_dir, data, **{**changes, "param_scheduler": []})).train()
     assert (work_dir / "samples.png").is_file() and (work_dir / "curves.png").is_file()
@@ -72,12 +61,11 @@ def report(work_dir: Path, data: Path, dataset: object, **given: object) -> dict
     return found
 
 
-def test_the_hook_finds_the_digits_among_the_runs_data_or_by_its_argument(root: Path, tmp_path: Path) -> None:
+def test_the_hook_finds_the_digits_among_the_runs_data(root: Path, tmp_path: Path) -> None:
     mixture = [{"type": "DigitsDataset", "root": str(root), "task": task} for task in ("draw", "caption")]
     own = {"type": "UnifiedGenerationDataset", "data_path": str(root / "train.jsonl"), "cache_dir": str(tmp_path)}
     results = report(tmp_path / "mixture", root, mixture)
     assert results["drawn"] == 200 and results["captioned"] == 297
-    assert report(tmp_path / "named", root, own, root=str(root)).keys() == results.keys()
-    with pytest.raises(ConfigError, match=r"DigitsReportHook\.root is not given, and the run has no DigitsDataset"):
+    with pytest.raises(ConfigError, match=r"DigitsReportHook measures what a DigitsDataset teaches, and there is none"):
         report(tmp_path / "none", root, own)
     assert not (tmp_path / "none" / "metrics.jsonl").exists(), "refused before the training"

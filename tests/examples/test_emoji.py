@@ -14,13 +14,10 @@ from PIL import Image
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.examples.emoji.catalogue import OBJECTS, PEOPLE, Variant, edits, variants
-from unigen_ds.examples.emoji.classifier import LIMIT, EmojiAccuracy, EmojiClassifier
+from unigen_ds.examples.emoji.classifier import LIMIT, EmojiClassifier
 from unigen_ds.examples.emoji.dataset import stored_picture, write_emoji
 from unigen_ds.examples.emoji.model import CosineAutoencoder
 from unigen_ds.examples.emoji.report_hook import Answer, answers_of, samples, scores, tasks
-from unigen_ds.families.bagel.flow_settings import FlowSettings
-from unigen_ds.families.bagel.inference import InterleaveInferencer
-from unigen_ds.families.bagel.sampler import draw
 from unigen_ds.families.base import family_of
 from unigen_ds.inference.generated import to_picture
 from unigen_ds.runner import Runner
@@ -43,7 +40,6 @@ TINY: dict[str, Any] = {
     "param_scheduler": [],
     "env.num_threads": 1,
 }
-FLOW = {"num_timesteps": 3, "timestep_shift": 1.0, "text_scale": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +76,7 @@ def test_every_look_is_held_out_of_some_emoji_and_trained_with_many(root: Path) 
     assert {*held_out}.isdisjoint(trained) and Counter(v.emoji for v in held_out).most_common(1)[0][1] == 1
     for looks in (Counter(v.look for v in held_out if v.emoji in group) for group in (OBJECTS, PEOPLE)):
         assert max(looks.values()) - min(looks.values()) <= 1
-    hidden = {f"pictures/{variant.file}" for variant in held_out}
+    hidden = {variant.file for variant in held_out}
     words = {text for variant in held_out for text in (variant.request(), variant.caption())}
     for task in ("draw", "read", "edit"):
         shown = [conversation(line) for line in lines(root, f"{task}_train")]
@@ -106,9 +102,6 @@ def test_the_files_are_the_same_each_time(root: Path, tmp_path: Path) -> None:
     assert len({content for path, content in first.items() if path.suffix == ".png"}) == 240, "no two are equal"
     stamp = (root / "draw_train.jsonl").stat().st_mtime_ns
     assert write_emoji(root) == root and (root / "draw_train.jsonl").stat().st_mtime_ns == stamp, "written once"
-    (again / "complete").write_text("12 pictures\n")
-    with pytest.raises(ConfigError, match=r"files of another version \(12 pictures; this one has 240 pictures"):
-        write_emoji(again)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
     with pytest.raises(ConfigError, match=r"EmojiDataset\.root .* cannot be written: .* exists"):
@@ -141,15 +134,6 @@ def passed(classifier: EmojiClassifier, root: Path, *, blocks: int) -> float:
         return few.resize((32, 32), Image.Resampling.NEAREST)
 
     return float(np.mean([classifier.right(coarse(stored_picture(root, v)), v) for v in variants()[::4]]))
-
-
-def test_the_metric_counts_what_the_judge_sees(root: Path) -> None:
-    metric = EmojiAccuracy(root=str(root))
-    blue, red = (stored_picture(root, Variant("car", look)) for look in ("blue", "red"))
-    metric.update([blue, red], [blue, blue], ["a", "b"])
-    values = metric.compute([row for _, row, _ in metric.samples])
-    assert values["emoji_right"] == 0.5 and values["emoji_shape"] == 1.0 and values["emoji_look"] == 0.5
-    assert 0 < values["emoji_error"] < 0.5
 
 
 def test_the_report_counts_right_and_wrong_ones(root: Path) -> None:
@@ -206,22 +190,6 @@ def losses(work_dir: Path) -> list[float]:
     return [line["loss"] for line in metrics(work_dir) if "loss" in line]
 
 
-def test_the_autoencoder_restores_what_it_keeps() -> None:
-    """Its latents are those of their own picture; fp32, no weights."""
-    vae = CosineAutoencoder()
-    assert (vae.latent_channels, vae.downsample) == (48, 8)
-    latents, images, no_noise = torch.randn(3, 48, 2, 4), torch.rand(3, 3, 16, 32) * 2 - 1, torch.zeros(())
-    assert vae.decode(latents).shape == images.shape and vae.encode(images, no_noise).shape == latents.shape
-    assert torch.allclose(vae.encode(vae.decode(latents), no_noise), latents, atol=1e-5)
-    kept = vae.decode(vae.encode(images, no_noise))
-    assert float(((images - kept) * kept).mean()) == pytest.approx(0, abs=1e-6), "what is left out is orthogonal"
-    again = CosineAutoencoder().encode(images, torch.ones(()))
-    assert torch.equal(again, vae.encode(images, no_noise)) and again.dtype == torch.float32
-    assert not vae.state_dict() and not [*vae.parameters()], "nothing to store, train or export"
-    grey = torch.full((1, 3, 8, 8), 0.5)
-    assert torch.count_nonzero(vae.encode(grey, no_noise).abs() > 1e-5) == 1, "one brightness, no colour, no frequency"
-
-
 def test_the_autoencoder_keeps_what_makes_an_emoji(classifier: EmojiClassifier, root: Path) -> None:
     """Restored pictures have 26 dB or more in the mean, and the judge accepts them."""
     vae, right, errors = CosineAutoencoder(), [], []
@@ -238,9 +206,7 @@ def to_tensor(image: Image.Image) -> torch.Tensor:
 
 
 def test_the_model_predicts_pictures(root: Path, tmp_path: Path) -> None:
-    """From the true picture its velocity is the true one, at any time that counts as itself, and every sampler draws
-    the picture that it predicts.
-    """
+    """From the true picture its velocity is the true one, at any time that counts as itself."""
     runner = Runner.from_cfg(tiny_config(tmp_path, root))
     model = runner.backend.model
     clean, noise, t = torch.randn(5, 48), torch.randn(5, 48), torch.tensor([0.05, 0.2, 0.5, 0.9, 1.0])
@@ -250,12 +216,5 @@ def test_the_model_predicts_pictures(root: Path, tmp_path: Path) -> None:
     noisy = (1 - t)[:, None] * clean[:1] + t[:, None] * noise
     velocity = model.velocity_of(torch.randn(5, 32), noisy, t)
     assert torch.allclose(velocity, noise - clean[0], atol=1e-4)
-    with torch.no_grad():
-        red = torch.tensor([1.0, -1.0, -1.0])[:, None, None].expand(3, 32, 32)
-        model.llm2vae.bias.copy_(model.vae.encode(red[None], noise)[0, :, 0, 0])
-    [image] = InterleaveInferencer(model.eval(), runner.processor).unified_generate("draw a car", flow=FLOW).images
-    assert np.abs(np.asarray(image, dtype=int) - (255, 0, 0)).max() <= 1, "8 bits, truncated"
-    [pixels] = draw(model, runner.processor, ["draw a car"], size=(32, 32), flow=FlowSettings(**FLOW), seed=0)
-    assert torch.allclose(pixels, red, atol=1e-4)
     family = family_of(type(model))
     assert family is not None and family.published == () and family.model is type(model)

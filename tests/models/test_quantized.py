@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,12 @@ from unigen_ds.data.order.order import Cursor
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.published import EXPORTED, FILES, write_published
 from unigen_ds.families.nanovlm.model import VLM
-from unigen_ds.families.nanovlm.published import save_nanovlm
 from unigen_ds.models.flops import linear_flops
-from unigen_ds.models.quantized import QuantizedLinear, plain_state_dict, quantize_frozen
+from unigen_ds.models.quantized import QuantizedLinear, plain_state_dict
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import build_data, build_loader, build_model
 from unigen_ds.system.files import DIGESTS
-from unigen_ds.system.journals import read_lines
 
 pytest.importorskip("bitsandbytes")
 FREEZE = ["vae", "vit", "llm"]
@@ -186,16 +183,6 @@ def test_the_published_directory_gets_plain_weights(scheme: str, tmp_path: Path)
     assert any(name.endswith("q_proj.weight") for name in expected)
 
 
-def test_so_does_nanovlms(tmp_path: Path) -> None:
-    source = BAGEL.parent / "nanovlm"
-    model, stated = VLM(pretrained=str(source)), json.loads((source / "config.json").read_text())
-    quantize_frozen(model.requires_grad_(False).parts(), {"llm": "nf4", "vit": "int8"})
-    save_nanovlm(model, tmp_path, config=stated)
-    again, expected = VLM(pretrained=str(tmp_path)).state_dict(), plain_state_dict(model)
-    assert again.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.items())
-
-
 # --- runs ---------------------------------------------------------------------------------------------------------
 
 QUANTIZE = {"llm": "nf4", "vit": "int8"}
@@ -246,19 +233,6 @@ def test_other_parts_move_and_packed_bytes_do_not(straight: tuple[Runner, Path],
             for model in (build_model(own, made.processor, seed=own.seed), runner.backend.model)
         )
     assert after < before, "the loss of the same samples with the same noise"
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
-
-
-def test_a_resumed_run_is_bit_equal(straight: tuple[Runner, Path], data: Path, tmp_path: Path) -> None:
-    runner, folder = straight
-    train(config(tmp_path, data), 2)
-    resumed = train(config(tmp_path, data, resume=True), 4)
-    assert losses(tmp_path) == losses(folder)
-    for name, tensor in runner.backend.model.state_dict().items():
-        assert torch.equal(tensor, resumed.backend.model.state_dict()[name]), name
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,9 @@ def interpolate(known: Sequence[tuple[float, float]], x: float) -> float | None:
 
 def number(value: object) -> float | None:
     """Return a finite number as float, and None for everything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e300 < value < 1e300:
         return None
-    try:
-        result = float(value)
-    except OverflowError:
-        return None
-    return result if math.isfinite(result) else None
+    return float(value)
 
 
 def lines_of_updates(lines: Iterable[Line]) -> list[Line]:
@@ -57,8 +53,6 @@ def well_formed(lines: Iterable[Line]) -> tuple[list[Line], int]:
     """Return the lines whose counts are counts, and the number of all others."""
     lines = list(lines)
     good = [
-        line
-        for line in lines
-        if (is_count(line.get("updates")) if line.get("event") == "resume" else is_count(line.get("update", 0)))
+        one for one in lines if is_count(one.get("updates") if one.get("event") == "resume" else one.get("update", 0))
     ]
     return good, len(lines) - len(good)

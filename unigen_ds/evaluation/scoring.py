@@ -142,13 +142,13 @@ def evaluate(
             replies: dict[str, Answers | str] = {}
             for kind, names in _kinds(own).items():
                 try:
-                    replies[kind] = given = answers(backend, validation.data, kind, answering, max_samples=limit)
+                    replies[kind] = response = answers(backend, validation.data, kind, answering, max_samples=limit)
                 except Exception as error:  # ``answers`` fails on every rank alike
                     replies[kind] = f"no {kind} could be generated: {type(error).__name__}: {error}"
                     continue
-                for why, number in given.left_out.items() if dist.is_main() else ():
+                for why, number in response.left_out.items() if dist.is_main() else ():
                     logger().info("Metrics of %s (%s): %d validation records are left out, %s; %d are answered.",
-                                  _WORDS[kind], names, number, why, given.asked)  # fmt: skip
+                                  _WORDS[kind], names, number, why, response.asked)  # fmt: skip
             for metric in own:
                 if metric.predicts == "loss":
                     result = _of_losses(metric, losses, values.get(f"val/{validation.own}loss/text"))

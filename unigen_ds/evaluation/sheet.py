@@ -6,12 +6,11 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-_SIDE, _GAP, _TEXT_SIZE, _LINE, _LINES = 224, 10, 14, 18, 6
-_PAPER, _INK, _FRAME, _WRONG = "white", "black", "lightgray", "red"
-_Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+_GAP, _LINE, _LINES = 10, 18, 6
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Cell:
 
 
 def contact_sheet(
-    cells: Sequence[Cell], *, columns: int | None = None, title: str = "", side: int = _SIDE
+    cells: Sequence[Cell], *, columns: int | None = None, title: str = "", side: int = 224
 ) -> Image.Image:
     """One picture of all cells, in RGB; ``columns``: None chooses them so that the sheet is about square.
 
@@ -34,26 +33,26 @@ def contact_sheet(
     """
     widest = max([1, *(len(cell.pictures) for cell in cells)])
     columns = columns or max(1, math.ceil(math.sqrt(len(cells) / widest)))
-    font = ImageFont.load_default(_TEXT_SIZE)
+    font = ImageFont.load_default(14)
     width = widest * (side + _GAP) + _GAP
     images = [_draw_cell(cell, font, width, side) for cell in cells]
     rows = [range(i, min(i + columns, len(cells))) for i in range(0, len(cells), columns)]
     heights = [max(images[n].height for n in row) for row in rows]
     top = _LINE + _GAP if title else 0
-    sheet = Image.new("RGB", (columns * width, top + sum(heights)), _PAPER)
+    sheet = Image.new("RGB", (columns * width, top + sum(heights)), "white")
     pen = ImageDraw.Draw(sheet)
-    pen.text((_GAP, _GAP // 2), title, fill=_INK, font=font)
+    pen.text((_GAP, _GAP // 2), title, fill="black", font=font)
     for row, height in zip(rows, heights, strict=True):
         for column, n in enumerate(row):
             left = column * width
             sheet.paste(images[n], (left, top))
             frame = (left, top, left + width - 1, top + height - 1)
-            pen.rectangle(frame, outline=_WRONG if cells[n].wrong else _FRAME)
+            pen.rectangle(frame, outline="red" if cells[n].wrong else "lightgray")
         top += height
     return sheet
 
 
-def _draw_cell(cell: Cell, font: _Font, width: int, side: int) -> Image.Image:
+def _draw_cell(cell: Cell, font: Any, width: int, side: int) -> Image.Image:
     """A cell with what is free around its parts, without its frame. A small picture is scaled by a whole factor; a text
     is wrapped into at most ``_LINES`` lines, and words that are too long are broken.
     """
@@ -68,10 +67,10 @@ def _draw_cell(cell: Cell, font: _Font, width: int, side: int) -> Image.Image:
     if len(lines) > _LINES:
         lines = [*lines[: _LINES - 1], lines[_LINES - 1][: characters - 3] + "..."]
     below = _GAP + max((picture.height + _GAP // 2 for picture in pictures), default=0)
-    image = Image.new("RGB", (width, below + (len(lines) * _LINE + _GAP if lines else 0)), _PAPER)
+    image = Image.new("RGB", (width, below + (len(lines) * _LINE + _GAP if lines else 0)), "white")
     for i, picture in enumerate(pictures):
         image.paste(picture, (_GAP + i * (side + _GAP), _GAP))
     pen = ImageDraw.Draw(image)
     for i, text in enumerate(lines):
-        pen.text((_GAP, below + i * _LINE), text, fill=_INK, font=font)
+        pen.text((_GAP, below + i * _LINE), text, fill="black", font=font)
     return image

@@ -22,29 +22,22 @@ from unigen_ds.system.log import logger
 _MARKER = "complete"
 
 
-def prepare(root: Path, write: Callable[[Path], None], *, note: str, argument: str) -> Path:
+def prepare(root: Path, write: Callable[[Path], None], *, argument: str) -> Path:
     """Call ``write`` with a folder that becomes ``root``, unless ``root`` is there; returns ``root``.
 
     The folder appears complete or not at all, and where several processes start together the first one succeeds.
-    ``note``: the content of the file that marks a complete one. Raises ``ConfigError`` that names ``argument`` where
-    ``root`` holds something else, or files with another note.
+    Raises ``ConfigError`` that names ``argument`` where ``root`` holds something else.
     """
     marker = root / _MARKER
     if not marker.exists():
         try:
             with new_directory(root) as folder:
                 write(folder)
-                (folder / _MARKER).write_text(f"{note}\n", encoding="utf-8")
+                (folder / _MARKER).touch()
         except (ConfigError, CheckpointError) as error:
             if not marker.exists():  # else another process was first
                 remedy = "name a folder that does not exist"
                 raise ConfigError(f"{argument} {root} cannot be written: {error}", remedy=remedy) from error
-    stored = marker.read_text(encoding="utf-8").strip()
-    if stored != note:
-        raise ConfigError(
-            f"{argument} {root} holds the files of another version ({stored}; this one has {note})",
-            remedy="delete the folder, or name one that does not exist",
-        )
     return root
 
 
@@ -91,22 +84,17 @@ class ReportHook(Hook):
 
     dataset: ClassVar[Any]
     """The class of the demo's data."""
-    write_files: ClassVar[Callable[[Path], Path]]
-    """Writes the demo's files into a folder, unless they are there, and returns it."""
-    root: str | None
-    """The argument of the hook: folder of the files; None: that of the run's data."""
 
     def before_run(self, run: Run) -> None:
         self.folder(run)  # refused now, not when the training is complete
 
     def folder(self, run: Run) -> Path:
-        """The folder of the demo's files. Raises ``ConfigError`` where neither argument nor data name it."""
-        if self.root is not None:
-            return type(self).write_files(Path(self.root))
+        """The folder of the demo's files. Raises ``ConfigError`` where the run has none of the demo's data."""
         roots: list[Path] = [dataset.root for dataset in run.datasets if isinstance(dataset, self.dataset)]
         if not roots:
-            problem = f"{type(self).__name__}.root is not given, and the run has no {self.dataset.__name__}"
-            raise ConfigError(problem, remedy="root='work_dirs/data/demo', or any folder that does not exist")
+            raise ConfigError(
+                f"{type(self).__name__} measures what a {self.dataset.__name__} teaches, and there is none"
+            )
         return roots[0]
 
     def after_run(self, run: Run) -> None:

@@ -8,9 +8,7 @@ Shape suffixes: K images, C channels, H and W pixels, z latent channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,15 +40,29 @@ class DiffusersAutoencoder(nn.Module):
         super().__init__()
         if (path is None) == (config is None):
             raise ConfigError("model.vae has both path and config, or none of them", allowed="one of the two")
-        folder = None if path is None else _folder(folder_of(path, where="model.vae.path", files=_FILES))
-        values = dict(config or {}) if folder is None else stored_object(folder / _CONFIG)
-        kind = _autoencoder_class(values)
+        folder, values = None, dict(config or {})
+        if path is not None:
+            whole = folder_of(path, where="model.vae.path", files=_FILES)
+            folders = [one for one in (whole, whole / "vae") if (one / _CONFIG).is_file()]
+            folder = next((one for one in folders if any(one.glob("*.safetensors"))), None)
+            if folder is None:
+                raise ConfigError(
+                    f"model.vae.path is {str(whole)!r}, and it is no autoencoder of diffusers with safetensors",
+                    allowed=f"a folder with {_CONFIG} and {_WEIGHTS}, or a pipeline's with vae/",
+                )
+            values = stored_object(folder / _CONFIG)
+        if values.get("_class_name", _CLASS) != _CLASS:
+            raise ConfigError(f"model.vae is diffusers' {values['_class_name']}", allowed=_CLASS)
+        try:
+            from diffusers import AutoencoderKL
+        except ImportError as error:
+            raise ConfigError("model.vae.type 'DiffusersAutoencoder' needs diffusers", remedy=EXTRA) from error
         self.config = {key: value for key, value in values.items() if key != "_name_or_path"}
         self.autoencoder: Any
         if folder is None or torch.empty(0).is_meta:
-            self.autoencoder = kind.from_config(values)
+            self.autoencoder = AutoencoderKL.from_config(values)
         else:
-            self.autoencoder = kind.from_pretrained(folder, use_safetensors=True, torch_dtype=torch.float32)
+            self.autoencoder = AutoencoderKL.from_pretrained(folder, use_safetensors=True, torch_dtype=torch.float32)
         sizes = self.autoencoder.config
         self.latent_channels: int = sizes.latent_channels
         self.downsample: int = 2 ** (len(sizes.block_out_channels) - 1)
@@ -73,37 +85,10 @@ class DiffusersAutoencoder(nn.Module):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Images in about [-1, 1], in fp32."""
-        with _with_a_parameter(self.autoencoder.decoder.up_blocks, latents.device):
+        blocks = self.autoencoder.decoder.up_blocks  # diffusers reads a precision from the decoder's first parameter,
+        none = torch.empty(0, device=latents.device)  # and here they are all buffers (``vae.py``)
+        blocks.register_parameter("precision", nn.Parameter(none, requires_grad=False))
+        try:
             return self.autoencoder.decode((latents / self.scale + self.shift).float()).sample.float()
-
-
-@contextmanager
-def _with_a_parameter(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """diffusers reads a precision from a decoder's first parameter, and here they are all buffers (``vae.py``)."""
-    module.register_parameter("precision", nn.Parameter(torch.empty(0, device=device), requires_grad=False))
-    try:
-        yield
-    finally:
-        del module.precision
-
-
-def _folder(path: Path) -> Path:
-    """The folder of the autoencoder itself. Raises ``ConfigError``."""
-    for folder in (path, path / "vae"):
-        if (folder / _CONFIG).is_file() and any(folder.glob("*.safetensors")):
-            return folder
-    raise ConfigError(
-        f"model.vae.path is {str(path)!r}, and it is no autoencoder of diffusers with safetensors",
-        allowed=f"a folder with {_CONFIG} and {_WEIGHTS}, or a pipeline's with vae/",
-    )
-
-
-def _autoencoder_class(config: Mapping[str, Any]) -> Any:
-    name = config.get("_class_name", _CLASS)
-    if name != _CLASS:
-        raise ConfigError(f"model.vae is diffusers' {name}", allowed=_CLASS)
-    try:
-        import diffusers
-    except ImportError as error:
-        raise ConfigError("model.vae.type is 'DiffusersAutoencoder', which needs diffusers", remedy=EXTRA) from error
-    return getattr(diffusers, _CLASS)
+        finally:
+            del blocks.precision

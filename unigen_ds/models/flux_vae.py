@@ -6,6 +6,7 @@ Source: Black Forest Labs, FLUX.1 (2024); Esser et al., 2024.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -58,17 +59,6 @@ class AttnBlock(nn.Module):
         return x + self.proj_out(seen.reshape_as(x))
 
 
-class Middle(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.block_1, self.attn_1, self.block_2 = (
-            ResnetBlock(channels, channels), AttnBlock(channels), ResnetBlock(channels, channels)
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block_2(self.attn_1(self.block_1(x)))
-
-
 class Downsample(nn.Module):
     """Half the sides; the zero padding is at right and bottom alone."""
 
@@ -87,6 +77,11 @@ class Upsample(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+
+
+def _middle(channels: int) -> nn.Sequential:
+    parts = {"block_1": ResnetBlock(channels, channels), "attn_1": AttnBlock(channels)}
+    return nn.Sequential(OrderedDict[str, nn.Module](parts, block_2=ResnetBlock(channels, channels)))
 
 
 class Level(nn.Module):
@@ -115,7 +110,7 @@ class Encoder(nn.Module):
             Level(before, width, num_blocks, **({} if i == last else {"downsample": Downsample(width)}))
             for i, (before, width) in enumerate(zip((base, *widths), widths, strict=False))
         )
-        self.mid = Middle(widths[-1])
+        self.mid = _middle(widths[-1])
         self.norm_out, self.conv_out = _norm(widths[-1]), _conv3(widths[-1], 2 * latent_channels)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,7 +126,7 @@ class Decoder(nn.Module):
     def __init__(self, widths: Sequence[int], num_blocks: int, channels: int, latent_channels: int) -> None:
         super().__init__()
         self.conv_in = _conv3(latent_channels, widths[-1])
-        self.mid = Middle(widths[-1])
+        self.mid = _middle(widths[-1])
         self.up = nn.ModuleList(
             Level(before, width, num_blocks + 1, **({} if i == 0 else {"upsample": Upsample(width)}))
             for i, (before, width) in enumerate(zip((*widths[1:], widths[-1]), widths, strict=True))

@@ -104,11 +104,11 @@ class Lora(Section):
 
     @model_validator(mode="after")
     def _compiles(self) -> Self:
-        for pattern in self.patterns:
-            try:
+        try:
+            for pattern in self.patterns:
                 re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(f"lora.target_modules: {pattern!r} is no regular expression: {error}") from error
+        except re.error as error:
+            raise ConfigError(f"lora.target_modules: {error.pattern!r} is no regular expression: {error}") from error
         if not self.patterns:
             raise ConfigError("lora.target_modules is empty", remedy="lora=None trains without adapters")
         return self

@@ -259,8 +259,8 @@ def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
             remedy="leave sizes out of the section model, or set them to None where a recipe has them: the files have"
             " every size",
         )
-    named = {"not used": differences.unexpected, "initialised": differences.missing, "more rows than stored": grown}
-    for what, names in named.items():
+    notes = {"not used": differences.unexpected, "initialised": differences.missing, "more rows than stored": grown}
+    for what, names in notes.items():
         if names:
             logger().info(f"pretrained {source.where}: {what}: {first_names(names)}")
     model.__dict__["from_files"] = frozenset(name for name in own if name in stored and name not in grown)

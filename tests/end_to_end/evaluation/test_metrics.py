@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tests.data.support import picture, talk, text, write_jsonl
-from tests.end_to_end.engines.launch import tensors, unequal
+from tests.end_to_end.evaluation.test_validation import assert_same_training
 from tests.end_to_end.models.test_vlm_run import config as vlm_config
 from tests.end_to_end.models.test_vlm_run import data as vlm_data  # noqa: F401 - a fixture
 from tests.end_to_end.own_parts.test_own_family import config as regression_config
@@ -22,7 +22,6 @@ from tests.text_run import text_config
 from tests.text_run import words as spoken
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint.best_record import best_of
-from unigen_ds.checkpoint.store import list_checkpoints
 from unigen_ds.config.registry import HOOKS, METRICS, MODELS
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.generation import Answer, Answering, answers
@@ -225,13 +224,7 @@ def test_values_of_pictures_are_those_of_the_models_and_training_notices_nothing
     assert values["val/fid_tinyextractor"] == pytest.approx(frechet_distance_of_samples(made, real), rel=1e-6)
     assert "val/kid_tinyextractor" in values and "val/breaks" in values and "val/perplexity" in values
     image_run(draws, tmp_path / "without" / "run", val_dataloader=None).train()
-    a, b = (tmp_path / name for name in ("without", "with"))
-    assert training(a) == training(b) and len(training(a)) == 2
-    for one, other in zip(list_checkpoints(a / "run"), list_checkpoints(b / "run"), strict=True):
-        assert unequal(tensors(one.path), tensors(other.path)) == []
-        states = [sorted((found.path / "rng").iterdir()) for found in (one, other)]
-        assert [p.read_bytes() for p in states[0]] == [p.read_bytes() for p in states[1]]
-    assert (a / "run" / "ledger.jsonl").read_bytes() == (b / "run" / "ledger.jsonl").read_bytes()
+    assert_same_training(tmp_path / "without", tmp_path / "with")
 
 
 def pixels(image: Image.Image) -> Tensor:

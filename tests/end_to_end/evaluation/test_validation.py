@@ -25,7 +25,6 @@ from unigen_ds.config.registry import HOOKS, MODELS
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError, ResumeBlocked
 from unigen_ds.data.batches.loader import collate
-from unigen_ds.data.datasets.subset import Division
 from unigen_ds.data.order.order import Draw
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
@@ -304,16 +303,6 @@ def test_the_cache_of_the_device_is_released_if_wanted(tmp_path: Path, monkeypat
     assert len(released) == 2 * len(evaluations(tmp_path / "wanted")) == 6
 
 
-def test_a_pause_is_not_the_end(tmp_path: Path) -> None:
-    """--max-updates: the resumed run has the lines of one that was never stopped."""
-    text_run(tmp_path / "a", val_dataloader=SPLIT).train()
-    text_run(tmp_path / "b", val_dataloader=SPLIT, updates=3).train()
-    assert [line["update"] for line in evaluations(tmp_path / "b")] == [2]
-    text_run(tmp_path / "b", val_dataloader=SPLIT, resume=True).train()
-    assert evaluations(tmp_path / "a") == evaluations(tmp_path / "b")
-    assert training(tmp_path / "a") == training(tmp_path / "b")
-
-
 @HOOKS.register_module(force=True)
 class KillOnce(Hook):
     """SIGKILL after an update, whose evaluation is in the log and whose checkpoint is not written."""
@@ -351,15 +340,6 @@ def test_what_is_evaluated_is_never_trained_on(tmp_path: Path) -> None:
     assert {draw.index for draw in same.validation[0].data.draws()[0]} == held
     seeded = text_run(tmp_path, val_dataloader={**SPLIT, "seed": 5}, resume=False, work_dir=str(tmp_path / "seeded"))
     assert {draw.index for draw in seeded.validation[0].data.draws()[0]} != held
-
-
-def test_membership_is_a_function_of_seed_and_content() -> None:
-    digests = np.arange(20000, dtype=np.int64) * 7919 - 3
-    drawn = Division(0.02, 1).drawn(digests)
-    assert 300 < (drawn < 0.02).sum() < 500
-    assert (Division(0.02, 2).drawn(digests) != drawn).any()
-    order = np.random.default_rng(0).permutation(len(digests))
-    assert (Division(0.02, 1).drawn(digests[order]) == drawn[order]).all()
 
 
 def test_appended_records_move_no_old_one_and_a_changed_share_is_a_change(tmp_path: Path) -> None:
@@ -439,20 +419,3 @@ def test_wrong_settings(tmp_path: Path, changes: dict[str, Any], words: str) -> 
 
 
 # --- other kinds of models --------------------------------------------------------------------------------------------
-
-
-def test_a_users_own_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums alone, running statistics, no tokenizer; a share of its records."""
-    from tests.end_to_end.engines.users import write_rows
-    from tools.train import main as train
-
-    rows = tmp_path / "rows.txt"
-    write_rows(rows)
-    options = [
-        f"train_dataloader.dataset.path={str(rows)!r}", "val_dataloader={'split':0.2,'batch_size':5}",
-        "train_cfg.max_epochs=1",
-    ]  # fmt: skip
-    assert train(["tests/plugin/config.py", "--work-dir", str(tmp_path / "run"), "--cfg-options", *options]) == 0
-    (line,) = evaluations(tmp_path)
-    assert {"val/loss", "val/loss/value", "val/loss/label", "val/loss/value/rows"} <= set(line)
-    assert line["val/loss"] == pytest.approx(line["val/loss/value"] + 0.5 * line["val/loss/label"])

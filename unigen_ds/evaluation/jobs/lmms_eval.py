@@ -94,13 +94,9 @@ def model_class(base: type) -> type:
             return text.strip()
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-            raise ConfigError(
-                "a task of lmms-eval asks for likelihoods", allowed="tasks whose output is generated text"
-            )
+            raise ConfigError("a task of lmms-eval asks for likelihoods", allowed="tasks of one generated text")
 
         def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
-            raise ConfigError(
-                "a task of lmms-eval asks for several rounds", allowed="tasks with one answer for a record"
-            )
+            raise ConfigError("a task of lmms-eval asks for several rounds", allowed="tasks of one generated text")
 
     return UnigenModel

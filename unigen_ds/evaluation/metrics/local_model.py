@@ -37,6 +37,11 @@ class LocalModel:
         """Where its files are. Raises ``ConfigError`` for a name of the hub that cannot be loaded."""
         return folder_of(self._path, where=self.where)
 
+    @property
+    def name(self) -> str:
+        """The folder's."""
+        return self.folder.resolve().name
+
     def check(self) -> None:
         """Raise ``ConfigError`` where the folder is not there, or has no safetensors."""
         if not any(self.folder.glob("*.safetensors")):
@@ -46,11 +51,6 @@ class LocalModel:
                 remedy=f"a relative path begins at {Path.cwd()}; save_pretrained saves a model so: pickled weights are"
                 " not read",
             )
-
-    @property
-    def name(self) -> str:
-        """The folder's."""
-        return self.folder.resolve().name
 
     def details(self) -> dict[str, str]:
         """For the provenance: the name, and a hash of the config, the weights, the tokenizer and the processor."""
@@ -86,7 +86,7 @@ class LocalModel:
         return getattr(self.processor, "image_processor", None) or self.processor
 
     def _load(self, kind: str, **arguments: Any) -> Any:
-        """Load the folder by a class of transformers. Raises ``ConfigError``. Draws no global random number."""
+        """Load the folder by a class of transformers. Raises ``ConfigError``."""
         import transformers
 
         self.check()
@@ -112,18 +112,14 @@ def device() -> torch.device:
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """No gradients, no autocast, and float32 as float32: TF32 would change features by a thousandth.
-
-    The global random numbers stay as they were: a loader of torch, for example, draws a seed from them.
-    """
+    """No gradients, no autocast, and float32 as float32: TF32 would change features by a thousandth."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         with (
             torch.inference_mode(),
-            torch.random.fork_rng(devices=[]),
-            torch.autocast("cpu", enabled=False),
-            torch.autocast("cuda", enabled=False),
+            torch.random.fork_rng(devices=[]),  # a loader of torch draws a seed
+            torch.autocast(device().type, enabled=False),
             torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
         ):
             yield

@@ -68,7 +68,7 @@ class DigitsDataset(UnifiedGenerationDataset):
 
 def write_digits(root: Path) -> Path:
     """Write images and JSONL files under ``root`` unless they are there; returns ``root``."""
-    return prepare(root, lambda folder: _write(folder, _load()), note="1797 digits", argument="DigitsDataset.root")
+    return prepare(root, _write, argument="DigitsDataset.root")
 
 
 def read_split(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -81,17 +81,13 @@ def read_split(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(images), np.asarray(labels)
 
 
-def _load() -> Any:
+def _write(folder: Path) -> None:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ConfigError(
-            "the digits come with scikit-learn, which is not installed", remedy="pip install 'unigen_ds[demo]'"
-        ) from error
-    return load_digits()
-
-
-def _write(folder: Path, data: Any) -> None:
+        problem = "the digits come with scikit-learn, which is not installed"
+        raise ConfigError(problem, remedy="pip install 'unigen_ds[demo]'") from error
+    data: Any = load_digits()
     images = np.round(data.images * (255.0 / 16.0)).astype(np.uint8)
     order = permute_many(np.arange(len(images), dtype=np.int64), len(images), _SPLIT_KEY).tolist()
     for split, members in (("train", order[:TRAIN_SIZE]), ("val", order[TRAIN_SIZE:])):

@@ -25,7 +25,6 @@ from unigen_ds.examples.digits.dataset import (
     caption,
     draw_prompt,
     read_split,
-    write_digits,
 )
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
@@ -45,12 +44,10 @@ class DigitsReportHook(ReportHook):
         num_timesteps: times of the sampler, one more than its steps.
         text_scale: guidance towards the prompt; 1 is none.
         seed: of the first noise of each drawing.
-        root: folder of the digits; None: that of the run's ``DigitsDataset``.
     """
 
     name = "digits_report"
     dataset = DigitsDataset
-    write_files = write_digits
 
     @checked()
     def __init__(
@@ -59,10 +56,9 @@ class DigitsReportHook(ReportHook):
         num_timesteps: Annotated[int, Ge(2)] = 26,
         text_scale: float = 2.0,
         seed: int = 0,
-        root: str | None = None,
     ) -> None:
         self.flow = FlowSettings(num_timesteps=num_timesteps, text_scale=text_scale)
-        self.seed, self.root = seed, root
+        self.seed = seed
 
     def measure(self, run: Run, root: Path) -> tuple[dict[str, Any], Image.Image, str] | None:
         model = run.backend.model

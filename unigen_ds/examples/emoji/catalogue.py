@@ -59,7 +59,7 @@ class Variant:
 
     @property
     def file(self) -> str:
-        return "-".join((self.emoji, *self.look.split())) + ".png"
+        return f"pictures/{'-'.join((self.emoji, *self.look.split()))}.png"
 
     def request(self) -> str:
         """The user's: ``draw a blue car``."""

@@ -70,7 +70,8 @@ class CosineAutoencoder(nn.Module):
     """Latents are the lowest frequencies of each block of 8 x 8 pixels, of its brightness and two colour differences.
 
     The transform is orthonormal (the cosine transform of Ahmed et al., 1974), so ``decode`` restores what was kept and
-    the error of a picture is what was left out. A frequency is divided by a fixed number (``divisor``).
+    the error of a picture is what was left out. A frequency is divided by the square root of its standard deviation in
+    the emoji, by a fitted formula: so low frequencies weigh most in the loss, and high ones are not lost in the noise.
     """
 
     downsample = BLOCK
@@ -86,7 +87,8 @@ class CosineAutoencoder(nn.Module):
         colours = torch.tensor(_COLOURS, dtype=torch.float64)
         parts = [(colours[colour], waves[row], waves[column]) for colour, row, column in lowest]
         basis = torch.stack([torch.einsum("c,h,w->chw", *each) for each in parts])
-        scale = torch.tensor([divisor(*frequency) for frequency in lowest], dtype=torch.float64)[:, None, None, None]
+        divisors = [math.sqrt((2.5 if n else 5.0) / (1 + row + column) ** 1.4) for n, row, column in lowest]
+        scale = torch.tensor(divisors, dtype=torch.float64)[:, None, None, None]
         self.analysis: Tensor
         self.synthesis: Tensor
         self.register_buffer("analysis", (basis / scale).float(), persistent=False)
@@ -99,12 +101,3 @@ class CosineAutoencoder(nn.Module):
     def decode(self, latents: Tensor) -> Tensor:
         """Inverse of ``encode`` on pictures that have no other frequencies."""
         return F.conv_transpose2d(latents, self.synthesis, stride=BLOCK)
-
-
-def divisor(colour: int, row: int, column: int) -> float:
-    """Return the number that a coefficient is divided by; ``row`` and ``column`` are its frequencies.
-
-    The square root of its standard deviation in the emoji, by a fitted formula: so low frequencies weigh most in the
-    loss, and high ones are not lost in the noise.
-    """
-    return math.sqrt((2.5 if colour else 5.0) / (1 + row + column) ** 1.4)

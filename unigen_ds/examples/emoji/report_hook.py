@@ -15,7 +15,7 @@ from unigen_ds.evaluation.sheet import Cell, contact_sheet
 from unigen_ds.examples.demo import ReportHook, average_of
 from unigen_ds.examples.emoji.catalogue import Variant, edits, variants
 from unigen_ds.examples.emoji.classifier import LIMIT, EmojiClassifier
-from unigen_ds.examples.emoji.dataset import EmojiDataset, stored_picture, write_emoji
+from unigen_ds.examples.emoji.dataset import EmojiDataset, stored_picture
 from unigen_ds.hooks.base import Run
 from unigen_ds.system import dist
 
@@ -61,21 +61,19 @@ class EmojiReportHook(ReportHook):
     Args:
         flow: how pictures are drawn, as of ``PreviewHook``.
         seed: of the first noise of each picture.
-        root: folder of the emoji; None: that of the run's ``EmojiDataset``.
     """
 
     name = "emoji_report"
     dataset = EmojiDataset
-    write_files = write_emoji
 
     @checked()
-    def __init__(self, *, flow: Mapping[str, Any] | None = None, seed: int = 0, root: str | None = None) -> None:
-        self.given, self.flow, self.seed, self.root = dict(flow or {}), None, seed, root
+    def __init__(self, *, flow: Mapping[str, Any] | None = None, seed: int = 0) -> None:
+        self.settings, self.flow, self.seed = dict(flow or {}), None, seed
 
     def before_run(self, run: Run) -> None:
         super().before_run(run)
         family = trained_family(run.backend)[0]
-        self.flow = family.drawing_settings(run.backend.model, self.given, where="EmojiReportHook.flow")
+        self.flow = family.drawing_settings(run.backend.model, self.settings, where="EmojiReportHook.flow")
 
     def measure(self, run: Run, root: Path) -> tuple[dict[str, Any], Image.Image, str] | None:
         def make(inferencer: Any, request: tuple[int, Task]) -> str | Image.Image:
@@ -85,8 +83,8 @@ class EmojiReportHook(ReportHook):
                 return str(inferencer.unified_generate("", images=image, understand=True, max_length=12).text)
             images = [] if task.before is None else [stored_picture(root, task.before)]
             prompt = task.asked.instruction() if images else task.asked.request()
-            made = inferencer.unified_generate(prompt, images=images, flow=self.flow, seed=self.seed + number)
-            drawing: Image.Image = made.images[0]
+            generated = inferencer.unified_generate(prompt, images=images, flow=self.flow, seed=self.seed + number)
+            drawing: Image.Image = generated.images[0]
             return drawing
 
         asked = tasks()
