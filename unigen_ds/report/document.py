@@ -15,7 +15,7 @@ import jinja2
 from markupsafe import Markup
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.system.files import temporary_beside, write_text_atomic
+from unigen_ds.system.files import write_text_atomic
 
 _LONG = 24
 """Characters of a word that may be broken in a table."""
@@ -64,19 +64,6 @@ def write_document(out: Path, template: str, **values: Any) -> Path:
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}") from error
     return out
-
-
-def check_writable(out: Path) -> None:
-    """Raise ``ConfigError`` where a file cannot be written there: before the work of making it."""
-    try:
-        if out.is_dir():
-            raise IsADirectoryError(0, "it is a folder")
-        trial = temporary_beside(out, "tmp")
-        trial.touch()
-        trial.unlink()
-    except OSError as error:
-        problem = f"{out} cannot be written: {error.strerror}"
-        raise ConfigError(problem, allowed="a file in a folder that exists") from error
 
 
 def data_uri(content: bytes, kind: str = "png") -> str:
