@@ -108,16 +108,13 @@ def grouped(value: float | None) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """``0.42 s``, ``12.3 s``, ``4 min 05 s``, ``3 h 12 min``, ``2 d 04 h``."""
+    """``0.42 s``, ``12.3 s``, ``4 min 05 s``, ``51 h 12 min``."""
     if seconds is None:
         return "–"
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def percent(share: float | None) -> str:
