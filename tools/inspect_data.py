@@ -65,15 +65,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     from unigen_ds.data.batches.statistics import describe  # after parsing: --help does not wait for torch
-    from unigen_ds.report.document import check_writable
     from unigen_ds.system.log import pending_notices
 
     config = data_sections(arguments.config, arguments.cfg_options)
     _check_there(arguments)
     work_dir = arguments.work_dir or (arguments.ledger.parent if arguments.ledger else None)
     manifest = newest_manifest(work_dir) if work_dir else None
-    if arguments.html:
-        check_writable(arguments.html)
     settings, data = build_inspected(config, world_size=arguments.world_size, manifest=manifest)
     stream = data.stream
     for text in pending_notices():

@@ -253,9 +253,6 @@ def test_everything_of_the_data_is_escaped_and_nothing_is_loaded(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--html", "gone/page.html"], "gone/page.html cannot be written: No such file"),
-        (["--html", "."], "it is a folder"),
-        (["--html", "x" * 300], "cannot be written: File name too long"),
         (["--num", "3"], "give --html OUT, too"),
         (["--html", "page.html", "--ledger", "ledger.jsonl"], "ask one after the other"),
         (["--html", "page.html", "--num", "3", "--sequences", "0:2"], "give one of them"),

@@ -277,23 +277,6 @@ def test_validation_metrics_and_their_provenance(runs: Runs, tmp_path: Path) -> 
     assert "step_9.json" in everything and "1.25update 6" in everything
 
 
-def test_statistics_over_ranks_are_curves(runs: Runs, tmp_path: Path) -> None:
-    """Statistics are no evaluation."""
-    data = runs.other.parent / "digits"
-    config = tiny_config(tmp_path / "run", data, default_hooks__logger__statistics_interval=2)
-    Runner.from_cfg(config, max_updates=4).train()
-    page = report(tmp_path / "run")
-    assert "No validation and no evaluation is recorded" in page.texts["validation"]
-    assert not [title for title in page.texts["validation"].split() if "training_stats" in title]
-    titles = {"Over ranks: tokens per second", "Over ranks: images per sample"}
-    titles |= {"Over ranks: shares of the time", "Over ranks: communication time"}
-    shown = {a["aria-label"] or "" for _, a in page.attributes if a.get("role") == "img"}
-    for title in titles:
-        assert [text for text in shown if text.startswith(f"{title}: ")], title
-    for text in ("avg_tokens_per_second", "max_images_per_sample"):
-        assert text in page.texts["curves"]
-
-
 def test_results_of_other_processes_are_shown_once_and_by_the_rules_of_the_hook(tmp_path: Path) -> None:
     """Logged or not yet, of every form; what the hook refused is named instead, and ``Last`` is of the last update."""
     folder = tmp_path / "run"

@@ -15,7 +15,7 @@ import jinja2
 from markupsafe import Markup
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.system.files import temporary_beside, write_text_atomic
+from unigen_ds.system.files import write_text_atomic
 
 _LONG = 24
 """Characters of a word that may be broken in a table."""
@@ -66,19 +66,6 @@ def write_document(out: Path, template: str, **values: Any) -> Path:
     return out
 
 
-def check_writable(out: Path) -> None:
-    """Raise ``ConfigError`` where a file cannot be written there: before the work of making it."""
-    try:
-        if out.is_dir():
-            raise IsADirectoryError(0, "it is a folder")
-        trial = temporary_beside(out, "tmp")
-        trial.touch()
-        trial.unlink()
-    except OSError as error:
-        problem = f"{out} cannot be written: {error.strerror}"
-        raise ConfigError(problem, allowed="a file in a folder that exists") from error
-
-
 def data_uri(content: bytes, kind: str = "png") -> str:
     """A picture inside of the page."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
@@ -121,16 +108,13 @@ def grouped(value: float | None) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """``0.42 s``, ``12.3 s``, ``4 min 05 s``, ``3 h 12 min``, ``2 d 04 h``."""
+    """``0.42 s``, ``12.3 s``, ``4 min 05 s``, ``51 h 12 min``."""
     if seconds is None:
         return "–"
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def percent(share: float | None) -> str:

@@ -135,19 +135,16 @@ def marks_of(run: WorkDir) -> list[Mark]:
 
 
 def curves(run: WorkDir) -> tuple[list[Figure], list[Figure]]:
-    """The charts of the training: the main ones, and all others; of a statistic over ranks its average, maximum and
-    minimum, and the time shares together.
-    """
+    """The charts of the training: the main ones, and all others."""
     lines, marks = run.updates, marks_of(run)
     keys = keys_of(lines)
     terms = [key for key in keys if key.startswith("loss/")]
     rates = [key for key in keys if key == "lr" or key.startswith("lr/")]
 
-    def figure(
-        title: str, names: Sequence[str], *, log: bool | None = None, of: Sequence[Line] = lines, unit: str = ""
-    ) -> Figure | None:
-        smooth = of is lines and names is not rates
-        several = [Series(label(name), points(of, name), i, smooth=smooth) for i, name in enumerate(names)]
+    def figure(title: str, names: Sequence[str], *, unit: str = "", log: bool | None = None) -> Figure | None:
+        several = [
+            Series(label(name), points(lines, name), i, smooth=name not in rates) for i, name in enumerate(names)
+        ]
         return chart(title, several, x_label="update", marks=marks, unit=unit, log=log)
 
     void = [
@@ -169,17 +166,7 @@ def curves(run: WorkDir) -> tuple[list[Figure], list[Figure]]:
     for key in keys:
         if key not in known and not key.startswith("val/"):
             rest.setdefault(key.partition("/")[0], []).append(key)
-    statistics: dict[str, list[str]] = {}
-    for key in keys_of(run.statistics):
-        kind, _, name = key.partition("/")[2].partition("_")
-        if kind in ("avg", "max", "min") and not name.startswith("share_"):
-            statistics.setdefault(name, []).append(key)
-        elif kind == "avg":
-            statistics.setdefault("shares of the time", []).append(key)
     more = [figure(name.replace("_", " "), group) for name, group in rest.items()]
-    more += [
-        figure(f"Over ranks: {name.replace('_', ' ')}", group, of=run.statistics) for name, group in statistics.items()
-    ]
     return [one for one in main if one is not None], [one for one in more if one is not None]
 
 
@@ -280,7 +267,6 @@ def _validation(run: WorkDir) -> dict[str, Any]:
         values = [value for _, value in pairs]
         update, last = max(pairs, key=lambda pair: -1 if pair[0] is None else pair[0])
         rows.append((key, len(pairs), min(values), max(values), last, value_text(update), origin))
-    state = run.best_state
     made_alike: dict[str, Any] = {}  # the values of all checkpoints that were computed alike: the last one is displayed
     for one in run.evaluations:
         if one.provenance:
@@ -289,10 +275,6 @@ def _validation(run: WorkDir) -> dict[str, Any]:
     return {
         "curves": validation_curves(run),
         "rows": rows,
-        "best": state.get("metric") and (
-            f"{state['metric']} ({state.get('rule', 'less')}): {number_text(number(state.get('value')))}"
-            f" at update {value_text(state.get('updates'))}"
-        ),
         "provenance": [
             (f"{', '.join([*one.values][:4])} ({one.origin})",
              [(key, value_text(value)) for key, value in flat(one.provenance).items()])

@@ -20,11 +20,11 @@ from unigen_ds.checkpoint.home import HINT as HOME_HINT
 from unigen_ds.checkpoint.home import home_of
 from unigen_ds.checkpoint.manifest import FILE_NAME as MANIFEST
 from unigen_ds.checkpoint.saver import CONFIG_FILE
-from unigen_ds.checkpoint.store import HOOKS_FILE, Lineage
+from unigen_ds.checkpoint.store import Lineage
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import member_names
 from unigen_ds.evaluation.jobs.evaluation_job import RESULT, numbers_of, read_result
-from unigen_ds.evaluation.metric_lines import Line, is_count, lines_of_updates, number, validation_losses, well_formed
+from unigen_ds.evaluation.metric_lines import Line, lines_of_updates, number, validation_losses, well_formed
 from unigen_ds.system.journals import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, TIMELINE_FILE, in_effect, parse_lines
 
 BEST_HINT, LOG_FILE, PREVIEWS, RESULTS = "best_checkpoint", "train.log", "previews", "eval_results"
@@ -88,15 +88,11 @@ class WorkDir:
     """Lines of updates that count, one for each update that was logged, in order."""
     abandoned: Sequence[Sequence[Line]]
     """Lines that a resume made void, by the start that wrote them."""
-    statistics: Sequence[Line]
-    """Lines with the statistics over ranks that count, in order."""
     evaluations: Sequence[Evaluated]
     checkpoints: Sequence[store.Found]
     lineage: Lineage
     best: str | None
     """Name of the best checkpoint."""
-    best_state: Mapping[str, Any]
-    """The state of ``BestHook``: metric, rule, value, updates."""
     skipped: Sequence[Line]
     previews: Sequence[tuple[int | None, Path]]
     """Update and file, in order; None: a picture of another name."""
@@ -144,8 +140,6 @@ def read_work_dir(path: Path) -> WorkDir:
     valid = in_effect(metrics)
     counted = {id(line) for line in valid}
     void = ([line for line in lines if id(line) not in counted] for _, lines in _by_start(metrics))
-    states = [one.path / HOOKS_FILE for one in checkpoints if (one.path / HOOKS_FILE).is_file()]
-    best_state = _mapping(json_object(states[-1], problems) or {}, "best") if states else {}
     best = _text(home / BEST_HINT, problems) if (home / BEST_HINT).exists() else None
     digits = {file: re.search(r"(\d{1,18})(?=\D*$)", file.stem) for file in (path / PREVIEWS).glob("*.png")}
     previews = [(int(match[1]) if match else None, file) for file, match in digits.items()]
@@ -155,12 +149,10 @@ def read_work_dir(path: Path) -> WorkDir:
         starts=starts,
         updates=lines_of_updates(valid),
         abandoned=[updates for lines in void if (updates := lines_of_updates(lines))],
-        statistics=[line for line in valid if line.get("event") == STATISTICS and is_count(line.get("update"))],
         evaluations=evaluations(path, valid, config, problems),
         checkpoints=checkpoints,
         lineage=attempt("lineage.json", lambda: Lineage.read(home), Lineage(), problems),
         best=best and Path(best.strip()).name,
-        best_state=best_state,
         skipped=in_effect(_journal(path / SKIPPED_FILE, problems)) if (path / SKIPPED_FILE).exists() else [],
         previews=sorted(previews, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1].name)),
         config=mask_secrets(config),

@@ -312,14 +312,8 @@ def test_what_goes_wrong_never_ends_the_training(tmp_path):
     "command, problem",
     [
         ("python my/ev.py", r"has no \{checkpoint\} and has no \{out\}: python my/ev.py"),
-        (
-            "sbatch eval.slurm {checkpoint} {step}",
-            r"has no \{out\}.*Allowed: \{checkpoint\}.*\{out\}.*sbatch.*\{step\}",
-        ),
-        (["python", "{out}"], r"has no \{checkpoint\}:"),
+        ("sbatch eval.slurm {checkpoint} {step}", r"has no \{out\}.*Allowed: .*sbatch.*\{step\}"),
         ("pyhton ev.py {checkpoint} {out}", "no program 'pyhton'.*Remedy: install it"),
-        ("/nowhere/evaluate {checkpoint} {out}", "no program '/nowhere/evaluate'"),
-        ("", r"has no \{checkpoint\}"),
         ("a 'b", "No closing quotation"),
         ("a {chekpoint}", r"\{chekpoint\}.*Allowed: \{checkpoint\}"),
     ],

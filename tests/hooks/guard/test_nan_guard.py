@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.hooks.tiny_run import TinyRun
-from unigen_ds.config.registry import HOOKS, build
-from unigen_ds.core.errors import ConfigError, TrainingError
+from unigen_ds.core.errors import TrainingError
 from unigen_ds.hooks.guard.nan_guard import NanGuardHook
 from unigen_ds.system.log import NAME
 
@@ -48,9 +47,3 @@ def test_an_overflow_of_fp16_is_no_gradient_that_is_not_finite(tmp_path: Path) -
     run.update(applied=False, scale_fell=True)
     with pytest.raises(TrainingError, match=r"updates 6 to 8"):
         run.update(applied=False, scale_fell=True, text=math.inf)
-
-
-def test_wrong_arguments() -> None:
-    for wrong in (0, 2.5, True):
-        with pytest.raises(ConfigError, match=f"max_consecutive is {wrong}. Allowed: a whole number of at least 1"):
-            build(HOOKS, {"type": "NanGuardHook", "max_consecutive": wrong}, where="default_hooks.nan_guard")

@@ -45,14 +45,13 @@ class EMAHook(Hook):
         begin_epoch: NotNegative = 0,
         begin_update: NotNegative = 0,
     ) -> None:
-        begins = {"begin_iter": begin_iter, "begin_epoch": begin_epoch, "begin_update": begin_update}
-        set_ones = [name for name, value in begins.items() if value]
-        if len(set_ones) > 1:
-            raise ConfigError(f"EMAHook has both {' and '.join(set_ones)}", remedy="give one of them")
+        begins = {"iteration": begin_iter, "epoch": begin_epoch, "update": begin_update}
+        several = [(unit, value) for unit, value in begins.items() if value]
+        if len(several) > 1:
+            raise ConfigError("EMAHook has more than one of begin_iter, begin_epoch, begin_update", remedy="give one")
         self.momentum = momentum
-        units = {"begin_iter": "iteration", "begin_epoch": "epoch", "begin_update": "update"}
-        begin = set_ones[0] if set_ones else "begin_iter"
-        self._begin_value, self._begin_unit = begins[begin], units[begin]
+        begin: tuple[str, float] = several[0] if several else ("iteration", 0)
+        self._begin_unit, self._begin_value = begin
         self._begin: Duration | None = None
         self._average: ShardEMA | None = None
 
@@ -78,10 +77,9 @@ class EMAHook(Hook):
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if not result.applied:
             return
-        if self._begin is None or self._begin.reached(run.progress):
-            self.average.update(run.backend.master_data())
-        else:
-            self.average.copy_from(run.backend.master_data())
+        begins = self._begin is None or self._begin.reached(run.progress)
+        move = self.average.update if begins else self.average.copy_from
+        move(run.backend.master_data())
 
     def swapped(self, run: Run) -> AbstractContextManager[None]:
         """The model computes with the averaged weights inside the context."""

@@ -71,8 +71,7 @@ class EarlyStoppingHook(MetricHook):
         return self._reason() is not None
 
     def _stop(self, run: Run, beginning: str) -> None:
-        reason = self._reason()
-        if reason is None:
+        if (reason := self._reason()) is None:
             return
         if dist.is_main():
             logger().warning("%s, at update %d: %s. Remedy: to train further, change EarlyStoppingHook (a larger"

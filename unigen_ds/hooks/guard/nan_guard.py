@@ -58,20 +58,17 @@ class NanGuardHook(Hook):
             len(self._skipped), self.max_consecutive,
         )  # fmt: skip
         if len(self._skipped) >= self.max_consecutive:
-            raise self._error()
-
-    def _error(self) -> TrainingError:
-        (first_update, first_result), (last_update, last_result) = self._skipped[0], self._skipped[-1]
-        first, stop = first_result.sequences[0], last_result.sequences[1]
-        ids = [name for _, result in self._skipped for name in result.sample_ids]
-        names, more = ", ".join(ids[:SHOWN_IDS]), len(ids) - SHOWN_IDS
-        return TrainingError(
-            f"{len(self._skipped)} updates in a row had a loss or gradients that are not finite: updates"
-            f" {first_update} to {last_update}, sequences {first}:{stop}",
-            remedy="lower the learning rate, resume from an earlier checkpoint, or look at the data: `python"
-            f" tools/inspect_data.py CONFIG --sequences {first}:{stop}` shows all of these samples: {names}"
-            + (f" and {more} more" if more > 0 else ""),
-        )
+            (first_update, first_result), (last_update, last_result) = self._skipped[0], self._skipped[-1]
+            first, stop = first_result.sequences[0], last_result.sequences[1]
+            ids = [name for _, result in self._skipped for name in result.sample_ids]
+            more = f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
+            raise TrainingError(
+                f"{len(self._skipped)} updates in a row had a loss or gradients that are not finite: updates"
+                f" {first_update} to {last_update}, sequences {first}:{stop}",
+                remedy="lower the learning rate, resume from an earlier checkpoint, or look at the data: `python"
+                f" tools/inspect_data.py CONFIG --sequences {first}:{stop}` shows all of these samples:"
+                f" {', '.join(ids[:SHOWN_IDS])}{more}",
+            )
 
     def after_train(self, run: Run) -> None:
         """The last save checks this; a run without one must not end as complete either."""

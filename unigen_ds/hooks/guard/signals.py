@@ -38,9 +38,9 @@ class SignalHook(Hook):
     name = "signals"
 
     def __init__(self) -> None:
-        self._received = 0
-        self._received_at = 0.0
-        self._stopped = False
+        self._received, self._received_at = 0, 0.0
+        self.stopped = False
+        """Whether a signal has ended the run."""
         self._alone = True
         self._previous: dict[int, Any] = {}
 
@@ -69,31 +69,22 @@ class SignalHook(Hook):
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if result.stop_wanted or (self._alone and self._received):
-            logger().warning("%s received: saving a checkpoint, then stopping.", self._name())
-            self._stopped = True
-            run.request_stop(STOPPED_BY_SIGNAL)
+            self._stop(run, "saving a checkpoint, then stopping")
 
     def after_train(self, run: Run) -> None:
         """A signal during the last update: all processes report it by the same exit status."""
-        if not self._stopped and dist.sum_floats([float(self._received > 0)])[0]:
-            logger().warning("%s received during the last update: the checkpoint is saved.", self._name())
-            self._stopped = True
-            run.request_stop(STOPPED_BY_SIGNAL)
-        if not self._stopped:  # else the process is about to end, and a repeat must not change how
-            self._restore()
+        if not self.stopped and dist.sum_floats([float(self._received > 0)])[0]:
+            self._stop(run, "it came during the last update, whose checkpoint is saved")
+        if not self.stopped:  # else the process is about to end, and a repeat must not change how
+            self.on_exception(run, None)
 
-    @property
-    def stopped(self) -> bool:
-        """Whether a signal has ended the run."""
-        return self._stopped
+    def _stop(self, run: Run, consequence: str) -> None:
+        name = signal.Signals(self._received).name if self._received else "A signal to another process"
+        logger().warning("%s received: %s.", name, consequence)
+        self.stopped = True
+        run.request_stop(STOPPED_BY_SIGNAL)
 
-    def _name(self) -> str:
-        return signal.Signals(self._received).name if self._received else "A signal to another process"
-
-    def on_exception(self, run: Run, error: BaseException) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
+    def on_exception(self, run: Run, error: BaseException | None) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}

@@ -53,22 +53,18 @@ def rule_of(metric: str, rule: str | None = None) -> str:
     parts = name.split("/")[:2]
     if "loss" in parts:
         return "less"
-    rules = {_rule_of_part(part) for part in parts} - {None} or {_rule_of_part(name)}
-    if len(rules) == 1 and (only := rules.pop()):
-        return only
-    raise ConfigError(
-        f"whether {metric!r} is better when it is less or greater cannot be inferred from its name",
-        remedy="add rule='less' or rule='greater'",
-    )
-
-
-def _rule_of_part(part: str) -> str | None:
-    for rule, beginnings in _RULES.items():
-        if part.startswith(beginnings):
-            return rule
-    if any(key in part for key in _GREATER):
-        return "greater"
-    return "less" if "loss" in part else None
+    rules: set[str] = set()
+    for part in parts:
+        own = [rule for rule, beginnings in _RULES.items() if part.startswith(beginnings)]
+        rules |= {*own[:1]} or ({"greater"} if any(key in part for key in _GREATER) else set())
+    if not rules and "loss" in name:
+        return "less"
+    if len(rules) != 1:
+        raise ConfigError(
+            f"whether {metric!r} is better when it is less or greater cannot be inferred from its name",
+            remedy="add rule='less' or rule='greater'",
+        )
+    return rules.pop()
 
 
 class MetricHook(Hook):
@@ -83,16 +79,14 @@ class MetricHook(Hook):
     def __init__(self, metric: str, *, rule: str | None, where: str) -> None:
         self.metric, self.rule, self._where = metric, rule_of(metric, rule), where
         self._provenance: dict[str, str] = {}
-        self._missing: ConfigError | None = None
 
     def before_run(self, run: Run) -> None:
         if (evaluate := check_result(run, self.metric, where=self._where)) is not None:
             self._provenance = dict(evaluate.provenance(run, self.metric))
 
     def value_of(self, run: Run, metrics: Mapping[str, Any]) -> float | None:
-        """The metric's value, NaN where it has none; None where this evaluation leaves it out.
-
-        Where no evaluation has such a metric, a checkpoint of this update is wanted, and the run ends after it.
+        """The metric's value, NaN where it has none; None where this evaluation leaves it out. Raises ``ConfigError``
+        where no evaluation has such a metric.
         """
         if self.metric in metrics:
             value = metrics[self.metric]
@@ -100,20 +94,8 @@ class MetricHook(Hook):
         complete = all(getattr(hook, "complete", True) for hook in run.hooks)
         if complete or "loss" in self.metric.split("/")[1:3]:
             problem = f"{self._where} is {self.metric!r}, which the evaluation does not have"
-            self._missing = ConfigError(problem, allowed=", ".join(sorted(metrics)) or "nothing: it has no results")
+            raise ConfigError(problem, allowed=", ".join(sorted(metrics)) or "nothing: it has no results")
         return None
-
-    def wants_save(self) -> bool:
-        return self._missing is not None
-
-    def before_update(self, run: Run) -> None:
-        """Raise ``ConfigError`` where the last evaluation had no such metric: the checkpoint is saved by now."""
-        if self._missing is not None:
-            raise self._missing
-
-    def after_train(self, run: Run) -> None:
-        if self._missing is not None:
-            raise self._missing
 
     def difference(self, metric: str, rule: str, provenance: Mapping[str, str]) -> str | None:
         """Why a stored value of ``metric`` cannot be compared with those of this run; None: it can."""
@@ -161,7 +143,6 @@ class BestHook(MetricHook):
 
     def before_update(self, run: Run) -> None:
         """What was not saved at its own update is not the best one."""
-        super().before_update(run)
         if self._offered is not None and dist.is_main():
             consequence = "none is kept" if self._folder is None else f"{self._folder} stays the best checkpoint"
             logger().warning("The best %s so far, %.6g at update %d, was not saved: %s.",
@@ -178,7 +159,7 @@ class BestHook(MetricHook):
             self._offered = Best(self.metric, self.rule, value, run.progress.updates, provenance=self._provenance)
 
     def wants_save(self) -> bool:
-        return self._offered is not None or super().wants_save()
+        return self._offered is not None
 
     def after_save_checkpoint(self, run: Run, path: Path) -> None:
         """The checkpoint of the present update is complete: if its value is the best, it is the best one now."""
@@ -196,23 +177,21 @@ class BestHook(MetricHook):
         """``checkpoint`` has ``best``: write its weights alone if asked, and the hint. A failure is a warning."""
 
         def settle() -> tuple[Path, int | None]:
-            folder: Path = checkpoint
-            commit: int | None = Manifest.read(checkpoint).commit
+            folder, commit = checkpoint, Manifest.read(checkpoint).commit
             try:
                 if self._weights_only:
-                    folder, commit = self._write_weights(run.checkpoint_dir, best, checkpoint), None
+                    folder = self._write_weights(run.checkpoint_dir, best, checkpoint)
                 stored.write_hint(run.checkpoint_dir, folder)
             except (OSError, UnigenError) as error:
                 logger().warning("The best checkpoint is %s, complete and kept, but: %s", folder, error)
-            return folder, commit
+            return folder, commit if folder == checkpoint else None
 
         self._refer(run, best, *dist.on_main(settle))
 
     def _refer(self, run: Run, best: Best, folder: Path, commit: int | None) -> None:
         """``folder`` has ``best``. ``commit``: of the checkpoint of this run that retention must not delete."""
-        home = run.checkpoint_dir.resolve()
-        inside = folder.resolve().is_relative_to(home)
-        name = folder.resolve().relative_to(home) if inside else folder.absolute()
+        home, own = run.checkpoint_dir.resolve(), folder.resolve()
+        name = own.relative_to(home) if own.is_relative_to(home) else folder.absolute()
         self._best, self._folder, self._commit = replace(best, path=str(name)), folder, commit
 
     def _write_weights(self, home: Path, best: Best, checkpoint: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 from unigen_ds.checkpoint import store
@@ -83,18 +82,15 @@ class CheckpointHook(Hook):
         self._settled = run.progress.updates
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
+        due = self._every is not None and self._every.every(run.progress, run.previous)
         if run.done:
             self._save(run)
-        elif self._due(run):
+        elif due or any(hook.wants_save() for hook in run.hooks):
             try:
                 self._save(run)
             except SaveError as error:  # raised on every rank alike
                 if dist.is_main():
                     logger().error("%s Training continues without this checkpoint.", error)
-
-    def _due(self, run: Run) -> bool:
-        regular = self._every is not None and self._every.every(run.progress, run.previous)
-        return regular or any(hook.wants_save() for hook in run.hooks)
 
     def after_train(self, run: Run) -> None:
         if self._settled != run.progress.updates:  # a hook that runs later asked for the stop
@@ -106,14 +102,15 @@ class CheckpointHook(Hook):
         path = run.save_checkpoint(self.filename_tmpl.format(number), form=self.form)
         self._settled = run.progress.updates
         logger().info("Saved checkpoint %s.", path)
-        if dist.is_main():
-            try:
-                days, kept = self.max_keep_days, _kept_by(run.hooks)
-                for old in store.retain(run.checkpoint_dir, max_keep=self.max_keep_ckpts, max_days=days, keeps=kept):
-                    logger().info("Deleted old checkpoint %s.", old)
-            except (OSError, UnigenError) as error:  # happens on this rank alone: it must not end the run
-                logger().warning("Old checkpoints were not deleted: %s", error)
+        if not dist.is_main():
+            return
 
+        def kept(manifest: Manifest) -> bool:
+            return any(hook.keeps(manifest) for hook in run.hooks)
 
-def _kept_by(hooks: Sequence[Hook]) -> Callable[[Manifest], bool]:
-    return lambda manifest: any(hook.keeps(manifest) for hook in hooks)
+        try:
+            days = self.max_keep_days
+            for old in store.retain(run.checkpoint_dir, max_keep=self.max_keep_ckpts, max_days=days, keeps=kept):
+                logger().info("Deleted old checkpoint %s.", old)
+        except (OSError, UnigenError) as error:  # happens on this rank alone: it must not end the run
+            logger().warning("Old checkpoints were not deleted: %s", error)
