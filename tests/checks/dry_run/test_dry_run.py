@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import sys
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from tests.families.tiny_transformers import write_language
 from tests.processes import ranks
 from tests.tiny import tiny_config
 from tools.train import main
-from unigen_ds.checkpoint.home import WorkDirLock
 from unigen_ds.checks.dry_run import first_batches, resources
 from unigen_ds.checks.dry_run.collectives import Call, compare
 from unigen_ds.checks.dry_run.first_batches import FirstBatches, Kind, MadeBatch
@@ -206,29 +204,6 @@ def test_a_resume_by_a_config_with_a_mistake(config, capsys):
     assert any("iter_2" in text for text in texts) and any(" records of 1 data set(s)" in text for text in texts), found
     needed = "the checklist of the resume: needs custom_hooks, train_dataloader without problems"
     assert ("not checked", needed) in found["start"] and found["batches"][0][0] == "ok", found
-
-
-def test_a_folder_in_which_another_process_trains(config, tmp_path, capsys):
-    path, run = config(), tmp_path / "run"
-    run.mkdir()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        lock = WorkDirLock(run)
-        os.write(writing, b"1")
-        signal.pause()
-        os._exit(bool(lock))
-    os.read(reading, 1)
-    before = files(tmp_path)
-    try:
-        status = main([path, "--dry-run", "--json", "--cfg-options", "load_from=missing.pth"])
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    found = results(capsys)
-    assert status == 1 and any(f"process {child}" in text for _, text in found["folders"]), found
-    assert [text for status, text in found["paths"] if status == "problem"], found
-    assert files(tmp_path) == before
 
 
 def test_a_process_that_slurm_starts_without_its_launcher(config, capsys, monkeypatch):
