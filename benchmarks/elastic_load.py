@@ -175,7 +175,8 @@ def own(backend: Any, folder: Path) -> None:
 
         state = {f"master|{name}": p.detach() for name, p in backend._masters.items()}
         for kind in ("exp_avg", "exp_avg_sq"):
-            state |= {f"{kind}|{name}": t for name, t in backend._moment_tensors(kind).items()}
+            held = {name: backend._optimizer.state[backend._masters[name]][kind] for name in backend.kept_for(kind)}
+            state |= {f"{kind}|{name}": t for name, t in held.items()}
         load(state, checkpoint_id=folder)
 
 

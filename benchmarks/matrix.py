@@ -316,7 +316,7 @@ def main() -> int:
     groups = [group for group in TITLES if group in arguments.groups]
     needed = {*groups, *(reference for group, reference in REFERENCES.items() if group in groups)}
     out, begun = arguments.keep or Path(tempfile.mkdtemp(prefix="matrix-")), time.monotonic()
-    launched = Launched(out, jobs_of(needed, full=True), timeout_s=4 * 3600.0)
+    launched = Launched(out, jobs_of(needed, full=True), timeout_s=4 * 3600.0).finish()
     rows = list(checked(launched, groups))
     minutes = (time.monotonic() - begun) / 60
     good = all(row.good for row in rows)

@@ -86,9 +86,9 @@ def main() -> None:
     jobs = [job(m, e, recompute=r) for m in MODELS for r in (False, True) for e in ENGINES]
     jobs = [one for one in jobs if not wanted or any(text in one.name for text in wanted)]
     out = Path(tempfile.mkdtemp(prefix="plan-"))
-    launch.Launched(out, [])  # writes the data
+    launch.Launched(out, []).finish()  # writes the data
     write_same(out / "data")
-    runs, rows = launch.Launched(out, jobs), []
+    runs, rows = launch.Launched(out, jobs).finish(), []
     for one in jobs:
         problem = runs.results[one.name]["problem"]
         counted = [] if problem else runs.outcome(one.name).counted()

@@ -48,7 +48,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if session.testsfailed or session.config.option.collectonly or not any(map(_needs_engines, session.items)):
         return None
     jobs = launch.begin()
-    if not isinstance(jobs, launch.Background) or all(map(_needs_engines, session.items)):
+    if jobs.on_demand or all(map(_needs_engines, session.items)):
         return None
     processes.server()  # one for both
     lanes.Lanes(session, own=_needs_engines, begin=jobs.ended).run()

@@ -171,14 +171,6 @@ def test_an_absent_gradient_counts_as_zero():
     assert_equal(state(backend), state(zeros))
 
 
-def test_frozen_parameters_stay():
-    backend = make()
-    before = backend.model.frozen.weight.clone()  # type: ignore[union-attr,operator]
-    train(backend, 0, 1)
-    assert torch.equal(backend.model.frozen.weight, before)  # type: ignore[union-attr,arg-type]
-    assert "frozen.weight" not in {shard.name for shard in backend.master_shards()}
-
-
 # ---- precision ------------------------------------------------------------------------------------------------------
 
 

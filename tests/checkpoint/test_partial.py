@@ -56,21 +56,6 @@ def compare(reader: SafetensorsReader, table: list[dict[str, Any]], wanted: list
 # ---- names ----------------------------------------------------------------------------------------------------------
 
 
-def test_names_are_revised_in_order_and_only_what_is_asked_is_read(tmp_path):
-    weight = numbers(2, 3)
-    reader = stored(tmp_path, {"module.backbone.a": weight, "module.b": numbers(2, 3, seed=1)})
-    keys = [(r"^module\.", ""), (r"^backbone\.(\w)", r"encoder.\1"), (r"^b$", "encoder.b")]
-    found = compare(reader, rows("module.backbone.a", "module.b"), rows("encoder.a", "encoder.b"), revise_keys=keys)
-    found.check(LoadSettings())
-    assert found.renamed == {"encoder.a": "module.backbone.a", "encoder.b": "module.b"}
-    fitted = FittedReader(reader, found)
-    assert fitted.names(MASTER) == ["encoder.a", "encoder.b"] and fitted.numel(MASTER, "encoder.a") == 6
-    assert torch.equal(fitted.read(MASTER, "encoder.a", 1, 4), weight.flatten()[1:4])
-    assert reader.asked == [("module.backbone.a", 1, 4)]
-    with pytest.raises(CheckpointError, match=r"no master of module\.b"):
-        fitted.read(MASTER, "module.b", 0, 1)
-
-
 def test_two_names_that_become_one_are_refused(tmp_path):
     reader = stored(tmp_path, {"a.w": numbers(2, 3), "b.w": numbers(2, 3)})
     with pytest.raises(CheckpointError, match=r"a\.w and b\.w of the checkpoint both become w\."):
@@ -120,13 +105,6 @@ def test_new_rows_are_the_mean_for_any_division_into_ranges(tmp_path, monkeypatc
     assert fitted.numel(MASTER, EMBEDDING) == 24
 
 
-def test_old_rows_alone_need_no_mean(tmp_path):
-    reader = stored(tmp_path, {HEAD: numbers(5, 3)})
-    found = compare(reader, rows(**{HEAD: (5, 3)}), rows(**{HEAD: (8, 3)}), resize_vocab=True)
-    FittedReader(reader, found).read(MASTER, HEAD, 4, 15)
-    assert reader.asked == [(HEAD, 4, 15)]
-
-
 def test_rows_are_removed_only_if_requested(tmp_path):
     old = numbers(5, 3)
     reader = stored(tmp_path, {HEAD: old})
@@ -166,13 +144,6 @@ def test_each_difference_is_refused_by_name_until_it_is_allowed(tmp_path):
         nothing.check(everything)
 
 
-def test_a_long_list_is_shortened_in_the_message_and_complete_in_the_report(tmp_path):
-    names = [f"layer_{i}" for i in range(11)]
-    found = compare(stored(tmp_path, {"w": numbers(2, 3)}), rows("w"), rows("w", *names))
-    assert list(found.lines()) == [("missing", f"11 missing in the checkpoint: {'; '.join(names[:8])}; and 3 more")]
-    assert found.state_dict()["missing"] == names
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -186,8 +157,3 @@ def test_a_long_list_is_shortened_in_the_message_and_complete_in_the_report(tmp_
 def test_a_setting_that_cannot_work_is_refused(given, message):
     with pytest.raises(ConfigError, match=f"load_cfg.{message}"):
         allowing(**given)
-
-
-def test_a_replacement_without_its_group_is_refused():
-    with pytest.raises(ConfigError, match=r"'\\\\1' for '\^a'"):
-        allowing(revise_keys=[("^a", r"\1")]).revised("a")

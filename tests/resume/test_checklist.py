@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.data.batches.change import DataChange
 from unigen_ds.resume.checklist import learning_rates, run
 from unigen_ds.resume.finding import Finding, Proposal, Saves, refuse
-from unigen_ds.resume.geometry import lr_factor
 from unigen_ds.schedule.schedule import Schedules
 
 SAMPLES, EPOCHS = 100_000, 8
@@ -129,25 +127,7 @@ def test_two_to_three_processes_names_the_nearest():
     assert batch.status == "block" and "255 and 258" in batch.remedy
 
 
-@pytest.mark.parametrize(("choice", "factor"), [("keep-lr", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
-def test_a_choice_lets_it_go_on_and_says_what_it_does(choice, factor):
-    manifest, now = stored(), Geometry(64, 1, 2)
-    scale = lr_factor(choice, was=256, now=128)
-    new = replace(Schedules.from_state_dict(manifest.schedule), lr_scale=scale)
-    findings = found(manifest, proposal(manifest, now, schedules=new, on_batch_change=choice))
-    assert findings["batch.effective"].status == "warn" and f"{factor:.4g}" in findings["batch.effective"].why
-    rates = [learning_rates(manifest, s)[0][1]["default"] for s in (Schedules.from_state_dict(manifest.schedule), new)]
-    assert rates[1] == pytest.approx(rates[0] * factor)
-    assert findings["lr.curve"].status == ("ok" if factor == 1.0 else "warn")
-
-
 # ---- edited configs -------------------------------------------------------------------------------------------------
-
-
-def test_an_edit_of_what_is_past_changes_nothing_ahead():
-    manifest = stored()
-    without_warmup = schedules(manifest.ruler, curve=CURVE[1:])
-    assert found(manifest, proposal(manifest, FIRST, schedules=without_warmup))["lr.curve"].status == "ok"
 
 
 def test_a_complete_run_says_so():

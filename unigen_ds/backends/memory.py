@@ -1,7 +1,7 @@
 """Memory for a model that was built on the meta device: names and shapes first, memory for its shards later.
 
-An engine moves the tensors that have memory (``move_real_tensors``), shards, and replaces the others by uninitialised
-tensors (``allocate``); ``load_tensors`` then fills them.
+An engine moves the tensors that have memory, shards, and replaces the others by uninitialised tensors (``allocate``);
+``load_tensors`` then fills them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,6 @@ _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 def on_meta(model: nn.Module) -> bool:
     """Whether weights are without memory yet: they are read once the model is sharded."""
     return any(parameter.is_meta for parameter in model.parameters())
-
-
-def move_real_tensors(model: nn.Module, device: torch.device) -> None:
-    """Move all tensors that are not on the meta device to ``device``."""
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 @torch.no_grad()

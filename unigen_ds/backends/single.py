@@ -95,15 +95,6 @@ class SingleBackend(TorchOptimizerBackend):
     def _shards(self, tensors: Mapping[str, Tensor]) -> list[Shard]:
         return [Shard(name, tuple(t.shape), 0, t.detach().view(-1)) for name, t in tensors.items()]
 
-    def master_shards(self) -> list[Shard]:
-        return self._shards({name: self._masters[name] for name in self._trainable})
-
-    def frozen_shards(self) -> list[Shard]:
-        return self._shards({name: p for name, p in self._masters.items() if not p.requires_grad})
-
-    def moments(self, kind: str) -> list[Shard]:
-        return self._shards(self._moment_tensors(kind))
-
     def state_files(self) -> StateFiles:
         """``model.safetensors`` under the model's own names (any tool reads it) and ``optimizer.safetensors``."""
         weights = self._without_base({**self._masters, **self.buffers()})

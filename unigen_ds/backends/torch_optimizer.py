@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend, StepResult
-from unigen_ds.core.shards import LOSS_SCALE, STEP, persistent_buffers
+from unigen_ds.core.shards import LOSS_SCALE, STEP, Shard, persistent_buffers
 from unigen_ds.optim.optimizer import (
     LossScale,
     OptimizerConfig,
@@ -114,8 +115,21 @@ class TorchOptimizerBackend(Backend):
         state = self._optimizer.state
         return [name for name in self._trainable if state.get(self._masters[name], {}).get(kind) is not None]
 
-    def _moment_tensors(self, kind: str) -> dict[str, Tensor]:
-        return {name: self._optimizer.state[self._masters[name]][kind] for name in self.kept_for(kind)}
+    @abc.abstractmethod
+    def _shards(self, tensors: Mapping[str, Tensor]) -> list[Shard]:
+        """This process's parts of tensors that are split as the parameters of their names are."""
+
+    def _parameters_of(self, *, trained: bool) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._masters.items() if p.requires_grad == trained}
+
+    def master_shards(self) -> list[Shard]:
+        return self._shards(self._parameters_of(trained=True))
+
+    def frozen_shards(self) -> list[Shard]:
+        return self._shards(self._parameters_of(trained=False))
+
+    def moments(self, kind: str) -> list[Shard]:
+        return self._shards({name: self._optimizer.state[self._masters[name]][kind] for name in self.kept_for(kind)})
 
     def set_steps(self, steps: Mapping[str, float]) -> None:
         for name, step in steps.items():

@@ -1,10 +1,10 @@
 """The files of the base of adapters: where they are, and that they are those that the adapters were trained on.
 
 A checkpoint of adapters lacks the base, so its manifest has a record of the base's files (``Base``): the folders as
-``model.pretrained`` names them, the revision where they are a snapshot of the hub, and size and hash of each file that
-decides a number: weights, and the configs of the model. The hash is computed when a run starts and whenever a
-checkpoint is opened, at the speed of the disk. ``CheckpointHook(save_base=True)`` copies the files into
-``base`` beside the checkpoints, once, where a checkpoint finds them first.
+``model.pretrained`` names them, and size and hash of each file that decides a number: weights, and the configs of the
+model. The hash is computed when a run starts and whenever a checkpoint is opened.
+``CheckpointHook(save_base=True)`` copies the files into ``base`` beside the checkpoints, where a checkpoint finds them
+first.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class Base:
     """The record of a manifest."""
 
     path: Folders
-    revision: str | None
-    """The revision of a snapshot of the hub; None for other folders."""
     files: tuple[FileEntry, ...]
     """Paths below the folder, ``PART/NAME`` where there is one for each part."""
 
@@ -50,16 +48,11 @@ class Base:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a manifest."""
-        return {"path": self.path, "revision": self.revision, "files": [asdict(entry) for entry in self.files]}
+        return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Base:
-        """Raises ``CheckpointError`` for a damaged record."""
-        try:
-            files = tuple(FileEntry(**entry) for entry in state["files"])
-            return cls(state["path"], state["revision"], files)
-        except (LookupError, TypeError) as error:
-            raise CheckpointError(f"the manifest's record of the base is damaged: {error!r}") from error
+        return cls(state["path"], tuple(FileEntry(**entry) for entry in state["files"]))
 
 
 def read_base(folders: Folders) -> Base:
@@ -70,14 +63,8 @@ def read_base(folders: Folders) -> Base:
         missing = [path for path in where.values() if not Path(path).exists()]
         what = f", and {missing[0]} does not exist" if missing else " has no files of weights"
         raise ConfigError(f"model.pretrained is {folders!r}{what}: adapters need a base")
-    revisions = []  # of .../models--OWNER--NAME/snapshots/REVISION
-    for part, path in where.items():
-        before, _, after = path.partition("/snapshots/")
-        if before and after:
-            revision = after.partition("/")[0]
-            revisions.append(f"{part}={revision}" if part else revision)
     entries = [FileEntry(name, path.stat().st_size, file_digest(path)) for name, path in sorted(paths.items())]
-    return Base(where[""] if isinstance(folders, str) else where, ", ".join(revisions) or None, tuple(entries))
+    return Base(where[""] if isinstance(folders, str) else where, tuple(entries))
 
 
 def find_base(base: Base, *, given: str | None, checkpoint: Path | None) -> Folders:
@@ -85,11 +72,11 @@ def find_base(base: Base, *, given: str | None, checkpoint: Path | None) -> Fold
 
     Raises ``CheckpointError`` naming the file that differs or is missing, for each of them.
     """
+    choices: list[Folders] = [base.path]
     if given is not None:
         choices = [_inside(base, folder_of(given, where="--base").absolute())]
-    else:
-        copy = outer(checkpoint).parent / FOLDER if checkpoint is not None else None
-        choices = [*([_inside(base, copy)] if copy is not None and copy.is_dir() else []), base.path]
+    elif checkpoint is not None and (copy := outer(checkpoint).parent / FOLDER).is_dir():
+        choices.insert(0, _inside(base, copy))
     problems = []
     for folders in choices:
         problem = _problem(base, folders)
@@ -157,11 +144,10 @@ def _problem(base: Base, folders: Folders) -> str | None:
     """The first file that is not as recorded."""
     files = _files(folders)
     for entry in base.files:
-        path, where = files.get(entry.path), folders if isinstance(folders, str) else dict(folders)
-        if path is None:
-            return f"{where} has no {entry.path}"
-        if path.stat().st_size != entry.size:
-            return f"{path} has {path.stat().st_size:,} bytes, and the base's had {entry.size:,}"
+        if entry.path not in files:
+            return f"{folders} has no {entry.path}"
+        if (size := files[entry.path].stat().st_size) != entry.size:
+            return f"{files[entry.path]} has {size:,} bytes, and the base's had {entry.size:,}"
     for entry in base.files:
         if (digest := file_digest(files[entry.path])) != entry.digest:
             return f"{files[entry.path]} has another content ({digest}) than the base's ({entry.digest})"

@@ -24,7 +24,7 @@ import math
 import re
 import zipfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,13 @@ from unigen_ds.models.weights import flat_sizes
 ASSUMABLE = ("batch_size", "accumulative_counts", "dp_size")
 HINTS = ("latest", store.HINT)
 """Files that name the newest checkpoint of a folder: DeepSpeed's; mmengine's and ours."""
+_UNKNOWN = (
+    "The order of its data, and the position in it, are not stored: data begins at its start or where you set it.",
+    "The learning-rate schedule is not stored in a known form: that of the config is used.",
+    "An average of the weights (EMA) is not stored: an average would begin with the weights.",
+    "The state of the random generators is not stored.",
+)
+"""What no other trainer stores in a form that is read."""
 _BINARIES = ("pytorch_model.bin", "pytorch_model_fsdp.bin")
 _ENDINGS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".index.json")
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}(?P<ending>\.\w+)$")
@@ -210,18 +217,9 @@ def is_known(path: Path) -> bool:
 
     if path.is_file():
         return path.name.endswith(_ENDINGS) or zipfile.is_zipfile(path)
-    known = _registered(path) is not None or (path / ".metadata").is_file() or _has_deepspeed(path)
+    known = any(read(path) is not None for read in FOREIGN_STATES.module_dict.values())
+    known = known or (path / ".metadata").is_file() or any(is_deepspeed(file.name) for file in path.iterdir())
     return known or bool(weight_files(path)) or published_format(path) is not None
-
-
-def _registered(path: Path) -> ForeignState | None:
-    """What the first function of ``FOREIGN_STATES`` that knows the path has read."""
-    return next((state for read in FOREIGN_STATES.module_dict.values() if (state := read(path)) is not None), None)
-
-
-def _has_deepspeed(folder: Path) -> bool:
-    """Whether any of DeepSpeed's files is there: an incomplete set is named as such by its reader."""
-    return any(is_deepspeed(path.name) for path in folder.iterdir())
 
 
 def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int] | None = None) -> Foreign:
@@ -237,18 +235,39 @@ def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
         ConfigError: an assumption contradicts the files.
     """
     folder = locate(path, tag)
-    if (state := _registered(folder)) is not None:
-        geometry, unknown = _geometry({name: getattr(state, name) for name in ASSUMABLE}, assume or {})
-        parameters = _table(state.reader, frozen=state.frozen)
-        sentences = (*unknown, *_unknown_everywhere(state.reader))
-        return Foreign(
-            folder, "registered", state.writer, state.reader, parameters, sentences, geometry, state.updates
-        )  # fmt: skip
-    if folder.is_dir() and _has_deepspeed(folder):
-        return _deepspeed(folder, assume or {})
+    states = (read(folder) for read in FOREIGN_STATES.module_dict.values())
+    state = next((state for state in states if state is not None), None)
+    foreign: Foreign
+    if state is not None:
+        sizes = {name: getattr(state, name) for name in ASSUMABLE}
+        rows = _table(state.reader, frozen=state.frozen)
+        foreign = Foreign(folder, "registered", state.writer, state.reader, rows, (), updates=state.updates)
+    elif folder.is_dir() and any(is_deepspeed(file.name) for file in folder.iterdir()):
+        foreign, sizes = _deepspeed(folder)
+    else:
+        foreign, sizes = _plain(folder), None
+    unknown = list(foreign.unknown)
+    geometry = None
+    if sizes is not None:
+        for name, value in (assume or {}).items():
+            if sizes[name] not in (None, value):
+                raise ConfigError(
+                    f"--assume {name}={value}, but the checkpoint was written with {name}={sizes[name]}",
+                    remedy=f"leave {name} out; the new run may still use another",
+                )
+        known = {name: size for name, size in {**sizes, **(assume or {})}.items() if size is not None}
+        missing = [f"{name} is not stored; set it with --assume {name}=N." for name in ASSUMABLE if name not in known]
+        geometry = None if missing else Geometry(**known)
+        unknown = missing + unknown
+    if LOSS_SCALE not in foreign.reader.kinds():
+        unknown.append("A dynamic loss scale is not stored: it would begin with its initial value.")
+    return replace(foreign, geometry=geometry, unknown=(*unknown, *_UNKNOWN))
+
+
+def _plain(folder: Path) -> Foreign:
+    """Tensors and nothing else."""
     reader, layout, writer = _plain_reader(folder)
-    parent = folder if folder.is_dir() else folder.parent
-    sizes = _stated_model(parent)
+    sizes = _stated_model(folder if folder.is_dir() else folder.parent)
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     one_is_stored = (MASTER, embedding) in reader.shapes and (MASTER, head) not in reader.shapes
     if not reader.tied and one_is_stored and (sizes.get("llm") or {}).get("tie_word_embeddings") is True:
@@ -259,12 +278,11 @@ def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
     ]
     if isinstance(reader, TorchReader) and reader.others:
         unknown.append(f"Not read: {', '.join(reader.others)}.")
-    unknown += _unknown_everywhere(reader)
     return Foreign(folder, layout, writer, reader, _table(reader), tuple(unknown), sizes=sizes)
 
 
 def _plain_reader(folder: Path) -> tuple[PieceReader, str, str]:
-    """Tensors and nothing else: the reader, the layout and the writer. Raises ``CheckpointError``."""
+    """The reader, the layout and the writer. Raises ``CheckpointError``."""
     from unigen_ds.families.directories import published_format  # imported only where it is needed
 
     if (folder / ".metadata").is_file():
@@ -295,42 +313,50 @@ def _plain_reader(folder: Path) -> tuple[PieceReader, str, str]:
     )
 
 
-def _deepspeed(folder: Path, assume: Mapping[str, int]) -> Foreign:
+def _deepspeed(folder: Path) -> tuple[Foreign, dict[str, int | None]]:
+    """The checkpoint, and the sizes of ``ASSUMABLE`` that the stored ``ds_config`` states, or DeepSpeed derives."""
     reader = DeepSpeedReader(folder)
     header = reader.header
     meta, config = (part if isinstance(part := header.get(key), dict) else {} for key in ("meta", "ds_config"))
-    geometry, unknown = _geometry(_stored_sizes(header, config), assume)
-    updates = _count(header.get("global_steps"))
+
+    def count(value: Any, *, least: int = 1) -> int | None:
+        """A stored number; None for what is absent or no whole number (``'auto'``)."""
+        return value if isinstance(value, int) and not isinstance(value, bool) and value >= least else None
+
+    sizes = {
+        "batch_size": count(config.get("train_micro_batch_size_per_gpu")),
+        "accumulative_counts": count(config.get("gradient_accumulation_steps")),
+        "dp_size": count(header.get("dp_world_size")),
+    }
+    total, missing = count(config.get("train_batch_size")), [name for name, size in sizes.items() if size is None]
+    if total is not None and len(missing) == 1:
+        sizes[missing[0]] = total // math.prod(size for size in sizes.values() if size is not None)
+    elif total is None and config and "gradient_accumulation_steps" not in config:
+        sizes["accumulative_counts"] = 1  # DeepSpeed's default
+    updates = count(header.get("global_steps"), least=0)
     writer = f"DeepSpeed {header.get('ds_version', 'of an unknown version')}, ZeRO stage {reader.zero_stage}"
     if "mmengine" in meta or "message_hub" in header:
         writer += f", run by mmengine {meta.get('mmengine', '')}".rstrip()
-    if updates is None:
-        unknown.append("How many updates it had done is not stored.")
-    unknown += _unknown_everywhere(reader)
+    unknown = ["How many updates it had done is not stored."] if updates is None else []
     if reader.zero_stage == 0:
         unknown.append("Which weights were frozen is not stored.")
         unknown.append("Moments of the optimizer are not read: without ZeRO every optimizer stores its own form.")
-    return Foreign(
-        directory=folder,
-        layout="deepspeed",
-        writer=writer,
-        reader=reader,
-        parameters=_table(reader, frozen=reader.frozen, groups=reader.groups),
-        geometry=geometry,
-        updates=updates,
-        skipped_updates=_count(header.get("skipped_steps")),
-        unknown=tuple(unknown),
-        precision=_precision(config) if isinstance(header.get("ds_config"), dict) else None,
-    )
-
-
-def _precision(config: Mapping[str, Any]) -> str | None:
-    """From the stored ``ds_config``: a section that is not there, or not enabled, means fp32."""
-    for name, sections in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
+    precision: str | None = "fp32" if isinstance(header.get("ds_config"), dict) else None
+    for name, sections in (("fp16", ("fp16",)), ("bf16", ("bf16", "bfloat16"))):
         values = [config[section].get("enabled") for section in sections if isinstance(config.get(section), dict)]
         if any(values):
-            return name if all(value in (True, False) for value in values) else None  # "auto" is no answer
-    return "fp32"
+            precision = name if all(value in (True, False) for value in values) else None  # "auto" is no answer
+    return Foreign(
+        folder,
+        "deepspeed",
+        writer,
+        reader,
+        _table(reader, frozen=reader.frozen, groups=reader.groups),
+        tuple(unknown),
+        updates=updates,
+        skipped_updates=count(header.get("skipped_steps"), least=0),
+        precision=precision,
+    ), sizes
 
 
 def _stated_model(folder: Path) -> dict[str, Any]:
@@ -366,48 +392,3 @@ def _table(
 def stored_dtype(reader: PieceReader, kind: str, name: str, shape: tuple[int, ...]) -> torch.dtype:
     """The dtype of a tensor on disk; fp32 if it has no elements."""
     return reader.read(kind, name, 0, 1).dtype if math.prod(shape) else torch.float32
-
-
-def _stored_sizes(header: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, int | None]:
-    """Those of ``ASSUMABLE`` that the stored ``ds_config`` states, or DeepSpeed derives."""
-    sizes = {
-        "batch_size": _count(config.get("train_micro_batch_size_per_gpu"), least=1),
-        "accumulative_counts": _count(config.get("gradient_accumulation_steps"), least=1),
-        "dp_size": _count(header.get("dp_world_size"), least=1),
-    }
-    total = _count(config.get("train_batch_size"), least=1)
-    missing = [name for name, size in sizes.items() if size is None]
-    if total is not None and len(missing) == 1:
-        sizes[missing[0]] = total // math.prod(size for size in sizes.values() if size is not None)
-    elif total is None and config and "gradient_accumulation_steps" not in config:
-        sizes["accumulative_counts"] = 1  # DeepSpeed's default
-    return sizes
-
-
-def _geometry(stored: Mapping[str, int | None], assume: Mapping[str, int]) -> tuple[Geometry | None, list[str]]:
-    """From what is stored, and then from what is assumed; a sentence for each part that neither has."""
-    for name, value in assume.items():
-        if stored[name] not in (None, value):
-            raise ConfigError(
-                f"--assume {name}={value}, but the checkpoint was written with {name}={stored[name]}",
-                remedy=f"leave {name} out; the new run may still use another",
-            )
-    sizes = {name: size for name, size in {**stored, **assume}.items() if size is not None}
-    unknown = [f"{name} is not stored; set it with --assume {name}=N." for name in ASSUMABLE if name not in sizes]
-    return (None if unknown else Geometry(**sizes)), unknown
-
-
-def _count(value: Any, *, least: int = 0) -> int | None:
-    """A stored number; None for what is absent or no whole number (``'auto'``)."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= least else None
-
-
-def _unknown_everywhere(reader: PieceReader) -> list[str]:
-    sentences = [
-        "The order of its data, and the position in it, are not stored: data begins at its start or where you set it.",
-        "The learning-rate schedule is not stored in a known form: that of the config is used.",
-        "An average of the weights (EMA) is not stored: an average would begin with the weights.",
-        "The state of the random generators is not stored.",
-        "A dynamic loss scale is not stored: it would begin with its initial value.",
-    ]
-    return sentences if LOSS_SCALE not in reader.kinds() else sentences[:-1]

@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import socket
-import struct
 from pathlib import Path
 
 from unigen_ds.checkpoint import store
@@ -60,10 +59,9 @@ def check_home(work_dir: Path, home: Path) -> None:
     line = _line(work_dir / HINT)
     before = work_dir if line is None else Path(line)
     if not same(before, home) and (held := store.list_checkpoints(before)):
-        where = "checkpoint_dir" if not same(work_dir, home) else "without a checkpoint_dir they would be"
         keep = "leave checkpoint_dir out" if same(before, work_dir) else f"--checkpoint-dir {before}"
         raise ConfigError(
-            f"the run in {work_dir} has {len(held)} checkpoint(s) in {before}, and {where} in {home}",
+            f"the run in {work_dir} has {len(held)} checkpoint(s) in {before}, and checkpoint_dir is {home}",
             remedy=f"{keep} to continue it; or first move all that is in {before} and belongs to checkpoints (their"
             f" folders, {store.HINT}, lineage.json) to {home}; or another --work-dir for another run",
         )
@@ -72,11 +70,17 @@ def check_home(work_dir: Path, home: Path) -> None:
             f"the checkpoints of the run in {work_dir} were in {home}, and there is no such folder",
             remedy=f"restore it; or delete {work_dir / HINT} to begin without them",
         )
-    owner = _line(home / OWNER)
-    if owner is not None and not same(Path(owner), work_dir) and same(Path(_line(Path(owner) / HINT) or owner), home):
-        raise _folder_conflict(home, Path(owner), work_dir)
+    owner = Path(_line(home / OWNER) or work_dir)
+    if not same(owner, work_dir) and not same(Path(_line(owner / HINT) or owner), home):
+        owner = work_dir  # that run has moved on to another folder
     if not same(work_dir, home) and (home / METRICS_FILE).exists():
-        raise _folder_conflict(home, home, work_dir)
+        owner = home
+    if not same(owner, work_dir):
+        raise ConfigError(
+            f"{home} has the checkpoints of the run in {owner}, and this run is in {work_dir}",
+            allowed="a folder of checkpoints for each run",
+            remedy=f"another --checkpoint-dir; or, to continue that run, --work-dir {owner}",
+        )
 
 
 def claim(work_dir: Path, home: Path) -> None:
@@ -116,14 +120,6 @@ def same(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
 
 
-def _folder_conflict(home: Path, owner: Path, work_dir: Path) -> ConfigError:
-    return ConfigError(
-        f"{home} has the checkpoints of the run in {owner}, and this run is in {work_dir}",
-        allowed="a folder of checkpoints for each run",
-        remedy=f"another --checkpoint-dir; or, to continue that run, --work-dir {owner}",
-    )
-
-
 def _line(path: Path) -> str | None:
     """The content of a file of one line, if it is there and can be read."""
     try:
@@ -135,20 +131,6 @@ def _line(path: Path) -> str | None:
 # One run at a time in a folder: two would void each other's metrics, and delete each other's unfinished saves.
 
 FILE_NAME = ".lock"
-
-
-def other_owner(folder: Path) -> str | None:
-    """Which other process trains in ``folder``, as it has described itself; None: none does, or it is not known.
-
-    Only asks who holds the lock, and writes nothing. A lock of this process itself is not seen.
-    """
-    asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock: the whole file
-    try:
-        with (folder / FILE_NAME).open("r+", encoding="utf-8") as stream:
-            kind = struct.unpack_from("h", fcntl.fcntl(stream, fcntl.F_GETLK, asked))[0]
-            return None if kind == fcntl.F_UNLCK else stream.read().strip() or "its file has no name"
-    except OSError:
-        return None
 
 
 class WorkDirLock:

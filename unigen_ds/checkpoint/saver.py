@@ -168,7 +168,7 @@ class Save:
             make_directory(self.work_dir)
             self.manifest.commit = store.next_commit(self.work_dir)
             self.final = _free_name(self.final)
-            if _lacks_space(self.work_dir, self._needed):
+            if shutil.disk_usage(self.work_dir).free < self._needed:
                 raise UnigenError("the disk has too little free space")
             staging = self.final.with_name(f"{self.final.name}{store.STAGING}{self.manifest.commit}")
             delete_inside(staging, self.work_dir)
@@ -284,10 +284,6 @@ class Save:
                 delete_inside(self.staging, self.work_dir)
             except OSError as error:
                 logger().warning("%s could not be removed (%s): the next start tries again.", self.staging, error)
-
-
-def _lacks_space(work_dir: Path, needed: int) -> bool:
-    return shutil.disk_usage(work_dir).free < needed
 
 
 def _free_name(path: Path) -> Path:

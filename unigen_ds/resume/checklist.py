@@ -30,9 +30,15 @@ def run(manifest: Manifest, proposal: Proposal) -> list[Finding]:
     The manifest of another trainer's checkpoint is made of the present config, so findings of ``_NOT_STORED`` would
     compare that config with itself: their stored side is not known.
     """
-    checks = (*CHECKS, *RESUME_CHECKS.module_dict.values())
-    findings = [finding for check in checks for finding in check(manifest, proposal)]
-    return [_not_known(f) if proposal.unknown and f.id in _NOT_STORED else f for f in findings]
+    findings = []
+    for check in (*CHECKS, *RESUME_CHECKS.module_dict.values()):
+        for finding in check(manifest, proposal):
+            if proposal.unknown and finding.id in _NOT_STORED:
+                now = _NOT_STORED[finding.id] or finding.now
+                why = "the checkpoint does not have it, so no change would be noticed"
+                finding = Finding(finding.id, "warn", "not known", now, why, guide=finding.guide)
+            findings.append(finding)
+    return findings
 
 
 _NOT_STORED = {
@@ -45,11 +51,6 @@ _NOT_STORED = {
     "versions": "those of this machine",
 }
 """What another trainer's checkpoint does not have, and what holds now, where the finding has other words for it."""
-
-
-def _not_known(finding: Finding) -> Finding:
-    now, why = _NOT_STORED[finding.id] or finding.now, "the checkpoint does not have it, so no change would be noticed"
-    return Finding(finding.id, "warn", "not known", now, why, guide=finding.guide)
 
 
 # ---- the checkpoint -------------------------------------------------------------------------------------------------
@@ -87,13 +88,6 @@ def check_disk(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     why = "the next checkpoints do not fit on the disk of the work dir"
     remedy = "free space, keep fewer with CheckpointHook(max_keep_ckpts=...), or move"
     yield Finding("disk.free", "warn" if fits else "block", was, now, why, remedy)
-
-
-# ---- the model and the optimizer ------------------------------------------------------------------------------------
-
-
-def check_model(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    return model_findings(manifest, parameters=proposal.parameters, config=proposal.config)
 
 
 # ---- batch, position, schedule --------------------------------------------------------------------------------------
@@ -187,11 +181,9 @@ def _curve(points: Sequence[tuple[float, Mapping[str, float]]]) -> str:
 
 def check_edited(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     edits = edited_settings(proposal.complete(manifest.config), proposal.complete(proposal.config))
-    if edits:
-        why = "it holds from here on; nothing else in this list shows it"
-        yield Finding("config.edited", "warn", "as stored", format_first(edits), why)
-    else:
-        yield Finding("config.edited", "ok", "as stored", "no other setting that changes what is learned")
+    now = format_first(edits) if edits else "no other setting that changes what is learned"
+    why = "it holds from here on; nothing else in this list shows it"
+    yield _compare("config.edited", "as stored", now, why, same=not edits)
 
 
 def check_intervals(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
@@ -241,17 +233,18 @@ def check_data(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
 def check_engine(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     was, now = dict(manifest.topology), dict(proposal.topology)
     stored, precision = was.pop("precision", None), now.pop("precision", "fp32")
-    why = "" if stored == precision else "masters and moments are fp32 in all; results differ by its rounding"
-    yield Finding("precision", _warns(stored != precision), stored or "not known", precision, why)
+    why = "masters and moments are fp32 in all; results differ by its rounding"
+    yield _compare("precision", stored or "not known", precision, why, same=stored == precision)
     why = "bit-equal" if was == now else "loaded by parameter name; equal to float rounding, not to the bit"
     yield Finding("engine", "ok", _words(was), _words(now), why)
-    before, after = was.get("dp_size"), now.get("dp_size")
-    why = "" if before == after else "each process keeps its own generator: a network's own dropout is seeded anew"
-    yield Finding("rng", _warns(before != after), f"{before} process(es)", f"{after} process(es)", why)
+    why = "each process keeps its own generator: a network's own dropout is seeded anew"
+    yield _compare("rng", f"{was.get('dp_size')} process(es)", f"{now.get('dp_size')} process(es)", why)
 
 
-def _warns(differs: bool) -> Status:
-    return "warn" if differs else "ok"
+def _compare(id: str, was: str, now: str, why: str, *, same: bool | None = None) -> Finding:
+    """A finding that is a warning where the two differ."""
+    same = was == now if same is None else same
+    return Finding(id, "ok" if same else "warn", was, now, "" if same else why)
 
 
 def _words(topology: Mapping[str, Any]) -> str:
@@ -259,11 +252,11 @@ def _words(topology: Mapping[str, Any]) -> str:
 
 
 def check_ema(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    was, now = bool(manifest.files_in("ema")), proposal.averages
-    why = ""
-    if was != now:
-        why = "the average starts at the present weights" if now else "the average is dropped with the next checkpoint"
-    yield Finding("ema", _warns(was != now), "kept" if was else "none", "kept" if now else "none", why)
+    was, now = ("kept" if averages else "none" for averages in (manifest.files_in("ema"), proposal.averages))
+    why = "the average is dropped with the next checkpoint"
+    if proposal.averages:
+        why = "the average starts at the present weights"
+    yield _compare("ema", was, now, why)
 
 
 def check_versions(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
@@ -271,8 +264,8 @@ def check_versions(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     other = [name for name in names if manifest.versions[name] != proposal.versions[name]]
     was = ", ".join(f"{name} {manifest.versions[name]}" for name in other or names)
     now = ", ".join(f"{name} {proposal.versions[name]}" for name in other) or "the same"
-    why = "results may differ in the last bits, or by what those versions changed" if other else ""
-    yield Finding("versions", _warns(bool(other)), was, now, why)
+    why = "results may differ in the last bits, or by what those versions changed"
+    yield _compare("versions", was, now, why, same=not other)
 
 
 def check_log(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
@@ -284,7 +277,7 @@ def check_log(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
 CHECKS: tuple[Callable[[Manifest, Proposal], Iterable[Finding]], ...] = (
     check_checkpoint,
     check_foreign,
-    check_model,
+    lambda manifest, proposal: model_findings(manifest, parameters=proposal.parameters, config=proposal.config),
     check_batch,
     check_position,
     check_learning_rate,

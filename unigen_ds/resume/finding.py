@@ -210,26 +210,29 @@ def model_findings(
     manifest: Manifest, *, parameters: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
 ) -> list[Finding]:
     """The findings on model and optimizer, by parameter names: computed again for the real model once it is built."""
-    stored, number = manifest.parameters, f"{len(manifest.parameters)} parameters"
-    model = other_sizes(manifest.config, config)
-    quantized, now = ((side.get("model") or {}).get("quantize") or {} for side in (manifest.config, config))
+    stored, was = manifest.parameters, manifest.config
+    model = other_sizes(was, config)
+    quantized, now = ((side.get("model") or {}).get("quantize") or {} for side in (was, config))
     model += [f"{part} was {way} and is {now[part]}" for part, way in quantized.items() if now.get(part, way) != way]
     shapes = misfit(*({row["name"]: tuple(row["shape"]) for row in rows} for rows in (stored, parameters)))
     if shapes:
-        model += _other_layers(manifest.config, config)
+        first, second = ((side.get("lora") or {}).get("target_modules") for side in (was, config))
+        if None not in (first, second) and _as_list(first) != _as_list(second):  # other ones may choose the same layers
+            model.append(f"lora.target_modules was {first!r} and is {second!r}")
         model += [f"{name} is new" for name in shapes.missing] + [f"{name} is gone" for name in shapes.unexpected]
-        model += [f"{name} was {[*was]} and is {[*now]}" for name, (was, now) in shapes.reshaped.items()]
+        model += [f"{name} was {[*before]} and is {[*after]}" for name, (before, after) in shapes.reshaped.items()]
     trained = {row["name"]: row["trainable"] for row in parameters}
     frozen = [
         f"{row['name']} {'is frozen now' if row['trainable'] else 'was frozen and is trained'}"
         for row in stored
         if trained.get(row["name"], row["trainable"]) != row["trainable"]
     ]
+    number = f"{len(stored)} parameters"
     findings = [
         Finding("model.structure", "ok", number, "the same names and shapes"),
         Finding("model.trainable", "ok", number, "the same ones are trained"),
     ]
-    for index, differences in enumerate((model and other_model(manifest.config, config) + model, frozen)):
+    for index, differences in enumerate((model and other_model(was, config) + model, frozen)):
         if differences:
             findings[index] = replace(
                 findings[index],
@@ -238,24 +241,21 @@ def model_findings(
                 why="the model differs from that of the checkpoint",
                 remedy="set model back; --load-from CKPT starts another training from the weights, if they fit",
             )
-    kind, kind_now = optimizer_type(manifest.config), optimizer_type(config)
-    why = "the optimizer is another one, which cannot use the stored state"
-    remedy = f"set optim_wrapper.optimizer.type back to {kind}, or start anew with --load-from CKPT"
-    differs: tuple[Any, ...] = ("block", kind, kind_now, why, remedy)
-    findings.append(Finding("optimizer.type", *(differs if kind != kind_now else ("ok", kind, kind))))
-    groups, groups_now = (
-        ", ".join(sorted({str(row["group"]) for row in rows if row["group"]})) for rows in (stored, parameters)
-    )
-    differs = ("warn", groups, groups_now, "moments follow the parameters by name into the new groups")
-    findings.append(Finding("optimizer.groups", *(differs if groups != groups_now else ("ok", groups, groups))))
-    return findings
+    kind, kind_now = optimizer_type(was), optimizer_type(config)
+    optimizer = Finding("optimizer.type", "ok", kind, kind_now)
+    if kind != kind_now:
+        why = "the optimizer is another one, which cannot use the stored state"
+        remedy = f"set optim_wrapper.optimizer.type back to {kind}, or start anew with --load-from CKPT"
+        optimizer = replace(optimizer, status="block", why=why, remedy=remedy)
+    before, after = (", ".join(sorted({str(r["group"]) for r in rows if r["group"]})) for rows in (stored, parameters))
+    groups = Finding("optimizer.groups", "ok", before, after)
+    if before != after:
+        groups = replace(groups, status="warn", why="moments follow the parameters by name into the new groups")
+    return [*findings, optimizer, groups]
 
 
-def _other_layers(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """The patterns that choose other layers for adapters; other ones may choose the same."""
-    was, now = ((c.get("lora") or {}).get("target_modules") for c in (stored, config))
-    first, second = ([side] if isinstance(side, str) else [*(side or ())] for side in (was, now))
-    return [] if None in (was, now) or first == second else [f"lora.target_modules was {was!r} and is {now!r}"]
+def _as_list(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else [*value]
 
 
 def optimizer_type(config: Mapping[str, Any]) -> str:

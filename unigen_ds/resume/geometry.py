@@ -30,12 +30,6 @@ def equal_geometries(total: int, dp_size: int) -> list[Geometry]:
     return [Geometry(size, share // size, dp_size) for size in range(1, share + 1) if share % size == 0]
 
 
-def nearest_totals(total: int, dp_size: int) -> list[int]:
-    """The multiples of ``dp_size`` beside ``total``; ``total`` itself where it is one."""
-    below = total // dp_size * dp_size
-    return [total] if below == total else [value for value in (below, below + dp_size) if value]
-
-
 def geometries_text(total: int, dp_size: int, *, most: int = 8) -> str:
     """The remedy for a wrong effective batch: the splits that restore it, or the nearest possible batches."""
     geometries = equal_geometries(total, dp_size)
@@ -43,7 +37,8 @@ def geometries_text(total: int, dp_size: int, *, most: int = 8) -> str:
         first = ", ".join(f"{g.batch_size} x {g.accumulative_counts}" for g in geometries[:most])
         more = f" ... ({len(geometries)} in all)" if len(geometries) > most else ""
         return f"batch_size x accumulative_counts that keep {total} on {dp_size} process(es): {first}{more}"
-    nearest = " and ".join(map(str, nearest_totals(total, dp_size)))
+    below = total // dp_size * dp_size
+    nearest = " and ".join(str(value) for value in (below, below + dp_size) if value)
     return (
         f"{total} cannot be split over {dp_size} processes; the nearest effective batches are {nearest}, with"
         " --on-batch-change keep-lr | linear | sqrt"
@@ -84,14 +79,11 @@ def memory_plans(
         if wider.batch_size > 1:
             both = _finer(wider)
             plans.append(MemoryPlan("C", "both", both, geometry_keys(both, loader), several))
-    overrides: dict[str, Any] = {}
-    if recomputes is False:
-        overrides["model.activation_checkpointing"] = True
-    if overrides or backend.lighter:
-        words = " and ".join(
-            ["activation checkpointing"] * bool(overrides) + [f"the backend {backend.lighter}"] * bool(backend.lighter)
-        )
-        plans.append(MemoryPlan("D", words, geometry, overrides, backend.lighter))
+    overrides: dict[str, Any] = {} if recomputes is not False else {"model.activation_checkpointing": True}
+    means = ["activation checkpointing"] * bool(overrides)
+    means += [f"the backend {backend.lighter}"] * bool(backend.lighter)
+    if means:
+        plans.append(MemoryPlan("D", " and ".join(means), geometry, overrides, backend.lighter))
     return plans
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import BUFFER, EXP_AVG, MASTER, STEP, PieceReader, shard_key, slices_of
+from unigen_ds.core.shards import EXP_AVG, MASTER, STEP, PieceReader, shard_key, slices_of
 
 WHOLE = torch.arange(60, dtype=torch.float32).reshape(5, 4, 3)
 
@@ -31,30 +31,6 @@ def reader(tmp_path):
     return SafetensorsReader(tmp_path, parameters=["w", "row"])
 
 
-def test_kinds_and_names(reader):
-    assert reader.kinds() == [BUFFER, EXP_AVG, MASTER, STEP]
-    assert reader.names(MASTER) == ["row", "w"] and reader.names(BUFFER) == ["running"]
-    assert reader.numel(MASTER, "w") == reader.numel(EXP_AVG, "w") == 60
-    assert reader.numel(BUFFER, "running") == reader.numel(STEP, "w") == 1
-
-
-@pytest.mark.parametrize(
-    ("start", "stop"), [(0, 60), (0, 12), (12, 24), (5, 6), (11, 13), (23, 49), (59, 60), (30, 30)]
-)
-def test_any_range_of_a_whole_tensor(reader, start, stop):
-    assert torch.equal(reader.read(MASTER, "w", start, stop), WHOLE.reshape(-1)[start:stop])
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 60), (0, 7), (6, 8), (7, 31), (3, 58), (31, 60), (30, 32)])
-def test_any_range_over_pieces_of_several_files(reader, start, stop):
-    assert torch.equal(reader.read(EXP_AVG, "w", start, stop), WHOLE.reshape(-1)[start:stop] + 0.5)
-
-
-def test_scalars(reader):
-    assert reader.read(BUFFER, "running", 0, 1).tolist() == [2.5]
-    assert reader.read(STEP, "w", 0, 1).tolist() == [3.0]
-
-
 def test_elements_that_are_there_twice_are_refused(reader, tmp_path):
     """Which of two copies is used would depend on their names."""
     save_file({"w": WHOLE + 1}, tmp_path / "a_copy.safetensors")
@@ -73,8 +49,3 @@ def test_an_overlap_is_found_in_whatever_order_pieces_are_announced():
         for start, numel in ((0, 1), (12, 1), (9, 2), (14, 30), (25, 10), (5, 90)):
             with pytest.raises(CheckpointError, match="in part again"):
                 reader.add(MASTER, "w", start, numel, slices_of(torch.zeros(numel)))
-
-
-def test_the_stored_dtype_is_kept(tmp_path):
-    save_file({"w": WHOLE.to(torch.bfloat16)}, tmp_path / "model.safetensors")
-    assert SafetensorsReader(tmp_path).read(MASTER, "w", 2, 5).dtype == torch.bfloat16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from tests.end_to_end.engines.users import write_mixed
 from tests.families.tiny_transformers import write_language
 from tests.tiny import tiny_config
 from tools.train import main
-from unigen_ds.checkpoint.home import WorkDirLock
 from unigen_ds.checks.dry_run.batches import Call, compare
 from unigen_ds.checks.dry_run.known import FirstBatches
 from unigen_ds.checks.dry_run.this_machine import slurm_results
@@ -118,29 +116,6 @@ def test_what_does_not_depend_on_a_problem_is_checked(config, capsys, what):
     later = ("engine", "hooks", "start", "model", "batches", "collectives")
     assert {name for name in later if "ok" in dict(found[name])} == made, found
     assert dict(found["folders"])["ok"] and "not checked" in dict(found["batches"]), found
-
-
-def test_a_folder_in_which_another_process_trains(config, tmp_path, capsys):
-    path, run = config(), tmp_path / "run"
-    run.mkdir()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        lock = WorkDirLock(run)
-        os.write(writing, b"1")
-        signal.pause()
-        os._exit(bool(lock))
-    os.read(reading, 1)
-    before = files(tmp_path)
-    try:
-        status = main([path, "--dry-run", "--json", "--cfg-options", "load_from=missing.pth"])
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    found = results(capsys)
-    assert status == 1 and any(f"process {child}" in text for _, text in found["folders"]), found
-    assert [text for status, text in found["paths"] if status == "problem"], found
-    assert files(tmp_path) == before
 
 
 def test_a_process_that_slurm_starts_without_its_launcher(config, capsys, monkeypatch):

@@ -346,9 +346,6 @@ def recompute(*, full: bool) -> list[Job]:
     return jobs
 
 
-COMPILED_UPDATES = 4
-
-
 PUBLISHED = {
     "type": "UnifiedModel", "pretrained": {"llm": "{data}/parts/llm", "vit": "{data}/parts/vit"}, "copy_init_moe": True,
     "vae": {"type": "PixelAutoencoder", "channels": 1}, "latent_patch_size": 2, "max_latent_size": 4,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -94,15 +95,20 @@ def tensors(checkpoint: Path) -> Tensors:
 
 
 class Launched:
-    """All jobs of one start. ``outcome`` raises with the log of a job that failed."""
+    """Jobs of one worker, which has begun.
 
-    def __init__(self, out: Path, jobs: Sequence[Job], *, timeout_s: float = 3000.0) -> None:
-        self.out = out
+    Args:
+        on_demand: begin each job, with what it resumes from, when ``outcome`` asks for it: one test of many is run.
+    """
+
+    def __init__(self, out: Path, jobs: Sequence[Job], *, on_demand: bool = False, timeout_s: float = 3000.0) -> None:
+        self.out, self.on_demand, self._timeout_s = out, on_demand, timeout_s
         self.results: dict[str, dict[str, Any]] = {}
-        self._finish(self._begin(jobs), timeout_s)
+        self._jobs = {job.name: job for job in jobs}
+        self._worker = None if on_demand else self._begin(jobs)
+        atexit.register(self._stop)
 
     def _begin(self, jobs: Sequence[Job]) -> subprocess.Popen[bytes]:
-        """The worker, which has begun."""
         out = self.out
         out.mkdir(parents=True, exist_ok=True)
         (out / "results.json").unlink(missing_ok=True)
@@ -120,40 +126,41 @@ class Launched:
                 stderr=subprocess.STDOUT,
             )
 
-    def _finish(self, worker: subprocess.Popen[bytes], timeout_s: float) -> None:
-        """Wait for the worker's last job, and read what became of all of them."""
-        out = self.out
-        try:
-            worker.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            worker.kill()
-            raise AssertionError(f"{error}\n{_end(out)}") from error
-        assert (out / "results.json").is_file(), _end(out)
-        self.results |= json.loads((out / "results.json").read_text())
+    def _stop(self) -> None:
+        """Where pytest ends before the jobs do."""
+        if self._worker is not None:
+            self._worker.terminate()
+            self._worker.wait()
+
+    def ended(self) -> bool:
+        """Also in a process that was forked from this one."""
+        running = Path(f"/proc/{self._worker.pid}/stat") if self._worker else Path("/no/worker")
+        return not running.exists() or running.read_text().rpartition(")")[2].split()[0] == "Z"
+
+    def finish(self) -> Launched:
+        """Wait for the worker's last job, and read how each of them ended."""
+        if self._worker is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._worker.wait(self._timeout_s)
+            self._worker.kill()
+            log = (self.out / "worker.log").read_text(encoding="utf-8", errors="replace")[-5000:]
+            assert (self.out / "results.json").is_file(), log
+            self.results |= json.loads((self.out / "results.json").read_text())
+            self._worker = None
+        return self
 
     def outcome(self, name: str, folder: str = "") -> Outcome:
-        """``folder``: of a phase, where all are in the same processes."""
-        problem = self.results[name]["problem"]
+        """Raises with the log of a job that failed. ``folder``: of a phase, where all are in the same processes."""
+        chain: list[Job] = []
+        job: str | None = name if self.on_demand else None
+        while job is not None and job not in self.results:
+            chain.insert(0, self._jobs[job])
+            job = chain[0].resumes
+        if chain:
+            self._worker = self._begin(chain)
+        problem = self.finish().results[name]["problem"]
         assert problem is None, f"{name}: {problem}"
         return Outcome(self.out / name / folder)
-
-
-class OnDemand(Launched):
-    """A launch for each job that a test asks for, with what it resumes from: where one test of many is run."""
-
-    def __init__(self, out: Path, jobs: Sequence[Job]) -> None:
-        self.out, self._jobs = out, {job.name: job for job in jobs}
-        self.results = {}
-
-    def outcome(self, name: str, folder: str = "") -> Outcome:
-        chain: list[Job] = []
-        wanted: str | None = name
-        while wanted is not None and wanted not in self.results:
-            chain.insert(0, self._jobs[wanted])
-            wanted = chain[0].resumes
-        if chain:
-            self._finish(self._begin(chain), timeout_s=600.0)
-        return super().outcome(name, folder)
 
 
 _WANTED: set[str] = set()
@@ -168,63 +175,19 @@ def want(*groups: str) -> Callable[[], Launched]:
     begins it then, and has those tests run last.
     """
     _WANTED.update(groups)
-
-    def launched() -> Launched:
-        found = _launched()
-        if isinstance(found, AssertionError):
-            raise found
-        return found
-
-    return launched
-
-
-class Background(Launched):
-    """A launch that has begun; the first test that asks for a result waits for its end."""
-
-    def __init__(self, out: Path, jobs: Sequence[Job]) -> None:
-        self.out, self.results = out, {}
-        self._worker = self._begin(jobs)
-        atexit.register(self._stop)
-
-    def _stop(self) -> None:
-        """Where pytest ends before the jobs do."""
-        self._worker.terminate()
-        self._worker.wait()
-
-    def ended(self) -> bool:
-        """Also in a process that was forked from this one."""
-        running = Path(f"/proc/{self._worker.pid}/stat")
-        return not running.exists() or running.read_text().rpartition(")")[2].split()[0] == "Z"
-
-    def finished(self) -> Launched:
-        self._finish(self._worker, timeout_s=3000.0)
-        return self
+    return lambda: begin().finish()
 
 
 @cache
-def begin() -> Background | OnDemand:
+def begin() -> Launched:
     """Called when all tests are collected: the engines' jobs run beside the tests that need none of them.
 
     With ``ENGINE_JOBS=needed`` in the environment (``tests/mutate.py`` sets it) only the jobs that tests ask for run.
     """
     out = Path(tempfile.mkdtemp(prefix="engines-"))
     atexit.register(shutil.rmtree, out, ignore_errors=True)
-    kind = OnDemand if os.environ.get("ENGINE_JOBS") == "needed" else Background
-    return kind(out, jobs_of(_WANTED, full=False))
-
-
-@cache
-def _launched() -> Launched | AssertionError:
-    """A launch that fails, or comes to no end, does so once: not again for every test that asks."""
-    begun = begin()
-    try:
-        return begun.finished() if isinstance(begun, Background) else begun
-    except AssertionError as error:
-        return error
-
-
-def _end(out: Path) -> str:
-    return (out / "worker.log").read_text(encoding="utf-8", errors="replace")[-5000:]
+    on_demand = os.environ.get("ENGINE_JOBS") == "needed"
+    return Launched(out, jobs_of(_WANTED, full=False), on_demand=on_demand)
 
 
 def relative(a: float | None, b: float | None) -> float:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.end_to_end.engines import cases, model_cases
 from tests.end_to_end.engines.groups import GROUPS
-from tests.end_to_end.engines.launch import METRICS, tensors, unequal, want
+from tests.end_to_end.engines.launch import METRICS, unequal, want
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.system.journals import parse_lines
 
@@ -69,13 +69,6 @@ def test_a_model_of_transformers_and_adapters_on_it_go_on_bit_equal(name):
     if saving.is_file():
         directory, files = json.loads(saving.read_text())
         assert directory.startswith("iter_8.pth.tmp-") and files and "manifest.json" not in files
-
-
-def test_the_last_updates_did_change_the_weights():
-    """Else equality would be cheap."""
-    run = runs().outcome("resume/zero2@2-fp32/straight")
-    early = tensors(run.folder / "iter_10.pth")
-    assert len(unequal(early, run.final)) > 0.9 * len([key for key in early if key[0] != "buffer"])
 
 
 def test_step_counts_of_a_fused_optimizer_under_deepspeed_are_those_of_a_run_without_a_stop():

@@ -50,25 +50,6 @@ def test_a_change_in_place_in_a_large_file_is_noticed(tmp_path: Path) -> None:
     again.train()
 
 
-def test_the_digest_of_a_file_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second start reads no byte of it for its digest; a file changed in place is read again."""
-    from unigen_ds.data.cache import content
-
-    path = write_records(tmp_path / "train.jsonl", count_up(5))
-    monkeypatch.setattr(content, "_SETTLED_NS", -1)
-    first = content.content_digest(path, tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(content, "_digest", lambda _: pytest.fail("read again"))
-        assert content.content_digest(path, tmp_path) == first
-    times = os.stat(path)
-    path.write_bytes(path.read_bytes().replace(b"zero", b"nine"))
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert content.content_digest(path, tmp_path) != first
-    for damage in ("", "[]", "{}", '{"xxh3_128": 3}', "[" * 5000):
-        (tmp_path / "train.jsonl.content.json").write_text(damage)
-        assert content.content_digest(path, tmp_path) == content.content_digest(path, None)
-
-
 def test_unknown_words_and_empty_captions_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records: list[dict[str, Any]] = [{"text": "one two"}] * 6
     records += [{"text": "one eleven"}] * 2  # 4 tokens each, 1 of them unknown

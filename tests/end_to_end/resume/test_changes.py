@@ -80,11 +80,6 @@ def lr(bench: Bench, name: str) -> dict[int, float]:
             for line in bench.lines(name)}  # fmt: skip
 
 
-def test_half_the_effective_batch_is_refused(bench):
-    with pytest.raises(ResumeBlocked, match=r"8 per device x 1 .* = 16; now: 4 .* = 8.*--on-batch-change"):
-        bench.train("short", 6, **HALF)
-
-
 @pytest.mark.parametrize(("choice", "factor"), [("keep-lr", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
 def test_the_choice_scales_the_curve_and_is_remembered(bench, choice, factor):
     """Saved at update 7, and resumed once more without the flag: the scale stays, nothing is asked."""

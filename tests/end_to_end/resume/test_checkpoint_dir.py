@@ -82,9 +82,9 @@ def test_a_run_is_not_started_where_it_would_not_see_its_checkpoints(
     home: Path, tmp_path: Path, resume: bool | str
 ) -> None:
     said = refused(tmp_path, resume=resume)
-    assert f"has 1 checkpoint(s) in {home}, and without a checkpoint_dir they would be in" in said
+    assert f"has 1 checkpoint(s) in {home}, and checkpoint_dir is " in said
     assert f"--checkpoint-dir {home} to continue it" in said
-    assert "and checkpoint_dir in" in refused(tmp_path, checkpoint_dir=str(tmp_path / "other"), resume=resume)
+    assert "and checkpoint_dir is" in refused(tmp_path, checkpoint_dir=str(tmp_path / "other"), resume=resume)
     train(tmp_path / "plain")
     said = refused(tmp_path / "plain", checkpoint_dir=str(tmp_path / "other"), resume=resume)
     assert "Remedy: leave checkpoint_dir out to continue it" in said

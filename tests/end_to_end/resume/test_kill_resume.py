@@ -156,9 +156,3 @@ def test_a_signal_saves_and_the_resumed_run_is_the_same(bench):
         arguments = ("--resume",)
     resume(bench, name, start=f"iter_{3 * at}.pth")
     assert_same_run(bench, name)
-
-
-def snapshot(work_dir: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of every file but the text logs, which tell of refusals too."""
-    files = [path for path in work_dir.rglob("*") if path.is_file() and path.suffix != ".log"]
-    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}

@@ -303,7 +303,6 @@ def errors(ended: Ended) -> list[str]:
     return [line for line in ended.text.splitlines() if "error: " in line and "raise" not in line]
 
 
-LATE = "import os, time\nif os.environ['RANK'] == {late!r}:\n    time.sleep(3)\ntrain_cfg = dict(max_epoch=1)\n"
 ALONE = "import os\nif os.environ['RANK'] == '1':\n    train_cfg = dict(max_epoch=1)\n"
 
 

@@ -300,10 +300,6 @@ def move_back(run) -> None:
     run.work_dir.with_name("elsewhere").rename(run.work_dir)
 
 
-def delete(run) -> None:
-    shutil.rmtree(run.work_dir)
-
-
 def test_a_work_dir_that_is_moved_and_moved_back(tmp_path, data, capsys):
     """The save in between fails, and makes no second folder; the next one succeeds, and no line is missing."""
     run = tmp_path / "run"
@@ -312,17 +308,3 @@ def test_a_work_dir_that_is_moved_and_moved_back(tmp_path, data, capsys):
     assert [line["update"] for line in read_lines(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     printed = capsys.readouterr().err
     assert printed.count("was moved or deleted during the run") == 1 and "Remedy: move it back" in printed
-
-
-@HOOKS.register_module()
-class WritesAtTheEndHook(Hook):
-    """A user's hook that writes a result of its own."""
-
-    def before_train(self, run) -> None:
-        shutil.rmtree(run.work_dir)
-
-    def after_update(self, run, result) -> None:
-        (run.work_dir / "result.txt").write_text("1")
-
-
-# ---- modes, leftovers, older checkpoints ----------------------------------------------------------------------------

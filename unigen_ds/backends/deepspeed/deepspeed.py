@@ -30,7 +30,7 @@ from unigen_ds.backends.deepspeed.deepspeed_config import (
     stage_of,
 )
 from unigen_ds.backends.deepspeed.deepspeed_files import FOLDER, CapturedSave
-from unigen_ds.backends.memory import allocate, blocks_freed_at_once, move_real_tensors, on_meta
+from unigen_ds.backends.memory import allocate, blocks_freed_at_once, on_meta
 from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import CheckpointError, ConfigError
@@ -193,7 +193,7 @@ class DeepSpeedBackend(Backend):
         from deepspeed.accelerator import get_accelerator
 
         device = torch.device(get_accelerator().current_device_name())
-        move_real_tensors(model, device)
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         if self.stage != 3:
             allocate(model, lambda tensor: torch.empty_like(tensor, device=device))
             return

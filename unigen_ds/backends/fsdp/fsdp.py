@@ -244,18 +244,9 @@ class FSDPBackend(TorchOptimizerBackend):
                 shards.append(Shard(name, shape, start, local.detach().view(-1), primary=self._replica == 0))
         return shards
 
-    def master_shards(self) -> list[Shard]:
-        return self._shards(self._parameters(trained=True))
-
-    def frozen_shards(self) -> list[Shard]:
-        return self._shards(self._parameters(trained=False))
-
-    def _parameters(self, *, trained: bool) -> dict[str, nn.Parameter]:
+    def _parameters_of(self, *, trained: bool) -> dict[str, nn.Parameter]:
         parameters = self.named_parameters().items()
         return {name: p for name, p in parameters if name in self._masters and p.requires_grad == trained}
-
-    def moments(self, kind: str) -> list[Shard]:
-        return self._shards(self._moment_tensors(kind))
 
     def state_files(self) -> StateFiles:
         """PyTorch's distributed checkpoint. Keys are ``kind|name`` (``core/shards.py``); DCP knows the offsets."""

@@ -90,6 +90,9 @@ class DCPReader(PieceReader):
         super().__init__()
         metadata = read_metadata(directory)
 
+        for file in sorted({info.relative_path for info in metadata.storage_data.values()}):
+            if not (directory / file).is_file():
+                raise CheckpointError(f"{directory / file} is missing")
         allowed = None if files is None else set(files)
         names = _names(metadata)
         chunks: dict[str, dict[tuple[int, ...], Any]] = {}

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from unigen_ds.checkpoint.home import other_owner
 from unigen_ds.checks.dry_run.known import Checked, Hardware, Known, ok, problem, problems_of, unchecked, warning
 from unigen_ds.checks.memory.counted import in_processes
 from unigen_ds.config.overrides import stated_world_size
@@ -151,6 +150,3 @@ def check_folders(known: Known) -> Iterator[Checked]:
             yield problem(f"{key} {folder} cannot be written: {error}", remedy=remedy)
         else:
             yield ok(f"{key} {folder} can be written")
-        if owner := other_owner(folder):
-            remedy = f"wait until it has ended, stop it, or {option}"
-            yield problem(f"another process trains in {key} {folder} ({owner})", remedy=remedy)
