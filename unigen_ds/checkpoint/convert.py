@@ -314,7 +314,7 @@ def _publish(staging: Path, out: Path, form: _Format) -> None:
         return
     (out / form.index).unlink(missing_ok=True)
     for name in sorted(files, key=lambda name: (name == DIGESTS, name == form.index)):
-        rename_into_place(staging / name, out / name, durable=False)  # all of them together, below
+        os.replace(staging / name, out / name)  # the folder is flushed below
     for path in [path for path in out.iterdir() if form.is_own(path.name) and path.name not in files]:
         path.unlink()
     fsync_path(out)

@@ -20,7 +20,6 @@ from unigen_ds.checks.dry_run.known import Asked, Checked, Known, Unknown, probl
 from unigen_ds.checks.resume import as_launched
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.system import dist, log
-from unigen_ds.system.machine import wrong_numbers
 
 _JOIN_S = 300.0
 """How long the processes of a job wait for each other."""
@@ -31,9 +30,7 @@ def dry_run(asked: Asked) -> list[Checked] | None:
     is not.
     """
     with mock.patch.dict(os.environ):  # checks set variables
-        known = Known(asked, wrong_numbers(os.environ))
-        for error in known.wrong_numbers:
-            del os.environ[error.variable]
+        known = Known(asked)
         own = [*_results(known, LOCAL)]
         checks = all_checks()  # with those of the modules that the config imports
         if unknown := [name for name in asked.skip if name not in checks]:

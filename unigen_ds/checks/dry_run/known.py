@@ -15,7 +15,6 @@ from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.stages import Start
-from unigen_ds.system.machine import WrongNumber
 
 if TYPE_CHECKING:
     from unigen_ds.checks.dry_run.first_batches import FirstBatches
@@ -111,8 +110,6 @@ class Known:
     """Filled in by the checks, in their order. What is missing is asked for with ``need``."""
 
     asked: Asked
-    wrong_numbers: Sequence[WrongNumber] = ()
-    """Variables of the launcher that are no numbers: as if they were not set."""
     given: dict[str, Any] = field(default_factory=dict)
     """The config as plain values, with its mistakes: for what can be checked nevertheless."""
     hardware: Hardware = Hardware(0)

@@ -65,7 +65,7 @@ def _ask_devices() -> Hardware | None:
 def count_processes(known: Known) -> None:
     """Adds ``world_size`` and ``per_node``: as asked for, as started, or as the config has it.
 
-    Raises ``ConfigError`` for variables of the launcher that are missing or wrong.
+    Raises ``ConfigError`` for variables of the launcher that are missing.
     """
     launcher, missing = str(known.given.get("launcher") or "none"), None
     if launcher in _STARTED and _STARTED[launcher] in os.environ:
@@ -84,7 +84,6 @@ def count_processes(known: Known) -> None:
 def check_job(known: Known) -> Iterator[Checked]:
     """What the launcher has set, against the number of processes."""
     launcher = str(known.given.get("launcher") or "none")
-    yield from (result for error in known.wrong_numbers for result in problems_of(error))
     try:
         count_processes(known)
     except ConfigError as error:

@@ -30,6 +30,7 @@ from unigen_ds.config.translation import translate
 from unigen_ds.config.values import Number
 from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.core.errors import ConfigError, raise_any
+from unigen_ds.core.progress import Duration, Ruler
 from unigen_ds.data.order import packing as _packing  # noqa: F401
 from unigen_ds.data.settings import Tokenizer, TrainDataloader, ValDataloader
 from unigen_ds.data.text import tokenizers as _tokenizers  # noqa: F401
@@ -78,6 +79,10 @@ class TrainCfg(Section):
         """(amount, unit) of each limit that is given."""
         units = {"max_epochs": "epoch", "max_iters": "iteration", "max_updates": "update", "max_tokens": "token"}
         return [(getattr(self, key), unit) for key, unit in units.items() if getattr(self, key) is not None]
+
+    def durations(self, ruler: Ruler) -> list[Duration]:
+        """When training is complete, in amounts of data. The first limit reached ends it."""
+        return [ruler.duration(amount, unit) for amount, unit in self.limits]
 
 
 class ModelSettings(Section):
@@ -391,9 +396,7 @@ def _misfits(settings: Settings) -> Iterator[ConfigError]:
     if "{run_name}" in (settings.work_dir or "") and settings.visualizer.run_name is None:
         yield ConfigError(
             f"work_dir is {settings.work_dir!r}, and visualizer.run_name is not given",
-            allowed="{run_name} in work_dir where visualizer.run_name is a template",
-            remedy="visualizer=dict(run_name='{model}_{updates}_{date}'), say (docs/configs.md lists the fields), or"
-            " run_name='nanovlm'",
+            remedy="visualizer=dict(run_name='{model}_{updates}_{date}'), or run_name='nanovlm' (docs/configs.md)",
         )
     if "{run_name}" in (settings.checkpoint_dir or "") and "{run_name}" not in (settings.work_dir or ""):
         yield ConfigError(

@@ -40,7 +40,7 @@ from unigen_ds.models.lora import adapter_record, add_adapters, base_tensors, ho
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, default_fused, settled_precision
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.runner.settings.family_settings import family_of_model, of_its_kind
-from unigen_ds.runner.settings.tree import ModelSettings, Settings, TrainCfg
+from unigen_ds.runner.settings.tree import ModelSettings, Settings
 from unigen_ds.system.log import logger, notice
 
 
@@ -213,11 +213,6 @@ def locate_pretrained(spec: Mapping[str, Any]) -> Mapping[str, Any]:
         for part, path in pretrained.items()
     }
     return {**spec, "pretrained": parts}
-
-
-def build_limits(train_cfg: TrainCfg, ruler: Ruler) -> list[Duration]:
-    """When training is complete, in amounts of data. The first limit reached ends it."""
-    return [ruler.duration(amount, unit) for amount, unit in train_cfg.limits]
 
 
 def total_sequences(limits: Sequence[Duration], geometry: Geometry, tokens_per_sequence: float) -> float:
