@@ -280,11 +280,6 @@ class Settings(ModelSettings):
         """The weight of each loss term of the model's family."""
         return {t: self.loss_weights.get(t, DEFAULT_WEIGHT) for t in family_of_model(self.model.cls).terms}
 
-    @property
-    def evaluates(self) -> bool:
-        """Whether a hook of the config evaluates."""
-        return any(issubclass(hook.cls, EvaluateHook) for hook in self.custom_hooks)
-
     def _with(self, values: Mapping[str, Any], config: Mapping[str, Any]) -> Settings:
         """The same with other ``values`` of sections, which ``config`` has in place of the present ones."""
         settings = self.model_copy(update=values)

@@ -305,7 +305,8 @@ def build_hooks(settings: Settings) -> list[Hook]:
     hooks += [LedgerHook(), TimelineHook()]
     hooks.append(SkippedSamplesHook(max_skipped_fraction=settings.train_dataloader.max_skipped_fraction))
     hooks += [component.build() for component in settings.custom_hooks]
-    if settings.val_dataloader is not None and not settings.evaluates:
+    evaluates = any(isinstance(hook, EvaluateHook) for hook in hooks)
+    if settings.val_dataloader is not None and not evaluates:
         notice("val_dataloader is evaluated after every epoch: EvaluateHook in custom_hooks sets another interval.")
         hooks.append(EvaluateHook())
     hooks += [best for hook in hooks if isinstance(hook, EvaluateHook) and (best := BestHook.of(hook))]
