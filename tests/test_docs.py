@@ -11,8 +11,6 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
-from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +27,6 @@ from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.base import Family
 from unigen_ds.families.nanovlm.family import NanoVLM
 from unigen_ds.runner.settings.tree import known_keys
-from unigen_ds.schedule import Curve
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tests" / "golden").glob("*.md")])
@@ -112,40 +109,6 @@ def test_every_argument_of_a_component_has_a_meaning(name: str) -> None:
 @pytest.mark.parametrize("family", [Bagel(), NanoVLM()], ids=lambda family: type(family).__name__)
 def test_every_argument_of_a_processor_has_a_meaning(family: Family) -> None:
     assert not undocumented(family.processor_arguments())
-
-
-def table(heading: str) -> dict[str, str]:
-    """Argument -> default, from the table below a heading."""
-    body = re.split(rf"^### `{heading}`$", CONFIGS, flags=re.MULTILINE)
-    assert len(body) == 2, f"docs/configs.md has {len(body) - 1} sections `{heading}`"
-    body[1] = re.split(r"^##", body[1], flags=re.MULTILINE)[0]
-    return dict(re.findall(r"^\| `(\w+)` \| (.+?) \| ", body[1], re.MULTILINE))
-
-
-def is_default(cell: str, default: Any) -> bool:
-    """Whether a cell of the table is this default."""
-    if default is inspect.Parameter.empty:
-        return cell == "required"
-    text = cell.strip("`").replace("\\|", "|")
-    if isinstance(default, float) and "/" in text:
-        return float(Fraction(text)) == default
-    return text == repr(default)
-
-
-@pytest.mark.parametrize("name", sorted(components()))
-def test_every_argument_is_explained_with_its_default(name: str) -> None:
-    expected = {p.name: p.default for p in generate().arguments(components()[name])}
-    found = table(name)
-    assert set(found) == set(expected)
-    wrong = {key: (found[key], default) for key, default in expected.items() if not is_default(found[key], default)}
-    assert not wrong, wrong
-
-
-def test_the_arguments_of_every_curve_are_explained() -> None:
-    section = CONFIGS.split("Arguments of every curve:")[1].split("\n### ")[0]
-    found = dict(re.findall(r"^\| `(\w+)` \| (.+?) \| ", section, re.MULTILINE))
-    assert set(found) == {field.name for field in fields(Curve)}
-    assert all(is_default(found[field.name], field.default) for field in fields(Curve))
 
 
 def test_every_deepspeed_preset_is_named_and_leaves_to_the_config_what_is_the_configs() -> None:

@@ -110,7 +110,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     options = {name: getattr(arguments, name) for name in names}
     options["metrics"] = [metric(text) for text in arguments.metrics]
     options["generation"] = generation(arguments.generation)
-    evaluation = library.evaluate(library.EvaluationSubject(arguments.model, **options, **source_of(arguments)))
+    evaluation = library.evaluate(arguments.model, **options, **source_of(arguments))
     status = 1 if evaluation.failed else 0
     if not dist.is_main():
         return status

@@ -65,19 +65,16 @@ DRY = ("world_size", "per_node", "num_batches", "skip")
 def main(argv: list[str] | None = None) -> int:
     p = parser()
     arguments = p.parse_args(argv)
-    wrong = machine.wrong_numbers(os.environ)
-    rank = 0 if wrong else int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     quiet_libraries(rank)
     given = [name for name in DRY if getattr(arguments, name) is not None] + ["json"] * arguments.json
     if given and not arguments.dry_run:
         p.error(f"--{given[0].removeprefix('num_').replace('_', '-')} belongs to --dry-run")
     try:
-        if wrong:
-            raise wrong[0]
         machine.check_versions()
     except ConfigError as error:
         reported = False
-        if not wrong and not arguments.dry_run and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if not arguments.dry_run and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             with contextlib.suppress(ImportError):  # other ranks may have these packages
                 from unigen_ds.system import announced
 

@@ -35,10 +35,7 @@ def test_an_error_keeps_what_was_there(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
-@pytest.mark.parametrize("durable", [True, False])
-def test_a_new_name_is_on_disk_where_it_must_last(
-    durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_name_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[str] = []
     fsync = os.fsync
 
@@ -50,8 +47,8 @@ def test_a_new_name_is_on_disk_where_it_must_last(
     monkeypatch.setattr(os, "fsync", counted)
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "file").touch()
-    rename_into_place(tmp_path / "made", tmp_path / "final", durable=durable)
-    assert flushed == [str(tmp_path)] * durable and not (tmp_path / "made").exists()
+    rename_into_place(tmp_path / "made", tmp_path / "final")
+    assert flushed == [str(tmp_path)] and not (tmp_path / "made").exists()
 
 
 def test_quick_digest_is_whole_for_small_files_and_sampled_for_large_ones(tmp_path: Path) -> None:

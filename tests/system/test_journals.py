@@ -45,12 +45,5 @@ def test_a_line_cut_inside_a_character_or_that_is_no_object_is_passed_over(tmp_p
     assert read_lines(path) == [{"update": 1}]
 
 
-def test_another_key_and_a_missing_file(tmp_path: Path) -> None:
-    path = tmp_path / "skipped.jsonl"
-    assert read_lines(path) == []
-    write(path, {"at": 5, "sample": "a"}, {"event": "resume", "updates": 4}, {"at": 6, "sample": "b"})
-    assert read_lines(path, key="at") == [{"at": 6, "sample": "b"}]
-
-
 def test_the_digest_of_samples_is_that_of_every_ledger_so_far() -> None:
     assert sample_digest(["b:0:0", "a:1:0"]) == "8a4c635d28abd4c1" != sample_digest(["a:1:0", "b:0:0"])

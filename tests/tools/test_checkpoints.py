@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.checkpoint.support import flip_byte, save_chain
 from tools.checkpoints import main
 from unigen_ds.checkpoint import listing, store
@@ -63,11 +61,3 @@ def test_show_takes_the_newest_of_a_work_dir_or_the_one_named(tmp_path, capsys):
         assert said in text, said
     assert main(["show", str(paths[0])]) == 0
     assert "as commit 1, after a fresh start" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("action", ["list", "verify", "show"])
-def test_nothing_there(tmp_path, capsys, action):
-    assert main([action, str(tmp_path)]) == 1
-    assert "no checkpoint found in" in capsys.readouterr().err
-    assert main([action, str(tmp_path / "absent")]) == 1
-    assert "does not exist" in capsys.readouterr().err

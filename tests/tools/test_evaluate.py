@@ -7,7 +7,6 @@ import math
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +20,8 @@ from tools import evaluate as tool
 from tools.evaluate import main
 from unigen_ds.checkpoint.convert import merge
 from unigen_ds.config.registry import METRICS
-from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.evaluation.jobs.evaluation_job import read_result
-from unigen_ds.evaluation.jobs.lmms_eval import TASKS, model_class
+from unigen_ds.evaluation.jobs.lmms_eval import TASKS
 from unigen_ds.evaluation.metrics import Metric
 from unigen_ds.evaluation.provenance import read_results
 from unigen_ds.runner import Runner
@@ -85,13 +83,6 @@ def test_several_processes_share_the_data(trained, capsys):
     assert second["values"] == pytest.approx(first["values"], rel=1e-6)
     assert second["provenance"] == first["provenance"] and int(first["provenance"]["num_samples"]) > 3
     assert not any(line.startswith("val/") for line in two.out.splitlines())
-
-
-def test_the_average_of_the_weights(trained, capsys):
-    assert main([str(trained / "run" / "iter_6.pth"), "--ema"]) == 0
-    ema = values(capsys)["val/loss"]
-    assert main([str(trained / "run" / "iter_6.pth")]) == 0
-    assert ema != values(capsys)["val/loss"]
 
 
 def test_merged_weights(trained, capsys, tmp_path):
@@ -227,32 +218,6 @@ def test_tasks_of_lmms_eval(published, capsys, tmp_path, monkeypatch):
         "mme",
         "mmstar",
     ]
-
-
-def test_the_wrapper_of_lmms_eval(monkeypatch):
-    """Pictures, placeholders, ends and limits of a request reach the inferencer; the abstract methods are all there."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "lmms_imitation"))
-    from lmms_eval.api.model import lmms
-
-    class Inferencer:
-        def unified_generate(self, prompt: str, *, images: Any, max_length: int, seed: int, **rest: Any) -> Any:
-            self.asked = prompt, [image.getpixel((0, 0)) for image in images], max_length, rest
-            return SimpleNamespace(text=" yes\nEND no", images=[])
-
-    model = model_class(lmms)(inferencer := Inferencer())
-    model.task_dict["t"] = {"test": [[Image.new("L", (4, 4), 7), [Image.new("RGB", (4, 4), (1, 2, 3))]]]}
-    request = SimpleNamespace(
-        args=("a <image>b", {"max_new_tokens": 9, "until": ["END"]}, lambda doc: doc, 0, "t", "test")
-    )
-    assert model.generate_until([request, request]) == ["yes", "yes"]
-    prompt, pixels, length, rest = inferencer.asked
-    assert (prompt, pixels, length) == ("a b", [(7, 7, 7), (1, 2, 3)], 9) and rest["temperature"] == 0.0
-    for method in (model.loglikelihood, model.generate_until_multi_round):
-        with pytest.raises(ConfigError, match="Allowed: tasks"):
-            method([request])
-    request.args = ("a", {}, lambda doc: [b"sound"], 0, "t", "test")
-    with pytest.raises(DataError, match="shows bytes"):
-        model.generate_until([request])
 
 
 def test_records_that_the_filters_of_the_training_leave_out_are_counted(tmp_path, capsys):

@@ -92,14 +92,3 @@ def test_a_failing_upload_keeps_the_folder_and_says_how_to_repeat_it(
         assert line.endswith(" ".join(["hf", "upload", REPO, str(out), *flags]) + ".")
         assert printed.out.splitlines() == [str(out)] and len(contents(out)) > 2
         assert not any(repository.branches["main"] for repository in hub.repositories.values())
-
-
-@pytest.mark.parametrize("name", ["name", "a/b/c", "/name", "owner/", "owner/na me", "owner/a--b", ""])
-def test_a_name_that_cannot_be_one_is_refused_first(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The checkpoint does not exist, and is not looked for."""
-    assert main([str(tmp_path / "gone"), str(tmp_path / "out"), "--push-to-hub", name]) == 2
-    err = capsys.readouterr().err
-    assert f"{name!r} is no repository of the hub" in err and "Allowed: OWNER/NAME" in err and "gone" not in err
-    assert not (tmp_path / "out").exists()

@@ -166,27 +166,6 @@ def test_parts_of_a_file_are_those_of_the_python_interface(published: Path, tmp_
     assert [row.get("given") for row in rows(out)] == [parts, parts, None]
 
 
-@pytest.mark.parametrize(
-    ("content", "words", "status", "said"),
-    [
-        ("{}", [], 1, "prompts.jsonl:1 is no prompt"),
-        ('{"parts": [{"file": "a.png"}]}', [], 1, '{"image": "a.png"}'),
-        ('{"prompt": "a", "image": "a.png"}', [], 1, "unknown key 'image'"),
-        ('{"prompt": "a"}', ["--size", "30", "32"], 2, "multiples of 16"),
-        ('{"prompt": "a"}', ["--num-timesteps", "1"], 2, "at least 2"),
-        ('{"prompt": "a", "images": ["none.png"]}', [], 2, "there is no image none.png"),
-    ],
-)
-def test_what_cannot_work_is_refused(
-    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    content: str, words: list[str], status: int, said: str,
-) -> None:  # fmt: skip
-    (tmp_path / "prompts.jsonl").write_text(content)
-    given = ["--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out")]
-    assert main([str(published), *given, "--device", "cpu", *words]) == status
-    assert said in capsys.readouterr().err
-
-
 # --- a model that goes on with a text -------------------------------------------------------------------------------
 
 
@@ -209,19 +188,3 @@ def test_a_prompt_longer_than_the_models_positions(decoder: Path, tmp_path: Path
         if "the text ends after 3 tokens: the model has no more than 64 positions" in capsys.readouterr().err:
             return
     pytest.fail("a text that stopped at the last position was not reported")
-
-
-def test_what_has_no_effect_and_what_is_unknown_is_reported(decoder: Path, tmp_path: Path, capsys: Any) -> None:
-    more = ["--out", str(tmp_path), "--device", "cpu", "--max-length", "2"]
-    assert main([str(decoder), "--prompt", "one", *more]) == 0
-    assert "WARNING" not in capsys.readouterr().err
-    assert main([str(decoder), "--prompt", "one red cat", "--cfg-text-scale", "3", "--num-timesteps", "9", *more]) == 0
-    printed = capsys.readouterr().err
-    assert "without effect, since nothing is drawn: text_scale, num_timesteps" in printed
-    assert "2 of 3 tokens of the prompt are words that the tokenizer does not have (<unk>)" in printed
-
-
-def test_a_missing_image_is_named_before_the_model_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    images = ["--image", str(tmp_path / "no.png"), "--image", str(tmp_path / "none.png")]
-    assert main([str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--prompt", "?", *images]) == 2
-    assert f"no image {tmp_path / 'no.png'}, and 1 more that do not exist" in capsys.readouterr().err

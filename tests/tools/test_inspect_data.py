@@ -58,25 +58,6 @@ def resumed_run(request: pytest.FixtureRequest, data: Path, tmp_path_factory: py
     return work_dir / "ledger.jsonl", request.param
 
 
-def test_what_is_wrong_with_the_rest_of_a_config_prevents_nothing(data: Path, capsys: Any) -> None:
-    wrong = {
-        "custom_hooks": [{"type": "NoSuchHook"}],
-        "custom_imports.imports": ["no_such_module"],
-        "default_hooks.logger.interval": "'often'",
-        "train_cfg.max_updatse": 3,
-        "env.nope": 1,
-        "optim_wrapper.optimizer.type": "NoOptimizer",
-    }
-    shown = []
-    for more in ({}, wrong):
-        assert main(["unified_digits", "--json", *options(data, **more)]) == 0
-        printed = capsys.readouterr()
-        shown.append(json.loads(printed.out))
-    assert shown[0] == shown[1] and "no_such_module" in printed.err
-    assert main(["unified_digits", "--json", *options(data, **wrong, **{"train_dataloader.nope": 1})]) == 2
-    assert "train_dataloader.nope" in capsys.readouterr().err
-
-
 def test_statistics_are_those_of_the_data(report: Report) -> None:
     status, found = report()
     assert status == 0
@@ -85,11 +66,6 @@ def test_statistics_are_those_of_the_data(report: Report) -> None:
     assert source["records_with_images"] == 594 and source["records_text_only"] == 0
     assert source["image_targets"] == 297 * 16 and source["text_targets"] == 297 * 5
     assert 0.8 < found["utilisation"] <= 1.0
-
-
-def test_the_engine_of_the_run_does_not_matter(report: Report) -> None:
-    """One that needs four processes, in the one of the tool."""
-    assert report(**{"backend": {"type": "fsdp", "sharding_strategy": "HYBRID_SHARD", "num_shard": 2}})[0] == 0
 
 
 def test_statistics_as_text(data: Path) -> None:
@@ -153,15 +129,6 @@ def test_a_wrong_ledger_is_found(
     assert found["update"] == update and problem in found["problem"]
 
 
-def test_other_data_is_named(report: Report, resumed_run: Any, capsys: Any, data: Path) -> None:
-    ledger, more = resumed_run
-    status, found = report("--ledger", str(ledger), **{**more, "randomness.seed": 1})
-    assert (status, found["update"], found["same_data"]) == (1, 1, False)
-    arguments = ["unified_digits", "--ledger", str(ledger), *options(data, **more, **{"randomness.seed": 1})]
-    assert main(arguments) == 1
-    assert "is not that of the checkpoint" in capsys.readouterr().out
-
-
 def ledger_lines(stream: SequenceStream, first: int, updates: int) -> list[dict[str, Any]]:
     """Updates of four sequences from sequence ``first`` on."""
     found = []
@@ -197,14 +164,3 @@ def test_an_unpacked_epoch_needs_the_first_world_size(report: Report, resumed_ru
     assert report("--world-size", "2")[1]["sequences_per_epoch"] == report()[1]["sequences_per_epoch"]
     ledger, more = resumed_run
     assert report("--ledger", str(ledger), "--world-size", "2", **more)[0] == 0
-
-
-def test_errors_are_for_people(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["unified_digits", "--ledger", str(tmp_path / "ledger.jsonl"), *options(data)]) == 1
-    assert "ledger.jsonl: there is no such file" in capsys.readouterr().err
-    assert main(["unified_digits", "--work-dir", str(tmp_path / "other"), *options(data)]) == 1
-    assert "other: there is no such folder" in capsys.readouterr().err
-    for wrong in ("3", "5:3", "a:b"):
-        with pytest.raises(SystemExit) as stopped:
-            main(["unified_digits", "--sequences", wrong])
-        assert stopped.value.code == 2 and "give A:B" in capsys.readouterr().err

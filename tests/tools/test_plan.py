@@ -11,7 +11,6 @@ from tests.end_to_end.engines.users import write_mixed
 from tests.tiny import tiny_config
 from tools.plan import main
 from unigen_ds.config.python_text import config_text
-from unigen_ds.core.quantities import size
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +48,3 @@ def test_a_plan_that_does_not_fit_has_exit_status_1(config, capsys):
     assert status == 1 and "too large" in table and "single (config)" in table
     assert main([config, "--backend", "single", "--world-size", "2", "--only"]) == 2
     assert "was started with 2 processes" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"), [("80GiB", 80 * 2**30), ("24 GB", 24 * 10**9), ("512mib", 2**29), ("7", 7)]
-)
-def test_sizes(text, wanted):
-    assert size(text) == wanted
-
-
-@pytest.mark.parametrize(
-    "given", [["--device-memory", "0"], ["--host-memory", "-1GiB"], ["--device-reserve=-1GiB"], ["--per-node", "0"]]
-)
-def test_sizes_and_numbers_that_cannot_be(given, capsys):
-    with pytest.raises(SystemExit):
-        main(["unified_digits", *given])
-    assert f"argument {given[0].partition('=')[0]}: " in capsys.readouterr().err

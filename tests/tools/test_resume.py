@@ -84,45 +84,10 @@ def test_a_machine_one_does_not_have(run_dir, capsys):
     assert found["rng"]["status"] == "warn" and found["progress.position"]["now"].startswith("iteration 8 of")
 
 
-def test_nodes_that_no_launcher_reports_are_taken_for_one(run_dir, capsys):
-    """A checklist must not need the cluster: ``HYBRID_SHARD`` without ``num_shard`` is asked for at a start only."""
-    settings = {"train_dataloader__batch_size": 2, "optim_wrapper__accumulative_counts": 2}
-    assert asked(run_dir, "--json", "--world-size", "3", "--backend", "fsdp:HYBRID_SHARD", **settings) == 0
-    assert "num_shard 3, sharding_strategy HYBRID_SHARD" in findings(capsys)["engine"]["now"]
-
-
 def test_another_model_is_compared_without_being_built(run_dir, capsys):
     assert asked(run_dir, "--json", model__llm__num_hidden_layers=1) == 3
     model = findings(capsys)["model.structure"]
     assert model["status"] == "block" and "is gone" in model["now"]
-
-
-@pytest.mark.parametrize(
-    ("edit", "id", "status", "said"),
-    [
-        ({"model__vit__num_attention_heads": 4}, "model.structure", "block", "num_attention_heads was 2 and is 4"),
-        ({"model__llm__dropout": 0.2}, "config.edited", "warn", "model.llm.dropout was 0.0 and is 0.2"),
-        ({"optim_wrapper__clip_grad": None}, "config.edited", "warn", "max_norm was 1.0 and is not given"),
-        ({"optim_wrapper__optimizer__lr": 1e-4}, "config.edited", "ok", "no other setting"),
-    ],
-)
-def test_an_edit_that_no_weight_shows(run_dir, capsys, edit, id, status, said):
-    assert asked(run_dir, "--json", **edit) == (3 if status == "block" else 0)
-    found = findings(capsys)[id]
-    assert found["status"] == status and said in found["now"]
-
-
-def test_a_run_that_began_with_load_from_is_looked_at_where_it_is_now(tmp_path, run_dir, capsys):
-    """Not at what ``load_from`` names."""
-    elsewhere = shutil.copytree(run_dir / "iter_12.pth", tmp_path / "elsewhere" / "iter_12.pth")
-    assert asked(run_dir, "--json", load_from=str(elsewhere)) == 0
-    assert str(run_dir / "iter_12.pth") in findings(capsys)["resume.mode"]["now"]
-
-
-def test_nothing_to_resume_from(tmp_path, run_dir, capsys):
-    arguments = ["unified_digits", "--work-dir", str(tmp_path / "none"), *options(run_dir)]
-    assert tool.main(arguments) == 1
-    assert "contains no checkpoint" in capsys.readouterr().err
 
 
 def test_only_verify_reads_every_byte(tmp_path, run_dir, capsys):

@@ -62,18 +62,3 @@ def test_of_a_work_dir_the_newest(tmp_path):
     merged = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     for shard in newest.master_shards():
         assert torch.equal(merged[shard.name].flatten(), shard.data.cpu().bfloat16())
-
-
-@pytest.mark.parametrize(("words", "status", "said"), [
-    (["absent", "out"], 1, "does not exist"),
-    (["{zero2}", "out", "-t", "other"], 1, "has no tag 'other'"),
-    (["{zero2}", "out", "--ema"], 1, "no average of the weights"),
-    (["{zero2}", "out", "--max-shard-size", "many"], 2, "is no size"),
-    (["{zero2}", "{zero2}/latest"], 2, "is a file"),
-])  # fmt: skip
-def test_what_cannot_be_done_is_said(zero2, tmp_path, monkeypatch, capsys, words, status, said):
-    monkeypatch.chdir(tmp_path)
-    assert main([word.format(zero2=zero2) for word in words]) == status
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and said in error
-    assert not (tmp_path / "out").exists()

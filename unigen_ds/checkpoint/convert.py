@@ -225,7 +225,7 @@ def _publish(staging: Path, out: Path, file: str) -> None:
         return
     (out / index).unlink(missing_ok=True)
     for name in files:
-        rename_into_place(staging / name, out / name, durable=False)  # all of them together, below
+        os.replace(staging / name, out / name)  # the folder is flushed below
     for path in [path for path in out.iterdir() if own.fullmatch(path.name) and path.name not in files]:
         path.unlink()
     fsync_path(out)

@@ -147,11 +147,9 @@ def ensure_initialized() -> None:
     if td.is_initialized():
         return
     if env_world_size() == 1:
-        os.environ.setdefault("RANK", "0")
-        os.environ.setdefault("WORLD_SIZE", "1")
-        os.environ.setdefault("LOCAL_RANK", "0")
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(free_port()))
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**alone, "MASTER_PORT": str(free_port())}.items():
+            os.environ.setdefault(name, value)
     init()
 
 

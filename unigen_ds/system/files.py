@@ -117,16 +117,14 @@ def _left(path: Path, match: re.Match[str]) -> bool:
     return process == os.getpid() and path.name not in _MADE  # an earlier process had the same number
 
 
-def rename_into_place(complete: Path, final: Path, *, durable: bool = True) -> None:
+def rename_into_place(complete: Path, final: Path) -> None:
     """Give a complete file or folder its final name: one rename, whose entry is then on disk.
 
-    Every name that must not appear before its content is set here. ``durable=False``: where a power failure may undo
-    it. Raises ``OSError``; where ``complete`` no longer exists then, the name is set, but may not survive a power
-    failure.
+    Every name that must not appear before its content is set here. Raises ``OSError``; where ``complete`` no longer
+    exists then, the name is set, but may not survive a power failure.
     """
     os.replace(complete, final)
-    if durable:
-        fsync_path(final.absolute().parent)
+    fsync_path(final.absolute().parent)
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:

@@ -30,28 +30,25 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._pending: list[bytes] = []
+        self.pending: list[bytes] = []
+        """Lines that could not be written yet."""
         self._descriptor: int | None = None
         self._unsynced = True
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._pending)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record; non-finite floats, which JSON does not have, become null.
 
         Raises ``OSError`` where it cannot be written now; it is then pending.
         """
-        self._pending.append((json.dumps(json_values(record, finite), allow_nan=False) + "\n").encode())
+        self.pending.append((json.dumps(json_values(record, finite), allow_nan=False) + "\n").encode())
         self.write_pending()
 
     def write_pending(self) -> None:
         """Write what could not be written before. Raises ``OSError``; what is left stays pending."""
-        while self._pending:
+        while self.pending:
             descriptor = self._open()
             self._unsynced = True
-            line = self._pending[0]
+            line = self.pending[0]
             try:
                 written = os.write(descriptor, line)
             except OSError as error:
@@ -60,7 +57,7 @@ class JsonLines:
             if written < len(line):  # the disk is full now: no part of a line stays
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-            del self._pending[0]
+            del self.pending[0]
 
     def sync(self) -> None:
         """Have every line on disk, the file's name too. Raises ``OSError`` where a line is still pending."""
@@ -75,7 +72,7 @@ class JsonLines:
             descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a kill truncated the last line: end it
-                self._pending[0] = b"\n" + self._pending[0]
+                self.pending[0] = b"\n" + self.pending[0]
             self._descriptor = descriptor
         return self._descriptor
 

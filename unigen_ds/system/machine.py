@@ -25,7 +25,6 @@ ALLOWED = {"torch": ">=2.6", "transformers": ">=5"}
 """Package -> its versions. ``setup.py`` has the same; DeepSpeed's are in ``backends/deepspeed/deepspeed_config.py``."""
 TOKENIZERS = "TOKENIZERS_PARALLELISM"
 """The variable that decides whether a tokenizer uses threads of its own."""
-_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 def description() -> dict[str, Any]:
@@ -125,13 +124,3 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-def wrong_numbers(env: Mapping[str, str]) -> list[ConfigError]:
-    """An error for each variable of a launcher that is no whole number."""
-    remedy = "the launcher sets it; without one: unset it"
-    return [
-        ConfigError(f"the environment variable {name} is {env[name]!r}", allowed="a whole number", remedy=remedy)
-        for name in _NUMBERS
-        if name in env and not env[name].isdecimal()
-    ]

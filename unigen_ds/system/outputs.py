@@ -214,7 +214,11 @@ def save_torch(path: Path, entries: Sequence[Entry]) -> None:
 
 def bytes_output(path: str, content: bytes) -> Output:
     """A small file."""
-    return Output(path, len(content), lambda stream: stream.write(content))
+
+    def write(stream: HashedFile) -> None:
+        stream.write(content)
+
+    return Output(path, len(content), write)
 
 
 def all_finite(tensor: Tensor) -> bool:

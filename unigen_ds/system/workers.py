@@ -47,7 +47,6 @@ class Workers:
         ahead: tasks that each has at a time.
         timeout: seconds to wait for a result; 0: for ever.
         arrived: applied to each result in a thread of this process, as soon as it is there.
-        setting: what a user lowers where the system has killed one.
     """
 
     def __init__(
@@ -59,9 +58,8 @@ class Workers:
         ahead: int,
         timeout: float = 0.0,
         arrived: Callable[[Any], Any] | None = None,
-        setting: str = "train_dataloader.num_workers or prefetch_factor",
     ) -> None:
-        self._timeout, self._most, self._arrived, self._setting = timeout, number * ahead, arrived, setting
+        self._timeout, self._most, self._arrived = timeout, number * ahead, arrived
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._results: deque[Future[Any] | int] = deque()
@@ -153,7 +151,7 @@ class Workers:
                 return TrainingError(
                     f"a worker process of the data loader ended: worker {number} (pid {process.pid}), {how}",
                     remedy="the system kills processes when memory (or /dev/shm) is full (see dmesg): lower "
-                    f"{self._setting}; continue with --resume",
+                    "train_dataloader.num_workers, prefetch_factor or index_workers; continue with --resume",
                 )
         return error
 

@@ -148,15 +148,6 @@ def test_a_config_for_several_processes_is_checked_for_as_many(config, capsys):
     assert "num_shard is 4 and there are 6 process(es)" in results(capsys)["engine"][0][1]
 
 
-@pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
-def test_a_variable_of_the_launcher_that_is_no_number(config, capsys, monkeypatch, variable):
-    monkeypatch.setenv(variable, "x")
-    wrong = f"the environment variable {variable} is 'x'. Allowed: a whole number."
-    path = config(launcher="slurm" if variable == "SLURM_PROCID" else "none")
-    for options in ([], ["--dry-run"]):
-        assert main([path, *options]) == 2 and wrong in capsys.readouterr().err
-
-
 def test_the_login_of_wandb(monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):

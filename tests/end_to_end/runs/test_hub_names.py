@@ -18,7 +18,6 @@ from tools.generate import main as generate
 from tools.zero_to_fp32 import main as merge
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.hub import folder_of
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.evaluation.metrics.local_model import LocalModel
 
@@ -100,15 +99,6 @@ def test_weights_alone_and_the_tools(cache: Path, tmp_path: Path, capsys: pytest
     said = capsys.readouterr().err
     assert "MODEL 'maker/other' is no folder here, and it cannot be loaded from the hub: " in said
     assert "Remedy: where there is a network: hf download maker/other --local-dir FOLDER" in said
-
-
-def test_a_revision_is_that_commit(cache: Path, tmp_path: Path) -> None:
-    older = cached(cache, "maker/decoder", tmp_path / "words", sha=OLDER, refs=("v1",))
-    for given in ("maker/decoder@v1", f"maker/decoder@{OLDER}"):
-        assert folder_of(given, where="x", weights=False) == older
-    assert folder_of("maker/decoder", where="x").name == SHA
-    with pytest.raises(ConfigError, match="'maker/decoder@v2' is no folder here"):
-        folder_of("maker/decoder@v2", where="x")
 
 
 def test_a_folder_of_that_name_comes_first(cache: Path, tmp_path: Path) -> None:

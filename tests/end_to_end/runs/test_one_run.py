@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from mmengine.optim.scheduler import CosineAnnealingLR, LinearLR
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -148,55 +147,6 @@ def test_a_line_holds_update_and_iteration_and_the_weighted_sum(done: Done) -> N
     assert f"update {UPDATES}  iteration {2 * UPDATES}  epoch" in done.log, "and so does the console"
 
 
-def mmengines(
-    curves: list[tuple[type, dict[str, Any]]], *, steps: int, build: str = "__call__", **common: Any
-) -> list[float]:
-    """The learning rate that mmengine's own schedulers give at each of ``steps`` iterations."""
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=LR)
-    made = [
-        kind(optimizer, **arguments) if build == "__call__" else getattr(kind, build)(optimizer, **arguments, **common)
-        for kind, arguments in curves
-    ]
-    rates = []
-    for _ in range(steps):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        for curve in made:
-            curve.step()
-    return rates
-
-
-def test_learning_rates_are_mmengines(done: Done) -> None:
-    """Curves in iterations; an update of two iterations takes the rate of its first."""
-    curves: list[tuple[type, dict[str, Any]]] = [
-        (LinearLR, {"start_factor": 0.1, "by_epoch": False, "begin": 0, "end": 6}),
-        (CosineAnnealingLR, {"eta_min": 0.0, "by_epoch": False, "begin": 6, "end": 2 * UPDATES}),
-    ]
-    expected = mmengines(curves, steps=2 * UPDATES)[::2]
-    assert [line["lr"] for line in done.lines] == pytest.approx(expected, rel=1e-9)
-
-
-def test_curves_in_epochs_begin_and_end_within_one(done: Done, tmp_path: Path) -> None:
-    """156 records in batches of 2 are 78 iterations an epoch; 0.05 of them are 3, as in mmengine."""
-    epochs = [
-        {"type": "LinearLR", "start_factor": 0.1, "begin": 0, "end": 0.05},
-        {"type": "CosineAnnealingLR", "eta_min": 1e-4, "begin": 0.05, "end": 0.15},
-    ]
-    given = {"by_epoch": True, "convert_to_iter_based": True}
-    changes = {"param_scheduler": [{**curve, **given} for curve in epochs], "train_dataloader.packing": None}
-    changes |= {
-        "optim_wrapper.accumulative_counts": 1,
-        "work_dir": str(tmp_path / "run"),
-        "train_cfg": {"max_epochs": 0.15},
-    }
-    Runner.from_cfg(load_config(done.folder / "own.yaml", changes)).train()
-    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
-    kinds = (LinearLR, CosineAnnealingLR)
-    own = [(kind, {k: v for k, v in curve.items() if k != "type"}) for kind, curve in zip(kinds, epochs, strict=True)]
-    expected = mmengines(own, steps=11, build="build_iter_from_epoch", by_epoch=True, epoch_length=78)
-    assert [line["lr"] for line in lines] == pytest.approx(expected, rel=1e-9)
-
-
 def test_times_rates_and_mfu_agree_with_each_other(done: Done) -> None:
     first, last = done.lines[0], done.lines[STOP - 1]
     for line in (first, last):
@@ -206,15 +156,6 @@ def test_times_rates_and_mfu_agree_with_each_other(done: Done) -> None:
     assert last["tokens_per_second"] == pytest.approx(tokens / last["time/update"], rel=1e-6)
     samples = last["samples"] / STOP
     assert last["samples_per_second"] == pytest.approx(samples / last["time/update"], rel=1e-6)
-
-
-def test_tensorboard_holds_the_lines(done: Done) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(done.stopped / "tensorboard")).Reload()
-    for tag in ("loss", "lr", "grad_norm"):
-        shown = {scalar.step: scalar.value for scalar in events.Scalars(tag)}
-        assert shown == pytest.approx({line["update"]: line[tag] for line in done.lines}, rel=1e-6)
 
 
 # --- what is kept -------------------------------------------------------------------------------------------------
@@ -240,18 +181,6 @@ def test_a_checkpoint_holds_the_whole_state(done: Done) -> None:
     assert {(kind, name) for kind in ("exp_avg", "exp_avg_sq", "step") for name in trained} <= kinds
     averages = load_file(next((done.newest / "ema").glob("*.safetensors")))
     assert {key.split("|")[1] for key in averages} == trained
-
-
-def test_the_average_is_that_of_the_updates(done: Done) -> None:
-    """0.9 x the average + 0.1 x the weights, from two checkpoints: two updates lie between them, so a bound is all."""
-    before, after = (done.stopped / f"iter_{n}.pth" for n in (20, 24))
-    name = "language_model.lm_head.weight"
-    averages = [load_file(next((p / "ema").glob("*.safetensors")))[f"ema|{name}|0"] for p in (before, after)]
-    weights = [load_file(p / "model.safetensors")[name].view(-1) for p in (before, after)]
-    moved = (averages[1] - averages[0]).norm()
-    # after two steps of momentum 0.1 it has gone 1 - 0.9 ** 2 of the way to weights that hardly moved
-    way = ((weights[0] + weights[1]) / 2 - averages[0]).norm() * (1 - 0.9**2)
-    assert moved == pytest.approx(float(way), rel=0.2)
 
 
 # --- the same training --------------------------------------------------------------------------------------------
@@ -307,16 +236,6 @@ def test_an_update_is_that_of_a_loop_written_by_hand(done: Done, tmp_path: Path)
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------------------
-
-
-def test_a_malformed_record_is_named(done: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "wrong.jsonl"
-    path.write_text('{"text": "word"}\n{"conversations": [{"role": "robot", "type": "text", "content": "word"}]}\n')
-    options = [f"train_dataloader.dataset.1.data_path={path}", f"work_dir={tmp_path / 'run'}"]
-    assert train([str(done.folder / "own.yaml"), "--cfg-options", *options]) == 1
-    shown = capsys.readouterr().err
-    assert "wrong.jsonl:2" in shown and "conversations[0].role" in shown and "robot" in shown
-    assert not list((tmp_path / "run").glob("*.pth"))
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(done: Done, tmp_path: Path) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 from tests.data.text.chat_support import NANOVLM, character_tokenizer
@@ -137,13 +134,3 @@ def test_the_shift_of_the_sampler_and_its_origin(
     for place, words, said in cases:
         assert generate([place, "--prompt", "draw a three", "--out", str(tmp_path / "made"), *FAST, *words]) == 0
         assert said in capsys.readouterr().err
-
-
-def test_to_draw_needs_a_prompt_and_to_understand_none(
-    scratch: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Image.new("L", (8, 8), 128).save(tmp_path / "grey.png")
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    words = [str(scratch.work_dir), *FAST, "--out", str(tmp_path / "out")]
-    assert generate([*words, "--understand", "--image", str(tmp_path / "grey.png")]) == 0
-    assert generate(words) == 2 and "there is no prompt" in capsys.readouterr().err

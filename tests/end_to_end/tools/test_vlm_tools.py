@@ -103,18 +103,3 @@ def test_a_published_directory_answers_and_goes_out_as_it_came_in(published: Pat
     files = {path.name: path.read_bytes() for path in published.iterdir()}
     out = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != DIGESTS}
     assert out == files
-
-
-def test_what_cannot_work_is_refused(
-    run: Runner, published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words, what in (
-        (["--think"], "think"),
-        (["--size", "8", "8"], "size"),
-    ):
-        assert generate([str(published), "--prompt", "?", *words, "--out", str(tmp_path), *FAST]) == 2
-        assert f"{what}: this model answers in text" in capsys.readouterr().err
-    assert export([str(run.work_dir), str(tmp_path / "out"), "--source", str(published)]) == 2
-    assert "lm_vocab_size of config.json is" in capsys.readouterr().err
-    assert export([str(run.work_dir), str(tmp_path / "out"), "--source", str(tmp_path)]) == 2
-    assert not (tmp_path / "out").exists()

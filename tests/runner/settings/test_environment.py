@@ -110,18 +110,6 @@ def test_the_texts_of_a_png_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert expected == PngImagePlugin.MAX_TEXT_CHUNK
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_bf16_on_a_device_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    config = tiny_config(tmp_path / "run", tmp_path, optim_wrapper__precision=precision)
-    with pytest.raises((ConfigError, AssertionError, RuntimeError)) as caught:
-        Runner.from_cfg(config)
-    refused = "which Tesla T4 cannot compute" in str(caught.value)
-    assert refused == (precision == "bf16")  # fp16 fails later, as there is no device here
-
-
 def test_a_generator_of_another_device(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = {**rng_state(), "cuda": torch.zeros(16, dtype=torch.uint8)}
     drawn = torch.rand(3)

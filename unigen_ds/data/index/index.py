@@ -272,7 +272,7 @@ def plan_chunks(
     if num_workers == 0 or len(chunks) == 1 or multiprocessing.current_process().daemon:
         yield from ((chunk[0], plan(chunk)) for chunk in chunks)
         return
-    workers = Workers(plan, chunks, min(num_workers, len(chunks)), ahead=2, setting=f"index_workers of {source.title}")
+    workers = Workers(plan, chunks, min(num_workers, len(chunks)), ahead=2)
     try:
         for (start, _), columns in zip(chunks, workers, strict=True):
             yield start, columns

@@ -85,7 +85,7 @@ class JournalHook(Hook):
         try:
             self._lines.write_pending()
         except OSError as error:
-            logger().error("%d lines of %s could not be written: %s", self._lines.num_pending, self._lines.path, error)
+            logger().error("%d lines of %s could not be written: %s", len(self._lines.pending), self._lines.path, error)
         self._lines.close()
         self._lines = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -175,7 +176,7 @@ class Runner:
 
     def train_update(self, updates: Iterator[Update]) -> None:
         """One optimizer step: ``accumulative_counts`` micro-batches, each target weighing the same in the loss."""
-        self._last = self._last.without_data()
+        self._last = replace(self._last, update=None)  # its memory is freed
         with self.clock("data"):
             update = next(updates)
         micro_batches = update.micro_batches

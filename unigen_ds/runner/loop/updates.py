@@ -9,7 +9,7 @@ whether this process asks the run to stop, so all ranks stop after the same upda
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from unigen_ds.backends.base import Backend
@@ -106,10 +106,6 @@ class LastUpdate:
         if state is None or cursor.state_dict() != manifest.loader["cursor"]:  # type: ignore[union-attr]
             return cls()
         return cls(Cursor.from_state_dict(state["cursor"]), int(state["sequences"]))
-
-    def without_data(self) -> LastUpdate:
-        """The same without its data, whose memory is freed."""
-        return replace(self, update=None)
 
     def read(self, geometry: Geometry, loader_at: Callable[[Geometry, Cursor], UpdateLoader]) -> Update | None:
         """Its data, under any geometry that splits it into whole iterations. Draws no random number. Collective."""

@@ -8,8 +8,6 @@ model and its share of the data.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from unigen_ds.config.hub import folder_of
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EMA
+from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.data.datasets.overflow import check_overflow
 from unigen_ds.data.samples.sample import check_rules
 from unigen_ds.data.settings import ValDataloader
@@ -29,7 +28,6 @@ from unigen_ds.evaluation.generation import Answering
 from unigen_ds.evaluation.metrics import build_metrics
 from unigen_ds.evaluation.scoring import Evaluation, check
 from unigen_ds.evaluation.scoring import evaluate as score
-from unigen_ds.evaluation.validation import Validation
 from unigen_ds.families.directories import published_format
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, settled_precision
 from unigen_ds.runner.open.trained import config_of, import_stored, open_model, self_contained
@@ -45,178 +43,6 @@ _SECTIONS = ("model", "tokenizer", "processor", "train_dataloader", "val_dataloa
              "randomness", "custom_imports")  # fmt: skip
 _TRAINING = {"optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 0.0}}, "train_cfg": {"max_epochs": 1}}
 """Sections that ``Settings`` requires and an evaluation does not use."""
-
-
-@dataclass(frozen=True)
-class EvaluationSubject:
-    """What is evaluated, and how.
-
-    Args:
-        path: a checkpoint, a work dir, files of weights, or a published directory.
-        config: of the training; None: the checkpoint's own.
-        data: a file of records instead of ``val_dataloader``'s data.
-        batch_size: sequences of a forward pass on each process; None: that of ``val_dataloader``.
-        seq_length: tokens of a sequence at most; None: that of ``val_dataloader``.
-        max_batches, metrics: as of ``EvaluateHook``.
-        max_samples, generation: as of ``EvaluateHook``; what is not given is that of the config's hook.
-        ema: the average of the weights instead of the weights.
-        tag: name of the checkpoint's folder below ``path``.
-        allow_custom_imports, base: as of ``open_model``.
-    """
-
-    path: Path
-    config: Mapping[str, Any] | None = None
-    data: str | None = None
-    batch_size: int | None = None
-    seq_length: int | None = None
-    max_batches: int | None = None
-    metrics: Sequence[Mapping[str, Any]] = ()
-    max_samples: int | None = None
-    generation: Mapping[str, Any] = field(default_factory=dict)
-    ema: bool = False
-    tag: str | None = None
-    allow_custom_imports: bool = False
-    base: str | None = None
-
-    @cached_property
-    def directory(self) -> Path:
-        """The folder or the file that ``path`` means."""
-        return self.path if self.published is not None else locate(self.path, self.tag)
-
-    @cached_property
-    def manifest(self) -> Manifest | None:
-        """Of the checkpoint, where it is one of this project."""
-        if self.published is not None:
-            return None
-        return Manifest.read(self.directory) if (self.directory / FILE_NAME).is_file() else None
-
-    @cached_property
-    def published(self) -> Any:
-        """The format of a published directory, which has weights and sizes but no training."""
-        found = published_format(self.path, complete=self.config is not None)
-        if found is None or not found.pretrained:
-            return None
-        check_digests(self.path)
-        return found
-
-    @property
-    def name(self) -> str:
-        """What the provenance calls it."""
-        update = "" if self.manifest is None else f" (update {self.manifest.progress.updates})"
-        return f"{self.directory}{update}{' EMA' if self.ema else ''}"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "path", folder_of(self.path, where="MODEL"))
-
-    @cached_property
-    def _training_config(self) -> dict[str, Any]:
-        """The config of the training."""
-        if self.config is not None:
-            return dict(self.config)
-        if self.published is not None:
-            return dict(self.published.config(self.path))
-        return dict(self_contained(config_of(self.directory), self.directory))
-
-    def as_the_hook(self) -> EvaluationSubject:
-        """The same with the answers of the config's ``EvaluateHook`` for metrics, where nothing else is given."""
-        hooks = (
-            *(self._training_config.get("custom_hooks") or ()),
-            *dict(self._training_config.get("default_hooks") or {}).values(),
-        )
-        kinds = [(one, str(one.get("type")).rpartition(".")[2]) for one in hooks if isinstance(one, Mapping)]
-        hook = next((one for one, kind in kinds if kind == "EvaluateHook"), None)
-        if not self.metrics or hook is None:
-            return self
-        own, given = dict(hook.get("generation") or {}), dict(self.generation)
-        flow = {**(own.get("flow") or {}), **(given.get("flow") or {})}
-        generation = {**own, **given, **({"flow": flow} if flow else {})}
-        max_samples = self.max_samples
-        if max_samples is None and self.max_batches is None:
-            max_samples = hook.get("max_samples")
-            if max_samples is None and hook.get("max_batches") is not None:
-                sets = self.settings.val_dataloader.sets.values() if self.settings.val_dataloader else ()
-                sizes = {one.batch_size or 1 for one in sets}
-                max_samples = hook["max_batches"] * sizes.pop() if len(sizes) == 1 else None  # else: not one number
-        if dist.is_main() and (generation != given or max_samples != self.max_samples):
-            logger().info(
-                "Answers as those of the config's EvaluateHook: generation %s, max_samples %s (--generation and"
-                " --max-samples change them).", generation, max_samples,
-            )  # fmt: skip
-        return replace(self, generation=generation, max_samples=max_samples)
-
-    @cached_property
-    def settings(self) -> Settings:
-        """The sections that an evaluation uses. Raises ``ConfigError`` where no data to evaluate on is named."""
-        given = self._training_config
-        wanted = {**_TRAINING, **{key: given[key] for key in _SECTIONS if given.get(key) is not None}}
-        loaders = self._loaders(given)
-        wanted["val_dataloader"] = loaders.get("", loaders)
-        first = next(iter(loaders.values()))
-        wanted.setdefault("train_dataloader", {"batch_size": 1, "dataset": first.get("dataset")})
-        found = Settings.from_config(wanted)
-        return found if self.manifest is None else found.with_seed(int(self.manifest.loader["seed"]))
-
-    def _loaders(self, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """The section of each set, by its name."""
-        section = dict(given.get("val_dataloader") or {})
-        loaders = {"": section}
-        if ValDataloader.is_several(section):
-            loaders = {name: dict(one) for name, one in section.items() if one is not None}
-        if self.data is not None:
-            first = next(iter(loaders.values()), {})
-            data = _with_path(self.data, first, given.get("train_dataloader") or {})
-            loaders = {"": {**{key: value for key, value in first.items() if key != "split"}, "dataset": data}}
-        if not loaders or not all(loaders.values()):
-            raise ConfigError(
-                f"no data is named on which {self.path} is to be evaluated",
-                remedy="--data FILE, or --config with a config that has val_dataloader",
-            )
-        own = {"batch_size": self.batch_size, "seq_length": self.seq_length}
-        own = {key: value for key, value in own.items() if value is not None}
-        return {name: {**loader, **own} for name, loader in loaders.items()}
-
-    def import_modules(self) -> None:
-        """Those of ``custom_imports``: they may register the format and metrics. Raises as ``open_model`` does."""
-        if self.config is not None:
-            import_custom(self.config)
-        elif self.published is None:
-            import_stored(config_of(self.directory), self.directory, allow=self.allow_custom_imports)
-
-    def open(self) -> tuple[WholeModel, list[Validation]]:
-        """The model on this process's device, in the precision of the training, and the data. Not collective."""
-        averaged = self.manifest is not None and bool(self.manifest.files_in(EMA))
-        if self.ema and not averaged:
-            raise ConfigError(f"{self.path} has no average of the weights (EMA)", remedy="leave out --ema")
-        model, _ = open_model(
-            self.path,
-            raw=not self.ema,
-            tag=self.tag,
-            config=self.config,
-            allow_custom_imports=self.allow_custom_imports,
-            base=self.base,
-        )
-        if averaged and dist.is_main():
-            raw = (
-                "the weights themselves; --ema evaluates their average, which tools/generate.py and tools/export.py use"
-            )
-            logger().info("Evaluated: %s.", "the average of the weights (--ema)" if self.ema else raw)
-        settings, manifest = self.settings, self.manifest
-        if manifest is not None:
-            check_rules(manifest.loader["facts"])
-        geometry = Geometry(settings.train_dataloader.batch_size or 1) if manifest is None else manifest.geometry
-        assert settings.val_dataloader is not None
-        if settings.val_dataloader.divided is not None:
-            data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None).validation
-        else:  # the training data are not needed, and may not be there
-            processor = build_processor(settings, seed=settings.seed)
-            data = build_validation_data(settings, processor, [], geometry=geometry)
-        for one in data:
-            check_overflow(one.fitted, one.names)
-            for line in one.start_lines() if dist.is_main() else ():
-                logger().info("%s", line)
-        stored = None if self.manifest is None else self.manifest.topology.get("precision")
-        precision = settled_precision(settings.optim_wrapper.precision, stored)
-        return WholeModel(model, precision=precision), build_validation(settings, data)
 
 
 class WholeModel:
@@ -247,21 +73,161 @@ def _with_path(data: str, *loaders: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "UnifiedGenerationDataset", "data_path": data}
 
 
-def evaluate(given: EvaluationSubject) -> Evaluation:
+def evaluate(
+    path: Path,
+    *,
+    config: Mapping[str, Any] | None = None,
+    data: str | None = None,
+    batch_size: int | None = None,
+    seq_length: int | None = None,
+    max_batches: int | None = None,
+    metrics: Sequence[Mapping[str, Any]] = (),
+    max_samples: int | None = None,
+    generation: Mapping[str, Any] | None = None,
+    ema: bool = False,
+    tag: str | None = None,
+    allow_custom_imports: bool = False,
+    base: str | None = None,
+) -> Evaluation:
     """Losses and metrics on the validation data. Collective. A metric that fails loses no other value.
+
+    Args:
+        path: a checkpoint, a work dir, files of weights, or a published directory.
+        config: of the training; None: the checkpoint's own.
+        data: a file of records instead of ``val_dataloader``'s data.
+        batch_size: sequences of a forward pass on each process; None: that of ``val_dataloader``.
+        seq_length: tokens of a sequence at most; None: that of ``val_dataloader``.
+        max_batches, metrics: as of ``EvaluateHook``.
+        max_samples, generation: as of ``EvaluateHook``; what is not given is that of the config's hook.
+        ema: the average of the weights instead of the weights.
+        tag: name of the checkpoint's folder below ``path``.
+        allow_custom_imports, base: as of ``open_model``.
 
     Raises what ``open_model`` raises, and ``ConfigError`` or ``DataError`` where the data or a metric cannot be used.
     """
-    Answering.of(given.generation, where="generation")  # of the user, before those of the config
-    given.import_modules()
-    given = given.as_the_hook()
-    answering = Answering.of(given.generation, where="generation")
+    generation = dict(generation or {})
+    Answering.of(generation, where="generation")  # of the user, before those of the config
+    path = folder_of(path, where="MODEL")
+    if config is not None:
+        import_custom(config)  # first: the modules may register the format, and metrics
+    manifest, published = None, published_format(path, complete=config is not None)
+    if published is not None and published.pretrained:  # weights and sizes, and no training
+        check_digests(path)
+        directory, stored = path, published.config(path) if config is None else config
+    else:
+        directory = locate(path, tag)
+        stored = config_of(directory) if config is None else config
+        if config is None:
+            import_stored(stored, directory, allow=allow_custom_imports)
+            stored = self_contained(stored, directory)
+        manifest = Manifest.read(directory) if (directory / FILE_NAME).is_file() else None
+    training = dict(stored)
+    settings = _settings_of(training, path, data, {"batch_size": batch_size, "seq_length": seq_length})
+    if manifest is not None:
+        settings = settings.with_seed(int(manifest.loader["seed"]))
+    if metrics:
+        generation, max_samples = _as_the_hook(training, settings, generation, max_samples, max_batches)
+    answering = Answering.of(generation, where="generation")
     if answering.flow:  # before the model is read
-        family_of_model(given.settings.model.cls).drawing_settings(None, answering.flow, where="generation.flow")
-    metrics = build_metrics(given.metrics)
-    engine, sets = given.open()
-    check(metrics, engine, sets, answering=answering)
+        family_of_model(settings.model.cls).drawing_settings(None, answering.flow, where="generation.flow")
+    built = build_metrics(metrics)
+    averaged = manifest is not None and bool(manifest.files_in(EMA))
+    if ema and not averaged:
+        raise ConfigError(f"{path} has no average of the weights (EMA)", remedy="leave out --ema")
+    model, _ = open_model(
+        path, raw=not ema, tag=tag, config=config, allow_custom_imports=allow_custom_imports, base=base
+    )
+    if averaged and dist.is_main():
+        raw = "the weights themselves; --ema evaluates their average, which tools/generate.py and tools/export.py use"
+        logger().info("Evaluated: %s.", "the average of the weights (--ema)" if ema else raw)
+    sets = _validation_data(settings, manifest)
+    precision = settled_precision(
+        settings.optim_wrapper.precision, None if manifest is None else manifest.topology.get("precision")
+    )
+    engine, validation = WholeModel(model, precision=precision), build_validation(settings, sets)
+    check(built, engine, validation, answering=answering)
+    update = "" if manifest is None else f" (update {manifest.progress.updates})"
     return score(
-        engine, sets, metrics, checkpoint=given.name, max_batches=given.max_batches,
-        max_samples=given.max_samples, answering=answering, made_by={"precision": engine.precision},
+        engine, validation, built, checkpoint=f"{directory}{update}{' EMA' if ema else ''}", max_batches=max_batches,
+        max_samples=max_samples, answering=answering, made_by={"precision": engine.precision},
     )  # fmt: skip
+
+
+def _settings_of(training: Mapping[str, Any], path: Path, data: str | None, own: Mapping[str, int | None]) -> Settings:
+    """The sections that an evaluation uses, with ``own`` keys of each set. Raises ``ConfigError`` where no data to
+    evaluate on is named.
+    """
+    section = dict(training.get("val_dataloader") or {})
+    loaders = {"": section}
+    if ValDataloader.is_several(section):
+        loaders = {name: dict(one) for name, one in section.items() if one is not None}
+    if data is not None:  # the first data set that reads a file reads this one, with its filters; else the usual one
+        first = next(iter(loaders.values()), {})
+        dataset: dict[str, Any] = {"type": "UnifiedGenerationDataset"}
+        sources = [one.get("dataset") or () for one in (first, training.get("train_dataloader") or {})]
+        members = [member for one in sources for member in ([one] if isinstance(one, Mapping) else one)]
+        if reader := next((member for member in members if "data_path" in member), None):
+            dataset = {key: value for key, value in reader.items() if key not in ("name", "format", "num_used_data")}
+        kept = {key: value for key, value in first.items() if key != "split"}
+        loaders = {"": {**kept, "dataset": {**dataset, "data_path": data}}}
+    if not loaders or not all(loaders.values()):
+        raise ConfigError(
+            f"no data is named on which {path} is to be evaluated",
+            remedy="--data FILE, or --config with a config that has val_dataloader",
+        )
+    stated = {key: value for key, value in own.items() if value is not None}
+    loaders = {name: {**loader, **stated} for name, loader in loaders.items()}
+    sections = {**_TRAINING, **{key: training[key] for key in _SECTIONS if training.get(key) is not None}}
+    sections["val_dataloader"] = loaders.get("", loaders)
+    first = next(iter(loaders.values()))
+    sections.setdefault("train_dataloader", {"batch_size": 1, "dataset": first.get("dataset")})
+    return Settings.from_config(sections)
+
+
+def _as_the_hook(
+    training: Mapping[str, Any],
+    settings: Settings,
+    generation: dict[str, Any],
+    max_samples: int | None,
+    max_batches: int | None,
+) -> tuple[dict[str, Any], int | None]:
+    """``generation`` and ``max_samples`` of the config's ``EvaluateHook`` where nothing else is given."""
+    hooks = [*(training.get("custom_hooks") or ()), *dict(training.get("default_hooks") or {}).values()]
+    of_type = [one for one in hooks if isinstance(one, Mapping)]
+    hook = next((one for one in of_type if str(one.get("type")).rpartition(".")[2] == "EvaluateHook"), None)
+    if hook is None:
+        return generation, max_samples
+    own = dict(hook.get("generation") or {})
+    flow = {**(own.get("flow") or {}), **(generation.get("flow") or {})}
+    answers = {**own, **generation, **({"flow": flow} if flow else {})}
+    number = max_samples
+    if number is None and max_batches is None:
+        number = hook.get("max_samples")
+        if number is None and hook.get("max_batches") is not None:
+            sets = settings.val_dataloader.sets.values() if settings.val_dataloader else ()
+            sizes = {one.batch_size or 1 for one in sets}
+            number = hook["max_batches"] * sizes.pop() if len(sizes) == 1 else None  # else: not one number
+    if dist.is_main() and (answers, number) != (generation, max_samples):
+        logger().info(
+            "Answers as those of the config's EvaluateHook: generation %s, max_samples %s (--generation and"
+            " --max-samples change them).", answers, number,
+        )  # fmt: skip
+    return answers, number
+
+
+def _validation_data(settings: Settings, manifest: Manifest | None) -> Sequence[ValidationData]:
+    """The data of each set, as the run of ``manifest`` has them."""
+    geometry = Geometry(settings.train_dataloader.batch_size or 1)
+    if manifest is not None:
+        check_rules(manifest.loader["facts"])
+        geometry = manifest.geometry
+    if settings.val_dataloader is not None and settings.val_dataloader.divided is not None:
+        sets = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None).validation
+    else:  # the training data are not needed, and may not be there
+        processor = build_processor(settings, seed=settings.seed)
+        sets = build_validation_data(settings, processor, [], geometry=geometry)
+    for one in sets:
+        check_overflow(one.fitted, one.names)
+        for line in one.start_lines() if dist.is_main() else ():
+            logger().info("%s", line)
+    return sets

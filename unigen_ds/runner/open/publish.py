@@ -45,17 +45,6 @@ def publish(
     directory_format.write(model, processor, out, source=source, dtype=dtype, max_shard_size=max_shard_size)
 
 
-def publish_adapters(model: nn.Module, processor: Any, out: Path, *, base: Any) -> None:
-    """Write the adapters of ``model`` as peft has them, and the tokenizer, into the new folder ``out``: completely, or
-    not at all. Raises as ``publish``.
-    """
-    save_tokenizer = getattr(getattr(processor, "tokenizer", None), "save_pretrained", None)
-    with new_directory(out) as folder:
-        if save_tokenizer is not None:
-            save_tokenizer(str(folder))
-        write_adapters(model, folder, base=base)
-
-
 def export_checkpoint(
     checkpoint: Path,
     out: Path,
@@ -88,7 +77,11 @@ def export_checkpoint(
             raise ConfigError(
                 "adapters are written as they are, in fp32", remedy="--merge, or neither --source nor --dtype"
             )
-        publish_adapters(model, processor, out, base=model.base_folders)
+        save_tokenizer = getattr(getattr(processor, "tokenizer", None), "save_pretrained", None)
+        with new_directory(out) as folder:
+            if save_tokenizer is not None:
+                save_tokenizer(str(folder))
+            write_adapters(model, folder, base=model.base_folders)
         return
     if with_adapters:
         packed = any(isinstance(layer, QuantizedLinear) for layer in model.modules())

@@ -69,7 +69,14 @@ class Environment(Section):
 def apply_variables(env: Environment) -> None:
     """Set what is read from the environment, and the limit of PIL. Called first of all, before CUDA is used."""
     if env.cuda_allocator is not None:
-        _set_allocator(env.cuda_allocator, in_config="cuda_allocator" in env.model_fields_set)
+        name = next((name for name in _ALLOCATORS if name in os.environ), _ALLOCATOR)
+        current, in_config = os.environ.setdefault(name, env.cuda_allocator), "cuda_allocator" in env.model_fields_set
+        if in_config and current != env.cuda_allocator:
+            logger().warning(
+                "%s=%s of the environment is used, not env.cuda_allocator=%s.", name, current, env.cuda_allocator
+            )
+        elif in_config and torch.cuda.is_initialized():
+            logger().warning("env.cuda_allocator has no effect: this process has used CUDA. Set %s before.", name)
     if env.tokenizers_parallelism is not None:
         os.environ.setdefault(TOKENIZERS, str(env.tokenizers_parallelism).lower())
     if env.png_text_bytes is not None:
@@ -88,14 +95,3 @@ def apply_environment(env: Environment) -> None:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
             torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(env.deterministic)
-
-
-def _set_allocator(value: str, *, in_config: bool) -> None:
-    """torch reads the variable when it first uses CUDA. ``in_config``: a contradiction to the config is reported."""
-    name = next((name for name in _ALLOCATORS if name in os.environ), _ALLOCATOR)
-    current = os.environ.setdefault(name, value)
-    if in_config and current != value:
-        logger().warning("%s=%s of the environment is used, not env.cuda_allocator=%s.", name, current, value)
-    elif in_config and torch.cuda.is_initialized():
-        logger().warning("env.cuda_allocator has no effect: this process has used CUDA before. Set %s=%s before it"
-                         " starts.", _ALLOCATOR, value)  # fmt: skip

@@ -30,6 +30,7 @@ from unigen_ds.config.translation import translate
 from unigen_ds.config.values import Number
 from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.core.errors import ConfigError, raise_any
+from unigen_ds.core.progress import Duration, Ruler
 from unigen_ds.data.order import packing as _packing  # noqa: F401
 from unigen_ds.data.settings import Tokenizer, TrainDataloader, ValDataloader
 from unigen_ds.data.text import tokenizers as _tokenizers  # noqa: F401
@@ -78,6 +79,10 @@ class TrainCfg(Section):
         """(amount, unit) of each limit that is given."""
         units = {"max_epochs": "epoch", "max_iters": "iteration", "max_updates": "update", "max_tokens": "token"}
         return [(getattr(self, key), unit) for key, unit in units.items() if getattr(self, key) is not None]
+
+    def durations(self, ruler: Ruler) -> list[Duration]:
+        """When training is complete, in amounts of data. The first limit reached ends it."""
+        return [ruler.duration(amount, unit) for amount, unit in self.limits]
 
 
 class ModelSettings(Section):
@@ -275,11 +280,6 @@ class Settings(ModelSettings):
         """The weight of each loss term of the model's family."""
         return {t: self.loss_weights.get(t, DEFAULT_WEIGHT) for t in family_of_model(self.model.cls).terms}
 
-    @property
-    def evaluates(self) -> bool:
-        """Whether a hook of the config evaluates."""
-        return any(issubclass(hook.cls, EvaluateHook) for hook in self.custom_hooks)
-
     def _with(self, values: Mapping[str, Any], config: Mapping[str, Any]) -> Settings:
         """The same with other ``values`` of sections, which ``config`` has in place of the present ones."""
         settings = self.model_copy(update=values)
@@ -391,9 +391,7 @@ def _misfits(settings: Settings) -> Iterator[ConfigError]:
     if "{run_name}" in (settings.work_dir or "") and settings.visualizer.run_name is None:
         yield ConfigError(
             f"work_dir is {settings.work_dir!r}, and visualizer.run_name is not given",
-            allowed="{run_name} in work_dir where visualizer.run_name is a template",
-            remedy="visualizer=dict(run_name='{model}_{updates}_{date}'), say (docs/configs.md lists the fields), or"
-            " run_name='nanovlm'",
+            remedy="visualizer=dict(run_name='{model}_{updates}_{date}'), or run_name='nanovlm' (docs/configs.md)",
         )
     if "{run_name}" in (settings.checkpoint_dir or "") and "{run_name}" not in (settings.work_dir or ""):
         yield ConfigError(

@@ -39,7 +39,7 @@ from unigen_ds.models.lora import adapter_record, add_adapters, base_tensors, ho
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, default_fused, settled_precision
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.runner.settings.family_settings import family_of_model, of_its_kind
-from unigen_ds.runner.settings.tree import ModelSettings, Settings, TrainCfg
+from unigen_ds.runner.settings.tree import ModelSettings, Settings
 from unigen_ds.system.log import logger, notice
 
 
@@ -214,11 +214,6 @@ def locate_pretrained(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**spec, "pretrained": parts}
 
 
-def build_limits(train_cfg: TrainCfg, ruler: Ruler) -> list[Duration]:
-    """When training is complete, in amounts of data. The first limit reached ends it."""
-    return [ruler.duration(amount, unit) for amount, unit in train_cfg.limits]
-
-
 def total_sequences(limits: Sequence[Duration], geometry: Geometry, tokens_per_sequence: float) -> float:
     """Sequences until the first limit; for a limit in tokens an estimate from the mean length."""
     total = min(limit.value / tokens_per_sequence if limit.unit == "token" else limit.value for limit in limits)
@@ -309,7 +304,8 @@ def build_hooks(settings: Settings) -> list[Hook]:
     hooks += [LedgerHook(), TimelineHook()]
     hooks.append(SkippedSamplesHook(max_skipped_fraction=settings.train_dataloader.max_skipped_fraction))
     hooks += [component.build() for component in settings.custom_hooks]
-    if settings.val_dataloader is not None and not settings.evaluates:
+    evaluates = any(isinstance(hook, EvaluateHook) for hook in hooks)
+    if settings.val_dataloader is not None and not evaluates:
         notice("val_dataloader is evaluated after every epoch: EvaluateHook in custom_hooks sets another interval.")
         hooks.append(EvaluateHook())
     hooks += [best for hook in hooks if isinstance(hook, EvaluateHook) and (best := BestHook.of(hook))]

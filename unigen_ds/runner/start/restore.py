@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from logging import INFO, WARNING
-from pathlib import Path
 from typing import Any
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.foreign import read_foreign
-from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader, fit
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import ShardReader
@@ -47,7 +45,13 @@ def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
         return None
     refuse(model_findings(manifest, parameters=parts.parameters, config=parts.plain_config))
     parts.backend.load_tensors(reader, keep=parts.backend.left_out)
-    _restore_hooks(hooks, checkpoint, manifest)
+    states, readers = store.read_hook_states(checkpoint, manifest), store.open_shards(checkpoint, manifest)
+    for hook in hooks:
+        if hook.name in states:
+            hook.load_state_dict(states[hook.name])
+        hook.load_shards(readers)
+    if dropped := sorted(set(states) - {hook.name for hook in hooks}):
+        logger().warning("State of hooks that this config does not have is dropped: %s.", ", ".join(dropped))
     if not store.restore_rng(checkpoint, manifest):
         seed = derive_seed(parts.settings.seed, "resume", manifest.progress.updates)
         seed_everything(seed, rank=dist.rank())
@@ -87,15 +91,3 @@ def fit_weights(
                       *numbers, report_file)  # fmt: skip
     parts.backend.load_tensors(FittedReader(reader, fitted), weights_only=True, keep={*fitted.kept, *base})
     logger().info("Loaded weights only from %s; progress starts at zero.", parts.plan.checkpoint)
-
-
-def _restore_hooks(hooks: Sequence[Hook], checkpoint: Path, manifest: Manifest) -> None:
-    states = store.read_hook_states(checkpoint, manifest)
-    readers = store.open_shards(checkpoint, manifest)
-    for hook in hooks:
-        if hook.name in states:
-            hook.load_state_dict(states[hook.name])
-        hook.load_shards(readers)
-    dropped = sorted(set(states) - {hook.name for hook in hooks})
-    if dropped:
-        logger().warning("State of hooks that this config does not have is dropped: %s.", ", ".join(dropped))

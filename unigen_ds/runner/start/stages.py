@@ -52,7 +52,6 @@ from unigen_ds.runner.start.build import (
     build_data,
     build_geometry,
     build_groups,
-    build_limits,
     build_model,
     build_optimizer_config,
     named_parameters,
@@ -208,7 +207,7 @@ def read_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> S
     for part in data.parts:
         check_unusable(part.fitted, part.names, settings.train_dataloader.max_skipped_fraction)
     ruler = manifest.ruler if manifest else Ruler(geometry, data.stream.sequences_per_epoch)
-    limits = build_limits(settings.train_cfg, ruler)
+    limits = settings.train_cfg.durations(ruler)
     total = total_sequences(limits, geometry, data.stream.tokens_per_sequence)
     return Start(settings, manifest, unknown, data, change, cursor, ruler, limits, total)
 
@@ -335,7 +334,7 @@ def adopt(foreign: Foreign, settings: Settings, stream: SequenceStream) -> Manif
         settings.param_scheduler,
         ruler=ruler,
         base=[{"name": "default", "lr": optimizer.lr}],
-        total_sequences=total_sequences(build_limits(settings.train_cfg, ruler), geometry, stream.tokens_per_sequence),
+        total_sequences=total_sequences(settings.train_cfg.durations(ruler), geometry, stream.tokens_per_sequence),
     )
     return Manifest(
         commit=0,
