@@ -11,13 +11,25 @@ import pytest
 
 from tests.old_names import GUIDES, ROOT, SOURCE, listed, old_names
 from tests.test_docs import components
-from tools import checkpoints, evaluate, export, generate, inspect_data, migrate, report, resume, train, zero_to_fp32
+from tools import (
+    checkpoints,
+    evaluate,
+    export,
+    generate,
+    inspect_data,
+    migrate,
+    plan,
+    report,
+    resume,
+    train,
+    zero_to_fp32,
+)
 from unigen_ds.config.file import shipped_configs
 from unigen_ds.core.choices import GUIDES as CHOICES
 from unigen_ds.runner.settings.tree import known_keys
 
 PAGE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
-TOOLS = (checkpoints, evaluate, export, generate, inspect_data, migrate, report, resume, train, zero_to_fp32)
+TOOLS = (checkpoints, evaluate, export, generate, inspect_data, migrate, plan, report, resume, train, zero_to_fp32)
 CODE = re.compile(r"`([^`]+)`")
 
 
