@@ -26,11 +26,11 @@ Reports = Callable[[str], Report]
 
 READ_NORM = "value read"
 LOG = {
-    ("value read", "hooks/log/measurements.py:<listcomp>"), ("value read", "hooks/log/logger.py:_read_norms"),
-    ("value read", "hooks/log/measurements.py:means"),
+    ("value read", "hooks/log/logger.py:<listcomp>"), ("value read", "hooks/log/logger.py:_read_norms"),
+    ("value read", "hooks/log/logger.py:means"),
 }  # fmt: skip
 """At a log line: the loss terms, those of each source, and the gradient norm."""
-EPOCH = {("value read", "hooks/log/measurements.py:settle")}
+EPOCH = {("value read", "hooks/log/logger.py:settle")}
 """At the end of an epoch: the sums of its losses."""
 FIRST = {("value read", "hooks/guard/first_update.py:<listcomp>")}
 """After the first update from published weights: its losses."""

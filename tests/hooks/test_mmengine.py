@@ -188,7 +188,7 @@ def test_what_a_hook_stores_is_there_after_a_resume(tmp_path: Path) -> None:
 class Asks(mmengine.hooks.Hook):
     def before_train(self, runner: Any) -> None:
         assert not hasattr(runner, "load_checkpoint") and not hasattr(runner, "val_loop")
-        with pytest.raises(AttributeError, match=r"uses runner\.val_dataloader, and the config has no val_dataloader"):
+        with pytest.raises(AttributeError, match=r"uses runner\.val_dataloader, which .* not in this run"):
             len(runner.val_dataloader)
         runner.load_checkpoint("here")
 
@@ -305,7 +305,7 @@ def test_every_hook_of_mmengine_works_or_is_refused(tmp_path: Path) -> None:
     ("spec", "message"),
     [
         (dict(type=mmengine.hooks.EmptyCacheHook, after_itr=True), "no key 'after_itr'.*after_iter"),
-        (dict(type=Recorder, priority="FIRST"), "priority is 'FIRST'.*0 to 100"),
+        (dict(type=Recorder, priority="FIRST"), "priority 'FIRST'.*0 to 100"),
         (dict(type="mmengine.NoSuchHook"), "NoSuchHook"),
     ],
 )

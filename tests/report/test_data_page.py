@@ -25,7 +25,6 @@ from unigen_ds.core.batch import PackedBatch
 from unigen_ds.data.batches.shown import ShownImage, ShownToken, shown
 from unigen_ds.data.datasets.filters import RecordFilter
 from unigen_ds.examples.digits.dataset import write_digits
-from unigen_ds.report.charts import histogram
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import load_config
 from unigen_ds.system.journals import read_lines, sample_digest
@@ -316,12 +315,3 @@ def test_a_character_of_several_tokens_is_shown_once() -> None:
     assert len(pieces) == len(ids) == len(written.encode()) and "".join(pieces) == written
     assert pieces[2:4] == ["", "é"]
     assert tokenizer.pieces([ids[2], tokenizer.bos_id]) == ["", "�<a>"], "bytes that are no character"
-
-
-@pytest.mark.parametrize("values", [[5], [0, 0], [0, 7, 100_000], [*range(500)], [64] * 9 + [4096], [10**12, 1]])
-def test_every_value_is_in_a_bin(values: list[int]) -> None:
-    figure = histogram("x", {"a": np.asarray(values)}, unit="tokens", count="records", limit=("seq_length", 64))
-    assert figure is not None and figure.limit is not None and 0 <= float(figure.limit) <= 1000
-    labels = figure.values["labels"]
-    assert sum(number for _, number in figure.values["series"][0]["p"]) == len(values)
-    assert len(labels) == figure.values["right"] <= 60 and len(figure.bars) <= len(labels)

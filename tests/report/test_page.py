@@ -456,7 +456,9 @@ def test_damaged_and_missing_files_leave_the_rest(runs: Runs, tmp_path: Path) ->
             (folder / name).write_bytes(before)
     lines = (folder / "metrics.jsonl").read_bytes()
     (folder / "metrics.jsonl").write_bytes(lines[:-10] + b"\n")
+    (folder / "gone.png").symlink_to("nowhere")
     text = report(folder).texts[None]
+    assert "gone.png is missing" in text
     number = len(lines.splitlines())
     assert f"metrics.jsonl 1 of {number} lines are damaged and left out" in text
     empty = tmp_path / "empty"

@@ -20,8 +20,6 @@ from unigen_ds.core.errors import CheckpointError
 from unigen_ds.system.files import write_text_atomic
 
 HINT = "best_checkpoint"
-WEIGHTS = "best_weights"
-"""Folder of the work dir with the best weights alone (``save_best_weights_only``): ``best_weights/update_<n>/``."""
 HOOK = "best"
 
 
@@ -40,11 +38,8 @@ class Best:
     """Data, settings and version of the metric that the value is of."""
 
     def where(self, checkpoint: Path) -> Path:
-        """Return the folder of the best weights, as ``checkpoint`` records it; weights alone come first."""
-        if self.path is not None:
-            return checkpoint.parent / self.path
-        alone = weights_folder(checkpoint.parent, self.updates)
-        return alone if alone.is_dir() else checkpoint
+        """Return the folder of the best checkpoint, as ``checkpoint`` records it."""
+        return checkpoint if self.path is None else checkpoint.parent / self.path
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -65,11 +60,6 @@ class Best:
 def better(value: float, than: float, *, rule: str) -> bool:
     """Whether a finite ``value`` is better by ``rule`` ('less' or 'greater')."""
     return math.isfinite(value) and (value < than if rule == "less" else value > than)
-
-
-def weights_folder(work_dir: Path, updates: int) -> Path:
-    """Return the folder of the weights alone of an update, which exists if they are the best."""
-    return work_dir / WEIGHTS / f"update_{updates}"
 
 
 def write_hint(work_dir: Path, best: Path) -> None:

@@ -197,7 +197,7 @@ class Run(Protocol):
         """
 
     def export(self, checkpoint: Path, out: Path, *, raw: bool = False, dtype: str = "fp32") -> None:
-        """Write a checkpoint of this run, or its best weights, into the new folder ``out``, as ``tools/export.py``
+        """Write a checkpoint of this run into the new folder ``out``, as ``tools/export.py``
         does: the model is opened a second time, on the CPU. On the calling rank alone; not collective.
 
         Raises ``ConfigError`` where ``out`` exists, ``CheckpointError`` where it cannot be written.

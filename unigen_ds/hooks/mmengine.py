@@ -139,13 +139,10 @@ class MMEngineHook(Hook):
 
         try:
             self._priority = get_priority(getattr(cls, "priority", "NORMAL") if priority is None else priority)
-        except (KeyError, TypeError, ValueError) as error:
-            problem = f"{cls.__name__}.priority is {priority!r}"
-            raise ConfigError(problem, allowed="0 to 100, or a name as 'NORMAL'") from error
-        try:
             self.hook: mmengine.hooks.Hook = cls(**arguments)
-        except (AssertionError, TypeError, ValueError) as error:
-            raise ConfigError(f"{cls.__name__} cannot be built: {error}") from error
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            problem = f"{cls.__name__} cannot be built with priority {priority!r}: {error}"
+            raise ConfigError(problem, allowed="a priority of 0 to 100, or a name as 'NORMAL'") from error
         self.cls, self.name = cls, f"mmengine.{cls.__name__}"
         self.stored: dict[str, Any] = {}
         """What the hook added to the checkpoint."""
@@ -168,7 +165,7 @@ class MMEngineHook(Hook):
         self._call("before_run")
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
-        self._call("after_load_checkpoint", {**self.stored, "meta": self._meta()})
+        self._call("after_load_checkpoint", {**self.stored, "meta": self.view.meta})
 
     def before_train(self, run: Run) -> None:
         self._call("before_train")
@@ -208,7 +205,7 @@ class MMEngineHook(Hook):
         return self._save
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
-        checkpoint = {"meta": self._meta()}
+        checkpoint = {"meta": self.view.meta}
         self._call("before_save_checkpoint", checkpoint)
         self.stored = {}
         for key, value in checkpoint.items():
@@ -254,9 +251,6 @@ class MMEngineHook(Hook):
             names = ", ".join(hook.name for hook in self._adapters)
             run.request_stop(f"a hook of mmengine set train_loop.stop_training (one of {names})")
 
-    def _meta(self) -> dict[str, Any]:
-        return {"epoch": self.view.epoch, "iter": self.view.iter, "seed": self.view.seed}
-
 
 # ---- what a hook sees ----------------------------------------------------------------------------------------------
 
@@ -275,14 +269,11 @@ class _View:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if self._what == "runner" and name in ("val_dataloader", "val_loop"):  # its property has no value
-            problem = f"{self._runner._user} uses runner.{name}, and the config has no val_dataloader"
-            raise NoSuchAttribute(problem, remedy="val_dataloader=dict(split=0.02), say; or without this hook")
         raise NoSuchAttribute(
-            f"{self._runner.caller} uses {self._what}.{name}, which does not exist in unigen_ds",
+            f"{self._runner.caller} uses {self._what}.{name}, which does not exist in unigen_ds, or not in this run",
             allowed=", ".join(sorted(key for key in {*dir(type(self)), *vars(self)} if not key.startswith("_"))),
-            remedy="the engine steps, the config loads and resumes; or derive the hook from unigen_ds.hooks.base.Hook"
-            " (docs/extending.md)",
+            remedy="the engine steps, the config loads and resumes, val_dataloader=dict(...) evaluates; or derive the"
+            " hook from unigen_ds.hooks.base.Hook (docs/extending.md)",
         )
 
 
@@ -338,6 +329,11 @@ class RunnerView(_View):
         return _Sized(self, what, _length=batches, batch_size=batch_size, dataset=dataset)
 
     @property
+    def meta(self) -> dict[str, Any]:
+        """What mmengine writes into each checkpoint."""
+        return {"epoch": self.epoch, "iter": self.iter, "seed": self.seed}
+
+    @property
     def iter(self) -> int:
         """Micro-batches of this run before the present one."""
         return self._run.progress.iteration(self._run.geometry) + self.index
@@ -371,21 +367,19 @@ class RunnerView(_View):
         """The model as the engine wraps it."""
         return self._run.backend.model
 
-    def _rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self._run.hparams]
-
     @property
     def optim_wrapper(self) -> _View:
         """What can be read: this update's learning rates, and copies of the groups. The engine makes the steps."""
         groups = [dict(group) for group in self._run.hparams]
-        return _View(self, "runner.optim_wrapper", param_groups=groups, get_lr=lambda: {"lr": self._rates()})
+        rates = [float(group["lr"]) for group in groups]
+        return _View(self, "runner.optim_wrapper", param_groups=groups, get_lr=lambda: {"lr": rates})
 
     @property
     def param_schedulers(self) -> list[_View]:
         """One entry to read. The schedule is a function of the progress."""
-        updates = self._run.progress.updates
-        return [_View(self, "runner.param_schedulers[0]", param_name="lr", last_step=updates,
-                      get_last_value=self._rates)]  # fmt: skip
+        rates = [float(group["lr"]) for group in self._run.hparams]
+        return [_View(self, "runner.param_schedulers[0]", param_name="lr", last_step=self._run.progress.updates,
+                      get_last_value=lambda: rates)]  # fmt: skip
 
     @cached_property
     def visualizer(self) -> mmengine.visualization.Visualizer:

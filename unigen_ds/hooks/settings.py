@@ -13,7 +13,6 @@ from unigen_ds.hooks.evaluate import async_evaluate as _async_evaluate  # noqa: 
 from unigen_ds.hooks.evaluate import ema as _ema  # noqa: F401
 from unigen_ds.hooks.evaluate import evaluate as _evaluate  # noqa: F401
 from unigen_ds.hooks.evaluate import preview as _preview  # noqa: F401
-from unigen_ds.hooks.guard import early_stopping as _early_stopping  # noqa: F401
 from unigen_ds.hooks.guard.continuity import ContinuityHook
 from unigen_ds.hooks.guard.first_update import FirstUpdateHook
 from unigen_ds.hooks.guard.nan_guard import NanGuardHook
@@ -21,6 +20,7 @@ from unigen_ds.hooks.guard.signals import SignalHook
 from unigen_ds.hooks.log.logger import LoggerHook
 from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.hooks.mmengine import adapt_hook
+from unigen_ds.hooks.save import best as _best  # noqa: F401
 from unigen_ds.hooks.save import exports as _exports  # noqa: F401
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 

@@ -73,12 +73,12 @@ class Prompt:
 
 
 def checked_parts(parts: Any) -> tuple[str | Mapping[str, str], ...]:
-    """Raises ``ValueError`` where it is no list of texts and ``{"image": path}``."""
+    """Raises ``ConfigError`` where it is no list of texts and ``{"image": path}``."""
     several = parts if isinstance(parts, (list, tuple)) else [None]
     for part in several:
         is_picture = isinstance(part, Mapping) and {*part} == {"image"} and isinstance(part["image"], str)
         if not isinstance(part, str) and not is_picture:
-            raise ValueError(f"parts is {parts!r}")
+            raise ConfigError(f"parts is {parts!r}", allowed='a list of texts and of {"image": "a.png"}')
     return tuple(several)
 
 

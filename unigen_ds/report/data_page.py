@@ -14,14 +14,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from unigen_ds.data.batches.loader import MicroBatch
 from unigen_ds.data.batches.shown import ShownImage, ShownSample, ShownToken, shown
 from unigen_ds.data.batches.statistics import describe, epoch_balance, first_rows, reasons, titles, tokens_of
 from unigen_ds.data.batches.stream import SequenceStream
-from unigen_ds.report.charts import histogram
 from unigen_ds.report.document import data_uri, grouped, number_text, percent, plural, write_document
 
 KINDS = ("text", "image", "other")
@@ -54,10 +52,7 @@ def write_data_page(
         batches: of one sequence each, as the run's loader makes them; a cursor is the position after its batch.
         skipped_sources: data sets of the config that could not be opened (``on_error='skip'``).
     """
-    report, names, rows = describe(stream), titles(stream), first_rows(stream)
-    lengths = {name: data.lengths()[0] for name, data in zip(names.values(), stream.datasets, strict=True)}
-    limit = "seq_length" if stream.sample_length == stream.seq_length else "max_sample_tokens"
-    filled = np.asarray([sum(row) for row in tokens_of(stream, rows)])
+    report, names = describe(stream), titles(stream)
     left_out: dict[bool, list[tuple[Any, ...]]] = {False: [], True: []}  # by whether the run uses the records
     for one in reasons(stream):
         left_out[one.used].append(
@@ -71,20 +66,10 @@ def write_data_page(
         stream=stream,
         report=report,
         longer=sum(one["overflow"]["longer"] for one in report["sources"].values()),
-        length_figure=histogram(
-            "Tokens of a record", lengths, unit="tokens", count="records", limit=(limit, stream.sample_length)
-        ),
         length_numbers=" · ".join(f"{key} {number_text(value)}" for key, value in report["lengths"].items()),
         balance=_balance({names[name]: one for name, one in epoch_balance(stream).items()}),
         estimated=any(name != title for name, title in names.items()),
-        num_rows=len(rows),
-        filled_figure=histogram(
-            "Tokens of a sequence",
-            {"": filled},
-            unit="tokens",
-            count="sequences",
-            limit=("seq_length", stream.seq_length),
-        ),
+        num_rows=len(first_rows(stream)),
         left_out=left_out,
         skipped_sources=skipped_sources,
         sequences=[_sequence(stream, one, processor) for one in batches],

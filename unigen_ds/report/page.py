@@ -28,7 +28,7 @@ from unigen_ds.report.document import (
     write_document,
 )
 from unigen_ds.report.goodput import PARTS, Spent, changes, spent_by_start
-from unigen_ds.report.reading import WorkDir, flat, read_work_dir, run_names
+from unigen_ds.report.reading import WorkDir, attempt, flat, read_work_dir, run_names
 
 MAX_PICTURES = 16 * 2**20
 """Bytes of all pictures of a page."""
@@ -81,6 +81,9 @@ def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
 def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
     """Everything that the template displays of a run. ``budget``: bytes of its pictures."""
     pictures, picture_note = previews_of(run, budget=budget)
+    config, config_text = flat(run.config), run.config_text
+    if config_text is not None and "***" in config.values():  # the file has what is masked
+        config_text = json.dumps(run.config, indent=1, default=str)
     main, more = curves(run) if run.updates else ([], [])
     lines = [*run.updates[: -1 : max(1, len(run.updates) // 20)], *run.updates[-1:]]
     columns = ("update", "epoch", "sequences", "loss", "lr", "grad_norm", "tokens_per_second")
@@ -100,8 +103,8 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
         "resumes": _resumes(run),
         "skipped": Counter(str(line.get("why", "–")) for line in run.skipped).most_common(),
         "environment": _environment(run),
-        "config": sorted((key, value_text(value)) for key, value in flat(run.config).items()),
-        "config_text": _config_text(run),
+        "config": sorted((key, value_text(value)) for key, value in config.items()),
+        "config_text": config_text,
     }
 
 
@@ -109,11 +112,6 @@ def points(lines: Iterable[Line], key: str) -> list[tuple[float, float]]:
     """(update, value) of every line that has finite numbers."""
     pairs = ((number(line.get("update")), number(line.get(key))) for line in lines)
     return [(at, value) for at, value in pairs if at is not None and value is not None]
-
-
-def keys_of(lines: Iterable[Line]) -> list[str]:
-    """Keys with a number in any line, in the order in which they first occur."""
-    return [*dict.fromkeys(key for line in lines for key in line if number(line[key]) is not None)]
 
 
 def marks_of(run: WorkDir) -> list[Mark]:
@@ -137,13 +135,14 @@ def marks_of(run: WorkDir) -> list[Mark]:
 def curves(run: WorkDir) -> tuple[list[Figure], list[Figure]]:
     """The charts of the training: the main ones, and all others."""
     lines, marks = run.updates, marks_of(run)
-    keys = keys_of(lines)
+    keys = [*dict.fromkeys(key for line in lines for key in line if number(line[key]) is not None)]
     terms = [key for key in keys if key.startswith("loss/")]
     rates = [key for key in keys if key == "lr" or key.startswith("lr/")]
 
     def figure(title: str, names: Sequence[str], *, unit: str = "", log: bool | None = None) -> Figure | None:
         several = [
-            Series(label(name), points(lines, name), i, smooth=name not in rates) for i, name in enumerate(names)
+            Series(name.partition("/")[2] or name, points(lines, name), i, smooth=name not in rates)
+            for i, name in enumerate(names)
         ]
         return chart(title, several, x_label="update", marks=marks, unit=unit, log=log)
 
@@ -168,11 +167,6 @@ def curves(run: WorkDir) -> tuple[list[Figure], list[Figure]]:
             rest.setdefault(key.partition("/")[0], []).append(key)
     more = [figure(name.replace("_", " "), group) for name, group in rest.items()]
     return [one for one in main if one is not None], [one for one in more if one is not None]
-
-
-def label(key: str) -> str:
-    """``loss/text`` -> ``text``: the title has the rest."""
-    return key.partition("/")[2] or key
 
 
 def validation_curves(run: WorkDir) -> list[Figure]:
@@ -205,13 +199,15 @@ def previews_of(run: WorkDir, *, budget: int) -> tuple[list[tuple[str, str]], st
     others = [(None, file) for file in sorted(run.path.glob("*.png")) if file.name != _CURVES]
     pictures: list[tuple[int | None, Path]] = [*run.previews, *others]
     figures: list[tuple[str, str]] = []
-    for update, file in reversed(pictures):
-        content = file.read_bytes()
+    missing = 0
+    for number_read, (update, file) in enumerate(reversed(pictures)):
+        content = attempt(file.name, file.read_bytes, b"", run.problems)
         budget -= len(content)
         if budget < 0:
+            missing = len(pictures) - number_read
             break
-        figures.append((file.name if update is None else f"update {grouped(update)}", data_uri(content)))
-    missing = len(pictures) - len(figures)
+        if content:
+            figures.append((file.name if update is None else f"update {grouped(update)}", data_uri(content)))
     note = f"The first {plural(missing, 'picture')} of {grouped(len(pictures))} left out (--max-pictures-mib)."
     return figures[::-1], note if missing else ""
 
@@ -360,9 +356,3 @@ def _environment(run: WorkDir) -> list[tuple[str, Any]]:
         entries["git commit"] = "none: the code is in no git repository"
     entries |= {key: str(value) for key, value in record["versions"].items()}
     return [(key.replace("_", " "), value) for key, value in entries.items()]
-
-
-def _config_text(run: WorkDir) -> str | None:
-    """``config.py``, or where a value of the config is masked, the masked values instead."""
-    hidden = any(value == "***" for value in flat(run.config).values())
-    return json.dumps(run.config, indent=1, default=str) if hidden and run.config_text is not None else run.config_text

@@ -98,7 +98,7 @@ class WorkDir:
     """Update and file, in order; None: a picture of another name."""
     config: Mapping[str, Any]
     config_text: str | None
-    problems: Sequence[tuple[str, str]]
+    problems: Problems
     """File and what is wrong with it."""
 
     @property
@@ -149,7 +149,7 @@ def read_work_dir(path: Path) -> WorkDir:
         starts=starts,
         updates=lines_of_updates(valid),
         abandoned=[updates for lines in void if (updates := lines_of_updates(lines))],
-        evaluations=evaluations(path, valid, config, problems),
+        evaluations=evaluations(path, valid, problems),
         checkpoints=checkpoints,
         lineage=attempt("lineage.json", lambda: Lineage.read(home), Lineage(), problems),
         best=best and Path(best.strip()).name,
@@ -231,54 +231,47 @@ def _starts(timeline: Iterable[Line], *journals: Iterable[Line]) -> list[RunStar
     return starts[::-1]
 
 
-def _text(file: Path, problems: Problems) -> str | None:
-    return attempt(file.name, lambda: file.read_text(encoding="utf-8", errors="replace"), None, problems)
+def _text(file: Path, problems: Problems, *, name: str | None = None) -> str | None:
+    return attempt(name or file.name, lambda: file.read_text(encoding="utf-8", errors="replace"), None, problems)
 
 
-def evaluations(path: Path, lines: Iterable[Line], config: Mapping[str, Any], problems: Problems) -> list[Evaluated]:
+def evaluations(path: Path, lines: Iterable[Line], problems: Problems) -> list[Evaluated]:
     """Those of the valid lines, and of ``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what
     ``write_results`` wrote, ``{"values", "provenance"}``, or names and numbers. A value that a file has with its
     provenance is left out of the lines. The result of another process is read by the rules of ``AsyncEvaluateHook``,
     and has the names that it logs.
     """
     lines = [line for line in lines if "update" in line and line.get("event") != STATISTICS]
-    hooks = config.get("custom_hooks")
-    own_hooks = [hook for hook in (hooks if isinstance(hooks, list) else ()) if isinstance(hook, Mapping)]
-    prefixes = [
-        str(hook.get("prefix", "lmms_eval"))
-        for hook in own_hooks
-        if str(hook.get("type")).rpartition(".")[2] == "AsyncEvaluateHook"
-    ]
     logged = [key for line in lines if line.get("event") == "async_evaluation" for key in line if "/" in key]
-    prefix = next((name.partition("/")[0] for name in [*prefixes, *logged]), None)  # None: the run has no such hook
+    prefix = logged[0].partition("/")[0] if logged else None  # None: the run has no such hook, or no result of it yet
     scores = sorted((path / SCORES).glob("*.json"), key=lambda file: (len(file.name), file.name))
     of_files: list[Evaluated] = []
     for file in (*sorted((path / RESULTS).rglob("*.json")), *scores, *path.glob("results.json")):
         name = str(file.relative_to(path))
-        content = json_object(file, problems, name=name)
-        if content is None:
+        text = _text(file, problems, name=name)
+        if text is None:
             continue
         update = re.search(r"(\d{1,18})\.json$", file.name)
         of_process = prefix is not None and file.is_relative_to(path / RESULTS) and RESULT.fullmatch(file.name)
-        parts = content.get("results")
-        if not isinstance(parts, list):
-            parts = [content if "values" in content else {"values": parts or content}]
-        values = []
         try:
+            content = json.loads(text)
+            parts = content.get("results")
+            if not isinstance(parts, list):
+                parts = [content if "values" in content else {"values": parts or content}]
             if of_process:
                 read_result(file, update=int(of_process[1]))
-            for part in parts:
-                numbers, _ = numbers_of(part["values"])
-                values.append({key: n for key, n in numbers.items() if math.isfinite(n) and key not in _POSITION})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            several = [numbers_of(part["values"])[0] for part in parts]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             problems.append((name, f"is not logged by AsyncEvaluateHook: {error}" if of_process else "has no results"))
             continue
         origin = RESULTS if of_process else SCORES if file in scores else name
-        for part, own in zip(parts, values, strict=True):
-            if of_process:
-                own = {f"{prefix}/{key}": n for key, n in own.items()}
-            elif file in scores:
-                own = {key if key.startswith("val/") else f"val/{key}": n for key, n in own.items()}
+        begin = f"{prefix}/" if of_process else "val/" if file in scores else ""
+        for part, numbers in zip(parts, several, strict=True):
+            own = {
+                key if begin == "val/" and key.startswith(begin) else begin + key: n
+                for key, n in numbers.items()
+                if math.isfinite(n) and key not in _POSITION
+            }
             if own:
                 of_files.append(
                     Evaluated(int(update[1]) if update else None, own, _mapping(part, "provenance"), origin)
@@ -331,13 +324,3 @@ def attempt(name: str, read: Callable[[], T], default: T, problems: Problems) ->
     except (OSError, ValueError, RecursionError) as error:
         problems.append((name, f"cannot be read: {type(error).__name__}: {error}"[:300]))
     return default
-
-
-def json_object(file: Path, problems: Problems, *, name: str | None = None) -> dict[str, Any] | None:
-    """A file's object. None, and one more of ``problems``, where it has none."""
-    name = name or file.name
-    content = attempt(name, lambda: json.loads(file.read_text(encoding="utf-8")), None, more := Problems())
-    if not more and not isinstance(content, dict):
-        more.append((name, f"has a {type(content).__name__}, not an object"))
-    problems += more
-    return content if isinstance(content, dict) else None

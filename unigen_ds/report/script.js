@@ -10,7 +10,7 @@ document.querySelectorAll('.plot').forEach(function(plot){
     data.series.forEach(function(s){var p=near(s.p,wanted);
       if(best===null||Math.abs(p[0]-wanted)<Math.abs(best-wanted))best=p[0]});
     if(best===null)return;
-    card.appendChild(document.createTextNode(data.labels?data.labels[Math.floor(best)]:data.x+' '+text(best)));
+    card.appendChild(document.createTextNode(data.x+' '+text(best)));
     data.series.forEach(function(s){var p=near(s.p,best);
       if(Math.abs(p[0]-best)>(data.right-data.left)/50)return;
       var row=document.createElement('div'),dot=document.createElement('i');

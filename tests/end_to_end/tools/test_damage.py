@@ -17,7 +17,6 @@ from tests.end_to_end.resume.test_reading import (
     config,
     data,  # noqa: F401 - a fixture
 )
-from tests.hooks.save.test_best import run as scripted
 from tests.processes import ROOT, run
 from tools.evaluate import main as evaluate
 from tools.export import main as export
@@ -143,14 +142,3 @@ def test_of_an_export(
             Runner.from_cfg(config(data, tmp_path / "run", **given)).train()
         (file.parent / DIGESTS).unlink()
         Runner.from_cfg(config(data, tmp_path / f"of {file.parent.name}", **given)).train()
-
-
-def test_of_the_best_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scripted(tmp_path, [2.0, 1.0], weights_only=True)
-    (best,) = (tmp_path / "run" / "best_weights").iterdir()
-    number = 0
-    for file in flips(best):
-        assert export([str(best), str(tmp_path / "out"), "--config", str(tmp_path / "config.py")]) == 1, file
-        assert file in capsys.readouterr().err
-        number += 1
-    assert number == 8 and not (tmp_path / "out").exists()

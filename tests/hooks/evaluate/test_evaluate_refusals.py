@@ -64,7 +64,7 @@ REFUSED: list[tuple[list[dict[str, Any]], str]] = [
     ([evaluating(), {"type": "mmengine.EarlyStoppingHook", "monitor": "val/loss"}],
      r"EarlyStoppingHook.monitor is 'val/loss'.*Allowed: loss, loss/text"),
     ([evaluating(), evaluating(metrics=[{"type": "ExactMatch"}])],
-     r"custom_hooks has more than one EvaluateHook.*metric_interval"),
+     "hooks named twice: evaluate"),
     ([evaluating(metrics=[FID])], r"EvaluateHook.metrics\[0\]: FID needs pictures .*and TextInferencer.*Allowed: text"),
 ]  # fmt: skip
 

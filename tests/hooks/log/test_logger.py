@@ -19,8 +19,7 @@ from tests.processes import ROOT, popen, together
 from unigen_ds.core.progress import Progress
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.log.journal import LedgerHook
-from unigen_ds.hooks.log.logger import LoggerHook, logger_of
-from unigen_ds.hooks.log.measurements import global_losses
+from unigen_ds.hooks.log.logger import LoggerHook, global_losses, logger_of
 from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.system.journals import read_lines
 from unigen_ds.system.log import NAME

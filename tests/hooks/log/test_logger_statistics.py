@@ -18,8 +18,7 @@ from unigen_ds.config.registry import MODELS
 from unigen_ds.core.batch import Batch, LossTerms, PackedBatch
 from unigen_ds.core.progress import Progress
 from unigen_ds.families.decoder_lm.family import DecoderLM
-from unigen_ds.hooks.log.logger import LoggerHook
-from unigen_ds.hooks.log.measurements import FEWEST, GradNormWatch
+from unigen_ds.hooks.log.logger import FEWEST, GradNormWatch, LoggerHook
 from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.data.support import write_jsonl
 from tests.text_run import text_config, words
 from tools.checkpoints import main
-from unigen_ds.checkpoint import saver, store
-from unigen_ds.checkpoint.best_record import HINT, WEIGHTS, best_of
-from unigen_ds.checkpoint.manifest import FILE_NAME
+from unigen_ds.checkpoint import saver
+from unigen_ds.checkpoint.best_record import HINT, best_of
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError, SaveError
 from unigen_ds.evaluation.metrics.text_metrics import ExactMatch
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.save.best import BestHook, rule_of
 from unigen_ds.runner import Runner
-from unigen_ds.system.files import file_digest
 
 
 @HOOKS.register_module(force=True)
@@ -48,7 +43,7 @@ class ScriptedEvaluation(Hook):
 
 def config(folder: Path, values: list[Any], *, hooks: tuple[dict[str, Any], ...] = (), **overrides: Any) -> Any:
     """As many updates as ``values``, which the evaluations return; a checkpoint every two."""
-    best = {"metric": overrides.pop("save_best", "val/loss"), "weights_only": overrides.pop("weights_only", False)}
+    best = {"metric": overrides.pop("save_best", "val/loss")}
     folder.mkdir(exist_ok=True)
     given = {
         "train_cfg": {"max_updates": len(values)},
@@ -158,66 +153,6 @@ def test_a_best_one_that_was_deleted_is_named_and_found_anew(tmp_path, capsys):
     assert best_of(tmp_path / "run")[1].updates == 7
 
 
-def test_weights_alone(tmp_path, capsys):
-    """The best weights are complete before the former ones go; retention is as without ``save_best``."""
-    work_dir = tmp_path / "run"
-    run(tmp_path, VALUES[:6], weights_only=True, default_hooks__checkpoint__max_keep_ckpts=-1)
-    folder = work_dir / WEIGHTS / "update_3"
-    assert [path.name for path in (work_dir / WEIGHTS).iterdir()] == ["update_3"]
-    kept, full = load_file(folder / "model.safetensors"), load_file(work_dir / "iter_3.pth" / "model.safetensors")
-    assert all(torch.equal(kept[name], full[name]) for name in kept) and len(kept) >= len(full)
-    assert (folder / "config.py").is_file() and (work_dir / HINT).read_text() == f"{folder}\n"
-    run(tmp_path, VALUES, weights_only=True, resume=True)
-    assert checkpoints(work_dir) == ["iter_8.pth"] and best_of(work_dir)[0] == folder
-    assert main(["list", str(work_dir)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"{folder}; best: val/loss 2"
-
-
-def test_only_weights_of_the_runs_own_folder_are_deleted(tmp_path):
-    """A resume into another folder, records that name a folder of the same shape, and links to such folders."""
-    values, given = [5.0, 4.0], {"weights_only": True}
-    run(tmp_path, values, **given)
-    first, other = tmp_path / "run", tmp_path / "other"
-    given["work_dir"] = str(other)
-
-    def better(resume: Any = True) -> set[str]:
-        """One more update, which is the best one: what is deleted, and not of ``other``."""
-        values.append(values[-1] / 2)
-        before = {str(path) for path in tmp_path.rglob("*")}
-        run(tmp_path, values, resume=resume, **given)
-        assert best_of(other)[0] == other / WEIGHTS / f"update_{len(values)}"
-        gone = before - {str(path) for path in tmp_path.rglob("*")}
-        return {path for path in gone if not path.startswith(f"{other}/iter_")}
-
-    def record(path: str) -> None:
-        """The newest checkpoint of ``other`` has it as the best one."""
-        newest, _ = store.newest(other)
-        states = json.loads((newest.path / saver.HOOKS_FILE).read_text())
-        states["best"]["path"] = path
-        (newest.path / saver.HOOKS_FILE).write_text(json.dumps(states))
-        manifest = newest.manifest
-        manifest.files = [
-            replace(entry, size=(newest.path / entry.path).stat().st_size, digest=file_digest(newest.path / entry.path))
-            for entry in manifest.files
-        ]
-        (newest.path / FILE_NAME).write_text(manifest.to_json())
-
-    assert better(str(first / "iter_2.pth")) == set() and (first / WEIGHTS / "update_2").is_dir()
-    assert "not deleted" not in (other / "train.log").read_text()
-    foreign = tmp_path / "foreign" / WEIGHTS / "update_9"
-    shutil.copytree(first / WEIGHTS / "update_2", foreign)
-    for name in (str(foreign), f"{WEIGHTS}/../../foreign/{WEIGHTS}/update_9"):
-        record(name)
-        assert better() == set(), name
-    (other / WEIGHTS / "update_9").symlink_to(foreign)
-    record(f"{WEIGHTS}/update_9")
-    assert better() == {f"{other}/{WEIGHTS}/update_9"}, "the link alone"
-    shutil.rmtree(other / WEIGHTS)
-    (other / WEIGHTS).symlink_to(foreign.parent)
-    record(f"{WEIGHTS}/update_9")
-    assert better() == set() and "is not deleted: it is not inside of" in (other / "train.log").read_text()
-
-
 def test_the_greatest_is_the_best_where_that_is_the_rule(tmp_path):
     run(tmp_path, [0.1, 0.5, 0.3, 0.4], save_best="val/accuracy")
     folder, best = best_of(tmp_path / "run")
@@ -233,6 +168,7 @@ def test_nan_never_is_the_best(tmp_path):
 def test_a_name_that_the_evaluation_lacks_is_refused_at_the_first(tmp_path):
     with pytest.raises(ConfigError, match=r"val/bleu2.*Allowed: val/accuracy, val/bleu, val/loss"):
         run(tmp_path, VALUES, save_best="val/bleu2")
+    assert checkpoints(tmp_path / "run") == ["iter_1.pth"], "no work is lost"
     with pytest.raises(ConfigError, match=r"EarlyStoppingHook.monitor is 'val/los'"):
         run(tmp_path / "b", VALUES, hooks=({"type": "EarlyStoppingHook", "monitor": "val/los", "rule": "less"},))
 

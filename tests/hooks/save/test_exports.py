@@ -14,7 +14,6 @@ import torch
 from tests.hooks.save.test_best import config, log
 from tests.hub_server import TOKEN, Hub, contents, hub_server
 from tests.processes import together
-from unigen_ds.checkpoint.best_record import WEIGHTS
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model
@@ -61,15 +60,6 @@ def test_the_last_one_on_a_branch_and_a_resume_pushes_again(hub: Hub, tmp_path: 
     assert hub.files(REPO) == {}
     trained(tmp_path, push=push, resume=True)
     assert log(tmp_path).count("Pushed to") == 2
-
-
-def test_the_best_weights_alone_are_pushed(hub: Hub, tmp_path: Path) -> None:
-    run = trained(tmp_path, weights_only=True)
-    (out,) = (run.work_dir / "published").iterdir()
-    assert out.name == "update_2" and hub.files(REPO) == contents(out)
-    wanted = open_model(run.work_dir / WEIGHTS / "update_2", config=run.config)[0].state_dict()
-    found = open_model(out)[0].state_dict()
-    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
 def test_after_a_stop_nothing_is_pushed_and_after_early_stopping_the_best(hub: Hub, tmp_path: Path) -> None:

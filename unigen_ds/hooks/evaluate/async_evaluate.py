@@ -142,7 +142,7 @@ class AsyncEvaluateHook(Hook):
             if isinstance(job, str):
                 logger().warning("%s.", job)
             elif job.commit in abandoned or job.update > run.progress.updates:
-                self._set_aside(job.update, "its checkpoint was abandoned by a resume")
+                self._set_aside(job.update)
                 logger().warning("The evaluation of update %d is ended: a resume abandoned its checkpoint %s.",
                                  job.update, job.checkpoint)  # fmt: skip
                 self._folder.cancel(job)
@@ -150,19 +150,19 @@ class AsyncEvaluateHook(Hook):
                 self._jobs[job.update] = job
         for update, _ in self._folder.results():
             if update > run.progress.updates:
-                self._set_aside(update, "this start continues from an earlier checkpoint")
+                self._set_aside(update)
 
-    def _set_aside(self, update: int, why: str) -> None:
-        """Rename a result, if it is there."""
+    def _set_aside(self, update: int) -> None:
+        """Rename a result, if it is there: its checkpoint was abandoned by a resume."""
         path = self._folder.file(update, "json")
         if path.exists():
             aside = path.with_name(path.name + ABANDONED)
             rename_into_place(path, aside)
-            logger().warning("The result %s is not logged and is now %s: %s.", path, aside.name, why)
+            logger().warning("The result %s of an abandoned checkpoint is not logged and is now %s.", path, aside.name)
 
     def _add(self, run: Run, path: Path) -> None:
         update = run.progress.updates
-        self._set_aside(update, "its update is evaluated again")
+        self._set_aside(update)
         self._logged.discard(update)
         out = self._folder.file(update, "json").absolute()
         values = {"checkpoint": str(path.absolute()), "step": str(update), "out": str(out)}
@@ -196,10 +196,9 @@ class AsyncEvaluateHook(Hook):
         """
         if job.update in self._logged or self._log_result(run, job.update):
             return True
-        number = self._folder.batch_job(job)
-        if number is not None and time.time() - job.created <= 3600 * self.give_up_hours:
-            return False
-        if number is not None:
+        if (number := self._folder.batch_job(job)) is not None:
+            if time.time() - job.created <= 3600 * self.give_up_hours:
+                return False
             logger().warning("The evaluation of update %d (batch job %s) has no result after %g hours: %s is no longer"
                              " kept for it.", job.update, number, self.give_up_hours, job.checkpoint)  # fmt: skip
         elif not self._folder.file(job.update, "json").exists():

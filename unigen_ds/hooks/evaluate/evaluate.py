@@ -57,7 +57,6 @@ class EvaluateHook(Hook):
             the checkpoint with the best value is saved when it is found and never deleted as an old one
             ([evaluation.md](evaluation.md#the-best-checkpoint)).
         rule: ``'less'`` or ``'greater'`` is better; None: inferred from the name, as mmengine does.
-        best_weights_only: keep the best weights alone, in ``best_weights/``, instead of a whole checkpoint.
         empty_cache: release the unused memory of CUDA before and after.
     """
 
@@ -78,29 +77,29 @@ class EvaluateHook(Hook):
         generation: Mapping[str, Any] | None = None,
         save_best: str | None = None,
         rule: str | None = None,
-        best_weights_only: bool = False,
         empty_cache: bool = False,
     ) -> None:
         if interval <= 0 and interval != -1:
             raise ConfigError(f"EvaluateHook.interval is {interval}", allowed="a positive number, or -1")
-        if metric_interval is not None and not metrics:
-            raise ConfigError("EvaluateHook.metric_interval has no effect without metrics")
-        if save_best is None and (rule is not None or best_weights_only):
-            raise ConfigError("EvaluateHook.rule and best_weights_only have no effect without save_best")
-        if (max_samples is not None or generation) and not metrics:
-            raise ConfigError("EvaluateHook.max_samples and generation have no effect without metrics")
+        for name, needs, without in (
+            ("metric_interval", "metrics", metric_interval is not None and not metrics),
+            ("max_samples", "metrics", max_samples is not None and not metrics),
+            ("generation", "metrics", generation and not metrics),
+            ("rule", "save_best", rule is not None and save_best is None),
+        ):
+            if without:
+                raise ConfigError(f"EvaluateHook.{name} has no effect without {needs}")
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
         self.at_start, self.max_batches, self.use_ema = at_start, max_batches, use_ema
         self.empty_cache, self.max_samples = empty_cache, max_samples
         self._answering = Answering.of(generation or {}, where="EvaluateHook.generation")
         specs = [metrics] if isinstance(metrics, str) else metrics
+        components = [{"type": spec} if isinstance(spec, str) else spec for spec in specs]
         with kept_generators():
             torch.manual_seed(0)  # a part that no file has is the same on every rank and at every start
-            self._metrics = build_metrics(
-                [{"type": spec} if isinstance(spec, str) else spec for spec in specs], where="EvaluateHook.metrics"
-            )
+            self._metrics = build_metrics(components, where="EvaluateHook.metrics")
         self.metric_interval = metric_interval
-        self.save_best, self.rule, self.best_weights_only = save_best, rule, best_weights_only
+        self.save_best, self.rule = save_best, rule
         self._every: Duration | None = None
         self._metrics_every: Duration | None = None
         self._computed = Progress()
@@ -170,11 +169,13 @@ class EvaluateHook(Hook):
         """Now, at the present weights. Collective. Returns what ``after_val`` of every hook is called with."""
         for hook in run.hooks:
             hook.before_val(run)
-        begun = time.perf_counter()
+        begun, empties = time.perf_counter(), self.empty_cache and torch.cuda.is_available()
         with run.clock(EVALUATION):
-            self._empty_cache()
+            if empties:
+                torch.cuda.empty_cache()
             evaluation = self._values(run)
-            self._empty_cache()
+            if empties:
+                torch.cuda.empty_cache()
         values = evaluation.values
         self._evaluated = (run.progress.updates, values)
         if dist.is_main():
@@ -205,10 +206,6 @@ class EvaluateHook(Hook):
                 logger().warning("The metrics of update %d are not stored with their provenance: %s",
                                  progress.updates, error)  # fmt: skip
         return evaluation
-
-    def _empty_cache(self) -> None:
-        if self.empty_cache and torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
         """A checkpoint has the values of its own update."""

@@ -194,9 +194,11 @@ class PreviewHook(Hook):
 
     def _make(self, inferencer: Any, number: int, request: PreviewPrompt | Question) -> _Entry:
         entry = _Entry(self._seed + number)
-        make = self._answer if isinstance(request, Question) else self._follow
         try:
-            make(inferencer, request, entry)  # type: ignore[arg-type]
+            if isinstance(request, Question):
+                self._answer(inferencer, request, entry)
+            else:
+                self._follow(inferencer, request, entry)
         except (UnigenError, OSError) as error:
             if isinstance(error, GenerationError | AnotherRankFailed):
                 raise
@@ -242,7 +244,8 @@ class PreviewHook(Hook):
             sets = [one.data for one in run.validation]
             datasets = [dataset for one in sets for dataset in one.datasets]
             names = tuple(f"{one.name}/{name}" if one.name else name for one in sets for name in one.names)
-        data, limit = Records(datasets, names, run.processor), getattr(run.backend.model, "max_document_tokens", None)
+        data = Records(datasets, names, run.processor)
+        limit = getattr(run.backend.model, "max_document_tokens", None)
         questions: list[Question] = []
         for kind in inferencer.answers if datasets else ():
             for source, index in ask(data, kind=kind, max_samples=self._num_held_out, limit=limit)[0]:
@@ -274,23 +277,18 @@ class PreviewHook(Hook):
         logger_of(run).image(run, "preview", sheet, update=update)
 
 
-def _prompts(value: Any) -> list[PreviewPrompt]:
+def _prompts(value: str | Sequence[str | Mapping[str, Any]]) -> list[PreviewPrompt]:
     """Raises ``ConfigError`` and ``DataError``."""
     if isinstance(value, str):
         if Path(value).suffix not in (".txt", ".jsonl"):
-            raise ConfigError(
-                f"PreviewHook.prompts is {value!r}", allowed="a list, or a .txt or .jsonl file of prompts"
-            )
+            problem = f"PreviewHook.prompts is {value!r}"
+            raise ConfigError(problem, allowed="a list, or a .txt or .jsonl file of prompts")
         prompts = files_of_prompts.read_prompts(Path(value), where="PreviewHook.prompts")
         return [PreviewPrompt(**vars(one)) for one in prompts]
     checked: list[PreviewPrompt] = []
     for i, entry in enumerate(value):
-        arguments = {"prompt": entry} if isinstance(entry, str) else entry
+        arguments: Mapping[str, Any] = {"prompt": entry} if isinstance(entry, str) else entry
         check_arguments(PreviewPrompt, arguments, where=f"PreviewHook.prompts[{i}]")
-        try:
-            parts = files_of_prompts.checked_parts(arguments.get("parts", ()))
-        except ValueError as error:
-            allowed = 'a list of texts and of dict(image="a.png")'
-            raise ConfigError(f"PreviewHook.prompts[{i}].{error}", allowed=allowed) from error
+        parts = files_of_prompts.checked_parts(arguments.get("parts", ()))
         checked.append(PreviewPrompt(**{**arguments, "parts": parts}))
     return checked

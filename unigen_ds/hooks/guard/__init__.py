@@ -1,1 +1,1 @@
-"""Hooks that end or question a run: NaN, a first update that is wrong, signals, early stopping."""
+"""Hooks that end or question a run: NaN, a first update that is wrong, signals."""

@@ -115,9 +115,13 @@ class IterTimerHook(Hook):
         self._num_updates += 1
         self._sequences_left = max(0.0, run.total_sequences - progress.sequences)
         self._seconds += seconds if self._num_updates > 1 else 0.0
-        if self._num_updates == TOTAL_AFTER_UPDATES and dist.is_main():
-            self._log_total(run)
-        if self._num_updates > WARM_UP_UPDATES:
+        if self._num_updates == TOTAL_AFTER_UPDATES and dist.is_main() and self._sequences_left < float("inf"):
+            per_update, size = self._seconds / (self._num_updates - 1), run.geometry.global_batch_size
+            total = timedelta(seconds=round(run.total_sequences / size * per_update))
+            until = f"{datetime.now() + timedelta(seconds=self._sequences_left / size * per_update):%Y-%m-%d %H:%M}"
+            logger().info("Estimated total time: %s (%.0f updates of %.3g s), until %s.",
+                          total, run.total_sequences / size, per_update, until)  # fmt: skip
+        if self._num_updates > WARM_UP_UPDATES and not self._warned.issuperset(BOUNDS):
             self._check_shares()
 
     def _sum(self, name: str) -> float:
@@ -175,20 +179,8 @@ class IterTimerHook(Hook):
             values[f"training_stats/tokens_per_second/rank{number}"] = rank["tokens_per_second"][0]
         return values
 
-    def _log_total(self, run: Run) -> None:
-        """Log the time of the whole training at the speed of the first updates."""
-        per_update, size = self._seconds / (self._num_updates - 1), run.geometry.global_batch_size
-        left = self._sequences_left / size * per_update
-        if left < float("inf"):
-            total = timedelta(seconds=round(run.total_sequences / size * per_update))
-            until = f"{datetime.now() + timedelta(seconds=left):%Y-%m-%d %H:%M}"
-            logger().info("Estimated total time: %s (%.0f updates of %.3g s), until %s.",
-                          total, run.total_sequences / size, per_update, until)  # fmt: skip
-
     def _check_shares(self) -> None:
         """Warn once for each share that is outside its bounds."""
-        if self._warned.issuperset(BOUNDS):
-            return
         summary = self.summary()
         for name, (low, high, advice) in BOUNDS.items():
             share = summary.get(f"share/{name}", low)

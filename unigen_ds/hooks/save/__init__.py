@@ -1,1 +1,1 @@
-"""Hooks that keep: checkpoints (``CheckpointHook``), the best weights, exports, the hub."""
+"""Hooks that keep: checkpoints (``CheckpointHook``), the best one, early stopping, exports, the hub."""

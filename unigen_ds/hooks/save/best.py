@@ -1,4 +1,5 @@
-"""The best checkpoint by a metric: found, saved, kept (``EvaluateHook(save_best=...)``).
+"""Hooks that follow one metric: its best checkpoint is saved and kept (``EvaluateHook(save_best=...)``), and a run
+whose metric has stopped to improve ends, complete, with a save (``EarlyStoppingHook``).
 
 A better value asks the checkpoint hook for a save at this update; only the checkpoint that is then complete becomes the
 best one, and only after that the former one may be deleted. So a save that fails (a full disk) leaves the former.
@@ -7,27 +8,24 @@ best one, and only after that the former one may be deleted. So a save that fail
 from __future__ import annotations
 
 import math
-import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from unigen_ds.checkpoint import best_record as stored
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.best_record import Best
-from unigen_ds.checkpoint.convert import merge
-from unigen_ds.checkpoint.home import same
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.checkpoint.saver import CONFIG_FILE, TOKENIZER
-from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.config.registry import HOOKS
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.provenance import Result, unlike
 from unigen_ds.hooks.base import Hook, Run
-from unigen_ds.hooks.evaluate.evaluate import EvaluateHook, check_result
+from unigen_ds.hooks.evaluate.evaluate import check_result
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.system import dist
-from unigen_ds.system.files import delete_inside, fsync_path, make_directory, new_directory
 from unigen_ds.system.log import logger
 
 _RULES = {
@@ -79,14 +77,15 @@ class MetricHook(Hook):
     def __init__(self, metric: str, *, rule: str | None, where: str) -> None:
         self.metric, self.rule, self._where = metric, rule_of(metric, rule), where
         self._provenance: dict[str, str] = {}
+        self._error: ConfigError | None = None
 
     def before_run(self, run: Run) -> None:
         if (evaluate := check_result(run, self.metric, where=self._where)) is not None:
             self._provenance = dict(evaluate.provenance(run, self.metric))
 
     def value_of(self, run: Run, metrics: Mapping[str, Any]) -> float | None:
-        """The metric's value, NaN where it has none; None where this evaluation leaves it out. Raises ``ConfigError``
-        where no evaluation has such a metric.
+        """The metric's value, NaN where it has none; None where this evaluation leaves it out. Where no evaluation has
+        such a metric, the run ends after its update with a checkpoint and a ``ConfigError``.
         """
         if self.metric in metrics:
             value = metrics[self.metric]
@@ -94,8 +93,14 @@ class MetricHook(Hook):
         complete = all(getattr(hook, "complete", True) for hook in run.hooks)
         if complete or "loss" in self.metric.split("/")[1:3]:
             problem = f"{self._where} is {self.metric!r}, which the evaluation does not have"
-            raise ConfigError(problem, allowed=", ".join(sorted(metrics)) or "nothing: it has no results")
+            allowed = ", ".join(sorted(metrics)) or "nothing: it has no results"
+            self._error = ConfigError(problem, allowed=allowed)
+            run.request_stop(problem)
         return None
+
+    def after_train(self, run: Run) -> None:
+        if self._error is not None:
+            raise self._error
 
     def difference(self, metric: str, rule: str, provenance: Mapping[str, str]) -> str | None:
         """Why a stored value of ``metric`` cannot be compared with those of this run; None: it can."""
@@ -112,27 +117,18 @@ class BestHook(MetricHook):
     Args:
         metric: a name of the evaluation's results, or ``'auto'``: the loss of the first validation set.
         rule: as of ``MetricHook``.
-        weights_only: keep the best weights alone, in ``best_weights/update_<n>/``, instead of a whole checkpoint.
-        ema: the value is one of the averaged weights (EMA); the weights that are kept are then these.
     """
 
     name = "best"
 
-    def __init__(self, metric: str, *, rule: str | None = None, weights_only: bool = False, ema: bool = False) -> None:
+    def __init__(self, metric: str, *, rule: str | None = None) -> None:
         self._auto = metric == "auto"
         super().__init__("val/loss" if self._auto else metric, rule=rule, where="EvaluateHook.save_best")
-        self._weights_only, self._ema = weights_only, ema
         self._best: Best | None = None
         self._folder: Path | None = None
         self._offered: Best | None = None
         self._commit: int | None = None
-
-    @classmethod
-    def of(cls, hook: EvaluateHook) -> BestHook | None:
-        """The hook that keeps what ``hook`` finds, if it is to."""
-        if hook.save_best is None:
-            return None
-        return cls(hook.save_best, rule=hook.rule, weights_only=hook.best_weights_only, ema=hook.use_ema)
+        """Of the checkpoint of this run that retention must not delete."""
 
     def before_run(self, run: Run) -> None:
         if not any(isinstance(hook, CheckpointHook) for hook in run.hooks):
@@ -165,48 +161,26 @@ class BestHook(MetricHook):
         """The checkpoint of the present update is complete: if its value is the best, it is the best one now."""
         if self._offered is None:
             return
-        former, best, self._offered = self._folder, self._offered, None
-        self._settle(run, best, path)
+        best, self._offered = self._offered, None
+        self._refer(run, best, path)
         if dist.is_main():
             logger().info("Best checkpoint so far: %s (%s %.6g at update %d).",
-                          self._folder, best.metric, best.value, best.updates)  # fmt: skip
-            if former is not None and former != self._folder:
-                _delete_weights(former, run.checkpoint_dir)
+                          path, best.metric, best.value, best.updates)  # fmt: skip
 
-    def _settle(self, run: Run, best: Best, checkpoint: Path) -> None:
-        """``checkpoint`` has ``best``: write its weights alone if asked, and the hint. A failure is a warning."""
+    def _refer(self, run: Run, best: Best, folder: Path) -> None:
+        """``folder`` has ``best``: keep it where it is one of this run, and write the hint, if that is possible."""
 
-        def settle() -> tuple[Path, int | None]:
-            folder, commit = checkpoint, Manifest.read(checkpoint).commit
+        def settle() -> int | None:
             try:
-                if self._weights_only:
-                    folder = self._write_weights(run.checkpoint_dir, best, checkpoint)
                 stored.write_hint(run.checkpoint_dir, folder)
-            except (OSError, UnigenError) as error:
+            except OSError as error:
                 logger().warning("The best checkpoint is %s, complete and kept, but: %s", folder, error)
-            return folder, commit if folder == checkpoint else None
+            own = store.is_checkpoint_name(folder.name) and store.is_inside(run.checkpoint_dir, folder)
+            return Manifest.read(folder).commit if own else None
 
-        self._refer(run, best, *dist.on_main(settle))
-
-    def _refer(self, run: Run, best: Best, folder: Path, commit: int | None) -> None:
-        """``folder`` has ``best``. ``commit``: of the checkpoint of this run that retention must not delete."""
-        home, own = run.checkpoint_dir.resolve(), folder.resolve()
-        name = own.relative_to(home) if own.is_relative_to(home) else folder.absolute()
-        self._best, self._folder, self._commit = replace(best, path=str(name)), folder, commit
-
-    def _write_weights(self, home: Path, best: Best, checkpoint: Path) -> Path:
-        """The weights of ``checkpoint`` with its config and tokenizer, on disk when this returns. Rank 0."""
-        folder = stored.weights_folder(home, best.updates)
-        make_directory(folder.parent)
-        delete_inside(folder, home)  # of a branch of the run that a resume abandoned
-        with new_directory(folder) as staging:
-            merge(checkpoint, staging, ema=self._ema, safe_serialization=True)
-            shutil.copyfile(checkpoint / CONFIG_FILE, staging / CONFIG_FILE)
-            if (checkpoint / TOKENIZER).is_dir():
-                shutil.copytree(checkpoint / TOKENIZER, staging / TOKENIZER)
-                for path in (staging / TOKENIZER).iterdir():
-                    fsync_path(path)
-        return folder
+        home, resolved = run.checkpoint_dir.resolve(), folder.resolve()
+        name = resolved.relative_to(home) if resolved.is_relative_to(home) else folder.absolute()
+        self._best, self._folder, self._commit = replace(best, path=str(name)), folder, dist.on_main(settle)
 
     def keeps(self, manifest: Manifest) -> bool:
         return manifest.commit == self._commit
@@ -221,31 +195,111 @@ class BestHook(MetricHook):
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         """Find the best checkpoint again, which another engine or work dir may have written."""
-        best, checkpoint = self._best, store.outer(Path(manifest["path"]))
-        self._best = None
+        best, self._best = self._best, None
         if best is None:
             return
-        folder = dist.on_main(lambda: best.where(checkpoint))
+        folder = best.where(store.outer(Path(manifest["path"])))
         problem = self.difference(best.metric, best.rule, best.provenance)
         if problem is None and not dist.on_main(folder.is_dir):
             problem = "it is not there any more"
-        if problem is not None:
-            if dist.is_main():
-                logger().warning("%s (%s %.6g at update %d) is not the best checkpoint any more: %s. The next"
-                                 " evaluation starts anew.",
-                                 folder, best.metric, best.value, best.updates, problem)  # fmt: skip
+        if problem is None:
+            self._refer(run, best, folder)
+        elif dist.is_main():
+            logger().warning("%s (%s %.6g at update %d) is not the best checkpoint any more: %s. The next"
+                             " evaluation starts anew.",
+                             folder, best.metric, best.value, best.updates, problem)  # fmt: skip
+
+
+@HOOKS.register_module()
+class EarlyStoppingHook(MetricHook):
+    """mmengine's arguments. ``min_delta`` is 0 by default (mmengine: 0.1), and an unknown ``monitor`` is an error.
+
+    Args:
+        monitor: a name of the evaluation's results, such as ``val/loss``.
+        rule: ``'less'`` or ``'greater'``; None: inferred from the name, as mmengine does.
+        min_delta: a value counts as better only if it is better than the best one by more than this.
+        patience: evaluations without a better value after which the run ends.
+        check_finite: end the run also when the value is NaN or infinite.
+        stopping_threshold: end the run as soon as the value is better than this.
+
+    The run ends after the update of the evaluation, with a checkpoint and exit status 0. A later ``--resume`` ends at
+    once with the reason, until an argument here allows more training, or the hook is removed.
+    """
+
+    name = "early_stopping"
+
+    def __init__(
+        self,
+        *,
+        monitor: str,
+        rule: str | None = None,
+        min_delta: Annotated[float, Ge(0)] = 0.0,
+        patience: Annotated[int, Ge(1)] = 5,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+    ) -> None:
+        super().__init__(monitor, rule=rule, where="EarlyStoppingHook.monitor")
+        self.min_delta, self.patience = min_delta, patience
+        self.check_finite, self.stopping_threshold = check_finite, stopping_threshold
+        self._best: float | None = None
+        self._last: float | None = None
+        self._waited = 0
+
+    def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
+        if (value := self.value_of(run, metrics)) is None:
             return
-        if store.is_checkpoint_name(folder.name) and store.is_inside(run.checkpoint_dir, folder):
-            self._settle(run, best, folder)
+        self._last = value
+        margin = self.min_delta if self.rule == "less" else -self.min_delta
+        if math.isfinite(value) and (self._best is None or stored.better(value + margin, self._best, rule=self.rule)):
+            self._best, self._waited = value, 0
         else:
-            self._refer(run, best, folder, None)
-            dist.on_main(lambda: stored.write_hint(run.checkpoint_dir, folder))
+            self._waited += 1
+        self._stop(run, "Early stopping")
 
+    def before_train(self, run: Run) -> None:
+        self._stop(run, "This run was stopped early and is not trained further")
 
-def _delete_weights(former: Path, home: Path) -> None:
-    """The former best, if it is weights alone of this run: a record may name any folder, also one of another run."""
-    if re.fullmatch(r"update_\d+", former.name) and same(former.parent, home / stored.WEIGHTS):
-        try:
-            delete_inside(former, home)
-        except OSError as error:
-            logger().warning("The former best weights %s could not be deleted: %s", former, error)
+    @property
+    def stopped(self) -> bool:
+        """Whether this hook has ended the run, which is complete then."""
+        return self._reason() is not None
+
+    def _stop(self, run: Run, beginning: str) -> None:
+        if (reason := self._reason()) is None:
+            return
+        if dist.is_main():
+            logger().warning("%s, at update %d: %s. Remedy: to train further, change EarlyStoppingHook (a larger"
+                             " patience, say) or remove it, and resume.",
+                             beginning, run.progress.updates, reason)  # fmt: skip
+        run.request_stop(f"early stopping: {reason}")
+
+    def _reason(self) -> str | None:
+        """Why the run ends, by the present arguments; None: it does not."""
+        last, threshold = self._last, self.stopping_threshold
+        if last is None:
+            return None
+        if not math.isfinite(last):
+            if self.check_finite:
+                return f"{self.metric} is {last:g}"
+        elif threshold is not None and stored.better(last, threshold, rule=self.rule):
+            return f"{self.metric} is {last:.6g}, {self.rule} than stopping_threshold {threshold:g}"
+        if self._waited < self.patience:
+            return None
+        by = f" by more than min_delta {self.min_delta:g}" if self.min_delta else ""
+        return (
+            f"{self.metric} has not improved{by} for {self._waited} evaluations (patience {self.patience});"
+            f" the best value is {self._best}, the last one {last:.6g}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        last = None if self._last is None else str(self._last)  # JSON has no NaN
+        return {"monitor": self.metric, "rule": self.rule, "best": self._best, "last": last,
+                "waited": self._waited, "provenance": self._provenance}  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if problem := self.difference(state["monitor"], state["rule"], state["provenance"]):
+            if dist.is_main():
+                logger().warning("EarlyStoppingHook starts anew: of the best value before, %s.", problem)
+            return
+        self._best, self._waited = state["best"], int(state["waited"])
+        self._last = None if state["last"] is None else float(state["last"])

@@ -11,15 +11,13 @@ from typing import Literal
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.best_record import best_of
-from unigen_ds.checkpoint.manifest import FILE_NAME
-from unigen_ds.checkpoint.saver import CONFIG_FILE
 from unigen_ds.config.hub import LOGIN, HubRepo, has_token
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.evaluation.generation import trained_family
 from unigen_ds.families.base import exported_format
 from unigen_ds.hooks.base import Hook, Run
-from unigen_ds.hooks.guard.early_stopping import EarlyStoppingHook
+from unigen_ds.hooks.save.best import EarlyStoppingHook
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.system import dist
 from unigen_ds.system.files import delete_inside
@@ -151,8 +149,6 @@ class PushToHubHook(ExportHook):
             logger().info("Pushed to %s.", self.repo.upload(out))
         except Exception as error:  # the run is complete, and must not end with an error because of its copy elsewhere
             options = ["--dtype", self._dtype, *(["--raw"] if self._raw else [])]
-            if (checkpoint / CONFIG_FILE).is_file() and not (checkpoint / FILE_NAME).is_file():  # weights alone
-                options += ["--config", str(checkpoint / CONFIG_FILE)]
             export = self.repo.export_command(checkpoint, out, *options)
             logger().error("The model was not pushed to %s: %s: %s. The training itself is complete. By hand: %s",
                            self.repo.name, type(error).__name__, str(error).rstrip("."),

@@ -15,7 +15,7 @@ from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.base_files import save_base
 from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.checkpoint.home import WorkDirLock, claim, run_id, same
-from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.saver import Form
 from unigen_ds.config.python_text import config_text
 from unigen_ds.core.errors import ConfigError
@@ -297,9 +297,8 @@ class Runner:
 
     def export(self, checkpoint: Path, out: Path, *, raw: bool = False, dtype: str = "fp32") -> None:
         """See ``hooks.base.Run``."""
-        config = None if (checkpoint / FILE_NAME).is_file() else self.config  # weights alone have no manifest
         adapters = self._parts.settings.lora is not None  # they are written alone, as they are
-        export_checkpoint(checkpoint, out, raw=raw, config=config, dtype=None if adapters else DTYPES[dtype])
+        export_checkpoint(checkpoint, out, raw=raw, dtype=None if adapters else DTYPES[dtype])
 
     def _before_save(self) -> None:
         """On rank 0. Raises ``OSError`` or ``TrainingError``: then the save fails."""

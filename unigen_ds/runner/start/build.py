@@ -308,7 +308,8 @@ def build_hooks(settings: Settings) -> list[Hook]:
     if settings.val_dataloader is not None and not evaluates:
         notice("val_dataloader is evaluated after every epoch: EvaluateHook in custom_hooks sets another interval.")
         hooks.append(EvaluateHook())
-    hooks += [best for hook in hooks if isinstance(hook, EvaluateHook) and (best := BestHook.of(hook))]
+    saves_best = [hook for hook in hooks if isinstance(hook, EvaluateHook) and hook.save_best is not None]
+    hooks += [BestHook(str(hook.save_best), rule=hook.rule) for hook in saves_best]
     hooks = with_runtime_info(hooks)
     own = (Hook.state_dict, ())
     with_state = [hook for hook in hooks if hook.name or (type(hook).state_dict, hook.state_attributes) != own]
