@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,8 +29,6 @@ class Generated:
 
     text: str
     images: list[Image.Image]
-    parts: list[str | Image.Image] = field(default_factory=list)
-    """Texts and pictures in the order in which they were made, where several were requested (``max_parts``)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,6 @@ Picture = Image.Image | str | Path | np.ndarray
 """A PIL picture, a path, or a uint8 array ``[height, width, 3]`` or ``[height, width]``."""
 Size = Annotated[tuple[int, int] | None, Allowed("(height, width) in pixels, or None")]
 MaxLength = Annotated[int, Ge(1)]
-MaxParts = Annotated[int, Ge(0)]
 
 _PICTURE = "a path, a PIL picture, or a uint8 array [height, width, 3] or [height, width]"
 
