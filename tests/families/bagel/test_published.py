@@ -60,7 +60,10 @@ def test_every_size_is_read_from_the_files(model: UnifiedModel) -> None:
     assert model.sizes["vit_max_patches_per_side"] == other["vit_max_num_patch_per_side"]
     sizes = UnifiedModel.processor_sizes({"pretrained": str(BAGEL)})
     assert sizes["vit_max_patches_per_side"] == other["vit_max_num_patch_per_side"]
-    assert sizes["vae_downsample"] == vae["downsample"] * other["latent_patch_size"]
+    assert (sizes["vae_spatial_downsample"], sizes["latent_patch_size"]) == (
+        vae["downsample"],
+        other["latent_patch_size"],
+    )
 
 
 def test_scale_and_shift_are_set_in_addition_to_the_directory() -> None:

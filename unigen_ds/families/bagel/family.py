@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from unigen_ds.config.registry import FAMILIES
-from unigen_ds.core.batch import PackedBatch
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
 from unigen_ds.families.bagel.inference import InterleaveInferencer
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.published import BagelDirectory
 from unigen_ds.families.base import ConversationFamily, PublishedFormat
-from unigen_ds.models.flow import training_timesteps
-
-_QUARTERS = ("t0.00-0.25", "t0.25-0.50", "t0.50-0.75", "t0.75-1.00")
 
 
 @FAMILIES.register_module()
@@ -37,12 +30,6 @@ class Bagel(ConversationFamily):
 
     def drawing_settings(self, model: Any, given: Mapping[str, Any], *, where: str = "flow") -> FlowSettings:
         return flow_for(model, given, where=where)
-
-    def target_groups(self, spec: Mapping[str, Any], batch: PackedBatch) -> Mapping[str, tuple[Tensor, Sequence[str]]]:
-        """Group the targets of the flow loss by quarters of the time step ``t``, after the shift; 1 is noise."""
-        raw = batch.timesteps[torch.isfinite(batch.timesteps)]
-        t = training_timesteps(raw, float(spec.get("timestep_shift", 1.0)))
-        return {"image": ((t * len(_QUARTERS)).long().clamp(max=len(_QUARTERS) - 1), _QUARTERS)}
 
     def chance_level(self, processor: Any) -> Mapping[str, float]:
         """Add that of an image: the mean square of noise minus latents, both of unit variance."""

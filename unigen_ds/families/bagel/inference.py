@@ -257,9 +257,9 @@ class InterleaveInferencer:
         """Add a clean image ``[C, H, W]`` in [-1, 1], sampled by the autoencoder with ``noise``."""
         stride = self.processor.vae_downsample
         grid = (pixels.shape[1] // stride, pixels.shape[2] // stride)
-        template = noise_image(self.processor, grid)
         split = ImageSplit("", "vae", grid)
-        self._extend(context, replace(template, split=split, vae_image=pixels, vae_noise=noise))
+        clean = replace(noise_image(self.processor, grid), split=split, vae_image=pixels, vae_noise=noise)
+        self._extend(context, clean)
 
     def _extend(self, context: Context, split: Loaded) -> Tensor:
         """Add one split; returns the logits ``[1, vocabulary]`` of what follows it."""
