@@ -39,7 +39,7 @@ from torch import Tensor
 from unigen_ds.backends.base import Backend
 from unigen_ds.core.progress import Geometry
 from unigen_ds.families.bagel.model import UnifiedModel
-from unigen_ds.families.bagel.published import write_published
+from unigen_ds.families.bagel.published import BagelDirectory
 from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
 from unigen_ds.system import dist
 
@@ -134,7 +134,7 @@ def write_model(folder: Path) -> tuple[int, float]:
     """Write the directory; the number of its parameters and the sum of their absolute values."""
     torch.manual_seed(0)
     model = UnifiedModel(**SIZES)
-    write_published(model, folder, dtype=torch.bfloat16)
+    BagelDirectory().write(model, None, folder, source=None, dtype=torch.bfloat16, max_shard_size="")
     sizes = [p.detach().bfloat16().abs().sum(dtype=torch.float64) for p in model.parameters()]
     return sum(p.numel() for p in model.parameters()), float(torch.stack(sizes).sum())
 

@@ -56,8 +56,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, default=Path("generated"), metavar="DIR", help="default: generated")
     p.add_argument("--understand", action="store_true", help="answer in text, generate no image")
     p.add_argument("--think", action="store_true", help="generate a reasoning text first")
-    p.add_argument("--max-parts", type=int, default=0, metavar="N",
-                   help="up to N alternating texts and images; default: one answer")  # fmt: skip
     p.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="size of the image, in pixels")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--max-length", "--max-new-tokens", type=int, default=1000, metavar="N",
@@ -200,9 +198,6 @@ class Output:
             write_atomic(self.folder / name, lambda path, image=image: image.save(path, format="PNG"))  # type: ignore[misc]
         if names:
             row["file"] = names[0]
-        if made.parts:
-            files = iter(names)
-            row["parts"] = [part if isinstance(part, str) else {"file": next(files)} for part in made.parts]
         with (self.folder / RESULTS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
         self.next += 1
@@ -256,7 +251,6 @@ def generate(arguments: argparse.Namespace) -> None:
             max_length=arguments.max_length,
             temperature=arguments.temperature,
             seed=seed,
-            max_parts=arguments.max_parts,
             **request.shown,
             **({"top_p": arguments.top_p} if arguments.top_p < 1.0 else {}),
         )

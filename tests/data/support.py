@@ -53,7 +53,6 @@ def make_processor(**changes: Any) -> UnifiedProcessor:
         vit_transform=ImageTransform(16, 8, 4),
         vit_patch_size=4,
         vae_transform=ImageTransform(32, 8, 8),
-        vae_downsample=8,
         latent_channels=3,
         latent_patch_size=2,
         vae_spatial_downsample=4,

@@ -17,7 +17,7 @@ from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.order.order import Cursor
 from unigen_ds.families.bagel.model import UnifiedModel
-from unigen_ds.families.bagel.published import EXPORTED, FILES, write_published
+from unigen_ds.families.bagel.published import EXPORTED, FILES, BagelDirectory
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.models.flops import linear_flops
 from unigen_ds.models.quantized import QuantizedLinear, plain_state_dict
@@ -174,7 +174,8 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_published_directory_gets_plain_weights(scheme: str, tmp_path: Path) -> None:
     packed = unified(quantize={"llm": scheme, "vit": scheme})
-    write_published(packed, tmp_path / "out")
+    out, options = tmp_path / "out", {"dtype": torch.float32, "max_shard_size": ""}
+    BagelDirectory().write(packed, None, out, source=None, **options)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES, EXPORTED, DIGESTS}
     again = UnifiedModel(pretrained=str(tmp_path / "out"))
     expected = plain_state_dict(packed)

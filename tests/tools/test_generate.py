@@ -80,18 +80,6 @@ def test_a_file_of_prompts(run: Runner, tmp_path: Path) -> None:
         assert image.size == (8, 8) and image.mode == "L"
 
 
-def test_texts_and_pictures_by_turns(run: Runner, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    words = [str(run.work_dir), "--prompt", "draw a three", "--max-parts", "4", "--max-length", "3", "--raw"]
-    assert main([*words, "--temperature", "9", "--seed", "2", "--out", str(out), *FAST]) == 0
-    (row,) = rows(out)
-    assert [type(part) is str for part in row["parts"]] == [True, False, True, False]
-    assert row["text"].splitlines() == [row["parts"][0], row["parts"][2]] and row["file"] == "00000.png"
-    assert [row["parts"][i]["file"] for i in (1, 3)] == ["00000.png", "00000-1.png"]
-    assert (out / "00000.png").read_bytes() != (out / "00000-1.png").read_bytes()
-    assert main([*words, "--understand", "--out", str(out), *FAST]) == 2
-
-
 def test_a_contact_sheet_of_several_answers_to_several_prompts(run: Runner, tmp_path: Path) -> None:
     out, prompts = tmp_path / "out", tmp_path / "prompts.txt"
     prompts.write_text("draw a three\ndraw a four\n")

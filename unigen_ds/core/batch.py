@@ -198,7 +198,7 @@ class LossTerms:
     sums: Mapping[str, Tensor]
     each: Mapping[str, Tensor] = field(default_factory=dict)
     """A model may add the value of each target, [number of targets] by term, in the batch's order and already weighted
-    as in the sum. In eval mode they are divided by ``Family.target_groups``, too; in a training, detached, by source.
+    as in the sum and detached: in a training with several sources their means are logged for each.
     """
 
     def weighted(self, loss_weights: Mapping[str, float], counts: Mapping[str, float]) -> Tensor:

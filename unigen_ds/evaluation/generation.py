@@ -301,7 +301,7 @@ def generate_all(
             problem = str(error)
         except Exception as error:
             problem = f"rank {rank}: {type(error).__name__}: {error}"
-            model.fail()
+            model.finish(failed=True)
     problems = [each for each in dist.gather_objects(problem) if each is not None]
     if problems:
         own = [each for each in problems if each.startswith("rank ")]

@@ -10,34 +10,30 @@ model during training needs: afterwards the training continues as if nothing had
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.core.batch import Batch
 from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 from unigen_ds.system.seeding import kept_generators
 
-Groups = Mapping[str, tuple[Tensor, Sequence[str]]]
-"""As of ``Family.target_groups``."""
 Key = tuple[str, ...]
-"""(term,), (term, source) or (term, group)."""
+"""(term,) or (term, source)."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """One set that a run is evaluated on, and how its losses are weighed and divided."""
+    """One set that a run is evaluated on, and how its losses are weighed."""
 
     data: ValidationData
     loss_weights: Mapping[str, float]
-    groups: Callable[[Batch], Groups] = field(default=lambda batch: {})
 
     @property
     def own(self) -> str:
@@ -48,8 +44,8 @@ class Validation:
         """Collective.
 
         ``val/loss``: the sum of ``loss_weights[k]`` times ``val/loss/k`` over the terms k that have targets;
-        ``val/loss/<term>``: the mean over its targets; ``val/loss/<term>/<source>`` and ``val/loss/<term>/<group>``:
-        over those of a source or a group. A mean without targets is left out. The same on all ranks. With ``own``
+        ``val/loss/<term>``: the mean over its targets; ``val/loss/<term>/<source>``: over
+        those of a source. A mean without targets is left out. The same on all ranks. With ``own``
         after ``val/``.
 
         ``max_batches``: as of ``ValidationData.batches``.
@@ -58,24 +54,16 @@ class Validation:
         counts: defaultdict[Key, float] = defaultdict(float)  # weights of targets may be fractional
         skipped: list[str] = []
 
-        def add(key: Key, value: Tensor, count: float) -> None:
-            sums[key] = sums[key] + value if key in sums else value
-            counts[key] += count
-
         with evaluating(backend):
             for one in self.data.batches(max_batches, dp_rank=backend.dp_rank, dp_size=backend.dp_size):
                 terms = backend.model(one.batch.to(backend.device))
                 skipped += [f"{entry['sample']}: {entry['why']}" for entry in one.batch.skipped]
-                groups, targets = self.groups(one.batch) if terms.each else {}, one.batch.target_counts()
+                targets = one.batch.target_counts()
                 for term, total in terms.sums.items():
                     for key in ((term,), (term, one.source)):
-                        add(key, total.detach().double(), targets.get(term, 0.0))
-                    if term in groups and term in terms.each:
-                        each, (labels, names) = terms.each[term].detach().double(), groups[term]
-                        parts = each.new_zeros(len(names)).index_add_(0, labels.to(each.device), each)
-                        in_part = torch.bincount(labels, minlength=len(names)).tolist()
-                        for name, part, count in zip(names, parts, in_part, strict=True):
-                            add((term, name), part, count)
+                        value = total.detach().double()
+                        sums[key] = sums[key] + value if key in sums else value
+                        counts[key] += targets.get(term, 0.0)
         totals: defaultdict[Key, float] = defaultdict(float)
         numbers: defaultdict[Key, float] = defaultdict(float)
         problems: list[str] = []

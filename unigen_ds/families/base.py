@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unigen_ds.config.registry import FAMILIES, MODELS, TRANSFORMS, build, check_arguments, find
 from unigen_ds.config.section import one_or_many
@@ -132,15 +132,6 @@ class Family:
         except TypeError as error:
             raise ConfigError(f"processor: {error}") from error
         return processor
-
-    def target_groups(self, spec: Mapping[str, Any], batch: Any) -> Mapping[str, tuple[Tensor, Sequence[str]]]:
-        """Groups of the targets of a batch for an evaluation: term -> (number of the group of each target [number of
-        targets], names of the groups, the same for every batch). Of terms whose values the model returns one by one
-        (``LossTerms.each``); called on the CPU batch.
-
-        ``spec``: the section ``model``.
-        """
-        return {}
 
     def chance_level(self, processor: Any) -> Mapping[str, float]:
         """The mean of a loss term where the model has learned nothing, of the terms of which it is known: a fine-tune

@@ -27,7 +27,7 @@ from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import TokenSplit
-from unigen_ds.inference.generated import Generated, MaxLength, MaxParts, Picture, Request, Size, as_file, pictures
+from unigen_ds.inference.generated import Generated, MaxLength, Picture, Request, Size, as_file, pictures
 from unigen_ds.inference.prompts import Sampling
 from unigen_ds.models.attention import Attend
 from unigen_ds.system.log import logger
@@ -69,19 +69,18 @@ class TextInterface(ABC):
         top_p: float = 1.0,
         seed: int = 0,
         on_step: Any = None,
-        max_parts: MaxParts = 0,
     ) -> Generated:
         """The answer to ``prompt``, with ``images`` shown before it: at most ``max_length`` tokens, the likeliest, or
         with a ``temperature`` one that ``seed`` determines (``Sampling``). ``understand``, ``flow`` and ``on_step``
         have no effect.
 
-        Raises ``ConfigError`` for ``parts`` (a message has its pictures before its texts), ``think``, ``size`` and
-        ``max_parts``, and for ``images`` where the model reads none; ``UnreadableImage``; ``DataError`` for a prompt
+        Raises ``ConfigError`` for ``parts`` (a message has its pictures before its texts), ``think`` and ``size``,
+        and for ``images`` where the model reads none; ``UnreadableImage``; ``DataError`` for a prompt
         that is longer than the model's positions.
         """
         context = pictures(images)
         options: dict[str, Any] = {} if self.reads_images else {"images": context}
-        options |= {"parts": parts, "think": think, "size": size, "max_parts": max_parts}
+        options |= {"parts": parts, "think": think, "size": size}
         if unsupported := [name for name, value in options.items() if value]:
             raise ConfigError(f"{', '.join(unsupported)}: {self.limits}")
         sampling = Sampling(temperature, top_p)

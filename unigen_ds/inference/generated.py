@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,8 +29,6 @@ class Generated:
 
     text: str
     images: list[Image.Image]
-    parts: list[str | Image.Image] = field(default_factory=list)
-    """Texts and pictures in the order in which they were made, where several were requested (``max_parts``)."""
 
 
 @dataclass(frozen=True)
@@ -61,37 +59,37 @@ Picture = Image.Image | str | Path | np.ndarray
 """A PIL picture, a path, or a uint8 array ``[height, width, 3]`` or ``[height, width]``."""
 Size = Annotated[tuple[int, int] | None, Allowed("(height, width) in pixels, or None")]
 MaxLength = Annotated[int, Ge(1)]
-MaxParts = Annotated[int, Ge(0)]
 
 _PICTURE = "a path, a PIL picture, or a uint8 array [height, width, 3] or [height, width]"
 
 
-def pictures(images: Any, *, where: str = "unified_generate.images") -> list[Image.Image | Path]:
+def pictures(images: Any) -> list[Image.Image | Path]:
     """One picture alone, or several. Raises ``ConfigError`` for anything else."""
     several = images if isinstance(images, (list, tuple)) else [images]
-    return [_picture(one, where, allowed=f"{_PICTURE}; one alone or a list of them") for one in several]
+    return [_picture(one, "images", allowed=f"{_PICTURE}; one alone or a list of them") for one in several]
 
 
-def in_order(parts: Sequence[Any], *, where: str = "unified_generate.parts") -> list[str | Image.Image | Path]:
+def in_order(parts: Sequence[Any]) -> list[str | Image.Image | Path]:
     """Texts (``str``) and pictures as they follow each other. A path is a ``Path`` here.
 
     Raises ``ConfigError`` for what is neither, and for a text that is the name of a file.
     """
     for one in parts:
         if isinstance(one, str) and os.path.isfile(one):
-            raise ConfigError(f"{where} has the text {one!r}, which is a file", remedy=f"pathlib.Path({one!r})")
+            problem = f"unified_generate.parts has the text {one!r}, which is a file"
+            raise ConfigError(problem, remedy=f"pathlib.Path({one!r})")
     allowed = f"a list of texts and pictures; a picture is {_PICTURE.replace('a path', 'a pathlib.Path')}"
-    return [one if isinstance(one, str) else _picture(one, where, allowed=allowed) for one in parts]
+    return [one if isinstance(one, str) else _picture(one, "parts", allowed=allowed) for one in parts]
 
 
-def _picture(one: Any, where: str, *, allowed: str) -> Image.Image | Path:
+def _picture(one: Any, argument: str, *, allowed: str) -> Image.Image | Path:
     if isinstance(one, (Image.Image, Path)):
         return one
     if isinstance(one, str):
         return Path(one)
     if isinstance(one, np.ndarray) and one.dtype == np.uint8 and one.size and one.shape[2:] in ((), (3,)):
         return Image.fromarray(one)
-    raise ConfigError(f"{where} is {format_value(one)}", allowed=allowed)
+    raise ConfigError(f"unified_generate.{argument} is {format_value(one)}", allowed=allowed)
 
 
 def as_file(picture: Image.Image | Path, path: Path) -> Path:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.errors import ConfigError, DataError, suggestion
-from unigen_ds.system.log import logger
+from unigen_ds.core.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -85,15 +83,13 @@ def checked_parts(parts: Any) -> tuple[str | Mapping[str, str], ...]:
 def read_prompts(path: Path, *, where: str) -> list[Prompt]:
     """Read prompts: of a file ``.jsonl`` as in ``ROW``, else one on each line. Empty lines are ignored.
 
-    Other keys of a line are named once, with the number of lines. Raises ``ConfigError`` where the file cannot be read,
-    ``DataError`` with the line that is no prompt.
+    Raises ``ConfigError`` where the file cannot be read, ``DataError`` with the line that is no prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where} {path} cannot be read: {error}") from error
     prompts: list[Prompt] = []
-    others: Counter[str] = Counter()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -101,8 +97,8 @@ def read_prompts(path: Path, *, where: str) -> list[Prompt]:
             row = json.loads(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
             if not isinstance(row, Mapping) or not {"prompt", "parts"} & {*row}:
                 raise ValueError("no prompt")
-            if misspelt := [key for key in row if key not in _KEYS and suggestion(str(key), _KEYS)]:
-                raise ValueError(f"unknown key {misspelt[0]!r}")
+            if unknown := {*row} - _KEYS:
+                raise ValueError(f"unknown keys {', '.join(sorted(unknown))}")
             images = row.get("images", ())
             if isinstance(images, str) or not all(isinstance(one, str) for one in images):
                 raise ValueError(f"images is {images!r}")
@@ -110,8 +106,4 @@ def read_prompts(path: Path, *, where: str) -> list[Prompt]:
             prompts.append(Prompt(str(row.get("prompt", "")), tuple(images), parts))
         except (ValueError, TypeError) as error:
             raise DataError(f"{path}:{number} is no prompt: {line!r} ({error})", allowed=ROW) from error
-        others.update({*row} - _KEYS)
-    if others:
-        keys = ", ".join(f"{key!r} of {number} lines" for key, number in sorted(others.items()))
-        logger().warning("%s: %s: not read. Allowed: %s", path, keys, ROW)
     return prompts

@@ -17,9 +17,6 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.core.errors import TrainingError
 from unigen_ds.system import dist
 
-Idle = Callable[[str], "tuple[Any, ...]"]
-"""Name of a method of the model -> arguments with which it does nothing."""
-
 
 class AnotherRankFailed(TrainingError):
     """Raised on the ranks that have not failed themselves."""
@@ -30,14 +27,15 @@ class TrainedModel:
 
     Args:
         backend: prepared.
-
-    ``idle`` is set when the inferencer is known; None: it has none, and all ranks must make the same calls.
     """
+
+    idle: Callable[[str], tuple[Any, ...]] | None = None
+    """Name of a method of the model -> arguments with which it does nothing; None: all ranks must make the same calls.
+    Set when the inferencer is known."""
 
     def __init__(self, backend: Backend) -> None:
         self._model: Any = backend.model
         self.compute_device = backend.device
-        self.idle: Idle | None = None
         self._methods = ("forward", *getattr(backend.model, "forward_methods", ()))
         self.in_step: bool = backend.gathers_in_forward
         """Whether a forward pass gathers weights: then all ranks make it together, by the methods of the model."""
@@ -55,45 +53,38 @@ class TrainedModel:
         """Whether each rank may generate something else."""
         return not self._together or self.idle is not None
 
-    def finish(self) -> None:
-        """This rank has no more work: help the others until they have none. Collective."""
-        while self._together and (turn := self._turn(None)) is not None:
-            self._pass_idle(turn)
-
-    def fail(self) -> None:
-        """Report a failure to the others, instead of ``finish``. Collective."""
+    def finish(self, *, failed: bool = False) -> None:
+        """This rank has no more work: help the others until they have none, or report a failure. Collective."""
         if self._together:
-            dist.sum_floats(self._vote(None, failed=True))
+            self._help(None, failed=failed)
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        number = self._methods.index(name)
-        while self._together and (turn := self._turn(number)) != number:
-            assert turn is not None
-            self._pass_idle(turn)
-        return self._method(number)(*arguments, **options)
+        if self._together:
+            self._help(name)
+        return self._pass(name, *arguments, **options)
 
-    def _method(self, number: int) -> Any:
-        return getattr(self._model, self._methods[number]) if number else self._model
+    def _pass(self, name: str, *arguments: Any, **options: Any) -> Any:
+        return (self._model if name == "forward" else getattr(self._model, name))(*arguments, **options)
 
-    def _pass_idle(self, number: int) -> None:
-        assert self.idle is not None
-        self._method(number)(*self.idle(self._methods[number]))
-
-    def _turn(self, own: int | None) -> int | None:
-        """The method that is next, the same on all ranks; None: no rank needs any. Collective."""
-        failed, *needed = dist.sum_floats(self._vote(own))
-        if failed:
-            raise AnotherRankFailed(f"{failed:.0f} other process(es) failed")
-        turn = max(range(len(needed)), key=lambda number: needed[number])
-        if not needed[turn]:
-            return None
-        if self.idle is None and needed[turn] < dist.world_size():
-            raise AnotherRankFailed(
-                "the processes made different calls of the model",
-                remedy="give the inferencer of this family `idle(method)` (docs/inference.md), or use --backend"
-                " deepspeed:zero2",
-            )
-        return turn
-
-    def _vote(self, own: int | None, *, failed: bool = False) -> list[float]:
-        return [float(failed), *(float(number == own) for number in range(len(self._methods)))]
+    def _help(self, own: str | None, *, failed: bool = False) -> None:
+        """Make idle passes until it is this rank's turn, or, where it needs none, until no rank needs any."""
+        while True:
+            votes = dist.sum_floats([float(failed), *(float(name == own) for name in self._methods)])
+            if failed:
+                return
+            if votes[0]:
+                raise AnotherRankFailed(f"{votes[0]:.0f} other process(es) failed")
+            needed = dict(zip(self._methods, votes[1:], strict=True))
+            turn = max(needed, key=needed.__getitem__)
+            if not needed[turn]:
+                return
+            if self.idle is None and needed[turn] < dist.world_size():
+                raise AnotherRankFailed(
+                    "the processes made different calls of the model",
+                    remedy="give the inferencer of this family `idle(method)` (docs/inference.md), or use --backend"
+                    " deepspeed:zero2",
+                )
+            if turn == own:
+                return
+            assert self.idle is not None
+            self._pass(turn, *self.idle(turn))

@@ -59,7 +59,6 @@ def golden_processor(facts: dict[str, Any], **changes: Any) -> UnifiedProcessor:
         vit_transform=AsStated(*facts["vit_transform"]),
         vit_patch_size=facts["vit_patch_size"],
         vae_transform=AsStated(*facts["vae_transform"]),
-        vae_downsample=down * patch,
         latent_channels=facts["vae_params"]["z_channels"],
         latent_patch_size=patch,
         vae_spatial_downsample=down,

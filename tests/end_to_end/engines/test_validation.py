@@ -60,10 +60,9 @@ def test_metrics_are_computed_and_one_that_fails_on_one_rank_is_left_out(
     assert (run.folder / "train.log").read_text(encoding="utf-8").count(words) == len(updates)
 
 
-def test_each_source_and_time_step_has_a_value(single: dict[str, Any]) -> None:
+def test_each_source_has_a_value(single: dict[str, Any]) -> None:
     sources = {f"val/loss/{term}/{name}" for term, name in (("text", "held"), ("text", "few"), ("image", "held"))}
     assert sources < single.keys() and "val/loss/image/few" not in single
-    assert len([key for key in single if key.startswith("val/loss/image/t")]) >= 2
 
 
 @pytest.mark.parametrize(("engine", "world"), EVALUATED_ENGINES)

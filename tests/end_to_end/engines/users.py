@@ -171,7 +171,7 @@ class OddModel(nn.Module):
     def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
         return {
             "vit_patch_size": 2, "vit_max_patches_per_side": 4, "latent_channels": 1, "latent_patch_size": 2,
-            "vae_spatial_downsample": 1, "vae_downsample": 2, "max_latent_size": 4,
+            "vae_spatial_downsample": 1, "max_latent_size": 4,
         }  # fmt: skip
 
     def shard_units(self) -> list[nn.Module]:

@@ -16,7 +16,6 @@ from tests.text_run import KeepBatches
 from unigen_ds.config.registry import TRANSFORMS
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.data.records.records import Turn
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import vlm_arguments
@@ -119,17 +118,6 @@ class Negated:
         return -image
 
 
-@TRANSFORMS.register_module(force=True)
-class Sixteen(ImageTransform):
-    """A resizing of a user's own: every picture becomes one tile, whatever its shape."""
-
-    def __init__(self) -> None:
-        super().__init__(max_size=16, min_size=16, stride=16)
-
-    def size(self, width: int, height: int) -> tuple[int, int]:
-        return 16, 16
-
-
 def batches(config: Any, *, updates: int = 2) -> list[PackedBatch]:
     config.custom_hooks = [{"type": "KeepBatches"}]
     runner = Runner.from_cfg(config, max_updates=updates)
@@ -226,14 +214,3 @@ def test_the_recipe_has_nanovlms_numbers(tmp_path) -> None:
     groups = build_groups(settings, named.items())
     assert [group.name for group in groups] == ["connector", "vision", "language"]
     assert 400e6 < sum(p.numel() for p in named.values()) < 500e6
-
-
-def test_a_transform_of_ones_own_resizes_the_pictures_of_a_vlm(data, tmp_path) -> None:
-    plain = batches(config(data, tmp_path / "plain"))
-    own = batches(config(data, tmp_path / "own", processor={"vit_transform": {"type": "Sixteen"}}))
-    assert any(length for batch in plain for length in batch.vit_lengths)
-    pictures = [sample for batch in own for sample in batch.sample_ids if int(sample.split(":")[1]) % 4]
-    tiles = sum(len(batch.vit_lengths) for batch in own)
-    assert tiles == len(pictures) < sum(len(batch.vit_lengths) for batch in plain), "one tile each"
-    assert not any(batch.skipped for batch in own)
-    assert min(float(batch.vit_patches.min()) for batch in own) < 0, "in [-1, 1], as an ImageTransform gives them"

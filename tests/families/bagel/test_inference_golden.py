@@ -13,14 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.golden_files import BAGEL, BAGEL_META, BAGEL_VAE, atol, read_json
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.inference import THINK_THEN_DRAW, Context, Contexts, InterleaveInferencer
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.inference.generated import to_picture
-from unigen_ds.system.seeding import derive_seed, generator
+from unigen_ds.system.seeding import generator
 
 META, CASES = BAGEL_META, read_json(BAGEL / "infer.json")
 GIVEN = {"pretrained": str(BAGEL), "vae": BAGEL_VAE}
@@ -214,52 +213,3 @@ def test_thinking_comes_first_and_is_drawn_from(inferencer: InterleaveInferencer
     assert made.images[0].tobytes() == to_picture(by_hand).tobytes()
     answer = inferencer.unified_generate(prompt, think=True, understand=True, max_length=6)
     assert answer.text and not answer.images
-
-
-@torch.no_grad()
-def test_texts_and_pictures_by_turns_up_to_a_limit(inferencer: InterleaveInferencer, golden: dict[str, Tensor]) -> None:
-    """Each part as if the parts before it had been given: by hand, from the contexts."""
-    flow, prompt = FlowSettings(num_timesteps=3, text_scale=3.0, image_scale=2.0), words(golden["t2i.prompt_ids"])
-    processor, side = inferencer.processor, 2 * inferencer.processor.vae_downsample
-    options = {"size": (side, side), "flow": flow, "max_length": 4, "temperature": 2.0, "seed": 5}
-    made = inferencer.unified_generate(prompt, max_parts=5, **options)
-    assert [type(part) is str for part in made.parts] == [True, False, True, False, True]
-    assert made.text == "\n".join(part for part in made.parts if isinstance(part, str))
-    assert [image.tobytes() for image in made.images] == [made.parts[i].tobytes() for i in (1, 3)]
-    assert made.parts[0] != made.parts[2] and made.images[0].tobytes() != made.images[1].tobytes()
-
-    contexts, encode = Contexts(), processor.tokenizer.encode
-    for context in (contexts.full, contexts.without_image):
-        inferencer.extend_text(context, encode(prompt))
-    for number, place in enumerate((0, 2, 4)):
-        seed = derive_seed(5, "part", number) if number else 5
-        ids = inferencer.write(contexts.full, max_length=4, temperature=2.0, seed=seed)
-        assert made.parts[place] == processor.tokenizer.decode(ids)
-        if place == 4:
-            break
-        contexts.without_text = contexts.full.copy()
-        for context in (contexts.full, contexts.without_image):
-            inferencer.extend_text(context, encode(made.parts[place]))
-        noise = torch.randn(4, len(golden["t2i.init_noise"][0]), generator=generator(5, number, "draw"))
-        by_hand = to_picture(inferencer.decode(inferencer.denoise(contexts, noise, (2, 2), flow=flow), (2, 2)))
-        assert made.parts[place + 1].tobytes() == by_hand.tobytes()
-        pixels, down = processor.vae_transform(by_hand), processor.vae_spatial_downsample
-        shape = (processor.latent_channels, pixels.shape[1] // down, pixels.shape[2] // down)
-        inferencer.extend_vae(contexts.full, pixels, torch.randn(shape, generator=generator(5, number, "vae")))
-        inferencer.extend_vit(contexts.full, processor.vae_transform.resize(by_hand))
-
-    fewer = inferencer.unified_generate(prompt, max_parts=2, **options)
-    assert [fewer.text, fewer.images[0].tobytes()] == [made.parts[0], made.images[0].tobytes()]
-    assert len(fewer.parts) == 2, "the limit"
-
-
-def test_an_empty_text_ends_the_turns(inferencer: InterleaveInferencer, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = iter([[7, 8], [inferencer.processor.tokenizer.bos_id], [9]])
-    monkeypatch.setattr(inferencer, "write", lambda *_, **__: next(written))
-    side = 2 * inferencer.processor.vae_downsample
-    made = inferencer.unified_generate("1 2", max_parts=9, size=(side, side), flow=FlowSettings(num_timesteps=2))
-    assert made.text == "7 8" and len(made.images) == 1 and len(made.parts) == 2
-    with pytest.raises(ConfigError, match="max_parts is -1"):
-        inferencer.unified_generate("1 2", max_parts=-1)
-    with pytest.raises(ConfigError, match="got max_parts with understand"):
-        inferencer.unified_generate("1 2", max_parts=2, understand=True)

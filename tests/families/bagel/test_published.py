@@ -17,13 +17,17 @@ from transformers import SiglipConfig, SiglipModel, SiglipVisionConfig, SiglipVi
 from tests.golden_files import BAGEL, BAGEL_META, BAGEL_VAE, atol
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.families.bagel.model import UnifiedModel
-from unigen_ds.families.bagel.published import EXPORTED, FILES, read_pretrained, write_published
+from unigen_ds.families.bagel.published import EXPORTED, FILES, BagelDirectory, read_pretrained
 from unigen_ds.families.nanovlm import published as nanovlm
 from unigen_ds.models.layers import sincos_2d
 from unigen_ds.models.weights import stored_tensors
 from unigen_ds.system.files import DIGESTS
 
 CONFIGS, WEIGHTS = FILES[:2], FILES[2:]
+
+
+def write(model: UnifiedModel, out: Path, *, source: Path | None = None, dtype: torch.dtype = torch.float32) -> None:
+    BagelDirectory().write(model, None, out, source=source, dtype=dtype, max_shard_size="")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,10 @@ def test_every_size_is_read_from_the_files(model: UnifiedModel) -> None:
     assert model.sizes["vit_max_patches_per_side"] == other["vit_max_num_patch_per_side"]
     sizes = UnifiedModel.processor_sizes({"pretrained": str(BAGEL)})
     assert sizes["vit_max_patches_per_side"] == other["vit_max_num_patch_per_side"]
-    assert sizes["vae_downsample"] == vae["downsample"] * other["latent_patch_size"]
+    assert (sizes["vae_spatial_downsample"], sizes["latent_patch_size"]) == (
+        vae["downsample"],
+        other["latent_patch_size"],
+    )
 
 
 def test_scale_and_shift_are_set_in_addition_to_the_directory() -> None:
@@ -75,7 +82,7 @@ def test_scale_and_shift_are_set_in_addition_to_the_directory() -> None:
 
 
 def test_round_trip_is_bit_equal(model: UnifiedModel, directory: Path, tmp_path: Path) -> None:
-    write_published(model, tmp_path / "out", source=directory)
+    write(model, tmp_path / "out", source=directory)
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {*FILES, "tokenizer.json", EXPORTED, DIGESTS}, (
         "values that no public file has are in a separate file"
@@ -85,7 +92,7 @@ def test_round_trip_is_bit_equal(model: UnifiedModel, directory: Path, tmp_path:
 
 
 def test_configs_are_written_where_there_is_no_source(model: UnifiedModel, tmp_path: Path) -> None:
-    write_published(model, tmp_path / "out", dtype=torch.bfloat16)
+    write(model, tmp_path / "out", dtype=torch.bfloat16)
     for name in CONFIGS:
         written, read = (json.loads((folder / name).read_text()) for folder in (tmp_path / "out", BAGEL))
         assert {key: read[key] for key in written} == written
@@ -94,7 +101,7 @@ def test_configs_are_written_where_there_is_no_source(model: UnifiedModel, tmp_p
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor.bfloat16().float())
     with pytest.raises(ConfigError, match="exists"):
-        write_published(model, tmp_path / "out")
+        write(model, tmp_path / "out")
 
 
 def test_the_table_of_vit_positions_may_be_smaller_than_the_tower_has_learned(directory: Path) -> None:
@@ -201,7 +208,7 @@ def test_another_layer_of_the_vision_tower_is_read(tmp_path: Path, model: Unifie
     for name, tensor in own.state_dict().items():
         assert torch.equal(tensor, layers.state_dict()[name]), name
     assert "vit_select_layer" not in model.arguments() and shallow.arguments()["vit_select_layer"] == -3
-    write_published(shallow, tmp_path / "out")
+    write(shallow, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "vit_config.json").read_text())["num_hidden_layers"] == 3
     again = UnifiedModel(pretrained=str(tmp_path / "out"))
     assert again.vit_select_layer == -3 and len(again.vit_model.vision_model.encoder.layers) == 1

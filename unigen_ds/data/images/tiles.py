@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.images.image_files import ImageTransform, on_white
+from unigen_ds.data.images.image_files import on_white
 
 IMAGE_TOKEN, GLOBAL_TOKEN = "<|image|>", "<|global_image|>"
 MAX_TILES_PER_SIDE = 8
@@ -43,57 +43,30 @@ class Tiling:
         tile_size: pixels of a side of a tile.
         max_size: pixels of the longer side at most; a multiple of ``tile_size``.
         enlarge: enlarge small pictures to ``max_size``, too.
-        transform: instead of this rule (``processor.vit_transform`` of a ``VLMProcessor``): what it makes of a picture,
-            whose sides are multiples of ``tile_size``, is split.
     """
 
     tile_size: int
-    max_size: int = 0
+    max_size: int
     enlarge: bool = False
-    transform: ImageTransform | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        tile, largest, transform = self.tile_size, self.tile_size * MAX_TILES_PER_SIDE, self.transform
-        if transform is None:
-            if tile < 1 or self.max_size % tile or not 0 < self.max_size <= largest:
-                raise ConfigError(
-                    f"processor.max_image_size is {self.max_size}, and model.vit.image_size (a tile) {tile}",
-                    allowed=f"a multiple of the tile, up to {MAX_TILES_PER_SIDE} tiles",
-                )
-        elif transform.stride % tile or transform.largest_side > largest or transform.channels != 3:
+        tile, largest = self.tile_size, self.tile_size * MAX_TILES_PER_SIDE
+        if tile < 1 or self.max_size % tile or not 0 < self.max_size <= largest:
             raise ConfigError(
-                f"processor.vit_transform has stride {transform.stride}, sides of up to {transform.largest_side} pixels"
-                f" and {transform.channels} channels",
-                allowed=f"a stride that is a multiple of the tile, {tile}, sides of up to {largest}, and 3 channels",
+                f"processor.max_image_size is {self.max_size}, and model.vit.image_size (a tile) {tile}",
+                allowed=f"a multiple of the tile, up to {MAX_TILES_PER_SIDE} tiles",
             )
-
-    @property
-    def lowest(self) -> float:
-        """Value of black."""
-        return 0.0 if self.transform is None else -1.0
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes whenever a grid or a pixel may change."""
-        return repr(self) if self.transform is None else f"{self.transform.fingerprint}/{self.tile_size}"
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """(rows, columns) of tiles of a picture of that size."""
         tile = self.tile_size
-        if self.transform is not None:
-            width, height = self.transform.size(width, height)
-            return height // tile, width // tile
         longer, shorter = max(width, height), min(width, height)
         target = self.max_size if self.enlarge else min(self.max_size, math.ceil(longer / tile) * tile)
         long, short = target // tile, max(1, math.ceil(shorter * (target / longer) / tile))
         return (short, long) if width >= height else (long, short)
 
     def pixels(self, image: Image.Image) -> Tensor:
-        """The whole picture at its final size: [3, rows * tile_size, columns * tile_size] float32 in [0, 1], or as the
-        transform returns it.
-        """
-        if self.transform is not None:
-            return self.transform(image)
+        """The whole picture at its final size: [3, rows * tile_size, columns * tile_size] float32 in [0, 1]."""
         rows, columns = self.grid(*image.size)
         size = (columns * self.tile_size, rows * self.tile_size)
         resized = on_white(image, "RGB").resize(size, Image.Resampling.BICUBIC)

@@ -97,17 +97,14 @@ def _attention(
     if scaling is not None and scaling != width**-0.5:
         query = query * (scaling * math.sqrt(width))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if dropout := options.get("dropout", 0.0):
-        return _dropping(attention_mask.lengths, dropout, q, k, v)[None], None
-    return attention_mask.attend(q, k, v)[None], None
-
-
-def _dropping(lengths: Sequence[int], p: float, q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tensor:
-    """Document by document, with dropout on the scores, which plans do not have: FlexAttention cannot."""
-    groups = q_THE.shape[1] // k_THE.shape[1]
-    k_THE, v_THE = k_THE.repeat_interleave(groups, 1), v_THE.repeat_interleave(groups, 1)
-    parts = []
-    for q, k, v in zip(*(x.split(list(lengths)) for x in (q_THE, k_THE, v_THE)), strict=True):
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)[0].transpose(0, 1))
-    return torch.cat(parts)
+    dropout = options.get("dropout", 0.0)
+    if not dropout:
+        return attention_mask.attend(q, k, v)[None], None
+    # document by document: plans have no dropout on the scores, as FlexAttention cannot
+    groups, parts = q.shape[1] // k.shape[1], []
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    for qkv in zip(*(x.split(list(attention_mask.lengths)) for x in (q, k, v)), strict=True):
+        one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in qkv)
+        values = F.scaled_dot_product_attention(one_q, one_k, one_v, is_causal=True, dropout_p=dropout)
+        parts.append(values[0].transpose(0, 1))
+    return torch.cat(parts)[None], None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Self
 
 from unigen_ds.core.batch import PackedBatch, to_device
@@ -141,31 +142,13 @@ def join(inputs: Sequence[Inputs], *, by_sample: bool) -> dict[str, Tensor]:
     return tensors
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Documents as rows ``[D, L]``, filled up at their ends, for a model with one document in a row."""
+def rows_of(values: Tensor, lengths: Sequence[int], *, fill: int = 0) -> Tensor:
+    """``[T]`` -> ``[D, L]``: a row for each document, filled up at its end."""
+    return pad_sequence(values.split(list(lengths)), batch_first=True, padding_value=fill)
 
-    slots: Tensor
-    shape: tuple[int, int]
-    lengths: Tensor
 
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Rows:
-        sizes, longest = torch.tensor(lengths), max(lengths)
-        row = torch.arange(len(lengths)).repeat_interleave(sizes)
-        column = torch.arange(len(row)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        return cls(to_device(row * longest + column, device), (len(lengths), longest), to_device(sizes, device))
-
-    def filled(self, values: Tensor, fill: int) -> Tensor:
-        """``[T]`` -> ``[D, L]``."""
-        whole = torch.full((self.shape[0] * self.shape[1],), fill, dtype=values.dtype, device=values.device)
-        return whole.index_copy(0, self.slots, values).view(self.shape)
-
-    @property
-    def positions(self) -> Tensor:
-        return torch.arange(self.shape[1], device=self.slots.device).expand(self.shape)
-
-    @property
-    def mask(self) -> Tensor:
-        """1 at tokens of documents."""
-        return (self.positions < self.lengths[:, None]).long()
+def slots_of(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """``[T]``: where each token is among the ``D * L`` of ``rows_of``."""
+    longest = max(lengths)
+    rows = [torch.arange(length) + number * longest for number, length in enumerate(lengths)]
+    return to_device(torch.cat(rows), device)

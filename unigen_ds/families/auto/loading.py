@@ -12,8 +12,8 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,12 +79,12 @@ def _check_keys(changes: Mapping[str, Any], config: Any, stored: Mapping[str, An
 def plain_config(config: Any) -> dict[str, Any]:
     """Return plain values from which ``read_config(None, ...)`` makes the same config."""
 
-    def of_model(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: of_model(inner) for key, inner in value.items() if key not in _NOT_THE_MODELS}
-        return value
+    def of_model(values: dict[str, Any]) -> dict[str, Any]:
+        """Leave out keys that change no number; called for each object of the JSON."""
+        return {key: value for key, value in values.items() if key not in _NOT_THE_MODELS}
 
-    return {"model_type": config.model_type, **of_model(json.loads(config.to_json_string(use_diff=False)))}
+    stored = json.loads(config.to_json_string(use_diff=False), object_hook=of_model)
+    return {"model_type": config.model_type, **stored}
 
 
 def _over(stored: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,8 +168,7 @@ def read_weights(folder: Path, model: Any, *, auto: str) -> Pretrained:
         tensors = _loaded_whole(folder, model.config, auto)
     # older files have the rotary frequencies
     unused = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
-    may_leave = "|".join(f"(?:{pattern})" for pattern in unused)
-    return Pretrained(str(folder), {}, tensors, may_leave=may_leave, may_grow=_VOCABULARY)
+    return Pretrained(str(folder), {}, tensors, may_leave=f"({'|'.join(unused)})", may_grow=_VOCABULARY)
 
 
 def _rename(tensors: Mapping[str, Stored], model: Any) -> dict[str, Stored] | None:
@@ -192,19 +191,6 @@ def _rename(tensors: Mapping[str, Stored], model: Any) -> dict[str, Stored] | No
     return renamed
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Tensors in memory, read as those of a file are."""
-
-    tensors: Mapping[str, Tensor]
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def get_slice(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-
 def _loaded_whole(folder: Path, config: Any, auto: str) -> dict[str, Stored]:
     import transformers
 
@@ -212,9 +198,10 @@ def _loaded_whole(folder: Path, config: Any, auto: str) -> dict[str, Stored]:
         model = getattr(transformers, auto).from_pretrained(
             folder, dtype="auto", use_safetensors=True, trust_remote_code=False
         )
-    held = _Held(model.state_dict())
-    gigabytes = sum(tensor.nbytes for tensor in held.tensors.values()) / 1e9
+    tensors: dict[str, Tensor] = model.state_dict()
+    gigabytes = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
     logger().info(
         f"{folder}: transformers joins stored tensors; each process holds {gigabytes:.1f} GB until all are read."
     )
-    return {name: Stored(held, name, tuple(tensor.shape)) for name, tensor in held.tensors.items()}
+    in_memory = SimpleNamespace(get_tensor=tensors.__getitem__, get_slice=tensors.__getitem__)
+    return {name: Stored(in_memory, name, tuple(tensor.shape)) for name, tensor in tensors.items()}

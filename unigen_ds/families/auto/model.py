@@ -29,7 +29,7 @@ from unigen_ds.core.batch import LossTerms, to_device
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import BUFFER, MASTER, persistent_buffers
 from unigen_ds.families.auto.attention import documents, is_causal, use_documents
-from unigen_ds.families.auto.batch import ModelBatch, Rows
+from unigen_ds.families.auto.batch import ModelBatch, rows_of, slots_of
 from unigen_ds.families.auto.loading import build, plain_config, read_config, read_weights
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, linear_flops
@@ -168,8 +168,7 @@ class TransformersModel(PretrainedModel):
         """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        names = set(self.transformers_model._no_split_modules or ())
-        units: dict[str, nn.Module] = {}
+        names, units = self.transformers_model._no_split_modules or (), dict[str, nn.Module]()
         for name, module in self.named_modules():
             inside = any(name.startswith(f"{outer}.") for outer in units)
             if not inside and (isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in names):
@@ -255,12 +254,12 @@ class TransformersModel(PretrainedModel):
     def inputs(self, batch: ModelBatch) -> dict[str, Any]:
         """transformers' arguments for one document without positions, which ``generate`` makes itself."""
         ids = batch.text_ids[None]
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **self._images(batch, None)}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **self._images(batch, in_rows=False)}
 
     def _in_one_row(self, batch: ModelBatch, index: Tensor, attend: Attend | None = None) -> Tensor:
         """All documents in one row."""
         inputs = {"input_ids": batch.text_ids[None], **self._accept({"position_ids": self.positions(batch)})}
-        inputs |= self._images(batch, None)
+        inputs |= self._images(batch, in_rows=False)
         if not self._inside_documents:
             return self._call(inputs, index)
         with documents(batch.document_lengths, attend or plan_attention(batch)):
@@ -268,11 +267,12 @@ class TransformersModel(PretrainedModel):
 
     def _rows(self, batch: ModelBatch, index: Tensor) -> Tensor:
         """A row for each document, filled up at its end."""
-        rows = Rows.of(batch.document_lengths, batch.text_ids.device)
-        inputs = {"input_ids": rows.filled(batch.text_ids, self._pad_id), "attention_mask": rows.mask}
+        lengths = batch.document_lengths
+        ids, slots = rows_of(batch.text_ids, lengths, fill=self._pad_id), slots_of(lengths, batch.text_ids.device)
+        inputs = {"input_ids": ids, "attention_mask": rows_of(torch.ones_like(batch.text_ids), lengths)}
         if self._inner_positions is None:
-            inputs |= self._accept({"position_ids": rows.positions})
-        return self._call(inputs | self._images(batch, rows), rows.slots[index])
+            inputs |= self._accept({"position_ids": torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)})
+        return self._call(inputs | self._images(batch, in_rows=True), slots[index])
 
     def _call(self, inputs: Mapping[str, Any], index: Tensor) -> Tensor:
         """Logits, of which the head computes those at the tokens ``index`` alone."""
@@ -301,9 +301,9 @@ class TransformersModel(PretrainedModel):
         config = self.transformers_model.config.get_text_config()
         return next((i for i in (config.pad_token_id, config.eos_token_id) if isinstance(i, int) and i >= 0), 0)
 
-    def _images(self, batch: ModelBatch, rows: Rows | None) -> dict[str, Tensor]:
+    def _images(self, batch: ModelBatch, *, in_rows: bool) -> dict[str, Tensor]:
         """The model's inputs of images, in the precision of its weights, and the marks of their tokens, for models that
-        read these; ``rows``: documents as rows, or None for one row.
+        read these; ``in_rows``: one row for each document.
         """
         if not self.reads_images:
             return {}
@@ -311,7 +311,7 @@ class TransformersModel(PretrainedModel):
         inputs = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.image_inputs.items()}
         host = batch.host.get("token_types")
         types = torch.zeros_like(batch.text_ids) if host is None else to_device(host, batch.text_ids.device)
-        shaped = types[None] if rows is None else rows.filled(types, 0)
+        shaped = rows_of(types, batch.document_lengths) if in_rows else types[None]
         return self._accept({**inputs, "mm_token_type_ids": shaped, "token_type_ids": shaped})
 
     @cached_property
@@ -331,15 +331,15 @@ class TransformersModel(PretrainedModel):
         if ids is None:
             return flat.expand(4, 1, -1)
         # on the CPU, where the batch was made: the function reads numbers, and the device would be waited for
-        rows = Rows.of(batch.document_lengths, torch.device("cpu"))
+        lengths = batch.document_lengths
         accepted = inspect.signature(self._inner_positions).parameters
         inputs = {
             **{name: tensor for name, tensor in batch.host.items() if name in accepted},
-            "mm_token_type_ids": rows.filled(batch.host["token_types"], 0),
-            "attention_mask": rows.mask,
+            "mm_token_type_ids": rows_of(batch.host["token_types"], lengths),
+            "attention_mask": rows_of(torch.ones_like(ids), lengths),
         }
-        positions, _ = self._inner_positions(rows.filled(ids, self._pad_id), **inputs)
-        inside = to_device(positions.flatten(1)[:, rows.slots].contiguous(), flat.device)
+        positions, _ = self._inner_positions(rows_of(ids, lengths, fill=self._pad_id), **inputs)
+        inside = to_device(positions.flatten(1)[:, slots_of(lengths, ids.device)].contiguous(), flat.device)
         return torch.cat([flat[None], inside])[:, None]
 
     def _can_pack(self, device: torch.device) -> bool:
@@ -347,25 +347,24 @@ class TransformersModel(PretrainedModel):
 
         Where its attention is plainly causal SDPA, first with attention inside of each document (``attention.py``).
         """
-        model, training = self.transformers_model, self.training
-        kind, why = type(model).__name__, "its forward pass has no position_ids"
+        model, training, why = self.transformers_model, self.training, ""
         if self._pair is None:
             why = "no processor has documents to check it"
-        elif "position_ids" in self._accepted:
+        elif "position_ids" not in self._accepted:
+            why = "its forward pass has no position_ids"
+        else:
             first, other = (batch.to(device) for batch in self._pair())
             self.eval()
-            with torch.no_grad():
-                alone = self._rows(first, torch.arange(first.position_ids.numel(), device=device))
-                for inside in (True, False) if self._may_change_attention and is_causal(model) else (False,):
-                    self._attend_inside_documents(inside)
-                    if not (why := self._cannot_pack(first, other, alone)):
-                        break
+            for inside in (True, False) if self._may_change_attention and is_causal(model) else (False,):
+                self._attend_inside_documents(inside)
+                if not (why := self._cannot_pack(first, other)):
+                    break
             self.train(training)
-        if why:
-            logger().info(f"{kind}: every document is a row of its own, filled up to the longest: {why}.")
-        else:
-            how = "attention inside of each" if self._inside_documents else "a mask of all pairs of its tokens"
-            logger().info(f"{kind}: documents share one row, with {how}.")
+        how = f"every document is a row of its own, filled up to the longest: {why}"
+        if not why:
+            kind = "attention inside of each" if self._inside_documents else "a mask of all pairs of its tokens"
+            how = f"documents share one row, with {kind}"
+        logger().info(f"{type(model).__name__}: {how}.")
         return not why
 
     def _attend_inside_documents(self, on: bool) -> None:
@@ -373,14 +372,15 @@ class TransformersModel(PretrainedModel):
             use_documents(self.transformers_model, on=on)
             self._inside_documents = on
 
-    def _cannot_pack(self, first: ModelBatch, other: ModelBatch, alone: Tensor) -> str:
-        """Why not; '' for nothing. ``alone``: logits of the documents of ``first``, each a row."""
+    @torch.no_grad()
+    def _cannot_pack(self, first: ModelBatch, other: ModelBatch) -> str:
+        """Why not; '' for nothing. ``other`` differs from ``first`` in its first document."""
+        index = torch.arange(first.position_ids.numel(), device=first.position_ids.device)
+        alone, second = self._rows(first, index), first.document_lengths[0]
         try:
-            packed, changed = (self._in_one_row(one, torch.arange(len(alone), device=alone.device))
-                               for one in (first, other))  # fmt: skip
+            packed, changed = self._in_one_row(first, index), self._in_one_row(other, index)
         except _NO_MASK as error:
             return f"its code has an error with it ({str(error).strip().splitlines()[0]})"
-        second = first.document_lengths[0]
         if not torch.equal(packed[second:], changed[second:]):
             return "a document changes the one after it"
         apart = float((packed - alone).float().abs().max() / alone.float().square().mean().sqrt())

@@ -44,15 +44,14 @@ class Pictures:
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self.tokenizer = tokenizer
         self.processor = _processor(tokenizer)
-        kind = type(self.processor).__name__
         if getattr(self.processor, "image_token", None) is None:
-            raise ConfigError(f"{kind} of transformers has no token for an image", remedy=_OTHER)
+            raise _unsupported(self.processor, "has no token for an image")
         self.token_ids = [each for each in self.processor.image_token_ids if each is not None]
         """Ids of the tokens that an image's features replace."""
         try:
             two, _ = self._process([Image.new("RGB", _PLAIN, _GREY)] * 2)
         except NotImplementedError as error:
-            raise ConfigError(f"{kind} of transformers names no text for an image", remedy=_OTHER) from error
+            raise _unsupported(self.processor, "names no text for an image") from error
         pixels = two.get("pixel_values", torch.empty(0))
         self.by_sample = pixels.ndim > 4 and len(pixels) == 1
         """Whether images are nested in samples: ``[1, images, ...]``."""
@@ -81,15 +80,15 @@ class Pictures:
         """As the processor's own call does it, which would also tokenize."""
         processor = self.processor
         nested, *_ = processor.prepare_inputs_layout(images=list(images))
-        options = processor._merge_kwargs(tokenizer_init_kwargs=self.tokenizer.chat.init_kwargs, return_tensors="pt")[
-            "images_kwargs"
-        ]
-        inputs, texts = processor._process_images(nested, **options)
+        options = processor._merge_kwargs(tokenizer_init_kwargs=self.tokenizer.chat.init_kwargs, return_tensors="pt")
+        inputs, texts = processor._process_images(nested, **options["images_kwargs"])
         unused = processor.unused_input_names
         return {name: torch.as_tensor(value) for name, value in inputs.items() if name not in unused}, texts
 
 
-_OTHER = "another model, or a family of your own (docs/extending.md)"
+def _unsupported(processor: Any, problem: str) -> ConfigError:
+    remedy = "another model, or a family of your own (docs/extending.md)"
+    return ConfigError(f"{type(processor).__name__} of transformers {problem}", remedy=remedy)
 
 
 def _processor(tokenizer: ModelTokenizer) -> Any:
@@ -114,8 +113,7 @@ def _processor(tokenizer: ModelTokenizer) -> Any:
         name = next((config["processor_class"] for config in configs if config.get("processor_class")), None)
         kind: Any = processor_class_from_name(name) if name else None
         if kind is None:
-            problem = f"{where} names no processor of transformers (processor_class is {name!r})"
-            raise ConfigError(problem, remedy=_OTHER)
+            raise ConfigError(f"{where} names no processor of transformers (processor_class is {name!r})")
         parts = {"tokenizer": tokenizer.chat, "image_processor": images}
         others = [part for part in kind.get_attributes() if part not in parts]
         if others:

@@ -2,75 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from unigen_ds.config.registry import FAMILIES
-from unigen_ds.core.batch import PackedBatch
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
 from unigen_ds.families.bagel.inference import InterleaveInferencer
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.processor import UnifiedProcessor
-from unigen_ds.families.bagel.published import (
-    is_published,
-    read_exported,
-    read_pretrained,
-    stated_configs,
-    write_published,
-)
+from unigen_ds.families.bagel.published import BagelDirectory
 from unigen_ds.families.base import ConversationFamily, PublishedFormat
-from unigen_ds.models.flow import training_timesteps
-from unigen_ds.models.weights import Pretrained
-
-_QUARTERS = ("t0.00-0.25", "t0.25-0.50", "t0.50-0.75", "t0.75-1.00")
-_VAE_LARGEST, _VIT_SMALLEST = 1024, 224  # pixels, as BAGEL's own transforms have them
-
-
-class BagelDirectory(PublishedFormat):
-    """``llm_config.json``, ``vit_config.json``, ``ema.safetensors``, ``ae.safetensors`` and a tokenizer."""
-
-    name = "BAGEL's directory"
-    complete = True
-
-    def recognises(self, folder: Path) -> bool:
-        return is_published(folder)
-
-    def config(self, folder: Path) -> dict[str, Any]:
-        """Return the sections, with BAGEL's image sizes or those that an export has stored."""
-        exported = read_exported(folder)
-        model: dict[str, Any] = {"type": "UnifiedModel", "pretrained": str(folder)}
-        if "timestep_shift" in exported:
-            model["timestep_shift"] = exported["timestep_shift"]
-        sizes = UnifiedModel.processor_sizes(model)
-        latent, patch = sizes["vae_downsample"], sizes["vit_patch_size"]
-        vae = min(_VAE_LARGEST, sizes["max_latent_size"] * latent)
-        vit = sizes["vit_max_patches_per_side"] * patch
-        transforms = {
-            "vae_transform": {"max_size": vae, "min_size": vae // 2, "stride": latent},
-            "vit_transform": {"max_size": vit, "min_size": min(_VIT_SMALLEST, vit), "stride": patch},
-        }
-        return {
-            "model": model,
-            "tokenizer": {"type": "PretrainedTokenizer", "path": str(folder)},
-            "processor": {
-                name: exported.get(name) or {"type": "ImageTransform", **own} for name, own in transforms.items()
-            },
-        }
-
-    def weights(self, folder: Path) -> Pretrained:
-        return read_pretrained(str(folder))
-
-    def sizes(self, folder: Path) -> dict[str, Any]:
-        return stated_configs(folder)
-
-    def write(
-        self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
-    ) -> None:
-        write_published(model, out, processor=processor, source=source, dtype=dtype)
 
 
 @FAMILIES.register_module()
@@ -89,12 +30,6 @@ class Bagel(ConversationFamily):
 
     def drawing_settings(self, model: Any, given: Mapping[str, Any], *, where: str = "flow") -> FlowSettings:
         return flow_for(model, given, where=where)
-
-    def target_groups(self, spec: Mapping[str, Any], batch: PackedBatch) -> Mapping[str, tuple[Tensor, Sequence[str]]]:
-        """Group the targets of the flow loss by quarters of the time step ``t``, after the shift; 1 is noise."""
-        raw = batch.timesteps[torch.isfinite(batch.timesteps)]
-        t = training_timesteps(raw, float(spec.get("timestep_shift", 1.0)))
-        return {"image": ((t * len(_QUARTERS)).long().clamp(max=len(_QUARTERS) - 1), _QUARTERS)}
 
     def chance_level(self, processor: Any) -> Mapping[str, float]:
         """Add that of an image: the mean square of noise minus latents, both of unit variance."""

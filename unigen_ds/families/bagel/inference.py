@@ -35,7 +35,6 @@ from unigen_ds.inference.generated import (
     BOTH,
     Generated,
     MaxLength,
-    MaxParts,
     Picture,
     Request,
     Size,
@@ -45,7 +44,7 @@ from unigen_ds.inference.generated import (
 )
 from unigen_ds.inference.prompts import Sampling
 from unigen_ds.models.flow import unpatchify_latent
-from unigen_ds.system.seeding import derive_seed, generator
+from unigen_ds.system.seeding import generator
 
 THINK_THEN_ANSWER = (
     "You should first think about the reasoning process in the mind and then provide the user with the answer. \n"
@@ -117,10 +116,8 @@ class InterleaveInferencer:
         top_p: float = 1.0,
         seed: int = 0,
         on_step: OnStep | None = None,
-        max_parts: MaxParts = 0,
     ) -> Generated:
-        """A picture for ``prompt``; with ``images`` an edited one; with ``understand`` a text instead; with
-        ``max_parts`` texts and pictures in alternation.
+        """A picture for ``prompt``; with ``images`` an edited one; with ``understand`` a text instead.
 
         Args:
             images: pictures (PIL, uint8 ``[H, W, 3]``) or paths, one alone or several, shown before the prompt.
@@ -135,12 +132,10 @@ class InterleaveInferencer:
             top_p: of the text: only the likeliest tokens are drawn, which have this probability together.
             seed: of every random number.
             on_step: called in each Euler step.
-            max_parts: 0: one answer, as above. Else a text, a picture, a text, ..., up to so many; each is read again
-                before the next, as if the user had sent it. It ends earlier where a text is empty.
 
         Raises ``ConfigError`` for an argument that is unknown, wrong, or without effect, and ``UnreadableImage``.
         """
-        drawing = {"size": size, "flow": flow, "on_step": on_step, "max_parts": max_parts or None}
+        drawing = {"size": size, "flow": flow, "on_step": on_step}
         if understand and (unused := [name for name, value in drawing.items() if value is not None]):
             problem = f"unified_generate got {', '.join(unused)} with understand, which draws nothing"
             raise ConfigError(problem, remedy="leave out one of the two")
@@ -159,39 +154,21 @@ class InterleaveInferencer:
         if prompt or not (understand or parts):  # a picture alone may be read, as in training
             self._add_text(contexts, prompt)
 
-        def write(number: int = 0) -> str:
-            own_seed = derive_seed(seed, "part", number) if number else seed
-            ids = self.write(contexts.full, max_length=max_length, seed=own_seed, **vars(sampling))
-            text: str = tokenizer.decode(ids)
-            return text
-
+        text = ""
+        if understand or think:
+            ids = self.write(contexts.full, max_length=max_length, seed=seed, **vars(sampling))
+            text = tokenizer.decode(ids)
         if understand:
-            return Generated(write(), [])
+            return Generated(text, [])
         transform = self.processor.vae_transform
         if transform is None and (num_shown or not size):
             raise ConfigError("this processor has no vae_transform, so it cannot draw")
+        if think:
+            self.extend_text(contexts.full, tokenizer.encode(text))
         largest = transform.largest_side if transform is not None else 0
         size = size or size_of_last or (largest, largest)
         flow = flow_for(self.model, flow, where="unified_generate.flow")
-        draw = partial(self._draw, contexts, size, flow, seed, on_step=on_step)
-        if not max_parts:
-            text = write() if think else ""
-            if think:
-                self.extend_text(contexts.full, tokenizer.encode(text))
-            return Generated(text, [draw()])
-        made: list[str | Image.Image] = []
-        while len(made) < max_parts:
-            number, is_text = len(made) // 2, len(made) % 2 == 0
-            new: str | Image.Image = write(number) if is_text else draw(number=number)
-            if isinstance(new, str):
-                if not new.strip():
-                    break
-                self._add_text(contexts, new)
-            elif len(made) + 1 < max_parts:
-                self._show_image(contexts, new, draw=True, noise_key=(seed, num_shown + number, "vae"))
-            made.append(new)
-        texts = [part for part in made if isinstance(part, str)]
-        return Generated("\n".join(texts), [part for part in made if not isinstance(part, str)], made)
+        return Generated(text, [self._draw(contexts, size, flow, seed, on_step=on_step)])
 
     @torch.no_grad()
     def complete(
@@ -239,13 +216,11 @@ class InterleaveInferencer:
         flow: FlowSettings,
         seed: int,
         *,
-        number: int = 0,
         on_step: OnStep | None = None,
     ) -> Image.Image:
-        """The picture of that number, from noise of its own."""
         grid = image_grid(self.processor, size)
         width = self.processor.latent_channels * self.processor.latent_patch_size**2
-        noise_LC = torch.randn(grid[0] * grid[1], width, generator=generator(seed, number, "draw"))
+        noise_LC = torch.randn(grid[0] * grid[1], width, generator=generator(seed, 0, "draw"))
         return to_picture(self.decode(self.denoise(contexts, noise_LC, grid, flow=flow, on_step=on_step), grid))
 
     def _add_text(self, contexts: Contexts, text: str) -> None:
@@ -282,9 +257,9 @@ class InterleaveInferencer:
         """Add a clean image ``[C, H, W]`` in [-1, 1], sampled by the autoencoder with ``noise``."""
         stride = self.processor.vae_downsample
         grid = (pixels.shape[1] // stride, pixels.shape[2] // stride)
-        template = noise_image(self.processor, grid)
         split = ImageSplit("", "vae", grid)
-        self._extend(context, replace(template, split=split, vae_image=pixels, vae_noise=noise))
+        clean = replace(noise_image(self.processor, grid), split=split, vae_image=pixels, vae_noise=noise)
+        self._extend(context, clean)
 
     def _extend(self, context: Context, split: Loaded) -> Tensor:
         """Add one split; returns the logits ``[1, vocabulary]`` of what follows it."""

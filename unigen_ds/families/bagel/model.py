@@ -252,14 +252,12 @@ class UnifiedModel(PretrainedModel):
         sizes = model_sizes(read_pretrained(pretrained) if pretrained else None, config)
         with torch.device("meta"):
             vae = build(AUTOENCODERS, sizes["vae"], where="model.vae")
-        vit, patch = sizes["vit"], sizes["latent_patch_size"]
         return {
-            "vit_patch_size": vit["patch_size"],
+            "vit_patch_size": sizes["vit"]["patch_size"],
             "vit_max_patches_per_side": sizes["vit_max_patches_per_side"],
             "latent_channels": vae.latent_channels,
-            "latent_patch_size": patch,
+            "latent_patch_size": sizes["latent_patch_size"],
             "vae_spatial_downsample": vae.downsample,
-            "vae_downsample": vae.downsample * patch,
             "max_latent_size": sizes["max_latent_size"],
         }
 

@@ -37,7 +37,6 @@ class UnifiedProcessor(ConversationProcessor):
         vit_transform: component: transform of images that are understood; None: there are none.
         vit_patch_size: pixels of a side of one ViT patch.
         vae_transform: component: transform of images that are generated or edited; None: there are none.
-        vae_downsample: pixels under a side of one latent patch (``vae_spatial_downsample * latent_patch_size``).
         latent_channels: channels of the VAE's latent.
         latent_patch_size: latent pixels of a side of one latent patch.
         vae_spatial_downsample: pixels under a side of one latent pixel.
@@ -61,7 +60,6 @@ class UnifiedProcessor(ConversationProcessor):
         vit_transform: ImageTransform | None = None,
         vit_patch_size: int = 14,
         vae_transform: ImageTransform | None = None,
-        vae_downsample: int = 16,
         latent_channels: int = 16,
         latent_patch_size: int = 2,
         vae_spatial_downsample: int = 8,
@@ -77,21 +75,14 @@ class UnifiedProcessor(ConversationProcessor):
     ) -> None:
         super().__init__(tokenizer, ce_reweight=ce_reweight, seed=seed)
         self.vit_transform, self.vit_patch_size = vit_transform, vit_patch_size
-        self.vae_transform, self.vae_downsample = vae_transform, vae_downsample
+        self.vae_transform, self.vae_downsample = vae_transform, vae_spatial_downsample * latent_patch_size
         self.latent_channels, self.latent_patch_size = latent_channels, latent_patch_size
         self.vae_spatial_downsample = vae_spatial_downsample
         self.max_latent_size, self.vit_max_patches_per_side = max_latent_size, vit_max_patches_per_side
         self.dropout = {"text": text_dropout, "vit": vit_dropout, "vae": vae_dropout}
         self.augment, self.vit_augment = tuple(augment), tuple(vit_augment)
-        stride = vae_spatial_downsample * latent_patch_size
-        if vae_downsample != stride:
-            raise ConfigError(
-                f"vae_downsample is {vae_downsample}",
-                allowed=f"{stride}: vae_spatial_downsample {vae_spatial_downsample} x latent_patch_size"
-                f" {latent_patch_size}",
-            )
         _check_transform("vit_transform", vit_transform, vit_patch_size, vit_max_patches_per_side)
-        _check_transform("vae_transform", vae_transform, vae_downsample, max_latent_size)
+        _check_transform("vae_transform", vae_transform, self.vae_downsample, max_latent_size)
 
     @property
     def fingerprint(self) -> str:

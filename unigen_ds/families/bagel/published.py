@@ -21,11 +21,12 @@ import torch
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
+from unigen_ds.config.registry import MODELS, find
 from unigen_ds.config.values import Number
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.shards import first_names
-from unigen_ds.families.base import published_folder
+from unigen_ds.families.base import PublishedFormat, published_folder
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.settings import LanguageSizes, VisionSizes
 from unigen_ds.models.weights import (
@@ -53,12 +54,9 @@ _LLM_KEYS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "rms_norm_eps", "rope_theta",
 )  # fmt: skip
-_VIT_KEYS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size",
-    "num_channels", "layer_norm_eps",
-)  # fmt: skip
 VIT_SELECT_LAYER = -2
 """BAGEL reads the second to last layer of its vision tower; its vit_config.json counts the missing last layer, too."""
+_VAE_LARGEST, _VIT_SMALLEST = 1024, 224  # pixels, as BAGEL's own transforms have them
 _DEFAULTS = {"latent_patch_size": 2, "max_latent_size": 64}
 
 
@@ -85,13 +83,6 @@ def read_exported(folder: Path) -> dict[str, Any]:
     """The values of ``EXPORTED``; nothing in a directory that was not exported here. Raises ``ConfigError``."""
     path = folder / EXPORTED
     return read_json(path) if path.is_file() else {}
-
-
-def is_published(directory: Path) -> bool:
-    """Whether it has BAGEL's files; one exported here may lack those of an autoencoder without weights."""
-    *others, vae = FILES
-    has_vae = (directory / vae).is_file() or "vae" in read_exported(directory)
-    return all((directory / name).is_file() for name in others) and has_vae
 
 
 def read_pretrained(pretrained: str | Mapping[str, str], *, vit_select_layer: int | None = None) -> Pretrained:
@@ -129,13 +120,6 @@ def read_pretrained(pretrained: str | Mapping[str, str], *, vit_select_layer: in
     return Pretrained(str(directory), sizes, {**weights, **vae}, r"pos_embed$")
 
 
-def stated_configs(directory: Path) -> dict[str, dict[str, Any]]:
-    """Sizes as BAGEL's configs in a folder of weights state them, which may lack other files; {}: it has none."""
-    parts = {"llm": directory / LLM_CONFIG, "vit": directory / VIT_CONFIG}
-    present = parts["llm"].is_file()
-    return {part: flat_sizes(stored_object(path)) for part, path in parts.items() if present and path.is_file()}
-
-
 def _open_parts(paths: Mapping[str, str], select: int) -> Pretrained:
     if not paths or set(paths) - set(_PREFIX):
         raise ConfigError(f"model.pretrained is {dict(paths)}", allowed="a directory, or dict(llm=, vit=, vae=)")
@@ -166,7 +150,7 @@ def _below(part: str, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 def _sizes(part: str, path: Path, select: int = VIT_SELECT_LAYER) -> dict[str, Any]:
     """What a model needs of the config of its language model (``llm``) or vision tower (``vit``)."""
-    sizes = stated_sizes(part, path, _LLM_KEYS if part == "llm" else _VIT_KEYS)
+    sizes = stated_sizes(part, path, _LLM_KEYS if part == "llm" else VisionSizes.model_fields)
     if part == "vit" and "num_hidden_layers" in sizes:
         sizes["num_hidden_layers"] += 1 + select
     return sizes
@@ -227,50 +211,82 @@ def with_copied_experts(source: Pretrained, names: Iterable[str]) -> Pretrained:
     return replace(source, tensors={**source.tensors, **copies})
 
 
-def write_published(
-    model: Any, out: Path, *, processor: Any = None, source: Path | None = None, dtype: torch.dtype | None = None
-) -> None:
-    """Write ``model`` as a published directory; it appears complete or not at all. Quantised weights are unpacked.
+class BagelDirectory(PublishedFormat):
+    """``llm_config.json``, ``vit_config.json``, ``ema.safetensors``, ``ae.safetensors`` and a tokenizer."""
 
-    Args:
-        out: a new folder.
-        processor: has the tokenizer's files where there is no ``source``, and the image transforms.
-        source: a published directory whose other files (configs, tokenizer) are copied byte for byte.
-        dtype: of the weights; None: the model's.
+    name = "BAGEL's directory"
+    complete = True
 
-    Raises ``ConfigError`` where ``out`` exists or ``source`` is of another size, ``CheckpointError`` on a full disk.
-    """
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in plain_state_dict(model).items()}
-    if dtype is not None:
+    def recognises(self, folder: Path) -> bool:
+        """One exported here may lack the file of an autoencoder without weights."""
+        has_vae = (folder / VAE_WEIGHTS).is_file() or "vae" in read_exported(folder)
+        return has_vae and all((folder / name).is_file() for name in FILES if name != VAE_WEIGHTS)
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        """Return the sections, with BAGEL's image sizes or those that an export has stored."""
+        exported = read_exported(folder)
+        model: dict[str, Any] = {"type": "UnifiedModel", "pretrained": str(folder)}
+        if "timestep_shift" in exported:
+            model["timestep_shift"] = exported["timestep_shift"]
+        kind: Any = find(MODELS, model, where="model")  # which imports this module
+        sizes = kind.processor_sizes(model)
+        latent, patch = sizes["vae_spatial_downsample"] * sizes["latent_patch_size"], sizes["vit_patch_size"]
+        vae = min(_VAE_LARGEST, sizes["max_latent_size"] * latent)
+        vit = sizes["vit_max_patches_per_side"] * patch
+        transforms = {
+            "vae_transform": {"max_size": vae, "min_size": vae // 2, "stride": latent},
+            "vit_transform": {"max_size": vit, "min_size": min(_VIT_SMALLEST, vit), "stride": patch},
+        }
+        return {
+            "model": model,
+            "tokenizer": {"type": "PretrainedTokenizer", "path": str(folder)},
+            "processor": {
+                name: exported.get(name) or {"type": "ImageTransform", **own} for name, own in transforms.items()
+            },
+        }
+
+    def weights(self, folder: Path) -> Pretrained:
+        return read_pretrained(str(folder))
+
+    def sizes(self, folder: Path) -> dict[str, Any]:
+        """The configs alone are read: the folder may lack other files."""
+        parts = {"llm": folder / LLM_CONFIG, "vit": folder / VIT_CONFIG}
+        present = parts["llm"].is_file()
+        return {part: flat_sizes(stored_object(path)) for part, path in parts.items() if present and path.is_file()}
+
+    def write(
+        self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
+    ) -> None:
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in plain_state_dict(model).items()}
         state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
-    vae = {name.removeprefix(_PREFIX["vae"]): t for name, t in state.items() if name.startswith(_PREFIX["vae"])}
-    rest = {name: tensor for name, tensor in state.items() if not name.startswith(_PREFIX["vae"])}
-    exported: dict[str, Any] = {"vae": dict(model.sizes["vae"]), "timestep_shift": model.timestep_shift}
-    if model.vit_select_layer != VIT_SELECT_LAYER:
-        exported["vit_select_layer"] = model.vit_select_layer
-    for name in ("vit_transform", "vae_transform"):
-        transform = getattr(processor, name, None)
-        if type(transform).__name__ == "ImageTransform":
-            exported[name] = {"type": "ImageTransform", **{key: getattr(transform, key) for key in _TRANSFORM}}
-    of_llm = {key: model.sizes["llm"][key] for key in _LLM_KEYS if key in model.sizes["llm"]}
-    layers = model.sizes["vit"]["num_hidden_layers"] - 1 - model.vit_select_layer
-    configs = {
-        LLM_CONFIG: {
-            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
-            "tie_word_embeddings": False, "qk_norm": True, "layer_module": "Qwen2MoTDecoderLayer", **of_llm,
-        },
-        VIT_CONFIG: {
-            "model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh", **model.sizes["vit"],
-            "num_hidden_layers": layers,
-        },
-    }  # fmt: skip
-    if source is not None:
-        for file, config in configs.items():
-            check_fixed(read_json(source / file), config, f"{source / file} is of another model")
-    tokenizer = getattr(processor, "tokenizer", None)
-    with published_folder(out, tokenizer, source, without=(WEIGHTS, VAE_WEIGHTS, EXPORTED)) as folder:
-        for name, values in {EXPORTED: exported, **(configs if source is None else {})}.items():
-            (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        for file, tensors in ((WEIGHTS, rest), (VAE_WEIGHTS, vae)):
-            if tensors:  # PixelAutoencoder has none
-                save_safetensors(folder / file, tensors, {"format": "pt"})
+        vae = {name.removeprefix(_PREFIX["vae"]): t for name, t in state.items() if name.startswith(_PREFIX["vae"])}
+        rest = {name: tensor for name, tensor in state.items() if not name.startswith(_PREFIX["vae"])}
+        exported: dict[str, Any] = {"vae": dict(model.sizes["vae"]), "timestep_shift": model.timestep_shift}
+        if model.vit_select_layer != VIT_SELECT_LAYER:
+            exported["vit_select_layer"] = model.vit_select_layer
+        for name in ("vit_transform", "vae_transform"):
+            transform = getattr(processor, name, None)
+            if type(transform).__name__ == "ImageTransform":
+                exported[name] = {"type": "ImageTransform", **{key: getattr(transform, key) for key in _TRANSFORM}}
+        of_llm = {key: model.sizes["llm"][key] for key in _LLM_KEYS if key in model.sizes["llm"]}
+        layers = model.sizes["vit"]["num_hidden_layers"] - 1 - model.vit_select_layer
+        configs = {
+            LLM_CONFIG: {
+                "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
+                "tie_word_embeddings": False, "qk_norm": True, "layer_module": "Qwen2MoTDecoderLayer", **of_llm,
+            },
+            VIT_CONFIG: {
+                "model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh", **model.sizes["vit"],
+                "num_hidden_layers": layers,
+            },
+        }  # fmt: skip
+        if source is not None:
+            for file, config in configs.items():
+                check_fixed(read_json(source / file), config, f"{source / file} is of another model")
+        tokenizer = getattr(processor, "tokenizer", None)
+        with published_folder(out, tokenizer, source, without=(WEIGHTS, VAE_WEIGHTS, EXPORTED)) as folder:
+            for name, values in {EXPORTED: exported, **(configs if source is None else {})}.items():
+                (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            for file, tensors in ((WEIGHTS, rest), (VAE_WEIGHTS, vae)):
+                if tensors:  # PixelAutoencoder has none
+                    save_safetensors(folder / file, tensors, {"format": "pt"})

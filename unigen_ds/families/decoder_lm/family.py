@@ -83,13 +83,12 @@ class DecoderLM(CausalLM):
             compile=compile,
         )
         config = self.transformers_model.config
-        if config.model_type not in MODEL_TYPES:
-            raise ConfigError(
-                f"model.llm.model_type is {config.model_type!r}", allowed=", ".join(MODEL_TYPES), remedy="CausalLM"
-            )
         rope = (config.rope_parameters or {}).get("rope_type", "default")
-        if rope not in ROPE_TYPES:
-            raise ConfigError(f"model.llm.rope_parameters.rope_type is {rope!r}", allowed=", ".join(ROPE_TYPES))
+        for key, value, allowed in (
+            ("model_type", config.model_type, MODEL_TYPES), ("rope_parameters.rope_type", rope, ROPE_TYPES)
+        ):  # fmt: skip
+            if value not in allowed:
+                raise ConfigError(f"model.llm.{key} is {value!r}", allowed=", ".join(allowed), remedy="CausalLM")
         check_heads("model.llm", config.hidden_size, config.num_attention_heads, config.num_key_value_heads)
         self._attend_inside_documents(is_causal(self.transformers_model))
         if not pretrained and not torch.empty(0).is_meta:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from unigen_ds.config.registry import checked
 from unigen_ds.core.batch import CAUSAL
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.augment import Augment
-from unigen_ds.data.images.image_files import ImageHeader, ImageTransform, UnreadableImage, patchify
+from unigen_ds.data.images.image_files import ImageHeader, UnreadableImage, patchify
 from unigen_ds.data.images.tiles import Tiling, image_string, num_tiles, split_tiles
 from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import Split
@@ -42,9 +42,6 @@ class VLMProcessor(ChatProcessor):
             None: 4 of it.
         resize_to_max_side_len: enlarge smaller images to ``max_image_size``.
         ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
-        vit_transform: component: transform that resizes a picture before it is split into tiles, instead of
-            ``max_image_size`` and ``resize_to_max_side_len`` (nanoVLM's rule); both sides become multiples of
-            ``vit.image_size``.
         augment: list of components: random changes of every image of a record, all in the same way, generated ones
             included; in training only, keyed by sample.
         vit_augment: list of components: random changes of the resized picture before it is split into tiles, in
@@ -65,7 +62,6 @@ class VLMProcessor(ChatProcessor):
         max_image_size: int | None = None,
         resize_to_max_side_len: bool = False,
         ce_reweight: bool = False,
-        vit_transform: ImageTransform | None = None,
         augment: Sequence[Augment] = (),
         vit_augment: Sequence[Augment] = (),
         seed: int = 0,
@@ -75,27 +71,17 @@ class VLMProcessor(ChatProcessor):
         self.vit_patch_size, self.vit_max_patches_per_side = vit_patch_size, side
         self.tokens_per_tile = (side // pixel_shuffle_factor) ** 2
         self.augment, self.vit_augment = tuple(augment), tuple(vit_augment)
-        if vit_transform is None:
-            largest = 4 * tile_size if max_image_size is None else max_image_size
-            self.tiling = Tiling(tile_size, largest, resize_to_max_side_len)
-        elif max_image_size is not None or resize_to_max_side_len:
-            raise ConfigError(
-                "processor sets vit_transform, and max_image_size or resize_to_max_side_len",
-                remedy="leave one of them out: vit_transform resizes the pictures",
-            )
-        else:
-            self.tiling = Tiling(tile_size, transform=vit_transform)
+        largest = 4 * tile_size if max_image_size is None else max_image_size
+        self.tiling = Tiling(tile_size, largest, resize_to_max_side_len)
 
     @property
     def fingerprint(self) -> str:
         """A digest of all that changes a plan (``ConversationProcessor.fingerprint``)."""
-        # written as the tuple of these facts was when the tiling was one of them
-        facts = f"('vlm-plan-1', {self.tokenizer.fingerprint!r}, {self.tiling.fingerprint}, {self.tokens_per_tile!r})"
+        facts = f"('vlm-plan-1', {self.tokenizer.fingerprint!r}, {self.tiling}, {self.tokens_per_tile!r})"
         return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
-    @property
-    def vit_lowest(self) -> float:
-        return self.tiling.lowest
+    vit_lowest = 0.0
+    """Black, of pixels in [0, 1]."""
 
     def ready_image(self, image: Tensor, kind: ImageKind, where: str) -> ImageSplit:
         """A ``VLM`` reads tiles among the tokens of the chat template, which a tensor beside ids does not have."""
@@ -160,13 +146,8 @@ class TiledSplit(ChatImage):
             grid, pixels = tiling.grid(*image.size), tiling.pixels(image)
         except UnreadableImage as error:
             raise unreadable(self.path, error.problem) from error
-        if num_tiles(grid) != self.num_tiles or tuple(pixels.shape[1:]) != (grid[0] * tile, grid[1] * tile):
-            # a transform of a user's own, or a file that was replaced between two readings
-            raise unreadable(
-                self.path,
-                f"image {self.path} has {pixels.shape[1]} x {pixels.shape[2]} pixels and {num_tiles(grid)} tiles,"
-                f" {self.num_tiles} when planned",
-            )
+        if num_tiles(grid) != self.num_tiles:  # a file that was replaced between two readings
+            raise unreadable(self.path, f"image {self.path} has {num_tiles(grid)} tiles, {self.num_tiles} when planned")
         pixels = augmented(pixels, processor.augment, processor.vit_augment, key)
         tiles = split_tiles(pixels, tile)
         return LoadedTiles(self, torch.cat([patchify(each, processor.vit_patch_size) for each in tiles]))

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.json_values import stored_object
+from unigen_ds.data.images.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, MAX_TILES_PER_SIDE, TILE_TOKENS, tile_token
+from unigen_ds.families.base import PublishedFormat, published_folder, read_statement
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.weights import (
     Pretrained,
@@ -66,9 +69,78 @@ _VIT = {
 _FIXED = {"vit_cls_flag": False, "vit_dropout": 0.0, "lm_dropout": 0.0, "lm_attn_scaling": 1.0, "lm_use_tokens": False}
 _HEAD, _EMBEDDING = "decoder.head.weight", "decoder.token_embedding.weight"
 _FREQUENCIES = "decoder.rotary_embd.inv_freq"
+_CHAT = ("lm_tokenizer", "lm_chat_template", "max_img_size")
+"""Keys of nanoVLM since its models read tiles in a chat."""
 
-EXTRA_TOKENS = 66
+EXTRA_TOKENS = len(TILE_TOKENS) + 2
 """Image, global image and 8 x 8 rows and columns: the tokens that nanoVLM adds to a language model's."""
+
+
+class NanoVLMDirectory(PublishedFormat):
+    """``config.json`` and ``model.safetensors``, and maybe a tokenizer."""
+
+    name = "nanoVLM's directory"
+    pretrained = False
+    parts = (WEIGHTS,)
+
+    def recognises(self, folder: Path) -> bool:
+        return "mp_pixel_shuffle_factor" in read_statement(folder / CONFIG) and (folder / WEIGHTS).is_file()
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        """Its tokenizer is the one beside it, or else the one that it names."""
+        stored = stored_object(folder / CONFIG)
+        if lacking := [name for name in _CHAT if name not in stored]:
+            raise CheckpointError(
+                f"{folder / CONFIG} lacks {', '.join(lacking)}: it is of nanoVLM's first version (nanoVLM-222M), whose"
+                " models know no image token and no chat template",
+                remedy="a later model (lusxvr/nanoVLM-230M-8k), or one from parts: model.pretrained=dict(vit=, llm=)",
+            )
+        path = str(folder) if (folder / "tokenizer_config.json").is_file() else stored["lm_tokenizer"]
+        return {
+            "model": {"type": "VLM", **vlm_arguments(stored)},
+            "tokenizer": {"type": "ChatTokenizer", "path": path, "chat_template": stored["lm_chat_template"]},
+            "processor": {
+                "max_image_size": stored["max_img_size"],
+                "resize_to_max_side_len": stored.get("resize_to_max_side_len", False),
+            },
+        }
+
+    def weights(self, folder: Path) -> Pretrained:
+        """Of tied embeddings the one that is stored serves both names."""
+        weights = read_pretrained(str(folder))
+        embedding, head = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
+        if embedding in weights.tensors:
+            return weights
+        tensors = {embedding if name == head else name: stored for name, stored in weights.tensors.items()}
+        return replace(weights, tensors=tensors, tied={head: embedding})
+
+    def sizes(self, folder: Path) -> dict[str, Any]:
+        return vlm_arguments(stored_object(folder / CONFIG)) if self.recognises(folder) else {}
+
+    def write(
+        self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
+    ) -> None:
+        """Where nanoVLM has a key that ``config.json`` leaves out, its own default counts."""
+        chat = processor.tokenizer.chat
+        if source is not None:
+            config = read_json(source / CONFIG)
+        else:
+            is_here = Path(chat.name_or_path).exists()  # then the tokenizer is beside the weights
+            sides = range(1, MAX_TILES_PER_SIDE + 1)
+            tiles = {f"r{r}c{c}": tile_token(r - 1, c - 1) for r in sides for c in sides}
+            config = {
+                **_nanovlm_sizes(model),
+                "lm_base_vocab_size": model.vocab_size - EXTRA_TOKENS,
+                "extra_token_amount": EXTRA_TOKENS,
+                "lm_tokenizer": "." if is_here or Path(chat.name_or_path).is_absolute() else chat.name_or_path,
+                "lm_chat_template": chat.chat_template,
+                "mp_image_token_length": processor.tokens_per_tile,
+                "max_img_size": processor.tiling.max_size,
+                "resize_to_max_side_len": processor.tiling.enlarge,
+                "vlm_extra_tokens": {"image_token": IMAGE_TOKEN, "global_image_token": GLOBAL_TOKEN, **tiles},
+            }
+        with published_folder(out, chat, source, without=(WEIGHTS,)) as folder:
+            save_nanovlm(model.to(dtype), folder, config=config)
 
 
 def vlm_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,8 +156,8 @@ def vlm_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"nanoVLM config: {error.args[0]} is missing") from error
 
 
-def nanovlm_sizes(model: Any) -> dict[str, Any]:
-    """Return the keys of nanoVLM's ``config.json`` that ``vlm_arguments`` reads, with the sizes of a model."""
+def _nanovlm_sizes(model: Any) -> dict[str, Any]:
+    """The keys of nanoVLM's ``config.json`` that ``vlm_arguments`` reads, with the sizes of a model."""
     sizes = {theirs: model.llm_config[ours] for ours, theirs in _LLM.items()}
     sizes |= {theirs: model.vit_config[ours] for ours, theirs in _VIT.items()}
     return {**sizes, **_FIXED, "mp_pixel_shuffle_factor": model.connector.factor}
@@ -98,25 +170,9 @@ def read_pretrained(pretrained: str | Mapping[str, str]) -> Pretrained:
     """
     if isinstance(pretrained, Mapping):
         return _open_parts(pretrained)
-    directory = Path(pretrained)
+    directory, tensors = Path(pretrained), dict[str, Stored]()
     sizes = vlm_arguments(read_json(directory / CONFIG))
-    return Pretrained(str(directory), sizes, stored_nanovlm(directory / WEIGHTS))
-
-
-def stored_weights(directory: Path) -> Pretrained:
-    """``read_pretrained`` of nanoVLM's directory; of tied embeddings the one stored serves both names."""
-    weights = read_pretrained(str(directory))
-    embedding, head = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
-    if embedding in weights.tensors:
-        return weights
-    tensors = {embedding if name == head else name: stored for name, stored in weights.tensors.items()}
-    return replace(weights, tensors=tensors, tied={head: embedding})
-
-
-def stored_nanovlm(path: Path) -> dict[str, Stored]:
-    """The tensors of nanoVLM's ``model.safetensors`` by our names."""
-    tensors: dict[str, Stored] = {}
-    for theirs, stored in stored_tensors(path).items():
+    for theirs, stored in stored_tensors(directory / WEIGHTS).items():
         if theirs == _FREQUENCIES:
             continue
         name, shape = _rename(theirs, inwards=True), stored.shape
@@ -129,7 +185,7 @@ def stored_nanovlm(path: Path) -> dict[str, Stored]:
             tensors[name] = replace(stored, shape=shape[1:], changed=lambda table: table[0])
         else:
             tensors[name] = stored
-    return tensors
+    return Pretrained(str(directory), sizes, tensors)
 
 
 def _open_parts(paths: Mapping[str, str]) -> Pretrained:
@@ -138,14 +194,15 @@ def _open_parts(paths: Mapping[str, str]) -> Pretrained:
         raise ConfigError(f"model.pretrained is {dict(paths)}", allowed="a directory, or dict(vit=, llm=)")
     sizes: dict[str, Any] = {}
     tensors: dict[str, Stored] = {}
-    for part, path in paths.items():
-        sizes[part] = stated_sizes(part, Path(path) / CONFIG, _VIT if part == "vit" else _LLM)
-        if part == "vit":
-            tensors |= vision_tensors(Path(path))
-        else:
-            tensors |= {prefixes[part] + key: stored for key, stored in stored_tensors(Path(path)).items()}
-    if "vocab_size" in sizes.get("llm", {}):
-        sizes["llm"]["vocab_size"] += EXTRA_TOKENS
+    if "vit" in paths:
+        sizes["vit"] = stated_sizes("vit", Path(paths["vit"]) / CONFIG, _VIT)
+        tensors |= vision_tensors(Path(paths["vit"]))
+    if "llm" in paths:
+        sizes["llm"] = stated_sizes("llm", Path(paths["llm"]) / CONFIG, _LLM)
+        stored = stored_tensors(Path(paths["llm"]))
+        tensors |= {prefixes["llm"] + key: tensor for key, tensor in stored.items()}
+        if "vocab_size" in sizes["llm"]:
+            sizes["llm"]["vocab_size"] += EXTRA_TOKENS
     begun = "|".join(re.escape(prefixes[part]) for part in paths)
     return Pretrained(
         str(dict(paths)),
@@ -162,9 +219,7 @@ def save_nanovlm(model: Any, directory: Path, *, config: Mapping[str, Any]) -> N
 
     ``config``: its ``config.json``, whose sizes must be the model's.
     """
-    for key, value in nanovlm_sizes(model).items():
-        if config.get(key, value) != value:
-            raise ConfigError(f"{key} of config.json is {config[key]}", allowed=f"{value}, the model's")
+    check_fixed(config, _nanovlm_sizes(model), CONFIG)
     tensors = to_nanovlm(plain_state_dict(model), patch_size=model.vit_config["patch_size"])
     backbone = model.language_model.model
     index = torch.arange(0, backbone.head_width, 2, dtype=torch.float32)
@@ -211,3 +266,7 @@ def _rename(name: str, *, inwards: bool) -> str:
                 rest = rest.replace(old_part, new_part)
             return new + rest
     raise CheckpointError(f"{name!r} is no name of {'nanoVLM' if inwards else 'VLM'}")
+
+
+_CHAT = ("lm_tokenizer", "lm_chat_template", "max_img_size")
+"""Keys of nanoVLM since its models read tiles in a chat."""

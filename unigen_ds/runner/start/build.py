@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -188,8 +187,7 @@ def build_validation_data(
 
 def build_validation(settings: Settings, sets: Sequence[ValidationData]) -> list[Validation]:
     """What a run is evaluated on, one set after the other."""
-    groups = partial(family_of_model(settings.model.cls).target_groups, locate_pretrained(settings.model.spec))
-    return [Validation(one, settings.term_weights, groups) for one in sets]
+    return [Validation(one, settings.term_weights) for one in sets]
 
 
 def build_processor(settings: ModelSettings, *, seed: int) -> Any:
