@@ -16,7 +16,7 @@ import torch.distributed as td
 
 from tests.evaluation.tiny_models import WORDS, Convolution, noise
 from unigen_ds.evaluation.metrics import Metric, evaluated, local_model, text_metrics
-from unigen_ds.evaluation.metrics.picture_metrics import FID, KID, CLIPScore, MultimodalConsistency
+from unigen_ds.evaluation.metrics.picture_metrics import FID, CLIPScore, MultimodalConsistency
 from unigen_ds.evaluation.metrics.text_metrics import BLEU, ROUGE, BERTScore, ExactMatch, VQAAccuracy
 from unigen_ds.system import dist
 
@@ -50,7 +50,6 @@ def metrics(folder: Path) -> list[tuple[Metric, str, str]]:
         (ExactMatch(), "text", "reference"),
         (VQAAccuracy(), "text", "reference"),
         (FID(extractor=extractor), "made", "real"),
-        (KID(extractor=extractor), "made", "real"),
         (CLIPScore(path=clip), "made", "text"),
         (MultimodalConsistency(path=clip), "both", "real"),
     ]

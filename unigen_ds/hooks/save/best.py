@@ -31,8 +31,8 @@ from unigen_ds.system.files import delete_inside, fsync_path, make_directory, ne
 from unigen_ds.system.log import logger
 
 _RULES = {
-    "less": ("fid", "kid", "frechet", "perplexity"),
-    "greater": ("bleu", "rouge", "meteor", "bertscore", "exact_match", "vqa", "clip", "consistency", "text_rendering"),
+    "less": ("fid", "perplexity"),
+    "greater": ("bleu", "rouge", "meteor", "bertscore", "exact_match", "vqa", "clip", "consistency"),
 }
 """Beginnings of the names of this project's metrics."""
 _GREATER = ("acc", "top", "ar@", "auc", "precision", "map", "mdice", "miou", "macc", "aacc")
