@@ -14,8 +14,7 @@ from PIL import Image
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.examples.emoji.catalogue import OBJECTS, PEOPLE, Variant, edits, variants
-from unigen_ds.examples.emoji.classifier import LIMIT, EmojiClassifier
-from unigen_ds.examples.emoji.dataset import stored_picture, write_emoji
+from unigen_ds.examples.emoji.dataset import LIMIT, EmojiClassifier, stored_picture, write_emoji
 from unigen_ds.examples.emoji.model import CosineAutoencoder
 from unigen_ds.examples.emoji.report_hook import Answer, answers_of, samples, scores, tasks
 from unigen_ds.families.base import family_of

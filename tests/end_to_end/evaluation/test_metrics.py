@@ -168,7 +168,7 @@ def test_values_of_texts_are_those_of_the_models_answers(tmp_path: Path) -> None
 
 def test_a_vision_language_model(vlm_data: Path, tmp_path: Path) -> None:  # noqa: F811
     keep = {"type": "KeepAnswers", "max_new_tokens": 3, "max_samples": 4}
-    hook = evaluating("ExactMatch", "BLEU", "VQAAccuracy", max_samples=4, generation={"max_new_tokens": 3})
+    hook = evaluating("ExactMatch", "BLEU", max_samples=4, generation={"max_new_tokens": 3})
     loader = {"split": 0.4, "batch_size": 3}
     run = Runner.from_cfg(vlm_config(vlm_data, tmp_path / "run", val_dataloader=loader, custom_hooks=[hook, keep],
                                      train_cfg={"max_updates": 2}))  # fmt: skip

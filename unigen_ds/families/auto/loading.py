@@ -217,4 +217,4 @@ def _loaded_whole(folder: Path, config: Any, auto: str) -> dict[str, Stored]:
     logger().info(
         f"{folder}: transformers joins stored tensors; each process holds {gigabytes:.1f} GB until all are read."
     )
-    return {name: Stored(held, name, tuple(tensor.shape)) for name, tensor in held.tensors.items()}
+    return {name: Stored(lambda: held, name, tuple(tensor.shape)) for name, tensor in held.tensors.items()}
