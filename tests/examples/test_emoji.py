@@ -14,8 +14,7 @@ from PIL import Image
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.examples.emoji.catalogue import OBJECTS, PEOPLE, Variant, edits, variants
-from unigen_ds.examples.emoji.classifier import LIMIT, EmojiClassifier
-from unigen_ds.examples.emoji.dataset import stored_picture, write_emoji
+from unigen_ds.examples.emoji.dataset import LIMIT, EmojiClassifier, stored_picture, write_emoji
 from unigen_ds.examples.emoji.model import CosineAutoencoder
 from unigen_ds.examples.emoji.report_hook import Answer, answers_of, samples, scores, tasks
 from unigen_ds.families.base import family_of
@@ -170,7 +169,7 @@ def test_a_run_ends_with_its_report(root: Path, tmp_path: Path, monkeypatch: pyt
     results = json.loads((tmp_path / "whole" / "results.json").read_text())
     assert results["draw_new_accuracy"] == 0 and results["edit_new_number"] == 3 and str(LIMIT) in results["classifier"]
     assert results["flow"]["num_timesteps"] == 2
-    for name in ("samples.png", "curves.png", "previews/2.png"):
+    for name in ("samples.png", "previews/2.png"):
         assert (tmp_path / "whole" / name).is_file(), name
     evaluated = [line for line in metrics(tmp_path / "whole") if line.get("event") == "evaluation"]
     assert evaluated[-1]["val/emoji_error"] >= 0 and {"val/loss/image/emoji_edit_val"} <= evaluated[-1].keys()

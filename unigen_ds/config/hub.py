@@ -24,44 +24,42 @@ _AGAIN = ["consolidated*", "*/*"]
 _FILE_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".json", ".jsonl")
 
 
-def folder_of(path_or_name: str | Path, *, where: str, weights: bool = True, files: tuple[str, ...] = ()) -> Path:
+def folder_of(path_or_name: str | Path, *, where: str, weights: bool = True) -> Path:
     """The folder that a user names: a path, or ``OWNER/NAME`` of the hub, with ``@REVISION`` for a branch, a tag or a
     commit. Of the hub its files are in the cache of transformers afterwards: downloaded if they are not there, unless
     ``HF_HUB_OFFLINE`` is set.
 
     A path that exists is a path; what can be no name of the hub is returned as it is, for the caller to report.
     ``where``: the key or argument, for the error. ``weights``: safetensors as well, pickled weights where there are
-    none. ``files``: patterns of the files that are needed instead, below folders as well. Raises ``ConfigError`` where
-    the hub or the cache has no such model.
+    none. Raises ``ConfigError`` where the hub or the cache has no such model.
     """
     text = str(path_or_name)
     name, _, revision = text.partition("@")
     path = Path(text).expanduser()
     if path.exists() or not is_hub_name(name) or text.endswith(_FILE_ENDINGS):
         return path
-    return download(name, where=f"{where} {text!r}", weights=weights, revision=revision or None, files=files)
+    return download(name, where=f"{where} {text!r}", weights=weights, revision=revision or None)
 
 
 @cache
-def download(name: str, *, where: str, weights: bool, revision: str | None = None, files: tuple[str, ...] = ()) -> Path:
+def download(name: str, *, where: str, weights: bool, revision: str | None = None) -> Path:
     """The folder in the hub's cache with the files of a model, downloaded where they are not there yet.
 
-    ``where``: begins the error. ``weights``, ``files``: as of ``folder_of``; never code. Raises ``ConfigError``.
+    ``where``: begins the error. ``weights``: as of ``folder_of``; never code. Raises ``ConfigError``.
     """
     from huggingface_hub import snapshot_download
 
     def snapshot(*patterns: str) -> Path:
-        ignored = [] if files else _AGAIN
         try:
-            folder = snapshot_download(name, revision=revision, allow_patterns=[*patterns], ignore_patterns=ignored)
+            folder = snapshot_download(name, revision=revision, allow_patterns=[*patterns], ignore_patterns=_AGAIN)
         except Exception as error:  # of the network, the server, the cache: many kinds
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
             problem = f"{where} is no folder here, and it cannot be loaded from the hub: {why}"
             raise ConfigError(problem, remedy=download_remedy(name)) from error
         return Path(folder)
 
-    folder = snapshot(*files) if files else snapshot(*_SMALL, *["*.safetensors"] * weights)
-    if weights and not files and not any(folder.glob("*.safetensors")):
+    folder = snapshot(*_SMALL, *["*.safetensors"] * weights)
+    if weights and not any(folder.glob("*.safetensors")):
         folder = snapshot(*_SMALL, "*.bin")
     logger().info("%s is of the hub: %s.", where, folder)
     return folder

@@ -24,9 +24,7 @@ from unigen_ds.config.registry import check_arguments
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.data.datasets.dataset import PlannedDataset
-from unigen_ds.data.datasets.subset import record_number, whole_of
 from unigen_ds.data.images.image_files import UnreadableImage
-from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import IGNORED, Loaded, Sample, Split
 from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.evaluation.validation import evaluating
@@ -120,8 +118,6 @@ class Question:
     drawn: Split | None = None
     """The picture of an answer with a text and a picture; ``target`` is the text."""
     picture_first: bool = False
-    own_prompt: str | None = None
-    """The texts before the answer as the record has them, where that is known (``own_prompt``)."""
 
     @property
     def num_tokens(self) -> int:
@@ -149,28 +145,22 @@ class Question:
         return text
 
     def prompt(self, processor: Any) -> str:
-        """The texts before the answer, a line each: the record's own, else as the tokenizer decodes them."""
-        if self.own_prompt is not None:
-            return self.own_prompt
+        """The texts before the answer, a line each, as the tokenizer decodes them."""
         ids = [split.ids for split in self.before if isinstance(split, (TextSplit, TokenSplit))]
         if isinstance(self.target, TokenSplit):
             ids.append(self.begin)
         texts = [processor.tokenizer.decode([*each]).strip() for each in ids]
         return "\n".join(text for text in texts if text)
 
-    def sources(self) -> list[str]:
-        """The files of the pictures before the answer, each once."""
-        return [*dict.fromkeys(split.source for split in self.before if split.source)]
-
-    def images(self, processor: Any) -> list[Image.Image]:
-        """The pictures before the answer, each once. Raises ``UnreadableImage``."""
+    def images(self, processor: Any) -> dict[str, Image.Image]:
+        """The pictures before the answer, by their files. Raises ``UnreadableImage``."""
         pictures: dict[str, Image.Image] = {}
         for split in self.before:
             if not split.source or split.source in pictures:
                 continue
             ready = getattr(split, "tensor", None)
             pictures[split.source] = processor.read_image(split.source) if ready is None else to_picture(ready)
-        return list(pictures.values())
+        return pictures
 
 
 @dataclass(frozen=True)
@@ -213,7 +203,8 @@ def question_of(sample: Sample, kind: Kind, *, key: str, end_ids: Collection[int
     number = max((i for i, split in enumerate(sample.splits) if is_answer(split)), default=None)
     if number is None:
         return None
-    target, before = sample.splits[number], _conditions(sample.splits[:number])
+    # a drawn picture that later turns refer to is there again, as a condition
+    target, before = sample.splits[number], tuple(split for split in sample.splits[:number] if not split.drawn)
     begin: tuple[int, ...] = ()
     reference: tuple[int, ...] = target.ids if isinstance(target, TextSplit) else ()
     if isinstance(target, TokenSplit):  # the last run of positions that predict something
@@ -233,15 +224,10 @@ def _question_of_both(splits: Sequence[Split], key: str) -> Question | None:
             after += 1
         for at in (number - 1, after):
             text = splits[at] if 0 <= at < len(splits) else None
-            before = _conditions(splits[: min(number, at)])
+            before = tuple(split for split in splits[: min(number, at)] if not split.drawn)
             if isinstance(text, TextSplit) and text.loss and before:
                 return Question(key, BOTH, before, text, (), text.ids, drawn, picture_first=at == after)
     return None
-
-
-def _conditions(splits: Sequence[Split]) -> tuple[Split, ...]:
-    """Leave out drawn pictures: one that later turns refer to is there again, as a condition."""
-    return tuple(split for split in splits if not split.drawn)
 
 
 def trained_family(backend: Backend) -> tuple[Family, type]:
@@ -399,15 +385,3 @@ def question_at(data: Records | ValidationData, kind: Kind, source: int, index: 
     if question is not None and isinstance(question.target, TextSplit):
         return replace(question, begin=(tokenizer.bos_id,))  # type: ignore[union-attr]
     return question
-
-
-def own_prompt(dataset: PlannedDataset, index: int) -> str | None:
-    """The texts of a record before its last answer, without what a chat template adds; None: it has no turns."""
-    turns_of = getattr(whole_of(dataset), "turns", None)
-    if turns_of is None:
-        return None
-    turns: list[Turn] = turns_of(record_number(dataset, index))
-    end = max((i for i, turn in enumerate(turns) if turn.is_target), default=0)
-    while end > 0 and turns[end - 1].is_target:  # neighbouring turns are one answer
-        end -= 1
-    return "\n".join(turn.value for turn in turns[:end] if turn.kind == "text")

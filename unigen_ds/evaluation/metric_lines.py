@@ -1,28 +1,12 @@
-"""Lines of ``metrics.jsonl`` as values: which count, of which update, and numbers between them."""
+"""Lines of ``metrics.jsonl`` as values: which count, and of which update."""
 
 from __future__ import annotations
 
-import bisect
-import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 Line = dict[str, Any]
-
-
-def known_sequences(updates: Iterable[Line]) -> list[tuple[float, float]]:
-    """Updates and sequences of the logged lines, from the beginning on."""
-    return [(0.0, 0.0), *((line["update"], n) for line in updates if (n := number(line.get("sequences"))))]
-
-
-def interpolate(known: Sequence[tuple[float, float]], x: float) -> float | None:
-    """y at ``x`` between (x, y) in order; None beyond the last."""
-    at = bisect.bisect_left(known, (x, -math.inf))
-    if at == len(known):
-        return None
-    (x0, y0), (x1, y1) = known[max(0, at - 1)], known[at]
-    return y1 if x == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def number(value: object) -> float | None:

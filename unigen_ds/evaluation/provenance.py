@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import DataError
 from unigen_ds.system.files import write_text_atomic
 
 FORMAT = 1
@@ -87,19 +87,10 @@ def unlike(a: Result, b: Result) -> list[str]:
     return reasons
 
 
-def compare(a: Result, b: Result) -> dict[str, tuple[float, float]]:
-    """Name -> both values. Raises ``ConfigError`` with every reason where the results are unlike."""
-    reasons = unlike(a, b)
-    if reasons:
-        raise ConfigError(
-            f"{a.provenance['metric']} cannot be compared: {'; '.join(reasons)}",
-            remedy="evaluate both checkpoints again with the same metric, samples and settings",
-        )
-    return {name: (a.values[name], b.values[name]) for name in a.values}
-
-
 def compare_files(a: Path, b: Path) -> tuple[dict[str, tuple[float, float]], list[str]]:
-    """``compare`` of all metrics of two files of results, and why others are not compared. Raises ``DataError``."""
+    """Name -> both values of all metrics of two files of results; and why others cannot be compared, with every reason.
+    Raises ``DataError``.
+    """
     sides = [{result.provenance["metric"]: result for result in read_results(path)} for path in (a, b)]
     pairs: dict[str, tuple[float, float]] = {}
     refusals: list[str] = []
@@ -108,8 +99,12 @@ def compare_files(a: Path, b: Path) -> tuple[dict[str, tuple[float, float]], lis
         if missing:
             refusals.append(f"{metric} is not in {missing[0]}")
             continue
-        try:
-            pairs |= compare(sides[0][metric], sides[1][metric])
-        except ConfigError as error:
-            refusals.append(str(error))
+        first, second = (side[metric] for side in sides)
+        if reasons := unlike(first, second):
+            refusals.append(
+                f"{metric} cannot be compared: {'; '.join(reasons)}. Remedy: evaluate both checkpoints again with the"
+                " same metric, samples and settings"
+            )
+        else:
+            pairs |= {name: (value, second.values[name]) for name, value in first.values.items()}
     return pairs, refusals

@@ -134,8 +134,7 @@ def evaluate(
             provenance = _loss_provenance(validation, max_batches=max_batches, checkpoint=checkpoint,
                                           precision=str((made_by or {}).get("precision")))  # fmt: skip
             num_samples += int(provenance["num_samples"])
-            losses = Result(values, provenance)
-            results.append(losses)
+            results.append(Result(values, provenance))
             limit = max_samples
             if limit is None and max_batches is not None:
                 limit = max_batches * validation.data.batch_size
@@ -150,8 +149,13 @@ def evaluate(
                     logger().info("Metrics of %s (%s): %d validation records are left out, %s; %d are answered.",
                                   _WORDS[kind], names, number, why, response.asked)  # fmt: skip
             for metric in own:
+                result: Result | str
                 if metric.predicts == "loss":
-                    result = _of_losses(metric, losses, values.get(f"val/{validation.own}loss/text"))
+                    loss = values.get(f"val/{validation.own}loss/text")
+                    data = {key: provenance[key] for key in ("num_samples", "samples", "checkpoint")}
+                    result = "there is no loss of texts"
+                    if loss is not None:
+                        result = Result(metric.values(np.array([[loss]])), {**metric.provenance, **data})
                 else:
                     result = _score(metric, replies[metric.predicts], checkpoint=checkpoint,
                                     made_by={**answering.facts(), **(made_by or {})})  # fmt: skip
@@ -215,22 +219,23 @@ def _kinds(metrics: Sequence[Metric]) -> dict[Kind, str]:
     return {kind: names for kind, names in names.items() if names}
 
 
-def _of_losses(metric: Metric, losses: Result, loss: float | None) -> Result | str:
-    """The result of a metric of the mean loss of texts, or why it has none. The same on all ranks."""
-    if loss is None:
-        return "there is no loss of texts"
-    data = {key: losses.provenance[key] for key in ("num_samples", "samples", "checkpoint")}
-    return Result(metric.values(np.array([[loss]])), {**metric.provenance, **data})
-
-
 def _score(metric: Metric, replies: Answers | str, **options: Any) -> Result | str:
     """The metric's result, or on all ranks why it has none. Collective."""
     if isinstance(replies, str):
         return replies
+
+    def colored(answer: Any) -> Any:  # as metrics read it: a model may draw in shades of gray
+        if isinstance(answer, tuple):
+            return tuple(map(colored, answer))
+        return answer.convert("RGB") if isinstance(answer, Image.Image) else answer
+
+    # a picture is compared with a picture, or with the text that it was asked for
+    prompts = metric.compares == "prompt" or (metric.predicts == "image" and metric.compares == "text")
     problem = None
     try:
         metric.reset()
-        metric.update(*_columns(metric, replies))
+        references = [one.prompt if prompts else colored(one.reference) for one in replies.mine]
+        metric.update([colored(one.prediction) for one in replies.mine], references, [one.key for one in replies.mine])
     except Exception as error:
         problem = f"rank {dist.rank()}: {type(error).__name__}: {error}"
     problems = [each for each in dist.gather_objects(problem) if each is not None]
@@ -240,17 +245,3 @@ def _score(metric: Metric, replies: Answers | str, **options: Any) -> Result | s
         return f"{type(error).__name__}: {error}"
     finally:
         metric.reset()
-
-
-def _columns(metric: Metric, replies: Answers) -> tuple[Sequence[Any], Sequence[Any], Sequence[str]]:
-    """Predictions, references and keys. A picture is compared with a picture or with the text that it was asked for."""
-
-    def colored(answer: Any) -> Any:  # as metrics read it: a model may draw in shades of gray
-        if isinstance(answer, tuple):
-            return tuple(map(colored, answer))
-        return answer.convert("RGB") if isinstance(answer, Image.Image) else answer
-
-    prompts = metric.compares == "prompt" or (metric.predicts == "image" and metric.compares == "text")
-    predictions = [colored(one.prediction) for one in replies.mine]
-    references = [one.prompt if prompts else colored(one.reference) for one in replies.mine]
-    return predictions, references, [one.key for one in replies.mine]

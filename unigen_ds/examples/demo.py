@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -12,11 +12,9 @@ from typing import Any, ClassVar, Literal
 from PIL import Image
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.evaluation.metric_lines import Line, lines_of_updates
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.hooks.evaluate.ema import ema_of
 from unigen_ds.system.files import new_directory, write_atomic, write_text_atomic
-from unigen_ds.system.journals import METRICS_FILE, read_lines
 from unigen_ds.system.log import logger
 
 _MARKER = "complete"
@@ -50,27 +48,6 @@ def record(*turns: tuple[Literal["user", "assistant"], Literal["text", "image"],
     return json.dumps({"conversations": listed}) + "\n"
 
 
-def draw_curves(lines: Sequence[Line], path: Path) -> None:
-    """Draw the curves of ``metrics.jsonl`` over the sequences consumed."""
-    from matplotlib.figure import Figure
-
-    losses = [key for key in lines[-1] if key.partition("/")[0] == "loss" and key.count("/") < 2]
-    panels = (("loss", losses), ("learning rate", ["lr"]), ("gradient norm", ["grad_norm"]),
-              ("tokens per second", ["tokens_per_second"]))  # fmt: skip
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
-    for axis, (title, keys) in zip(figure.subplots(2, 2).flat, panels, strict=True):
-        for key in keys:
-            points = [(line["sequences"], line[key]) for line in lines if line.get(key) is not None]
-            axis.plot(*zip(*points, strict=True), label=key, linewidth=1.2)
-        axis.set(
-            title=title, xlabel="sequences consumed", yscale="log" if title in ("loss", "gradient norm") else "linear"
-        )
-        axis.grid(alpha=0.3)
-        if len(keys) > 1:
-            axis.legend()
-    figure.savefig(path, dpi=90)
-
-
 def average_of(run: Run) -> AbstractContextManager[None]:
     """Inside, the model has the EMA weights, where there are some."""
     ema = ema_of(run)
@@ -79,7 +56,7 @@ def average_of(run: Run) -> AbstractContextManager[None]:
 
 class ReportHook(Hook):
     """Measures the model once the training is complete (a run that was only stopped has nothing to report), and writes
-    ``samples.png``, ``curves.png`` and ``results.json`` into the work dir. A demo adds ``measure``.
+    ``samples.png`` and ``results.json`` into the work dir. A demo adds ``measure``.
     """
 
     dataset: ClassVar[Any]
@@ -107,8 +84,7 @@ class ReportHook(Hook):
         out = run.work_dir
         write_text_atomic(out / "results.json", json.dumps(results, indent=1) + "\n")
         write_atomic(out / "samples.png", lambda path: sheet.save(path, format="PNG"))
-        draw_curves(lines_of_updates(read_lines(out / METRICS_FILE)), out / "curves.png")
-        logger().info(f"{summary} Pictures: {out / 'samples.png'}, {out / 'curves.png'}; numbers: {out}/results.json.")
+        logger().info(f"{summary} Pictures: {out / 'samples.png'}; numbers: {out}/results.json.")
 
     @abstractmethod
     def measure(self, run: Run, root: Path) -> tuple[dict[str, Any], Image.Image, str] | None:

@@ -64,7 +64,11 @@ class SDPAPlan:
         if not self.buckets:  # no token at all: keep the graph, so that every parameter gets a (zero) gradient
             return q_THE + 0.0 * (k_THE + v_THE).repeat_interleave(groups, 1)
         sizes = [rows * length for rows, length in (bucket.shape for bucket in self.buckets)]
-        queries, keys, values = (self._pad(x, sum(sizes)).split(sizes) for x in (q_THE, k_THE, v_THE))
+        qkv_THE: tuple[Tensor, ...] = (q_THE, k_THE, v_THE)
+        if self.slot_T is not None:
+            slots = self.slot_T
+            qkv_THE = tuple(x.new_zeros((sum(sizes), *x.shape[1:])).index_copy(0, slots, x) for x in qkv_THE)
+        queries, keys, values = (x.split(sizes) for x in qkv_THE)
         parts = []
         for bucket, *qkv in zip(self.buckets, queries, keys, values, strict=True):
             q, k, v = (x.unflatten(0, bucket.shape).transpose(1, 2) for x in qkv)
@@ -74,11 +78,6 @@ class SDPAPlan:
             parts.append(out.transpose(1, 2).flatten(0, 1))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         return joined if self.slot_T is None else joined.index_select(0, self.slot_T)
-
-    def _pad(self, x_THE: Tensor, num_slots: int) -> Tensor:
-        if self.slot_T is None:
-            return x_THE
-        return x_THE.new_zeros((num_slots, *x_THE.shape[1:])).index_copy(0, self.slot_T, x_THE)
 
 
 @dataclass(frozen=True)
@@ -159,16 +158,22 @@ def plan_full_attention(lengths: Sequence[int], device: torch.device, *, use_fle
     return plan_sdpa(lengths, device, None, bucket)
 
 
-BucketOf = Callable[[Tensor, Tensor], Bucket]
-"""(token numbers [B, N], which of them are real [B, N]) -> the bucket."""
-
-
-def plan_sdpa(lengths: Sequence[int], device: torch.device, row_of: Tensor | None, bucket_of: BucketOf) -> SDPAPlan:
-    """Documents of these lengths in buckets. ``row_of``: as of ``plan_attention``."""
+def plan_sdpa(
+    lengths: Sequence[int], device: torch.device, row_of: Tensor | None, bucket_of: Callable[[Tensor, Tensor], Bucket]
+) -> SDPAPlan:
+    """Documents of these lengths in buckets. ``row_of``: as of ``plan_attention``; ``bucket_of``: (token numbers
+    [B, N], which of them are real [B, N]) -> the bucket.
+    """
     starts = [0, *accumulate(lengths)]
+    groups: list[list[int]] = []  # document numbers, longest first, divided where padding would waste too much
+    for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
+        if groups and lengths[number] >= _MIN_FILL * lengths[groups[-1][0]]:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
     # on the CPU, where the lengths are: a device would be waited for
     buckets, slots, num_slots = [], torch.empty(starts[-1], dtype=torch.int64), 0
-    for members in _group(lengths):
+    for members in groups:
         longest = lengths[members[0]]
         start = torch.tensor([starts[m] for m in members])[:, None]
         size = torch.tensor([lengths[m] for m in members])[:, None]
@@ -182,17 +187,6 @@ def plan_sdpa(lengths: Sequence[int], device: torch.device, row_of: Tensor | Non
         slots = torch.empty_like(slots).index_copy(0, row_of.cpu(), slots)
     in_order = num_slots == len(slots) and bool((slots[1:] > slots[:-1]).all())
     return SDPAPlan(tuple(buckets), None if in_order else to_device(slots, device))
-
-
-def _group(lengths: Sequence[int]) -> list[list[int]]:
-    """Document numbers, longest first, in groups split where padding would waste too much."""
-    groups: list[list[int]] = []
-    for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
-        if groups and lengths[number] >= _MIN_FILL * lengths[groups[-1][0]]:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
-    return groups
 
 
 # FlexAttention: blocks of 128 x 128 positions without a visible pair are never computed, and those without a hidden one

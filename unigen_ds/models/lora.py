@@ -59,10 +59,22 @@ def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
     """
     inject = _import_peft().inject_adapter_in_model
     model.requires_grad_(False)
+    names = candidates(model)
     if lora.quantize is not None:
-        names = candidates(model)
         pack(model, [name for name in names if name not in shared_weights(model, names)], lora.quantize)
-    layers = choose_layers(model, lora.patterns)
+    for pattern in lora.patterns:
+        if not any(re.search(pattern, name) for name in names):
+            kinds = [*dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name) for name in names)]
+            raise ConfigError(
+                f"lora.target_modules: {pattern!r} matches no linear layer",
+                allowed=f"a part of one of the names {first_names(kinds)}; N is a number",
+            )
+    layers = tuple(name for name in names if any(re.search(pattern, name) for pattern in lora.patterns))
+    if shared := shared_weights(model, layers):
+        raise ConfigError(
+            f"lora.target_modules chooses {first_names(shared)}, whose weight another module uses as well",
+            remedy="a pattern that leaves it out: merged, the adapter would change both",
+        )
     weights = {name: model.get_submodule(name) for name in layers}
     files: frozenset[str] = getattr(model, "from_files", frozenset())
     meta = any(parameter.is_meta for parameter in model.parameters())
@@ -102,25 +114,6 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(layer, QuantizedLinear) or (type(layer) is nn.Linear and "weight" in layer._parameters)
         if name.rpartition(".")[2] != "lm_head" and "." in name
     }
-
-
-def choose_layers(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Names of the layers that the patterns choose, in the order of the model. Raises ``ConfigError``."""
-    layers = candidates(model)
-    for pattern in patterns:
-        if not any(re.search(pattern, name) for name in layers):
-            kinds = [*dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name) for name in layers)]
-            raise ConfigError(
-                f"lora.target_modules: {pattern!r} matches no linear layer",
-                allowed=f"a part of one of the names {first_names(kinds)}; N is a number",
-            )
-    names = tuple(name for name in layers if any(re.search(pattern, name) for pattern in patterns))
-    if shared := shared_weights(model, names):
-        raise ConfigError(
-            f"lora.target_modules chooses {first_names(shared)}, whose weight another module uses as well",
-            remedy="a pattern that leaves it out: merged, the adapter would change both",
-        )
-    return names
 
 
 def base_name(name: str) -> str:

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,31 +39,12 @@ Initialise = Callable[[str, Tensor, torch.Generator | None], None]
 """(name, whole tensor on the CPU, generator) -> fills the tensor with the initial values of that parameter."""
 
 
-class _OpenedLater:
-    """A safetensors file for torch, which maps all of its bytes as memory of this process: not before one is read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @cached_property
-    def _file(self) -> Any:
-        try:
-            return safe_open(self._path, framework="pt")
-        except Exception as error:  # the reader has its own exception types
-            raise CheckpointError(f"{self._path} cannot be read: {error}") from error
-
-    def get_tensor(self, key: str) -> Tensor:
-        return self._file.get_tensor(key)
-
-    def get_slice(self, key: str) -> Any:
-        return self._file.get_slice(key)
-
-
 @dataclass(frozen=True)
 class Stored:
     """A tensor in a safetensors file, or ``shape[0]`` of its rows from ``first_row`` on."""
 
-    file: Any
+    file: Callable[[], Any]
+    """Opens its file: torch maps all of its bytes as memory of this process, so not before one is read."""
     key: str
     shape: tuple[int, ...]
     first_row: int = 0
@@ -77,18 +58,18 @@ class Stored:
     def flat(self, start: int, stop: int) -> Tensor:
         """Elements ``start .. stop``; only the rows that hold them are read."""
         if self.changed or not self.shape:
-            whole = self.file.get_tensor(self.key)
+            whole = self.file().get_tensor(self.key)
             return (self.changed(whole) if self.changed else whole).reshape(-1)[start:stop]
         width = math.prod(self.shape[1:])
         first, last = start // width, -(-stop // width)
-        rows = self.file.get_slice(self.key)[self.first_row + first : self.first_row + last]
+        rows = self.file().get_slice(self.key)[self.first_row + first : self.first_row + last]
         return rows.reshape(-1)[start - first * width : stop - first * width]
 
 
 def stored_tensors(path: Path, *, linear_patches: bool = True) -> dict[str, Stored]:
     """Every tensor of a file, or of a sharded folder's ``*.safetensors``. Raises ``CheckpointError``.
 
-    ``linear_patches``: a convolution over patches as the linear map that our vision towers have.
+    ``linear_patches``: a convolution over patches as the linear map of (row, column, channel) vectors of our towers.
     """
     check_here(path)
     paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -97,12 +78,13 @@ def stored_tensors(path: Path, *, linear_patches: bool = True) -> dict[str, Stor
     tensors: dict[str, Stored] = {}
     for each in paths:
         try:
-            header, file = safe_open(each, framework="np"), _OpenedLater(each)
+            header, file = safe_open(each, framework="np"), cache(partial(safe_open, each, framework="pt"))
             for key in header.keys():  # noqa: SIM118 - not a dict
                 shape = tuple(header.get_slice(key).get_shape())
                 patches = key.endswith(("patch_embedding.weight", "patch_embedding.conv.weight"))
                 if linear_patches and patches and len(shape) == 4:
-                    tensors[key] = Stored(file, key, (shape[0], math.prod(shape[1:])), changed=_as_linear)
+                    flat = (shape[0], math.prod(shape[1:]))
+                    tensors[key] = Stored(file, key, flat, changed=lambda x: x.permute(0, 2, 3, 1).flatten(1))
                 else:
                     tensors[key] = Stored(file, key, shape)
         except Exception as error:  # the reader has its own exception types
@@ -129,11 +111,6 @@ def check_here(path: Path, *, where: str = "model.pretrained") -> None:
             allowed="a folder with the published files, or a name on the hub: organisation/name",
             remedy=f"check the path; a relative one begins at {Path.cwd()}",
         )
-
-
-def _as_linear(convolution: Tensor) -> Tensor:
-    """A convolution over patches as the linear map of (row, column, channel) vectors."""
-    return convolution.permute(0, 2, 3, 1).flatten(1)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -35,8 +35,6 @@ MAX_PICTURES = 16 * 2**20
 _NOT_COMPARED = ("work_dir", "checkpoint_dir", "resume")
 _STATES = {"ok": "good", "warn": "warn", "block": "bad"}
 _CHANGED = {"True": " with changes that are not committed", "False": " no changes"}
-_CURVES = "curves.png"
-"""The same curves, as a demo draws them."""
 _MAIN = {"loss", "grad_norm", "tokens_per_second", "memory", "memory_reserved", "time/update", "time/data"}
 _NOT_CURVES = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "applied"}
 _BATCH = ("geometry.batch_size", "geometry.accumulative_counts", "geometry.dp_size")
@@ -196,7 +194,7 @@ def previews_of(run: WorkDir, *, budget: int) -> tuple[list[tuple[str, str]], st
     """(title, data URI) of the previews over time and other pictures of the work dir, the last ones of at most
     ``budget`` bytes; and a note where others are left out.
     """
-    others = [(None, file) for file in sorted(run.path.glob("*.png")) if file.name != _CURVES]
+    others = [(None, file) for file in sorted(run.path.glob("*.png"))]
     pictures: list[tuple[int | None, Path]] = [*run.previews, *others]
     figures: list[tuple[str, str]] = []
     missing = 0

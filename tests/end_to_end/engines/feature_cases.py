@@ -170,11 +170,11 @@ _HELD = [
     {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/held.jsonl"},
     {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/few.jsonl"},
 ]
-EVALUATED_METRICS = ("bleu", "exact_match", "perplexity", "vqa_accuracy")
+EVALUATED_METRICS = ("bleu", "exact_match", "perplexity")
 """Of the evaluated runs; another one fails on the last rank."""
 EVALUATION: dict[str, Any] = {
     "type": "EvaluateHook", "interval": 1, "unit": "update", "at_start": True,
-    "metrics": [{"type": name} for name in ("BLEU", "FailsOnTheLastRank", "ExactMatch", "Perplexity", "VQAAccuracy")],
+    "metrics": [{"type": name} for name in ("BLEU", "FailsOnTheLastRank", "ExactMatch", "Perplexity")],
     "generation": {"max_new_tokens": 6},
 }  # fmt: skip
 

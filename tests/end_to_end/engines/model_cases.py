@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tests.end_to_end.engines.cases import (
@@ -98,8 +99,15 @@ def models(*, full: bool) -> list[Job]:
         runs += [("zero3_offload", 2), ("FULL_SHARD_offload", 2)]
     jobs = []
     for m in (*MODELS, *OTHERS):
-        jobs += [Job(f"{m}/{engine}@{world}", [phase(m, engine, world)]) for engine, world in runs]
+        jobs += [Job(f"{m}/{engine}@{world}", [_answering(phase(m, engine, world))]) for engine, world in runs]
     return jobs
+
+
+def _answering(made: Phase) -> Phase:
+    """With the model's answers to some records at the end."""
+    kinds = ["text", "image"] if made.data.startswith("drawings") else ["text"]
+    hook = {"type": "AnswersHook", "at_update": MODEL_UPDATES, "data_path": "{data}/" + made.data, "kinds": kinds}
+    return replace(made, config={**made.config, "custom_hooks": [*made.config["custom_hooks"], hook]})
 
 
 def models_bf16(*, full: bool) -> list[Job]:

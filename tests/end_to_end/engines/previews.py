@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import numpy as np
+
 from tests.end_to_end.engines.cases import FAILS_AT
-from unigen_ds.config.registry import HOOKS, METRICS
+from unigen_ds.config.registry import DATASETS, HOOKS, METRICS, build
+from unigen_ds.evaluation.generation import Answering, Records, answers
 from unigen_ds.evaluation.metrics.text_metrics import ExactMatch
-from unigen_ds.hooks.base import Run
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.evaluate.preview import PreviewHook
 from unigen_ds.system import dist
 
@@ -37,3 +41,28 @@ class FailsOnTheLastRank(ExactMatch):
         if dist.rank() == dist.world_size() - 1:
             raise BrokenPipeError("on purpose")
         return super().rows(predictions, references, keys)
+
+
+@HOOKS.register_module()
+class AnswersHook(Hook):
+    """After the update ``at_update``: what ``answers`` returns on each rank."""
+
+    def __init__(self, at_update: int, data_path: str, kinds: list[str]) -> None:
+        self.at_update, self.data_path, self.kinds = at_update, data_path, kinds
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if run.progress.updates != self.at_update:
+            return
+        spec = {"type": "UnifiedGenerationDataset", "data_path": self.data_path}
+        dataset = build(DATASETS, spec, where="test", processor=run.processor)
+        found: dict[str, Any] = {}
+        for wanted in self.kinds:
+            answering = Answering(seed=1, batch_size=2, max_new_tokens=6, flow={"num_timesteps": 3})
+            made = answers(run.backend, Records([dataset], ["mixed"], run.processor), wanted, answering, max_samples=7)
+            rows = [[a.key, _plain(a.prediction), _plain(a.reference), a.prompt] for a in made.mine]
+            found[wanted] = {"rows": rows, "asked": made.asked, "left_out": dict(made.left_out)}
+        (run.work_dir / f"answers_{dist.rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str) else np.asarray(value).astype(int).tolist()

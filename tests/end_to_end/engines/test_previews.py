@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.end_to_end.engines import cases
+from tests.end_to_end.engines import cases, model_cases
 from tests.end_to_end.engines.cases import FAILS_AT, PREVIEWS, RESUME_UPDATES
 from tests.end_to_end.engines.launch import want
 from unigen_ds.families.bagel.flow_settings import flow_for
 from unigen_ds.runner.open.trained import open_inferencer
 
-runs = want("resume", "decoder")
+runs = want("resume", "models", "decoder")
 pytestmark = pytest.mark.timeout(3600)
 
 NAMES = [f"resume/{engine}@2-fp32/straight" for engine in cases.PREVIEWING]
-
+MODELS = [job.name for job in model_cases.models(full=False) if not job.name.endswith("/single@1")]
 DECODERS = [job.name for job in cases.decoder(full=False)]
 
 
@@ -79,6 +79,27 @@ def test_a_failure_on_one_rank_is_a_warning_with_its_reason(name: str) -> None:
     log = (folder / "train.log").read_text(encoding="utf-8")
     assert f"No preview at update {FAILS_AT}: rank 1: RuntimeError: on purpose." in log
     assert f"1 of 10 previews at update {RESUME_UPDATES} failed; the first: " in log and "mixed.jsonl" in log
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_to_records_are_those_of_one_process(name: str) -> None:
+    """Each record on exactly one rank; the texts equal, the pictures up to rounding."""
+    run, single = runs().outcome(name), runs().outcome(name.partition("/")[0] + "/single@1")
+    found = [json.loads(path.read_text()) for path in sorted(run.folder.glob("answers_*.json"))]
+    (alone,) = [json.loads(path.read_text()) for path in single.folder.glob("answers_*.json")]
+    assert len(found) == int(name.partition("@")[2])
+    for wanted, one in alone.items():
+        together = sorted((row for part in found for row in part[wanted]["rows"]), key=lambda row: row[0])
+        expected = sorted(one["rows"], key=lambda row: row[0])
+        assert len(expected) == one["asked"] == 7
+        assert all((part[wanted]["asked"], part[wanted]["left_out"]) == (7, one["left_out"]) for part in found)
+        for row, other in zip(together, expected, strict=True):
+            assert row[0] == other[0] and row[2:] == other[2:]
+            if wanted == "text":
+                assert row[1] == other[1]
+            else:
+                difference = np.abs(np.array(row[1]) - np.array(other[1]))
+                assert difference.max() <= 2 and np.array(row[1]).shape == np.array(row[2]).shape
 
 
 @pytest.mark.parametrize("name", DECODERS)

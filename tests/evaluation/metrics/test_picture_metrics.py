@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from torchmetrics.functional.multimodal import clip_score
 from torchmetrics.image.fid import FrechetInceptionDistance, _compute_fid
-from torchmetrics.image.kid import KernelInceptionDistance
 from transformers import AutoModel, AutoProcessor
 
 from tests.evaluation import tiny_models
@@ -22,10 +21,8 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.evaluation.metrics import Metric, build_metrics, evaluated
 from unigen_ds.evaluation.metrics.picture_metrics import (
     FID,
-    KID,
     CLIPScore,
     MultimodalConsistency,
-    TextRendering,
     as_tensor,
     frechet_distance_of_samples,
 )
@@ -74,27 +71,10 @@ def test_fid_is_torchmetrics_with_the_same_features(caplog: pytest.LogCaptureFix
         scored(FID(extractor=Convolution()), MADE[:1], REAL[:1])
 
 
-def test_kid_is_torchmetrics() -> None:
-    library = KernelInceptionDistance(feature=Convolution(), subsets=1, subset_size=40)
-    library.set_dtype(torch.float64)
-    features = [Convolution()(tensors(images)).detach().double() for images in (MADE, REAL)]
-    library.fake_features, library.real_features = [features[0]], [features[1]]
-    found = scored(KID(extractor=Convolution()), MADE, REAL)["kid_convolution"]
-    assert found == pytest.approx(float(library.compute()[0]), rel=1e-6)
-
-
-def test_kid_is_unbiased() -> None:
-    values = np.array([
-        scored(KID(extractor=Convolution()), noise(20, seed=n), noise(20, seed=100 + n))["kid_convolution"]
-        for n in range(40)
-    ])  # fmt: skip
-    assert abs(values.mean()) < 3 * values.std() / len(values) ** 0.5 and (values < 0).any(), "0 of equal ones"
-
-
 def test_extractors_have_a_name_a_hash_and_an_antialiased_resize(tmp_path: Path) -> None:
     folder = str(tiny_models.clip(tmp_path / "Tiny-CLIP"))
-    by_folder, by_name = FID(extractor=folder), KID(extractor=Convolution(), name="mine", resize=6)
-    assert (by_folder.name, by_name.name) == ("fid_tiny-clip", "kid_mine")
+    by_folder, by_name = FID(extractor=folder), FID(extractor=Convolution(), name="mine", resize=6)
+    assert (by_folder.name, by_name.name) == ("fid_tiny-clip", "fid_mine")
     model, processor = AutoModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
     features = [
         model.get_image_features(**processor(images=images, return_tensors="pt")).pooler_output.detach().double()
@@ -106,8 +86,8 @@ def test_extractors_have_a_name_a_hash_and_an_antialiased_resize(tmp_path: Path)
     other = Convolution()
     with torch.no_grad():
         other.layer.bias[0] += 1
-    changed = KID(extractor=other, name="mine", resize=6).provenance["model"]
-    assert changed != by_name.provenance["model"] == KID(extractor=Convolution(), name="mine").provenance["model"]
+    changed = FID(extractor=other, name="mine", resize=6).provenance["model"]
+    assert changed != by_name.provenance["model"] == FID(extractor=Convolution(), name="mine").provenance["model"]
     with pytest.raises(ConfigError, match=r"FID.resize is 3.*the folder's processor"):
         FID(extractor=folder, resize=3)
     with pytest.raises(ConfigError, match=r"FID.extractor is 5.*a folder"):
@@ -187,21 +167,3 @@ def test_consistency_and_clip_score_order_cases_with_a_known_order(tmp_path: Pat
         metric.update(["a red picture"], [None], ["0"])
     with pytest.raises(DataError, match="'0': the generated text is Image"):
         metric.update([(plain("red"), "red")], [None], ["0"])
-
-
-def written(text: str) -> Image.Image:
-    image = Image.new("RGB", (110, 110), "white")  # RapidOCR enlarges the shorter side to 736 pixels
-    ImageDraw.Draw(image).text((8, 40), text, fill="black", font=ImageFont.load_default(26))
-    return image
-
-
-def test_text_rendering_reads_pictures() -> None:
-    pytest.importorskip("rapidocr_onnxruntime", reason="it has no release for Python 3.13")
-    metric = TextRendering()
-    found = scored(metric, [written("HELLO"), written("WORLD"), Image.new("RGB", (64, 64))], ["HELLO", "WORMS", "GONE"])
-    assert found["text_rendering_accuracy"] == pytest.approx(1 / 3)
-    assert found["text_rendering_similarity"] == pytest.approx((1 + 3 / 5 + 0) / 3)
-    assert metric.provenance["model"].startswith("PP-OCRv4 ") and "rapidocr" in metric.provenance["version"]
-    relaxed = TextRendering(ignore_case=True)
-    relaxed.read = lambda image: "Two  Lines"  # type: ignore[method-assign]
-    assert scored(relaxed, MADE[:1], ["two\nlines"])["text_rendering_accuracy"] == 1

@@ -380,7 +380,7 @@ def test_what_is_abandoned_or_left_by_a_worker_is_ended(tmp_path):
     process = started(jobs, 2)
     (job,) = jobs.records()
     assert jobs.status(job) == "running"
-    jobs.cancel(job)
+    jobs.remove(job, cancel=True)
     until(lambda: not is_alive(process))
     assert jobs.worker.wait(30) == 0
     process = started(jobs, 4)

@@ -59,11 +59,6 @@ class Job:
     created: float
     """Seconds since 1970, as of ``time.time()``."""
 
-    @property
-    def text(self) -> str:
-        """The command, as one would type it."""
-        return shlex.join(self.command)
-
 
 def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]:
     """The command as a list of arguments. Raises ``ConfigError`` where it cannot be split, has an unknown field, or
@@ -109,7 +104,8 @@ class JobFolder:
     """The folder of one run's evaluations. Every method may raise ``OSError``."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.stop_file = folder, folder / "stop"
+        """While the file is there, no worker starts another evaluation."""
         self.worker: subprocess.Popen[bytes] | None = None
         """That this process started last."""
 
@@ -125,11 +121,6 @@ class JobFolder:
     def file(self, update: int, kind: str) -> Path:
         """``kind``: ``job``, ``log``, ``status`` or ``json``, the result."""
         return self.folder / f"step_{update}.{kind}"
-
-    @property
-    def stop_file(self) -> Path:
-        """While it is there, no worker starts another evaluation."""
-        return self.folder / "stop"
 
     def output(self, update: int) -> list[str]:
         """The lines that the command printed."""
@@ -171,14 +162,10 @@ class JobFolder:
         self.file(job.update, "status").unlink(missing_ok=True)
         write_text_atomic(self.file(job.update, "job"), json.dumps(dataclasses.asdict(job), indent=1) + "\n")
 
-    def remove(self, job: Job) -> None:
-        """Delete the record: a worker ends the command if it still runs."""
+    def remove(self, job: Job, *, cancel: bool = False) -> None:
+        """Delete the record: a worker ends the command if it still runs, and with ``cancel`` Slurm the batch job."""
+        batch_job = self.batch_job(job) if cancel else None
         self.file(job.update, "job").unlink(missing_ok=True)
-
-    def cancel(self, job: Job) -> None:
-        """The same, and ``scancel`` ends a batch job."""
-        batch_job = self.batch_job(job)
-        self.remove(job)
         if batch_job is not None:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run(("scancel", batch_job), stdin=subprocess.DEVNULL, capture_output=True, timeout=60)

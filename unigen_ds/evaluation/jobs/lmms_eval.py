@@ -8,7 +8,7 @@ answer ends at the first of the task's ``until`` texts.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -21,8 +21,6 @@ from unigen_ds.system.seeding import derive_seed
 TASKS = ("mmstar", "mmmu_val", "ocrbench", "textvqa_val", "docvqa_val", "scienceqa", "mme", "infovqa_val", "chartqa")
 """nanoVLM's."""
 INSTALL = "pip install lmms-eval (in an environment of its own where its dependencies replace those of the training)"
-_PLACEHOLDER = "<image>"
-_MAX_NEW_TOKENS = 1024
 
 
 def run_tasks(
@@ -65,33 +63,31 @@ def model_class(base: type) -> type:
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
             """The answer to each request, in their order."""
-            return [self._answer(*request.args) for request in requests]
-
-        def _answer(
-            self, context: str, options: Mapping[str, Any], visuals_of: Any, doc: Any, task: str, split: str
-        ) -> str:
-            images: list[Image.Image] = []
-            parts = visuals_of(self.task_dict[task][split][doc]) or []
-            while parts:  # one list, whatever lists there are in it
-                first, *parts = parts
-                if isinstance(first, (list, tuple)):
-                    parts = [*first, *parts]
-                elif isinstance(first, Image.Image):
-                    images.append(first.convert("RGB"))
-                else:
-                    raise DataError(f"a task of lmms-eval shows {type(first).__name__}", allowed="images")
-            answer = self.inferencer.unified_generate(
-                context.replace(_PLACEHOLDER, "").strip(),
-                images=images,
-                understand=True,
-                max_length=int(options.get("max_new_tokens") or _MAX_NEW_TOKENS),
-                temperature=float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0,
-                seed=derive_seed(self.seed, task, split, doc),
-            )
-            text, ends = answer.text or "", options.get("until") or ()
-            for end in [ends] if isinstance(ends, str) else ends:
-                text = text.split(end)[0] if end else text
-            return text.strip()
+            answers: list[str] = []
+            for context, options, visuals_of, doc, task, split in (request.args for request in requests):
+                images: list[Image.Image] = []
+                parts = visuals_of(self.task_dict[task][split][doc]) or []
+                while parts:  # one list, whatever lists there are in it
+                    first, *parts = parts
+                    if isinstance(first, (list, tuple)):
+                        parts = [*first, *parts]
+                    elif isinstance(first, Image.Image):
+                        images.append(first.convert("RGB"))
+                    else:
+                        raise DataError(f"a task of lmms-eval shows {type(first).__name__}", allowed="images")
+                answer = self.inferencer.unified_generate(
+                    context.replace("<image>", "").strip(),
+                    images=images,
+                    understand=True,
+                    max_length=int(options.get("max_new_tokens") or 1024),
+                    temperature=float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0,
+                    seed=derive_seed(self.seed, task, split, doc),
+                )
+                text, ends = answer.text or "", options.get("until") or ()
+                for end in [ends] if isinstance(ends, str) else ends:
+                    text = text.split(end)[0] if end else text
+                answers.append(text.strip())
+            return answers
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
             raise ConfigError("a task of lmms-eval asks for likelihoods", allowed="tasks of one generated text")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
@@ -55,8 +55,11 @@ class LocalModel:
     def details(self) -> dict[str, str]:
         """For the provenance: the name, and a hash of the config, the weights, the tokenizer and the processor."""
         self.check()
-        files = [path for path in self.folder.iterdir() if path.suffix in _READ and path.is_file()]
-        return {"model": f"{self.name} {hash_of_files(files)}", "precision": "model float32, mean float64"}
+        digest = blake2b(digest_size=16)
+        for path in sorted(self.folder.iterdir()):
+            if path.suffix in _READ and path.is_file():
+                digest.update(f"{path.name} {file_digest(path)}\n".encode())
+        return {"model": f"{self.name} {digest.hexdigest()}", "precision": "model float32, mean float64"}
 
     def resize(self) -> str:
         """How its processor resizes pictures, in words; Pillow's resizing is antialiased."""
@@ -95,14 +98,6 @@ class LocalModel:
                 return getattr(transformers, kind).from_pretrained(str(self.folder), local_files_only=True, **arguments)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ConfigError(f"{self.where}: {kind} cannot read {self.folder}: {error}") from error
-
-
-def hash_of_files(files: Iterable[Path]) -> str:
-    """Return a hash of the files' names and contents."""
-    digest = blake2b(digest_size=16)
-    for path in sorted(files):
-        digest.update(f"{path.name} {file_digest(path)}\n".encode())
-    return digest.hexdigest()
 
 
 def device() -> torch.device:

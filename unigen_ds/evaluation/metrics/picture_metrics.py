@@ -1,12 +1,11 @@
-"""Metrics of pictures: FID and KID (features against features), CLIP score and multimodal consistency (pictures against
-texts, by a local CLIP-like model), text rendering (the text that is read in a picture).
+"""Metrics of pictures: FID (features against features), CLIP score and multimodal consistency (pictures against texts,
+by a local CLIP-like model).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,8 +17,8 @@ from torch.nn import functional as F
 
 from unigen_ds.config.registry import METRICS, MODELS, build
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.evaluation.metrics.base import NOT_USED, Metric, package, pictures, text
-from unigen_ds.evaluation.metrics.local_model import LocalModel, device, hash_of_files, pool, vectors_of
+from unigen_ds.evaluation.metrics.base import NOT_USED, Metric, pictures, text
+from unigen_ds.evaluation.metrics.local_model import LocalModel, device, pool, vectors_of
 from unigen_ds.system.log import logger
 
 WEIGHT = 2.5
@@ -43,18 +42,26 @@ def as_tensor(images: Sequence[Image.Image], size: int | None) -> Tensor:
     return torch.stack(tensors).clamp(0, 255)
 
 
-class FeatureMetric(Metric):
-    """The base of FID and KID: a row is the features of the prediction, then those of the reference.
+@METRICS.register_module()
+class FID(Metric):
+    """Frechet distance between generated and reference pictures, ``fid_<extractor>`` (Heusel et al., NeurIPS 2017).
 
-    The features are those of a model of transformers in a folder, with its own processor, or of a module or function.
+    Smaller is better. Values of different extractors, sizes or numbers of samples cannot be compared. With fewer
+    samples than dimensions the covariance has not full rank and the value is too large: a warning. A row is the
+    features of the prediction, then those of the reference.
+
+    Args:
+        extractor: folder of a vision model of transformers, which has its own processor, ``dict(type=...)`` of a
+            registered module, or a module that maps float32 (n, 3, height, width) from 0 to 255 to (n, dimensions).
+        name: of the extractor, part of the metric's name; None: the folder's or the class's.
+        resize: height and width that a module gets, bicubic with antialiasing; None: as they are.
     """
 
     predicts = compares = "image"
 
     def __init__(self, *, extractor: Any, name: str | None = None, resize: Annotated[int, Ge(1)] | None = None) -> None:
         super().__init__()
-        kind = type(self).__name__
-        where = f"{kind}.extractor"
+        where = "FID.extractor"
         self._local = LocalModel(extractor, where=where) if isinstance(extractor, str) else None
         self._module = build(MODELS, extractor, where=where) if isinstance(extractor, Mapping) else extractor
         self._resize = resize
@@ -62,10 +69,10 @@ class FeatureMetric(Metric):
             allowed = "a folder with a vision model of transformers, dict(type=...) of a registered module, or a module"
             raise ConfigError(f"{where} is {extractor!r}", allowed=allowed)
         if self._local is not None and resize is not None:
-            raise ConfigError(f"{kind}.resize is {resize}", remedy="leave it out: the folder's processor resizes")
+            raise ConfigError(f"FID.resize is {resize}", remedy="leave it out: the folder's processor resizes")
         own = self._local.name if self._local else getattr(self._module, "__name__", type(self._module).__name__)
         self._extractor = name or own.lower()
-        self.name = f"{kind.lower()}_{self._extractor}"
+        self.name = f"fid_{self._extractor}"
 
     def check(self) -> None:
         if self._local is not None:
@@ -96,7 +103,17 @@ class FeatureMetric(Metric):
     def compute(self, rows: Sequence[Any]) -> dict[str, float]:
         if len(rows) == 1:
             raise DataError(f"{self.name} has 1 sample", allowed="at least 2")
+        samples, dimensions = len(rows), len(rows[0]) // 2
+        if samples < dimensions:
+            logger().warning(
+                "%s: %d samples are fewer than the %d dimensions of the features; the value is too large and cannot be"
+                " compared with one of another number of samples. Remedy: evaluate more samples",
+                self.name, samples, dimensions,
+            )  # fmt: skip
         return super().compute(rows)
+
+    def values(self, table: np.ndarray) -> dict[str, float]:
+        return {self.name: frechet_distance_of_samples(*torch.from_numpy(table).chunk(2, dim=1))}
 
     def details(self) -> dict[str, str]:
         precision = "features as extracted, statistics float64"
@@ -104,46 +121,12 @@ class FeatureMetric(Metric):
             digest = self._local.details()["model"].split()[-1]
             return {"model": f"{self._extractor} {digest}", "resize": self._local.resize(), "precision": precision}
         size = f"bicubic, antialiased, {self._resize} x {self._resize} (torch {torch.__version__})"
-        model = f"{self._extractor} {_hash_of_weights(self._module)}"
+        weights = blake2b(digest_size=16)
+        for name, tensor in sorted(self._module.state_dict().items()) if isinstance(self._module, nn.Module) else ():
+            weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            weights.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        model = f"{self._extractor} {weights.hexdigest()}"
         return {"model": model, "resize": size if self._resize else NOT_USED, "precision": precision}
-
-
-def _hash_of_weights(module: Any) -> str:
-    if not isinstance(module, nn.Module):
-        return "without weights"
-    digest = blake2b(digest_size=16)
-    for name, tensor in sorted(module.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-@METRICS.register_module()
-class FID(FeatureMetric):
-    """Frechet distance between generated and reference pictures, ``fid_<extractor>`` (Heusel et al., NeurIPS 2017).
-
-    Smaller is better. Values of different extractors, sizes or numbers of samples cannot be compared. With fewer
-    samples than dimensions the covariance has not full rank and the value is too large: a warning.
-
-    Args:
-        extractor: folder of a vision model of transformers, ``dict(type=...)`` of a registered module, or a module that
-            maps float32 (n, 3, height, width) from 0 to 255 to (n, dimensions).
-        name: of the extractor, part of the metric's name; None: the folder's or the class's.
-        resize: height and width that a module gets, bicubic with antialiasing; None: as they are. A folder has its own.
-    """
-
-    def compute(self, rows: Sequence[Any]) -> dict[str, float]:
-        samples, dimensions = len(rows), len(rows[0]) // 2
-        if 1 < samples < dimensions:
-            logger().warning(
-                "%s: %d samples are fewer than the %d dimensions of the features; the value is too large and cannot be"
-                " compared with one of another number of samples. Remedy: evaluate more samples, or use KID",
-                self.name, samples, dimensions,
-            )  # fmt: skip
-        return super().compute(rows)
-
-    def values(self, table: np.ndarray) -> dict[str, float]:
-        return {self.name: frechet_distance_of_samples(*torch.from_numpy(table).chunk(2, dim=1))}
 
 
 def frechet_distance_of_samples(a: Tensor, b: Tensor) -> float:
@@ -157,29 +140,6 @@ def frechet_distance_of_samples(a: Tensor, b: Tensor) -> float:
     overlap = torch.linalg.svdvals(factors[0] @ factors[1].T).sum()
     traces = sum(one.square().sum() for one in centred)
     return float((a.mean(0) - b.mean(0)).square().sum() + traces - 2 * overlap)
-
-
-@METRICS.register_module()
-class KID(FeatureMetric):
-    """Kernel distance between generated and reference pictures, ``kid_<extractor>`` (Binkowski et al., ICLR 2018).
-
-    The unbiased estimate over all samples (Gretton et al., JMLR 2012, lemma 6: a sample and itself are no pair), so it
-    can be negative and does not depend on their number on average.
-
-    Args:
-        extractor: as of ``FID``.
-        name: as of ``FID``.
-        resize: as of ``FID``.
-    """
-
-    def values(self, table: np.ndarray) -> dict[str, float]:
-        a, b = np.split(table, 2, axis=1)
-        samples, dimensions = a.shape
-        within, between = 0.0, ((a @ b.T / dimensions + 1.0) ** 3).mean()
-        for one in (a, b):
-            kernel = (one @ one.T / dimensions + 1.0) ** 3
-            within += (kernel.sum() - kernel.trace()) / (samples * (samples - 1))
-        return {self.name: float(within - 2 * between)}
 
 
 class ClipMetric(Metric):
@@ -283,53 +243,3 @@ class MultimodalConsistency(ClipMetric):
             self.name: float((WEIGHT * own.clip(min=0)).mean()),
             f"{self.name}_r_precision": float(closest.mean()),
         }
-
-
-@METRICS.register_module()
-class TextRendering(Metric):
-    """Text read from pictures by RapidOCR (PP-OCRv4) against the text that they should show, 0 to 1.
-
-    ``text_rendering_accuracy``: the share of pictures whose text is exactly right. ``text_rendering_similarity``: the
-    mean of 1 - edit distance / length of the longer text (both as in AnyText, Tuo et al., ICLR 2024). Lines are joined
-    in reading order by spaces, and repeated spaces count as one. A picture without readable text has an empty text.
-
-    Args:
-        ignore_case: compare without upper and lower case.
-    """
-
-    name = "text_rendering"
-    predicts = "image"
-    library = "rapidocr-onnxruntime"
-
-    def __init__(self, *, ignore_case: bool = False) -> None:
-        super().__init__(ignore_case=ignore_case)
-        self._reader: Any = None
-
-    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        distance = package("torchmetrics.functional.text").edit_distance
-        images, rows = pictures(predictions, keys, what="the prediction"), []
-        for image, reference, key in zip(images, references, keys, strict=True):
-            both = [
-                " ".join(one.split()) for one in (text(reference, what="the text to show", key=key), self.read(image))
-            ]
-            wanted, seen = (one.lower() for one in both) if self.settings["ignore_case"] else both
-            longer = max(len(seen), len(wanted))
-            edits = int(distance([seen], [wanted], reduction="sum")) if seen and wanted else longer
-            rows.append([float(seen == wanted), 1.0 - edits / longer if longer else 1.0])
-        return rows
-
-    def read(self, image: Any) -> str:
-        """The text of a picture, its lines joined by spaces."""
-        if self._reader is None:
-            self._reader = package("rapidocr_onnxruntime").RapidOCR()
-        lines, _ = self._reader(np.ascontiguousarray(np.asarray(image)[:, :, ::-1]))  # as OpenCV has it: BGR
-        return " ".join(line[1] for line in lines or ())
-
-    def values(self, table: np.ndarray) -> dict[str, float]:
-        exact, similar = table.mean(0)
-        return {f"{self.name}_accuracy": float(exact), f"{self.name}_similarity": float(similar)}
-
-    def details(self) -> dict[str, str]:
-        folder = Path(package("rapidocr_onnxruntime").__path__[0]) / "models"
-        model = f"PP-OCRv4 {hash_of_files(folder.glob('*.onnx'))}"
-        return {"model": model, "precision": "model float32, mean float64"}

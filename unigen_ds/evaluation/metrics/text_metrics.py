@@ -1,5 +1,5 @@
-"""Metrics of texts: BLEU, ROUGE, METEOR and BERTScore by their libraries; exact match and VQA accuracy of short
-answers; and perplexity, of the losses of texts.
+"""Metrics of texts: BLEU, ROUGE, METEOR and BERTScore by their libraries; exact match of short answers; and
+perplexity, of the losses of texts.
 """
 
 from __future__ import annotations
@@ -252,33 +252,3 @@ class ExactMatch(Metric):
 def _squad(text: str) -> str:
     plain = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
-
-
-_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-
-
-@METRICS.register_module()
-class VQAAccuracy(Metric):
-    """Accuracy of answers to questions about images, 0 to 1 (Antol et al., "VQA", ICCV 2015).
-
-    An answer that n people have counts min(n / 3, 1), as the mean over all ways to leave one person out. Answers are
-    compared as by ``ExactMatch(normalize='squad')``, with digits for the numbers to ten. A single reference (no list)
-    counts 1 where it is equal.
-    """
-
-    name = "vqa_accuracy"
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
-        """With n equal answers of k: leaving out an equal one (n of k ways) leaves n - 1, any other leaves n."""
-
-        def normalized(text: str) -> list[str]:
-            return [str(_NUMBERS.index(word)) if word in _NUMBERS else word for word in _squad(text).split()]
-
-        own = normalized(prediction)
-        equal, of = sum(normalized(one) == own for one in references), len(references)
-        if of == 1:
-            return [float(equal)]
-        return [(equal * min((equal - 1) / 3, 1.0) + (of - equal) * min(equal / 3, 1.0)) / of]

@@ -204,4 +204,4 @@ def _loaded_whole(folder: Path, config: Any, auto: str) -> dict[str, Stored]:
         f"{folder}: transformers joins stored tensors; each process holds {gigabytes:.1f} GB until all are read."
     )
     in_memory = SimpleNamespace(get_tensor=tensors.__getitem__, get_slice=tensors.__getitem__)
-    return {name: Stored(in_memory, name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return {name: Stored(lambda: in_memory, name, tuple(tensor.shape)) for name, tensor in tensors.items()}

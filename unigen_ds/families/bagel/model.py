@@ -223,8 +223,6 @@ class UnifiedModel(PretrainedModel):
         stored_vae = source is not None and any(name.startswith("vae.") for name in source.tensors)
         with nullcontext() if stored_vae else torch.device("cpu"):
             self.vae: Any = hold_as_buffers(build(AUTOENCODERS, sizes["vae"], where="model.vae"))
-        if arguments := getattr(self.vae, "arguments", None):  # then a checkpoint needs none of its folders
-            sizes["vae"] = {"type": sizes["vae"]["type"], **arguments()}
         self.latent_width = self.vae.latent_channels * self.latent_patch_size**2
         self.language_model = MoTForCausalLM(config)
         self.vit_model = VisionModel(**vit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -145,7 +146,7 @@ class AsyncEvaluateHook(Hook):
                 self._set_aside(job.update)
                 logger().warning("The evaluation of update %d is ended: a resume abandoned its checkpoint %s.",
                                  job.update, job.checkpoint)  # fmt: skip
-                self._folder.cancel(job)
+                self._folder.remove(job, cancel=True)
             else:
                 self._jobs[job.update] = job
         for update, _ in self._folder.results():
@@ -169,7 +170,7 @@ class AsyncEvaluateHook(Hook):
         job = Job(update, Manifest.read(path).commit, str(path), fill_fields(self.command, values), time.time())
         self._folder.add(job)
         self._jobs[update] = job
-        logger().info("Evaluation of update %d asked for: %s", update, job.text)
+        logger().info("Evaluation of update %d asked for: %s", update, shlex.join(job.command))
         self._look(run)
 
     def _look(self, run: Run) -> None:
@@ -205,7 +206,7 @@ class AsyncEvaluateHook(Hook):
             logger().warning("The evaluation of update %d has ended%s without a result. The last lines of its output,"
                              " %s: %s. Command: %s", job.update, f" with status {status}" if status >= 0 else "",
                              self._folder.file(job.update, "log"), self._folder.last_lines(job.update),
-                             job.text)  # fmt: skip
+                             shlex.join(job.command))  # fmt: skip
         return True
 
     def _log_result(self, run: Run, update: int) -> bool:

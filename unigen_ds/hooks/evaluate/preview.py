@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,6 @@ from unigen_ds.config.registry import DATASETS, HOOKS, build, check_arguments
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.progress import Duration
 from unigen_ds.data.datasets.dataset import source_names
-from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.evaluation.generation import (
     GenerationError,
     Question,
@@ -29,7 +28,6 @@ from unigen_ds.evaluation.generation import (
     check_answers,
     generate_all,
     inferencer_of,
-    own_prompt,
     question_at,
     trained_family,
 )
@@ -220,8 +218,10 @@ class PreviewHook(Hook):
 
     def _answer(self, inferencer: Any, question: Question, entry: _Entry) -> None:
         processor = inferencer.processor
-        entry.record, entry.prompt, entry.images = question.key, question.prompt(processor), question.sources()
-        entry.pictures += question.images(processor)
+        entry.record, entry.prompt = question.key, question.prompt(processor)
+        pictures = question.images(processor)
+        entry.images = [*pictures]
+        entry.pictures += pictures.values()
         flow = {"flow": self._drawing} if question.kind == "image" else {}
         [result] = inferencer.complete(
             [question.request(processor, seed=self._seed)], max_new_tokens=self._max_new_tokens,
@@ -251,8 +251,6 @@ class PreviewHook(Hook):
             for source, index in ask(data, kind=kind, max_samples=self._num_held_out, limit=limit)[0]:
                 question = question_at(data, kind, source, index)
                 assert question is not None, "the data changed while it was read"
-                if isinstance(question.target, TokenSplit):  # a chat template is around the record's texts
-                    question = replace(question, own_prompt=own_prompt(data.datasets[source], index))
                 questions.append(question)
         if not questions:
             raise ConfigError(

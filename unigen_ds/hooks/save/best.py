@@ -29,8 +29,8 @@ from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 
 _RULES = {
-    "less": ("fid", "kid", "frechet", "perplexity"),
-    "greater": ("bleu", "rouge", "meteor", "bertscore", "exact_match", "vqa", "clip", "consistency", "text_rendering"),
+    "less": ("fid", "perplexity"),
+    "greater": ("bleu", "rouge", "meteor", "bertscore", "exact_match", "clip", "consistency"),
 }
 """Beginnings of the names of this project's metrics."""
 _GREATER = ("acc", "top", "ar@", "auc", "precision", "map", "mdice", "miou", "macc", "aacc")
