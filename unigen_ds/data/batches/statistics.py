@@ -34,7 +34,7 @@ from unigen_ds.data.datasets.subset import (
 from unigen_ds.data.order.order import Cursor
 from unigen_ds.data.records.unusable import LIST_FILE, SKIPPED, BadRecord, unusable_error
 from unigen_ds.data.records.unused import unused_records
-from unigen_ds.data.samples.sample import RULE_VERSIONS, Array, unit_tokens
+from unigen_ds.data.samples.sample import Array, unit_tokens
 from unigen_ds.system.files import write_text_atomic
 
 _EXAMPLES = 3
@@ -258,7 +258,6 @@ def describe(stream: SequenceStream) -> dict[str, Any]:
     tokens, rows = np.concatenate([d.lengths()[0] for d in stream.datasets]), first_rows(stream)
     return {
         "fingerprint": stream.fingerprint,
-        "rules": dict(RULE_VERSIONS),
         "records": len(tokens),
         "sources": {name: _describe_source(stream, name, number) for number, name in enumerate(stream.names)},
         "lengths": _percentiles(tokens),

@@ -27,8 +27,6 @@ from unigen_ds.system.log import logger
 
 FOLDER = ".unigen_index"
 SUFFIX = ".arrays"
-SHARED_FROM = 1 << 20
-"""Numbers from which on an array that every process could compute again is kept in a file that all of them share."""
 _MAGIC = b"unigen-arrays-1\n"
 _ALIGN = 64
 _CHECKED = 256 << 20

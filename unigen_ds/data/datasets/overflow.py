@@ -17,12 +17,12 @@ from typing import Any, Literal
 import numpy as np
 
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, fingerprint, load_or_make
+from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import PlannedDataset
 from unigen_ds.data.datasets.subset import filtering_of, record_number
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.records.unusable import BadRecord
-from unigen_ds.data.samples.sample import COLUMNS, CONTENT, KINDS, RULES, Array, count, num_pieces, piece_bounds
+from unigen_ds.data.samples.sample import COLUMNS, CONTENT, KINDS, Array, count, num_pieces, piece_bounds
 
 Action = Literal["split", "truncate", "skip", "error"]
 ACTIONS: tuple[Action, ...] = ("split", "truncate", "skip", "error")
@@ -76,10 +76,8 @@ class Fitted:
         }
         """Records that are too long, by what happens to them."""
         units = {"tokens": tokens, "tiles": tiles}
-        if self.longer.size and len(dataset) < SHARED_FROM:
+        if self.longer.size:
             units = self._units()
-        elif self.longer.size:  # of many records in a file that all processes share
-            units = self._cached("units", self._units)
         self.tokens: Array = units["tokens"]
         """Of each unit. Without a longer record the index's own, which needs no memory of the process."""
         self.tiles: Array = units["tiles"]
@@ -87,7 +85,7 @@ class Fitted:
 
     def _cached(self, name: str, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
         overflow, folder = self.overflow, self.dataset.cache_folder
-        key = fingerprint(name, self.dataset.fingerprint, overflow.seq_length, RULES, overflow.actions, COLUMNS)
+        key = fingerprint(name, self.dataset.fingerprint, overflow.seq_length, overflow.actions, COLUMNS)
         return load_or_make(folder and folder / f"{name}-{key[:16]}{SUFFIX}", key, make)
 
     def _units(self) -> dict[str, Array]:

@@ -42,7 +42,6 @@ from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.samples.sample import (
     COLUMNS,
     NUM_DIGESTED,
-    RULES,
     Array,
     Counts,
     Sample,
@@ -56,7 +55,7 @@ from unigen_ds.system.workers import Workers
 
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
-_CACHE_FORMAT = "unigen-index-11"
+_CACHE_FORMAT = "unigen-index-12"
 _CONTENT_FORMAT = "unigen-content-1"
 _UNUSED_KEYS = "unused_keys"
 """An array of the index: what a record has of other layouts (``unused.unused_keys``)."""
@@ -189,8 +188,8 @@ class Index:
         folder = source.index_folder(cache_dir)
         content = source.content_digest(folder)
         beneath = os.path.relpath(root, source.root)
-        extra = (source.several_folders and layout.folders, *source.cache_facts, *layout.facts)
-        key = fingerprint(content, beneath, processor.fingerprint, RULES, _CACHE_FORMAT, *extra)
+        extra = (layout.folders, *source.cache_facts, *layout.facts)
+        key = fingerprint(content, beneath, processor.fingerprint, _CACHE_FORMAT, *extra)
         cache = None if folder is None else folder / f"{source.origin.name}-{key[:16]}{SUFFIX}"
         made = False
 
