@@ -24,7 +24,6 @@ from unigen_ds.data.datasets.subset import (
     FirstRecords,
     Side,
     filtering_of,
-    first_records_line,
     record_number,
     removal_line,
     subset_by,
@@ -170,7 +169,8 @@ def source_lines(name: str, fitted: Fitted, max_tiles: int | None = None) -> Ite
     """What a start reports of a source: whether it is a warning, and a sentence."""
     report = fitted.report(name)
     if (first := subset_by(fitted.dataset, FirstRecords)) is not None:
-        yield False, first_records_line(first)
+        number = f"{len(first):,}"
+        yield False, f"num_used_data={number}: the first {number} of {len(first.whole):,} records are used"
     if (filtering := filtering_of(fitted.dataset)) is not None:
         removal = filtering.report
         yield removal.get("questions_rated") == 0 or SKIPPED in removal["removed"], removal_line(removal)

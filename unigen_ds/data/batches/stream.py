@@ -423,9 +423,8 @@ class SequenceStream:
         return (epoch, window + 1) if window + 1 < self.num_windows(epoch) else (epoch + 1, 0)
 
     def _rows_per_epoch(self, epoch: int) -> int:
-        """Unpacked only."""
         rows = self.phases[self._phase(epoch)].rows_per_epoch
-        assert rows is not None
+        assert rows is not None, "packed"
         return rows
 
     def seek(self, sequence: int) -> Cursor:

@@ -18,7 +18,7 @@ from annotated_types import Ge
 from unigen_ds.config.registry import FILTERS, checked
 from unigen_ds.data.records.records import RATINGS, Layout, Turn, rated_out
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.data.sources.base import FoundRecord, folder_of
+from unigen_ds.data.sources.base import FoundRecord
 
 Most = Annotated[int, Ge(0)] | None
 RATED = "rated"
@@ -48,7 +48,7 @@ class CheckedRecord:
     @cached_property
     def turns(self) -> Sequence[Turn]:
         """Texts and images in their order, without what ratings remove."""
-        return self._layout.at(folder_of(self._entry)).turns(self._entry.record, self.where)
+        return self._layout.at(self._entry).turns(self._entry.record, self.where)
 
     @property
     def texts(self) -> list[str]:

@@ -139,12 +139,6 @@ def first_records(dataset: Any) -> Any:
     return dataset
 
 
-def first_records_line(subset: Subset) -> str:
-    """A subset by ``FirstRecords`` as a sentence."""
-    number = f"{len(subset):,}"
-    return f"num_used_data={number}: the first {number} of {len(subset.whole):,} records are used"
-
-
 # --- val_dataloader.split -------------------------------------------------------------------------------------------
 
 

@@ -31,11 +31,6 @@ NUM_DIGESTED = 6
 class Tally:
     """Sums over the splits of one record; ``count`` makes a row of ``Counts`` of it."""
 
-    __slots__ = (
-        "image_targets", "image_tokens", "images", "other_targets", "text_targets", "tiles", "unk_id", "unknown",
-        "unreadable",
-    )  # fmt: skip
-
     def __init__(self, unk_id: int | None = None) -> None:
         self.unk_id = unk_id
         """The tokenizer's id of unknown words, if it has one."""
@@ -219,11 +214,6 @@ class Counts:
     def targets(self) -> Array:
         """[N] of every loss term."""
         return self.text_targets + self.image_targets + self.other_targets
-
-    @property
-    def no_image_readable(self) -> bool:
-        """There are images, and none can be read."""
-        return 0 < int(self.images.sum()) == int(self.unreadable.sum())
 
     @classmethod
     def of(cls, rows: list[tuple[int, ...]]) -> Counts:

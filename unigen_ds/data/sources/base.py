@@ -79,11 +79,6 @@ class InFolder:
         return getattr(self._entry, name)
 
 
-def folder_of(entry: FoundRecord) -> Path | None:
-    """Return the folder of the record's data file, where it is another one than the source's ``root``."""
-    return getattr(entry, "folder", None)
-
-
 def canonical(record: Mapping[str, Any], where: object) -> bytes:
     """Return a record as bytes, whatever the order of its keys and the format of its file; images by their digest."""
     try:
