@@ -10,8 +10,10 @@ import numpy as np
 from PIL import Image
 
 from tests.golden_files import BAGEL_META
+from unigen_ds.config.registry import FILTERS
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.datasets.filters import CheckedRecord, RecordFilter
 from unigen_ds.data.datasets.overflow import Fitted, Overflow
 from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.data.index.index import Index
@@ -21,6 +23,17 @@ from unigen_ds.data.sources.text_files import JsonSource
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 
 _SPECIAL = BAGEL_META["special_ids"]
+
+
+@FILTERS.register_module()
+class MostCharacters(RecordFilter):
+    """A user's own filter: texts of so many characters at most."""
+
+    def __init__(self, *, most: int) -> None:
+        self.most = most
+
+    def keeps(self, record: CheckedRecord) -> bool:
+        return sum(map(len, record.texts)) <= self.most
 
 
 class ByteTokenizer:

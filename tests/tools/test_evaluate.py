@@ -223,7 +223,7 @@ def test_tasks_of_lmms_eval(published, capsys, tmp_path, monkeypatch):
 def test_records_that_the_filters_of_the_training_leave_out_are_counted(tmp_path, capsys):
     """And ``num_used_data`` is that of the training's file alone."""
     source = {"type": "UnifiedGenerationDataset", "data_path": str(tmp_path / "train.jsonl"), "num_used_data": 9,
-              "filters": [{"type": "TextLengthFilter", "max_tokens": 6}]}  # fmt: skip
+              "filters": [{"type": "MostCharacters", "most": 20}]}  # fmt: skip
     Runner.from_cfg(text_config(
         tmp_path, [{"text": words(2 + k % 3)} for k in range(20)], train_dataloader__dataset=source
     ), max_updates=1).train()  # fmt: skip

@@ -227,7 +227,7 @@ def test_what_was_not_only_appended_is_refused(
     other = edited(folder, records[:25], f"edited-{request.node.callspec.id}".replace(" ", "-"), change)
     present = built([other], old, window=6)
     assert not compare(stored(old, cursor), present).only_appended
-    with pytest.raises(ResumeBlocked, match="a was not only appended to"):
+    with pytest.raises(ResumeBlocked, match=r"a had .*are not the old ones|the records of a"):
         continue_stream(stored(old, cursor), present, on_change="append")
     with pytest.raises(ResumeBlocked, match="choose --on-data-change restart"):
         continue_stream(stored(old, cursor), present)

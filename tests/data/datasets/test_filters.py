@@ -26,11 +26,11 @@ from unigen_ds.system.journals import read_lines
 SIZES = {"small.png": (8, 8), "wide.png": (32, 8), "large.png": (48, 40)}
 LIMITS: list[dict[str, Any]] = [
     {"type": "RatingFilter", "relevance_min_rating": 3, "formatting_min_rating": 2},
-    {"type": "ImageSizeFilter", "max_ratio": 3.0},
-    {"type": "TextLengthFilter", "max_characters": 60},
+    {"type": "NotLong"},
+    {"type": "MostCharacters", "most": 60},
     {"type": "NotNine"},
 ]
-REMOVED = {"RatingFilter": 2, "ImageSizeFilter": 1, "TextLengthFilter": 1, "NotNine": 2}
+REMOVED = {"RatingFilter": 2, "NotLong": 1, "MostCharacters": 1, "NotNine": 2}
 KEPT = [0, 2, 6, 7, 8, 9, 10]
 
 
@@ -40,6 +40,14 @@ class NotNine(RecordFilter):
 
     def keeps(self, record: CheckedRecord) -> bool:
         return "nine" not in " ".join(record.texts)
+
+
+@FILTERS.register_module()
+class NotLong(RecordFilter):
+    """One that reads headers of images."""
+
+    def keeps(self, record: CheckedRecord) -> bool:
+        return all(width <= 3 * height for width, height in record.image_sizes)
 
 
 class NotFour(RecordFilter):
@@ -111,10 +119,7 @@ def test_what_is_left_out_is_counted_and_keeps_its_number(
 ) -> None:
     Runner.from_cfg(config(tmp_path / "straight", data, filters=LIMITS), max_updates=4).train()
     log = (tmp_path / "straight" / "train.log").read_text()
-    assert (
-        "filters remove 6 of 13 records (46.2%): RatingFilter 2, ImageSizeFilter 1, TextLengthFilter 1, NotNine 2"
-        in log
-    )
+    assert "filters remove 6 of 13 records (46.2%): RatingFilter 2, NotLong 1, MostCharacters 1, NotNine 2" in log
     assert (
         "4 of 11 questions by their ratings: relevance 3, image_correspondence 0, visual_dependency 0, formatting 1"
         in log
@@ -150,18 +155,6 @@ def test_samples_are_those_of_a_file_without_what_is_left_out(data: Path) -> Non
     assert np.array_equal(left.counts().tokens, expected.counts().tokens)
 
 
-@pytest.mark.parametrize(
-    ("limit", "kept"), [({"min_side": 9}, ["large"]), ({"min_side": 8, "max_side": 32}, ["small", "wide"])]
-)
-def test_each_limit_of_an_image_is_for_its_own_side(limit: dict[str, int], kept: list[str], data: Path) -> None:
-    """``wide.png`` is 32 x 8."""
-    plain = write_jsonl(data.parent / "sides.jsonl", [row(name, "one") for name in SIZES])
-    left = apply_filters(
-        UnifiedGenerationDataset(plain, make_processor(), filters=[{"type": "ImageSizeFilter", **limit}])
-    )
-    assert [[*SIZES][number].removesuffix(".png") for number in left.numbers] == kept
-
-
 def test_other_limits_are_another_data_set_and_no_limits_none(data: Path, tmp_path: Path) -> None:
     processor = make_processor()
     without = UnifiedGenerationDataset(data, processor)
@@ -189,7 +182,7 @@ def test_a_filter_that_was_edited_is_changed_data_where_it_keeps_others(
 
 
 def test_a_record_is_checked_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = [{"type": "AtLeastTwoTurns", "turns": 3}, {"type": "TextLengthFilter", "min_tokens": 2}]
+    limits = [{"type": "AtLeastTwoTurns", "turns": 3}, {"type": "NotLong"}]
     first = apply_filters(UnifiedGenerationDataset(data, make_processor(), filters=limits))
     monkeypatch.setattr(RecordFilter, "keeps", lambda *_: pytest.fail("checked again"))
     monkeypatch.setattr(AtLeastTwoTurns, "keeps", lambda *_: pytest.fail("checked again"))
@@ -211,7 +204,7 @@ def test_appended_records_and_a_share_for_validation(data: Path, tmp_path: Path)
 
 
 def test_a_filter_that_leaves_nothing(data: Path) -> None:
-    filters = [{"type": "TextLengthFilter", "min_characters": 999}]
+    filters = [{"type": "MostCharacters", "most": 0}]
     with pytest.raises(DataError, match="all 13 records are left out"):
         apply_filters(UnifiedGenerationDataset(data, make_processor(), filters=filters))
 

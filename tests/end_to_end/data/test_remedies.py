@@ -147,7 +147,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "keys of a base": ({}, {"type": "DatasetAdapter", "data_path": "x.jsonl", "dataset": {"type": "a.B"}},
                        "has no key 'data_path' (DatasetAdapter). Remedy: valid: dataset, group"),
     "a path of a class": ({}, {"type": "DatasetAdapter", "dataset": "my.Data"}, "Remedy: dataset=dict(type='my.Data')"),
-    "the name of a filter": ({}, {"data_path": "x.jsonl", "filters": "ImageSizeFilter"},
+    "the name of a filter": ({}, {"data_path": "x.jsonl", "filters": "ImageCountFilter"},
                              "Allowed: a list of dict(type='...', ...), or one of them."),
 }  # fmt: skip
 

@@ -29,17 +29,30 @@ FILTERS: dict[str, list[dict[str, Any]]] = {
         {"type": "RatingFilter", "relevance_min_rating": MIN_RATING},
         {"type": "ImageCountFilter", "max_images": 1},
     ],
-    "pictures": [{"type": "ImageSizeFilter", "max_ratio": MAX_RATIO}],
-    "documents": [
-        {"type": "TextLengthFilter", "min_characters": MIN_CHARACTERS},
-        {"type": "NotNineFirst"},
-    ],
+    "pictures": [{"type": "NotWide"}],
+    "documents": [{"type": "NotBrief"}, {"type": "NotNineFirst"}],
 }
 
 
 @REGISTRY.register_module()
+class NotWide(RecordFilter):
+    """A user's own filter, of the sizes of images."""
+
+    def keeps(self, record: CheckedRecord) -> bool:
+        return all(max(size) <= MAX_RATIO * min(size) for size in record.image_sizes)
+
+
+@REGISTRY.register_module()
+class NotBrief(RecordFilter):
+    """Another one, of texts."""
+
+    def keeps(self, record: CheckedRecord) -> bool:
+        return len(record.texts[0]) >= MIN_CHARACTERS
+
+
+@REGISTRY.register_module()
 class NotNineFirst(RecordFilter):
-    """A user's own filter."""
+    """And another one."""
 
     def keeps(self, record: CheckedRecord) -> bool:
         return not record.texts[0].startswith("nine")
@@ -97,8 +110,8 @@ def removed(folder: Path) -> dict[str, dict[str, set[int]]]:
     nine = {i for i, text in enumerate(texts) if text.startswith("nine")} - brief
     return {
         "rows": {"RatingFilter": rated, "ImageCountFilter": crowded},
-        "pictures": {"ImageSizeFilter": wide},
-        "documents": {"TextLengthFilter": brief, "NotNineFirst": nine},
+        "pictures": {"NotWide": wide},
+        "documents": {"NotBrief": brief, "NotNineFirst": nine},
     }
 
 

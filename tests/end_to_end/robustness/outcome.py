@@ -28,7 +28,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.batches.shown import ShownImage, ShownToken, shown
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.datasets.filters import ImageSizeFilter, RatingFilter, TextLengthFilter
+from unigen_ds.data.datasets.filters import ImageCountFilter, RatingFilter
 from unigen_ds.data.datasets.subset import apply_filters
 from unigen_ds.data.order.order import Draw
 
@@ -65,8 +65,7 @@ def outcome(given: Case, folder: Path, number: int) -> str:
         )
         if number % 5 == 0:
             found.content_digests()
-            found.filters = (TextLengthFilter(max_characters=10**9), ImageSizeFilter(max_ratio=1e9), RatingFilter(
-                relevance_min_rating=1))  # fmt: skip
+            found.filters = (ImageCountFilter(max_images=10**9), RatingFilter(relevance_min_rating=1))
             apply_filters(found)
         batches = [collate([(Draw(0, i, 0),)], [found], processor, seq_length=10**9) for i in range(len(found))]
     except (DataError, ConfigError) as error:

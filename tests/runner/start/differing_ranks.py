@@ -22,7 +22,7 @@ VALIDATION = {"dataset": {"type": "UnifiedGenerationDataset", "data_path": "data
 ADAPTERS = {"r": 2, "target_modules": "q_proj"}
 TWO = [{"type": "UnifiedGenerationDataset", "data_path": "data.jsonl", "name": name, "weight": 1} for name in "ab"]
 SOURCES = "train_dataloader.dataset"
-FILTER = [{"type": "TextLengthFilter", "max_tokens": 5}]
+FILTER = [{"type": "ImageCountFilter", "max_images": 0}]
 
 Case = tuple[dict[str, Any], dict[str, Any]]
 """What both ranks are given, and what rank 1 is in addition: keys of a config, or what ``run`` takes out of it."""

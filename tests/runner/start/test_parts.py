@@ -23,7 +23,7 @@ NAMED = {
     "argument": "max_updates: rank 0: 2; rank 1: 5",
     "mixture": r"train_dataloader.dataset\[1\].weight: rank 0: 1; rank 1: 3",
     "sources": r'train_dataloader.dataset\[1\].name: rank 0: "b"; rank 1: not there',
-    "filters": r"train_dataloader.dataset\[0\].filters\[0\].max_tokens: rank 0: not there; rank 1: 5",
+    "filters": r"train_dataloader.dataset\[0\].filters\[0\].max_images: rank 0: not there; rank 1: 0",
     "adapters": "lora.r: rank 0: 2; rank 1: 4",
     "tokenizer": r'tokenizer.words: rank 0: \["zero", .*\]; rank 1: \["zero", "one"\]',
     "hooks": r'custom_hooks\[0\].type: rank 0: not there; rank 1: "KeepBatches"',

@@ -14,7 +14,7 @@ A new phase numbers its passes above all earlier ones, so no sample id (source:i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,70 +67,59 @@ def compare(stored: Mapping[str, Any], stream: SequenceStream) -> DataChange:
     was, now = stored["facts"], stream.facts
     if stored["fingerprint"] == stream.fingerprint and was["records"] == now["records"]:
         return DataChange()  # the fingerprint alone is of samples of a large file: its records are compared as well
-    settings = [
-        (fact, f"{words} was {was.get(fact)} and is {now.get(fact)}")
-        for fact, words in _SETTINGS.items()
-        if was.get(fact) != now.get(fact)
-    ]
+    number, differences, obstacles = len(was["names"]), list[tuple[str, str]](), list[str]()
+
+    def differs(fact: str, text: str, *, blocks: bool = True, why: str = "") -> None:
+        differences.append((fact, text))
+        if blocks:
+            obstacles.append(text + why)
+
+    for fact, words in _SETTINGS.items():
+        if was.get(fact) != now.get(fact):
+            differs(fact, f"{words} was {was.get(fact)} and is {now.get(fact)}")
     before, after = was.get("filters") or {}, now.get("filters") or {}
     for name in [name for name in was["names"] if name in now["names"] and before.get(name) != after.get(name)]:
         texts = ["; ".join(filters.get(name, ())) or "none" for filters in (before, after)]
-        settings.append(("filters", f"the filters of {name} were {texts[0]} and are {texts[1]}"))
-    obstacles = (*(text for _, text in settings), *_not_appended(was, stream))
-    divisions = (was.get("validation"), now.get("validation"))
-    changed = divisions if divisions[0] != divisions[1] else None
-    return DataChange((*settings, *_source_differences(was, now)), obstacles, changed)
-
-
-def _source_differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        differs("filters", f"the filters of {name} were {texts[0]} and are {texts[1]}")
     if was["names"] != now["names"]:
-        yield "names", f"the sources were {', '.join(was['names'])} and are {', '.join(now['names'])}"
-    if _weights(was) != _weights(now):
-        yield "weights", f"the weights were {_weights_text(was)} and are {_weights_text(now)}"
-    rows = zip(was["names"], was["sizes"], was["digests"], was["records"], strict=True)
-    before = {name: facts for name, *facts in rows}
+        text = f"the sources were {', '.join(was['names'])} and are {', '.join(now['names'])}"
+        differs("names", text, blocks=now["names"][:number] != was["names"], why=": new ones may only follow")
+    (weights_before, groups_before), (weights, groups) = _weights(was), _weights(now)
+    if (weights_before, groups_before) != (weights, groups):
+        blocks = groups_before != groups or (weights if weights is None else weights[:number]) != weights_before
+        texts = [f"{one}, of the groups {of}" if of else f"{one}" for one, of in map(_weights, (was, now))]
+        differs("weights", f"the weights were {texts[0]} and are {texts[1]}", blocks=blocks)
     streamed, streamed_before = now.get("shards") or {}, was.get("shards") or {}
-    for name, *facts in zip(now["names"], now["sizes"], now["digests"], now["records"], strict=True):
-        if before.get(name, facts) == facts:
+    if streamed or streamed_before:
+        names = ", ".join(sorted({*streamed, *streamed_before}))
+        obstacles.append(f"{names}: records cannot be appended where a source is streamed")
+    rows = zip(was["names"], was["sizes"], was["digests"], was["records"], strict=True)
+    known = {name: facts for name, *facts in rows}
+    rows = zip(now["names"], now["sizes"], now["digests"], now["records"], strict=True)
+    for (name, *facts), dataset in zip(rows, stream.datasets, strict=True):
+        if known.get(name, facts) == facts:
             continue
+        size, _, records = known[name]
         if name in streamed:
             had = f"{streamed_before[name]:,} shards" if name in streamed_before else "no shards"
             changed = "names, sizes or versions of shards, their order (mixed_shards), filters or the processor changed"
-            yield "content", f"{name} had {had} and has {streamed[name]:,}: {changed}"
-        elif before[name][0] != facts[0]:
-            yield "sizes", f"{name} had {before[name][0]} records and has {facts[0]}"
+            differs("content", f"{name} had {had} and has {streamed[name]:,}: {changed}")
+            continue
+        why = f": its first {size} records, or their processor, are not the old ones"
+        blocks = len(dataset) < size or dataset.prefix_digest(size) != records
+        if size != facts[0]:
+            differs("sizes", f"{name} had {size} records and has {facts[0]}", blocks=blocks, why=why)
         else:
-            what = "processor or what its filters keep" if name in (now.get("filters") or {}) else "processor"
-            yield "content", f"the records of {name}, their byte ranges or their {what} changed"
-
-
-def _not_appended(was: Mapping[str, Any], stream: SequenceStream) -> Iterator[str]:
-    """Every source that is not the old one with records appended."""
-    number, (before, groups_before), (weights, groups) = len(was["names"]), _weights(was), _weights(stream.facts)
-    if list(stream.names[:number]) != was["names"]:
-        yield f"the sources were {', '.join(was['names'])} and are {', '.join(stream.names)}: new ones may only follow"
-        return
-    if groups_before != groups or (weights if weights is None else weights[:number]) != before:
-        yield f"the weights were {_weights_text(was)} and are {_weights_text(stream.facts)}"
-    if streamed := sorted({*(stream.facts.get("shards") or ()), *(was.get("shards") or ())}):
-        yield f"{', '.join(streamed)}: records cannot be appended where a source is streamed"
-        return
-    for name, size, records, dataset in zip(was["names"], was["sizes"], was["records"], stream.datasets, strict=False):
-        if len(dataset) < size:
-            yield f"{name} was not only appended to: it had {size} records and has {len(dataset)}"
-        elif dataset.prefix_digest(size) != records:
-            yield f"{name} was not only appended to: its first {size} records, or their processor, are not the old ones"
+            what = "processor or what its filters keep" if name in after else "processor"
+            differs("content", f"the records of {name}, their byte ranges or their {what} changed", blocks=blocks)
+    divisions = (was.get("validation"), now.get("validation"))
+    return DataChange(tuple(differences), tuple(obstacles), divisions if divisions[0] != divisions[1] else None)
 
 
 def _weights(facts: Mapping[str, Any]) -> tuple[Any, Any]:
     """Of the sources and of the groups, as given: without weights in a group those of its sources follow its sizes."""
     groups = facts.get("groups") or {}
     return groups.get("sources", facts["weights"]), groups.get("groups")
-
-
-def _weights_text(facts: Mapping[str, Any]) -> str:
-    weights, groups = _weights(facts)
-    return f"{weights}, of the groups {groups}" if groups else f"{weights}"
 
 
 def continue_stream(
@@ -148,15 +137,28 @@ def continue_stream(
     """
     change, cursor = compare(stored, stream), Cursor.from_state_dict(stored["cursor"])
     phases = tuple(Phase.from_state_dict(state) for state in stored["phases"])
+
+    def new_phase(first: int, seed: int, sequences: int | None) -> Phase:
+        """Of the present data from epoch ``first`` on: no draw before it has reached its passes."""
+        passes = phases[0].first_pass
+        if earlier := [phase for phase in phases if phase.first_epoch < first]:
+            order = earlier[-1].order(seed=seed)
+            # additional draws of a mandatory group up to the end of the cursor's epoch: at most one beside each other
+            extra = max(cursor.extra) + 2 * order.epoch_size * (first > cursor.epoch) if cursor.extra else 0
+            passes = order.passes_before(first, extra=extra)
+        for reached in cursor.blocks[1::3]:  # a streamed source may have had more passes than its estimated size means
+            passes = max(passes, reached + _DRAWS_OF_A_WINDOW)
+        return stream.new_phase(first, first_pass=passes, first_sequence=sequences)
+
     if not change:
         return stream.with_phases(phases), cursor
     if on_change == "restart":
-        phase = _new_phase(stream, phases, cursor, cursor.epoch + 1, stored["seed"], cursor.sequences)
+        phase = new_phase(cursor.epoch + 1, stored["seed"], cursor.sequences)
         return stream.with_phases((phase,)), Cursor(phase.first_epoch, 0, 0, cursor.sequences)
     if on_change == "append" and change.only_appended:
         begun = (cursor.window, cursor.row) != (0, 0)
-        first, seed = cursor.epoch + begun, stream.order.seed
-        phase = _new_phase(stream, phases, cursor, first, seed, None if begun else cursor.sequences)
+        first = cursor.epoch + begun
+        phase = new_phase(first, stream.order.seed, None if begun else cursor.sequences)
         return stream.with_phases((*(one for one in phases if one.first_epoch < first), phase)), cursor
     if on_change == "append":
         raise ResumeBlocked(
@@ -169,18 +171,3 @@ def continue_stream(
         remedy=f"restore it, or choose {appended if change.only_appended else ''}--on-data-change restart (begin a new"
         " epoch of the new data)",
     )
-
-
-def _new_phase(
-    stream: SequenceStream, phases: tuple[Phase, ...], cursor: Cursor, first: int, seed: int, sequences: int | None
-) -> Phase:
-    """A phase of the present data from epoch ``first`` on, whose passes no draw before it has reached."""
-    passes = phases[0].first_pass
-    if earlier := [phase for phase in phases if phase.first_epoch < first]:
-        order = earlier[-1].order(seed=seed)
-        # additional draws of a mandatory group up to the end of the cursor's epoch: at most one beside each other draw
-        extra = max(cursor.extra) + 2 * order.epoch_size * (first > cursor.epoch) if cursor.extra else 0
-        passes = order.passes_before(first, extra=extra)
-    for reached in cursor.blocks[1::3]:  # a streamed source may have had more passes than its estimated size means
-        passes = max(passes, reached + _DRAWS_OF_A_WINDOW)
-    return stream.new_phase(first, first_pass=passes, first_sequence=sequences)

@@ -24,7 +24,6 @@ from unigen_ds.data.datasets.subset import (
     FirstRecords,
     Side,
     filtering_of,
-    first_records_line,
     record_number,
     removal_line,
     subset_by,
@@ -34,7 +33,7 @@ from unigen_ds.data.datasets.subset import (
 from unigen_ds.data.order.order import Cursor
 from unigen_ds.data.records.unusable import LIST_FILE, SKIPPED, BadRecord, unusable_error
 from unigen_ds.data.records.unused import unused_records
-from unigen_ds.data.samples.sample import RULE_VERSIONS, Array, unit_tokens
+from unigen_ds.data.samples.sample import Array, unit_tokens
 from unigen_ds.system.files import write_text_atomic
 
 _EXAMPLES = 3
@@ -170,7 +169,8 @@ def source_lines(name: str, fitted: Fitted, max_tiles: int | None = None) -> Ite
     """What a start reports of a source: whether it is a warning, and a sentence."""
     report = fitted.report(name)
     if (first := subset_by(fitted.dataset, FirstRecords)) is not None:
-        yield False, first_records_line(first)
+        number = f"{len(first):,}"
+        yield False, f"num_used_data={number}: the first {number} of {len(first.whole):,} records are used"
     if (filtering := filtering_of(fitted.dataset)) is not None:
         removal = filtering.report
         yield removal.get("questions_rated") == 0 or SKIPPED in removal["removed"], removal_line(removal)
@@ -258,7 +258,6 @@ def describe(stream: SequenceStream) -> dict[str, Any]:
     tokens, rows = np.concatenate([d.lengths()[0] for d in stream.datasets]), first_rows(stream)
     return {
         "fingerprint": stream.fingerprint,
-        "rules": dict(RULE_VERSIONS),
         "records": len(tokens),
         "sources": {name: _describe_source(stream, name, number) for number, name in enumerate(stream.names)},
         "lengths": _percentiles(tokens),

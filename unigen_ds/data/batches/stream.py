@@ -34,7 +34,7 @@ from unigen_ds.data.datasets.streamed_units import ShardWalk, StreamedFitted, fi
 from unigen_ds.data.datasets.subset import division_of, filtering_of, whole_of
 from unigen_ds.data.order.order import Cursor, Draw, GlobalOrder, Phase
 from unigen_ds.data.order.packing import Packer
-from unigen_ds.data.samples.sample import RULE_VERSIONS, Array
+from unigen_ds.data.samples.sample import Array
 from unigen_ds.system.seeding import derive_seed
 
 Row = tuple[Draw, ...]
@@ -44,6 +44,7 @@ _CHUNK = 1024
 _REPLACED = "is from before the data was replaced (--on-data-change restart)"
 _OLD_DATA = "the data of that time, with a checkpoint of that time"
 _FORMAT = "stream-1"
+"""Of the order, and of how records are read and mixed: a checkpoint of another one is changed data."""
 
 
 class SequenceStream:
@@ -207,7 +208,6 @@ class SequenceStream:
             **self._facts_of_order,
             **({"filters": filters} if filters else {}),
             "records": [dataset.prefix_digest(len(dataset)) for dataset in self.datasets],
-            "rules": dict(RULE_VERSIONS),
             "overflow": self.fitted[0].overflow.actions,
             "units": list(self.order.sizes),
             **({"shards": {self.names[k]: walk.num_shards for k, walk in self.walks.items()}} if self.walks else {}),
@@ -423,9 +423,8 @@ class SequenceStream:
         return (epoch, window + 1) if window + 1 < self.num_windows(epoch) else (epoch + 1, 0)
 
     def _rows_per_epoch(self, epoch: int) -> int:
-        """Unpacked only."""
         rows = self.phases[self._phase(epoch)].rows_per_epoch
-        assert rows is not None
+        assert rows is not None, "packed"
         return rows
 
     def seek(self, sequence: int) -> Cursor:

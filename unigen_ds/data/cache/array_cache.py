@@ -27,8 +27,6 @@ from unigen_ds.system.log import logger
 
 FOLDER = ".unigen_index"
 SUFFIX = ".arrays"
-SHARED_FROM = 1 << 20
-"""Numbers from which on an array that every process could compute again is kept in a file that all of them share."""
 _MAGIC = b"unigen-arrays-1\n"
 _ALIGN = 64
 _CHECKED = 256 << 20
@@ -173,9 +171,23 @@ def load_arrays(cache: Path, key: str) -> Arrays | None:
     """Return those of a file, mapped. None: there is none, it is damaged (with a warning), or that of another key."""
     if not cache.exists():
         return None
+    last = len(_MAGIC) + 8
     try:
         with cache.open("rb") as stream:
-            table = _table(stream)
+            end = os.fstat(stream.fileno()).st_size - last
+            stream.seek(max(end, 0))
+            tail = stream.read(last)
+            length = int.from_bytes(tail[:8], "little")
+            if tail[8:] != _MAGIC or length + 8 > end:
+                raise ValueError("it is no whole file of arrays")
+            stream.seek(end - 8 - length)
+            text, digest = stream.read(length), stream.read(8)
+            if xxhash.xxh3_64_digest(text) != digest:
+                raise ValueError("its table is damaged")
+            table: dict[str, Any] = json.loads(text)
+            kinds = {np.dtype(dtype).kind for dtype, *_ in table["arrays"].values()}
+            if table["size"] != end - 8 - length or not kinds <= set(_KINDS):
+                raise ValueError("its table is not that of its arrays")
             if table["key"] != key:
                 return None
             if table["xxh3_64"] is not None and _digest(stream, table["size"]) != table["xxh3_64"]:
@@ -184,23 +196,3 @@ def load_arrays(cache: Path, key: str) -> Arrays | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger().warning("index cache %s is damaged and is built anew: %s: %s", cache, type(error).__name__, error)
         return None
-
-
-def _table(stream: BinaryIO) -> dict[str, Any]:
-    """The table of a file's arrays. Raises ``ValueError`` where it is no whole file of this format."""
-    last = len(_MAGIC) + 8
-    end = os.fstat(stream.fileno()).st_size - last
-    stream.seek(max(end, 0))
-    tail = stream.read(last)
-    length = int.from_bytes(tail[:8], "little")
-    if tail[8:] != _MAGIC or length + 8 > end:
-        raise ValueError("it is no whole file of arrays")
-    stream.seek(end - 8 - length)
-    text, digest = stream.read(length), stream.read(8)
-    if xxhash.xxh3_64_digest(text) != digest:
-        raise ValueError("its table is damaged")
-    table: dict[str, Any] = json.loads(text)
-    kinds = {np.dtype(dtype).kind for dtype, *_ in table["arrays"].values()}
-    if table["size"] != end - 8 - length or not kinds <= set(_KINDS):
-        raise ValueError("its table is not that of its arrays")
-    return table

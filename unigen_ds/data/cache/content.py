@@ -23,11 +23,6 @@ _SETTLED_NS = 2_000_000_000
 """A file changed less than this ago may change again within the resolution of its times: its digest is not kept."""
 
 
-def content_digest(path: Path, folder: Path | None) -> str:
-    """Return the digest of every byte of ``path``, hex. ``folder``: where it may be kept; None: nowhere."""
-    return contents_digest([path], folder, name=path.name)
-
-
 def contents_digest(files: Sequence[Path], folder: Path | None, *, name: str) -> str:
     """Return the digest of every byte of ``files``; of several also of their order and their names.
 

@@ -28,7 +28,7 @@ from unigen_ds.data.records.records import Captions, Layout, Turn
 from unigen_ds.data.records.unusable import BadRecord, OnRecordError
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.samples.sample import Array, Counts, Sample, count, record_digest
-from unigen_ds.data.sources.base import FoundRecord, folder_of
+from unigen_ds.data.sources.base import FoundRecord
 from unigen_ds.data.sources.find import default_name, open_source
 
 _LISTED = 5
@@ -190,7 +190,7 @@ class UnifiedGenerationDataset:
         """A record, and its turns."""
         own_index, position = self._find(index)
         entry = own_index.read(position)
-        return entry, own_index.layout.at(folder_of(entry)).learned_turns(entry.record, entry.where)
+        return entry, own_index.layout.at(entry).learned_turns(entry.record, entry.where)
 
     def _find(self, index: int) -> tuple[Index, int]:
         """The index that has a record, and its position there."""
@@ -293,14 +293,15 @@ class ScannedDataset:
 def check_readable(datasets: Sequence[PlannedDataset], names: Sequence[str]) -> None:
     """Raise ``DataError`` with the first paths where no image of a source can be read: its folder is wrong."""
     for name, dataset in zip(names, datasets, strict=True):
-        if not dataset.counts().no_image_readable:
+        counts = dataset.counts()
+        if not 0 < int(counts.images.sum()) == int(counts.unreadable.sum()):
             continue
         shards = getattr(dataset, "shards", None)
         errors: dict[str, str] = {}
-        for index in np.flatnonzero(dataset.counts().unreadable)[: 4 * _LISTED].tolist():
+        for index in np.flatnonzero(counts.unreadable)[: 4 * _LISTED].tolist():
             errors |= {split.source: split.error for split in dataset.sample(index).splits if split.error}
         raise DataError(
-            f"{name if shards is None else shards.titled(name)}: none of its {int(dataset.counts().images.sum()):,}"
+            f"{name if shards is None else shards.titled(name)}: none of its {int(counts.images.sum()):,}"
             " images can be read. The first:\n  " + "\n  ".join([*errors.values()][:_LISTED]),
             remedy=f"relative image paths start at {getattr(dataset, 'image_root', None)}: image_root=FOLDER is another"
             " one; images as single files beside urls are not fetched",

@@ -18,9 +18,8 @@ from annotated_types import Ge
 from unigen_ds.config.registry import FILTERS, checked
 from unigen_ds.data.records.records import RATINGS, Layout, Turn, rated_out
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.data.sources.base import FoundRecord, folder_of
+from unigen_ds.data.sources.base import FoundRecord
 
-Limit = Annotated[int, Ge(1)] | None
 Most = Annotated[int, Ge(0)] | None
 RATED = "rated"
 """Of ``RatingFilter.rules``: questions of records that have ratings."""
@@ -49,7 +48,7 @@ class CheckedRecord:
     @cached_property
     def turns(self) -> Sequence[Turn]:
         """Texts and images in their order, without what ratings remove."""
-        return self._layout.at(folder_of(self._entry)).turns(self._entry.record, self.where)
+        return self._layout.at(self._entry).turns(self._entry.record, self.where)
 
     @property
     def texts(self) -> list[str]:
@@ -145,60 +144,6 @@ class RatingFilter(RecordFilter):
 
 
 @FILTERS.register_module()
-class ImageSizeFilter(RecordFilter):
-    """Records all of whose images have such a size, as the file has it; records without images are kept.
-
-    Args:
-        min_side: pixels of the shorter side at least.
-        max_side: pixels of the longer side at most.
-        max_ratio: longer side / shorter side at most.
-    """
-
-    @checked()
-    def __init__(
-        self, *, min_side: Limit = None, max_side: Limit = None, max_ratio: Annotated[float, Ge(1)] | None = None
-    ) -> None:
-        self.min_side, self.max_side, self.max_ratio = min_side, max_side, max_ratio
-
-    def keeps(self, record: CheckedRecord) -> bool:
-        return all(
-            _within(min(size), self.min_side, None)
-            and _within(max(size), None, self.max_side)
-            and (self.max_ratio is None or max(size) <= self.max_ratio * min(size))
-            for size in record.image_sizes
-        )
-
-
-@FILTERS.register_module()
-class TextLengthFilter(RecordFilter):
-    """Records whose texts together are so long.
-
-    Args:
-        min_characters: characters at least.
-        max_characters: characters at most.
-        min_tokens: tokens of texts at least, those of the chat template included.
-        max_tokens: the same at most.
-    """
-
-    @checked()
-    def __init__(
-        self,
-        *,
-        min_characters: Limit = None,
-        max_characters: Limit = None,
-        min_tokens: Limit = None,
-        max_tokens: Limit = None,
-    ) -> None:
-        self.min_characters, self.max_characters = min_characters, max_characters
-        self.min_tokens, self.max_tokens = min_tokens, max_tokens
-
-    def keeps(self, record: CheckedRecord) -> bool:
-        return _within(record.num_text_tokens, self.min_tokens, self.max_tokens) and _within(
-            sum(map(len, record.texts)), self.min_characters, self.max_characters
-        )
-
-
-@FILTERS.register_module()
 class ImageCountFilter(RecordFilter):
     """Records with so many images.
 
@@ -213,8 +158,5 @@ class ImageCountFilter(RecordFilter):
         self.max_images, self.max_tiles = max_images, max_tiles
 
     def keeps(self, record: CheckedRecord) -> bool:
-        return _within(record.num_tiles, None, self.max_tiles) and _within(len(record.images), None, self.max_images)
-
-
-def _within(value: int, low: int | None, high: int | None) -> bool:
-    return (low is None or value >= low) and (high is None or value <= high)
+        few_tiles = self.max_tiles is None or record.num_tiles <= self.max_tiles
+        return few_tiles and (self.max_images is None or len(record.images) <= self.max_images)

@@ -9,7 +9,7 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -17,12 +17,12 @@ from typing import Any, Literal
 import numpy as np
 
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, fingerprint, load_or_make
+from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import PlannedDataset
 from unigen_ds.data.datasets.subset import filtering_of, record_number
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.records.unusable import BadRecord
-from unigen_ds.data.samples.sample import COLUMNS, CONTENT, KINDS, RULES, Array, count, num_pieces, piece_bounds
+from unigen_ds.data.samples.sample import COLUMNS, CONTENT, KINDS, Array, count, num_pieces, piece_bounds
 
 Action = Literal["split", "truncate", "skip", "error"]
 ACTIONS: tuple[Action, ...] = ("split", "truncate", "skip", "error")
@@ -75,20 +75,11 @@ class Fitted:
             for action in ACTIONS
         }
         """Records that are too long, by what happens to them."""
-        units = {"tokens": tokens, "tiles": tiles}
-        if self.longer.size and len(dataset) < SHARED_FROM:
-            units = self._units()
-        elif self.longer.size:  # of many records in a file that all processes share
-            units = self._cached("units", self._units)
+        units = self._units() if self.longer.size else {"tokens": tokens, "tiles": tiles}
         self.tokens: Array = units["tokens"]
         """Of each unit. Without a longer record the index's own, which needs no memory of the process."""
         self.tiles: Array = units["tiles"]
         self._records, self._pieces = units.get("records"), units.get("pieces")
-
-    def _cached(self, name: str, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
-        overflow, folder = self.overflow, self.dataset.cache_folder
-        key = fingerprint(name, self.dataset.fingerprint, overflow.seq_length, RULES, overflow.actions, COLUMNS)
-        return load_or_make(folder and folder / f"{name}-{key[:16]}{SUFFIX}", key, make)
 
     def _units(self) -> dict[str, Array]:
         """Of each unit: its record, its piece or -1, tokens and tiles."""
@@ -149,7 +140,11 @@ class Fitted:
             rows = [count(sample.truncated(self.overflow.seq_length)) for sample in samples]
             return {"rows": np.asarray(rows, dtype=np.int64)}
 
-        rows = self._cached("cut", make)["rows"] if cut.size else np.empty((0, len(COLUMNS)), dtype=np.int64)
+        rows = np.empty((0, len(COLUMNS)), dtype=np.int64)
+        if cut.size:
+            limit, folder = self.overflow.seq_length, self.dataset.cache_folder
+            key = fingerprint("cut", self.dataset.fingerprint, limit, self.overflow.actions, COLUMNS)
+            rows = load_or_make(folder and folder / f"cut-{key[:16]}{SUFFIX}", key, make)["rows"]
         columns = {name: getattr(counts, name) for name in CONTENT}
         return {
             name: int(column.sum() - column[lost].sum()) + int(rows[:, COLUMNS.index(name)].sum())

@@ -26,7 +26,6 @@ from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.index.index import Index
 from unigen_ds.data.records.records import Layout
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.data.samples.sample import RULE_VERSIONS, RULES
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
 from unigen_ds.data.sources.find import DataPath
 from unigen_ds.data.sources.shard_files import DataShard, ShardList
@@ -88,7 +87,7 @@ class ShardSource(RecordSource):
 
     @property
     def cache_facts(self) -> tuple[object, ...]:
-        return (*self._listed.facts, *(("image_folders",) if self._moved else ()))
+        return self._listed.facts
 
     def index_folder(self, cache_dir: Path | None) -> Path:
         return self._listed.index_folder
@@ -223,12 +222,10 @@ class StreamedShards:
     @property
     def fingerprint(self) -> str:
         """Changes with every name, size and version of a shard, and with what decides how they are read and mixed."""
-        listed, own_folders = self.listed, tuple[object, ...]()
-        if self._layout.folders and any(Path(shard.url).parent != listed.root for shard in listed.shards):
-            own_folders = (("image_folders", RULE_VERSIONS["image_folders"]),) if listed.root is not None else ()
+        listed, layout = self.listed, self._layout
+        facts = (*listed.facts, layout.folders, *layout.facts, *self._facts)
         shards = [shard.facts for shard in listed.shards]
-        facts = (*listed.facts, *self._layout.facts, *self._facts, *own_folders)
-        return fingerprint(_FORMAT, shards, self.settings.mixed_shards, self.processor.fingerprint, RULES, *facts)
+        return fingerprint(_FORMAT, shards, self.settings.mixed_shards, self.processor.fingerprint, *facts)
 
     def index(self, shard: int) -> Index:
         """Of a shard, from the cache or by fetching and planning it. Raises ``DataError`` where that is impossible."""

@@ -158,7 +158,9 @@ class StreamedFitted(Fitted):
         self._whole, self._reported = dataset, {0}
         self._unusable: list[BadRecord] = []
         self._num_records = 0
-        self._recent: Recent[Fitted] = Recent(2 * self.shards.mixed + 1, self._fit)
+        self._recent: Recent[Fitted] = Recent(
+            2 * self.shards.mixed + 1, lambda shard: Fitted(kept_records(dataset.shard(shard)), self.overflow)
+        )
         first = kept_records(dataset.shard(0))
         if filtering_of(first) is not None and not len(first):
             raise all_removed(first, self.titled(dataset.name))
@@ -208,9 +210,6 @@ class StreamedFitted(Fitted):
     def record(self, unit: Draw) -> Draw:
         shard, position = divmod(unit.index, SPAN)
         return self._part(shard).record(unit._replace(index=position))
-
-    def _fit(self, shard: int) -> Fitted:
-        return Fitted(kept_records(self._whole.shard(shard)), self.overflow)
 
     def _part(self, shard: int) -> Fitted:
         """The units of a shard, which is checked and reported when it is reached. Raises ``DataError`` where overflow

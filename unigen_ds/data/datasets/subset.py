@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,25 +35,15 @@ from unigen_ds.system.seeding import derive_seed
 _FORMAT = "unigen-filters-1"
 
 
-class Choice(Protocol):
-    """The reason why a subset has its records: ``FirstRecords``, ``Side`` or ``Filtering``."""
-
-    def facts(self, numbers: Array) -> tuple[object, ...]:
-        """Return what the fingerprint of the records ``numbers`` has beside that of the source."""
-        ...
-
-    def prefix_facts(self, numbers: Array) -> tuple[object, ...] | None:
-        """Return the same for ``prefix_digest``, or None if their digest is the source's own."""
-        ...
-
-
 class Subset:
     """Some records of a source, in its order.
 
     Args:
         whole: the source, or a subset of it.
         numbers: the numbers of the records in ``whole``, ascending.
-        choice: a ``Choice``.
+        choice: why it has these: ``FirstRecords``, ``Side`` or ``Filtering``. ``facts`` are what the fingerprint of the
+            records has beside that of the source, ``prefix_facts`` what ``prefix_digest`` has; None: its digest is the
+            source's own.
     """
 
     def __init__(self, whole: PlannedDataset, numbers: Array, choice: Any) -> None:
@@ -75,7 +65,7 @@ class Subset:
         counts = self.whole.counts()
         if len(self) == int(self.numbers[-1:].sum()) + 1:  # the first ones: views, which need no memory
             return Counts(*(getattr(counts, name)[: len(self)] for name in COLUMNS))
-        return counts.some(self.numbers, self.cache_folder, lambda: fingerprint(self.fingerprint, COLUMNS))
+        return Counts(*(getattr(counts, name)[self.numbers] for name in COLUMNS))
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
         return self.whole.sample(int(self.numbers[index]), pass_number=pass_number)
@@ -132,11 +122,10 @@ class FirstRecords:
     """``num_used_data`` of a data set: only its first records are trained on."""
 
     def facts(self, numbers: Array) -> tuple[object, ...]:
-        """See ``Choice``."""
         return "num_used_data", len(numbers)
 
     def prefix_facts(self, numbers: Array) -> None:
-        """See ``Choice``."""
+        return None
 
 
 def first_records(dataset: Any) -> Any:
@@ -148,12 +137,6 @@ def first_records(dataset: Any) -> Any:
         text = "%s: num_used_data is %d, and there are %d records: all of them are used"
         logger().warning(text, dataset.name, number, len(dataset))
     return dataset
-
-
-def first_records_line(subset: Subset) -> str:
-    """A subset by ``FirstRecords`` as a sentence."""
-    number = f"{len(subset):,}"
-    return f"num_used_data={number}: the first {number} of {len(subset.whole):,} records are used"
 
 
 # --- val_dataloader.split -------------------------------------------------------------------------------------------
@@ -183,7 +166,6 @@ class Side:
     """``train`` or ``validation``."""
 
     def facts(self, numbers: Array) -> tuple[object, ...]:
-        """See ``Choice``."""
         return self.division, self.name
 
     prefix_facts = facts
@@ -244,11 +226,10 @@ class Filtering:
     """Those."""
 
     def facts(self, numbers: Array) -> tuple[object, ...]:
-        """See ``Choice``."""
         return _FORMAT, hashlib.blake2b(numbers.astype("<i8").tobytes(), digest_size=16).hexdigest()
 
     def prefix_facts(self, numbers: Array) -> tuple[object, ...] | None:
-        """See ``Choice``. Before the first bad record it is the source's own: a bad one may be appended."""
+        """Before the first bad record it is the source's own: a bad one may be appended."""
         if not self.settings and (not len(numbers) or numbers[-1] == len(numbers) - 1):
             return None
         return self.facts(numbers)[1:]

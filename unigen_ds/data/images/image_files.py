@@ -199,7 +199,7 @@ def _decode(path: AnyImage) -> Image.Image:
         orientation = _orientation(image)
         image.load()
         picture: Image.Image = image
-        if _is_deep(image):
+        if image.mode in _DEEP or (image.mode == "I" and image.format in ("PNG", "PPM")):  # grey of 16 bits
             # the upper 8 bits, as PIL reads colours of 16 bits; it clips grey to 255, which is white almost everywhere
             picture = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
         return picture.transpose(_TURNS[orientation]) if orientation in _TURNS else picture
@@ -262,11 +262,6 @@ def _orientation(image: Image.Image) -> int:
     except Exception:  # damaged EXIF data is no reason to leave out the picture
         return 1
     return orientation if orientation in _TURNS else 1
-
-
-def _is_deep(image: Image.Image) -> bool:
-    """Whether its grey has 16 bits."""
-    return image.mode in _DEEP or (image.mode == "I" and image.format in ("PNG", "PPM"))
 
 
 def flatten(image: Image.Image, *, white: bool) -> Image.Image:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,12 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.cache.array_cache import (
-    SUFFIX,
-    ArrayFile,
-    fingerprint,
-    load_or_fill,
-)
+from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, fingerprint, load_or_fill
 from unigen_ds.data.records.records import Layout, Record, Turn, unused_texts
 from unigen_ds.data.records.unusable import (
     BadRecord,
@@ -39,24 +34,15 @@ from unigen_ds.data.records.unusable import (
 )
 from unigen_ds.data.records.unused import unused_keys
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.data.samples.sample import (
-    COLUMNS,
-    NUM_DIGESTED,
-    RULES,
-    Array,
-    Counts,
-    Sample,
-    count,
-    record_digest,
-)
-from unigen_ds.data.sources.base import FoundRecord, RecordSource, folder_of
+from unigen_ds.data.samples.sample import COLUMNS, NUM_DIGESTED, Array, Counts, Sample, count, record_digest
+from unigen_ds.data.sources.base import FoundRecord, RecordSource
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 from unigen_ds.system.workers import Workers
 
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
-_CACHE_FORMAT = "unigen-index-11"
+_CACHE_FORMAT = "unigen-index-12"
 _CONTENT_FORMAT = "unigen-content-1"
 _UNUSED_KEYS = "unused_keys"
 """An array of the index: what a record has of other layouts (``unused.unused_keys``)."""
@@ -189,8 +175,8 @@ class Index:
         folder = source.index_folder(cache_dir)
         content = source.content_digest(folder)
         beneath = os.path.relpath(root, source.root)
-        extra = (source.several_folders and layout.folders, *source.cache_facts, *layout.facts)
-        key = fingerprint(content, beneath, processor.fingerprint, RULES, _CACHE_FORMAT, *extra)
+        extra = (layout.folders, *source.cache_facts, *layout.facts)
+        key = fingerprint(content, beneath, processor.fingerprint, _CACHE_FORMAT, *extra)
         cache = None if folder is None else folder / f"{source.origin.name}-{key[:16]}{SUFFIX}"
         made = False
 
@@ -230,7 +216,7 @@ def prefix_digest(records: Array, number: int, *facts: object, known: str | None
 
 
 def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRecordError) -> None:
-    """Fill the arrays of ``source.scan()``, ``_PLANNED``, ``UNUSABLE`` and ``_DIGESTS``.
+    """Fill the arrays of ``source.scan()``, ``_PLANNED``, ``UNUSABLE`` and ``_DIGESTS``, by ``num_workers`` processes.
 
     Raises ``DataError`` where malformed records are an error and the first are all malformed: the rest is not planned.
     """
@@ -242,14 +228,22 @@ def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRe
     source.use(scanned)
     for name in _PLANNED:
         new.add(name, len(source))
+    chunks = [(i, min(i + _CHUNK, len(source))) for i in range(0, len(source), _CHUNK)]
+    # a loading process can have no processes of its own
+    alone = num_workers == 0 or len(chunks) == 1 or multiprocessing.current_process().daemon
+    planned = map(plan, chunks) if alone else Workers(plan, chunks, min(num_workers, len(chunks)), ahead=2)
     unusable = []
-    for start, (*columns, lines) in plan_chunks(source, plan, num_workers):
-        unusable.append(lines)
-        number = len(columns[0])
-        if not start and number < len(source) and on_record_error == "error" and (columns[-3] == _MALFORMED).all():
-            raise unusable_error(from_array(lines), f"{source.title}, the beginning", number, number=number)
-        for name, values in zip(_PLANNED, columns, strict=True):
-            new.put(name, start, values)
+    try:
+        for (start, stop), (*columns, lines) in zip(chunks, planned, strict=True):
+            unusable.append(lines)
+            number = stop - start
+            if not start and number < len(source) and on_record_error == "error" and (columns[-3] == _MALFORMED).all():
+                raise unusable_error(from_array(lines), f"{source.title}, the beginning", number, number=number)
+            for name, values in zip(_PLANNED, columns, strict=True):
+                new.put(name, start, values)
+    finally:
+        if isinstance(planned, Workers):
+            planned.close()
     lines = np.concatenate(unusable)
     new.add(UNUSABLE, lines.size, "uint8")
     new.put(UNUSABLE, 0, lines)
@@ -258,26 +252,6 @@ def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRe
     records_digest = hashlib.blake2b(records, digest_size=16).digest()
     new.add(_DIGESTS, 32, "uint8")
     new.put(_DIGESTS, 0, np.frombuffer(bytes.fromhex(counts.digest) + records_digest, np.uint8))
-
-
-def plan_chunks(
-    source: RecordSource, plan: Callable[[Chunk], tuple[NDArray[Any], ...]], num_workers: int
-) -> Iterator[tuple[int, tuple[NDArray[Any], ...]]]:
-    """The first record of each chunk of records, and what ``plan`` returns of the chunk; in order.
-
-    ``plan`` is sent to a process once. ``num_workers``: processes that do it; 0: this one. A loading process, which can
-    have none, does it itself.
-    """
-    chunks = [(i, min(i + _CHUNK, len(source))) for i in range(0, len(source), _CHUNK)]
-    if num_workers == 0 or len(chunks) == 1 or multiprocessing.current_process().daemon:
-        yield from ((chunk[0], plan(chunk)) for chunk in chunks)
-        return
-    workers = Workers(plan, chunks, min(num_workers, len(chunks)), ahead=2)
-    try:
-        for (start, _), columns in zip(chunks, workers, strict=True):
-            yield start, columns
-    finally:
-        workers.close()
 
 
 @dataclass(frozen=True)
@@ -305,7 +279,7 @@ class Plan:
                     if isinstance(entry, DataError):
                         raise entry
                     record = entry.record
-                    turns[number] = self.layout.at(folder_of(entry)).learned_turns(record, entry.where)
+                    turns[number] = self.layout.at(entry).learned_turns(record, entry.where)
                 except DataError as error:
                     leave_out(number, record, str(error))
             samples: dict[int, Sample] = {}

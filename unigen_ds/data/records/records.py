@@ -95,9 +95,10 @@ class Layout:
     folders: bool = False
     """Whether a record's images are in the folder of its own data file; else ``image_root`` is that of all records."""
 
-    def at(self, folder: Path | None) -> Layout:
-        """Return the layout of a record whose data file is in ``folder``; None: in that of the first file."""
-        return replace(self, image_root=folder) if folder is not None and self.folders else self
+    def at(self, entry: object) -> Layout:
+        """Return the layout of a ``FoundRecord``, whose data file may be in another folder than the first."""
+        folder = getattr(entry, "folder", None) if self.folders else None
+        return self if folder is None else replace(self, image_root=folder)
 
     def named(self, record: Record, where: object) -> Record:
         """Return ``record`` with the keys of the layouts. Raises ``DataError`` where it lacks one of ``columns``."""
@@ -351,14 +352,9 @@ def _conversation_turns(values: Values) -> list[Turn]:
             turns.append(Turn(role, "text", values.text(turn.get("content"), f"{field}.content"), learned))
         elif kind == "image":
             turns.append(Turn(role, "image", values.image(turn.get("image_path"), f"{field}.image_path"), learned))
-        elif kind is None and "content" in turn:
-            raise DataError(
-                f"{values.where}: {field}.type is missing",
-                allowed="text, image",
-                remedy="turns of role and content alone are OpenAI's: columns={'conversations': 'messages'}",
-            )
         else:
-            raise values.wrong(f"{field}.type", kind, "text, image")
+            allowed = "text, image; turns of role and content alone: columns={'conversations': 'messages'}"
+            raise values.wrong(f"{field}.type", kind, allowed)
     return turns
 
 

@@ -43,17 +43,13 @@ def unused_keys(record: Mapping[str, Any], layout: Layout, beside: Sequence[str]
     kept = {*LAYOUTS[name].keys(record), *(() if name in _CHATS else _OF_CHATS)}
     keys = [key for key in _KEYS if key in record and key not in kept and record[key] not in (None, "", [])]
     if name == "conversations":
-        keys = [key for key in keys if not _in_turns(record, key)]
+        names = [turn.get("image_path") for turn in record["conversations"] if isinstance(turn, Mapping)]
+        for key in {"image", "images"} & {*keys}:  # turns name the images of a sample of a tar
+            images = record[key] if isinstance(record[key], list) else [record[key]]
+            if all(image in names for image in images):
+                keys.remove(key)
     every = (*keys, *beside)
     return 1 + _NAMES.index(name) + sum(1 << _SHIFT + _KEYS.index(key) for key in every) if every else 0
-
-
-def _in_turns(record: Mapping[str, Any], key: str) -> bool:
-    """Whether turns name all images of ``image`` or ``images``, as those of a sample of a tar do."""
-    if key not in ("image", "images"):
-        return False
-    names = [turn.get("image_path") for turn in record["conversations"] if isinstance(turn, Mapping)]
-    return all(image in names for image in (record[key] if isinstance(record[key], list) else [record[key]]))
 
 
 def unused_records(codes: Array) -> dict[str, Array]:

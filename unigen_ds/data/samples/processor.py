@@ -148,7 +148,9 @@ class ConversationProcessor:
     ) -> Iterator[Sample]:
         """``plan`` of each (turns, where); their texts are tokenized together."""
         merged = [(_merge(turns), where) for turns, where in records]
-        ids = iter(self._encode([text for turns, _ in merged for text in _texts(turns)]))
+        texts = [turn.value for turns, _ in merged for turn in turns if turn.kind == "text"]
+        together = getattr(self.tokenizer, "encode_texts", None)  # a user's own tokenizer may have "encode" alone
+        ids = iter(together(texts) if together else map(self.tokenizer.encode, texts))
         for turns, where in merged:
             splits = tuple(self.splits_of(turns, ids, where, keep_images=keep_images))
             yield Sample(splits, plain=is_document(turns))
@@ -164,11 +166,6 @@ class ConversationProcessor:
             keep_images: they are decoded next (``header``).
         """
         raise NotImplementedError(f"{type(self).__name__}.splits_of")
-
-    def _encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        # a tokenizer of a user's own may have "encode" alone
-        together = getattr(self.tokenizer, "encode_texts", None)
-        return together(texts) if together else [self.tokenizer.encode(text) for text in texts]
 
     def ready_image(self, image: Tensor, kind: ImageKind, where: str) -> ImageSplit:
         """The split of an image that a data set has as a tensor ``[C, H, W]``. Raises ``DataError`` for its shape."""
@@ -189,10 +186,6 @@ class ConversationProcessor:
 def is_document(turns: Sequence[Turn]) -> bool:
     """Whether a record is plain text, all of it to be learned."""
     return all(turn.is_target and turn.kind == "text" for turn in turns)
-
-
-def _texts(turns: Sequence[Turn]) -> list[str]:
-    return [turn.value for turn in turns if turn.kind == "text"]
 
 
 def _merge(turns: Sequence[Turn]) -> list[Turn]:

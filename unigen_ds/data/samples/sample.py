@@ -3,32 +3,18 @@ what packing, truncation and statistics need of many: a row of numbers and a dig
 
 A split is one text, one image, one row of numbers: whatever a kind of model reads or learns as a unit (``Split``).
 Splits of texts and images are in ``splits.py``; a family may have others (``families/nanovlm/processor.py``).
-
-Records become tokens and pixels, and are mixed, by rules with versions. There is one version of each, that of 1.0. They
-are in every manifest, so a checkpoint whose data was read by other rules is refused.
-
-=================  ===  ===========================================================================================
-overflow           1    a long text is split, any other long record is left out, or as ``train_dataloader.overflow``
-images             1    upright by EXIF, 16-bit grey by its upper 8 bits, transparency as the model's family reads it
-special_tokens     1    a text that spells a special token is ordinary text
-image_folders      1    relative image paths start at the folder of their own data file
-mixture            1    weighted sources: at every position within one sample of the share, over all epochs
-=================  ===  ===========================================================================================
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unigen_ds.core.errors import CheckpointError, DataError
-from unigen_ds.data.cache.array_cache import SHARED_FROM, SUFFIX, ArrayFile, load_or_fill
+from unigen_ds.core.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,31 +26,10 @@ KINDS = ("text", "conversation", "images")
 """What a record is, for ``train_dataloader.overflow``."""
 NUM_DIGESTED = 6
 """Columns of ``Counts`` that ``record_digest`` contains."""
-RULE_VERSIONS = {"overflow": 1, "images": 1, "special_tokens": 1, "mixture": 1, "image_folders": 1}
-"""As a manifest has them."""
-RULES = tuple(RULE_VERSIONS.items())
-"""In the keys of indices."""
-
-
-def check_rules(facts: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` where the data of a checkpoint (``facts`` of its manifest's ``loader``) was read by
-    other rules than those of this package.
-    """
-    if facts.get("rules") != RULE_VERSIONS:
-        raise CheckpointError(
-            f"the checkpoint's data follows the rules {facts.get('rules')!r}",
-            allowed=f"{RULE_VERSIONS} (docs/data.md)",
-            remedy="continue it with the unigen_ds that wrote it (versions.unigen_ds in its manifest.json)",
-        )
 
 
 class Tally:
     """Sums over the splits of one record; ``count`` makes a row of ``Counts`` of it."""
-
-    __slots__ = (
-        "image_targets", "image_tokens", "images", "other_targets", "text_targets", "tiles", "unk_id", "unknown",
-        "unreadable",
-    )  # fmt: skip
 
     def __init__(self, unk_id: int | None = None) -> None:
         self.unk_id = unk_id
@@ -249,25 +214,6 @@ class Counts:
     def targets(self) -> Array:
         """[N] of every loss term."""
         return self.text_targets + self.image_targets + self.other_targets
-
-    @property
-    def no_image_readable(self) -> bool:
-        """There are images, and none can be read."""
-        return 0 < int(self.images.sum()) == int(self.unreadable.sum())
-
-    def some(self, numbers: Array, folder: Path | None, key: Callable[[], str]) -> Counts:
-        """Those of some records; of many in a file that all processes share, recognised by ``key()``."""
-        if folder is None or len(numbers) < SHARED_FROM:
-            return Counts(*(getattr(self, name)[numbers] for name in COLUMNS))
-
-        def fill(new: ArrayFile) -> None:
-            for name in COLUMNS:
-                new.add(name, len(numbers))
-                new.put(name, 0, getattr(self, name)[numbers])
-
-        name = key()  # only now: it may be a digest of the data
-        arrays = load_or_fill(folder / f"part-{name[:16]}{SUFFIX}", name, fill)
-        return Counts(*(arrays[column] for column in COLUMNS))
 
     @classmethod
     def of(cls, rows: list[tuple[int, ...]]) -> Counts:

@@ -73,7 +73,6 @@ class TextSplit(Split):
         return self
 
     def place(self, builder: PackedBuilder, position: int) -> int:
-        """As of ``Loaded``."""
         ids, targets = text_tokens(self, builder.tokenizer)
         builder.add_tokens(ids, targets, position)
         return position + len(ids)
@@ -116,7 +115,6 @@ class TokenSplit(Split):
         return self
 
     def place(self, builder: PackedBuilder, position: int) -> int:
-        """As of ``Loaded``."""
         builder.add_tokens(self.ids, self.labels, position)
         return position + len(self.ids)
 
@@ -211,7 +209,6 @@ class LoadedImage:
     timestep: float = -math.inf
 
     def place(self, builder: PackedBuilder, position: int) -> int:
-        """As of ``Loaded``."""
         split, start = self.split, builder.num_tokens
         ends = (builder.tokenizer.image_start_id, builder.tokenizer.image_end_id)
         builder.add_text(ends, (start, start + split.num_tokens - 1))
@@ -232,7 +229,6 @@ class DroppedImage:
     """An image that condition dropout removed: no token, but its rotary position is used up."""
 
     def place(self, builder: PackedBuilder, position: int) -> int:
-        """As of ``Loaded``."""
         return position + 1
 
 

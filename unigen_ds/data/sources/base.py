@@ -79,11 +79,6 @@ class InFolder:
         return getattr(self._entry, name)
 
 
-def folder_of(entry: FoundRecord) -> Path | None:
-    """Return the folder of the record's data file, where it is another one than the source's ``root``."""
-    return getattr(entry, "folder", None)
-
-
 def canonical(record: Mapping[str, Any], where: object) -> bytes:
     """Return a record as bytes, whatever the order of its keys and the format of its file; images by their digest."""
     try:
@@ -180,11 +175,6 @@ class RecordSource:
         """The folder that relative image paths start from."""
         return self.origin.parent
 
-    @property
-    def several_folders(self) -> bool:
-        """Whether some of its records are ``InFolder``: their file is in another folder than ``root``."""
-        return False
-
     def index_folder(self, cache_dir: Path | None) -> Path | None:
         """Where its index is cached; None: nowhere."""
         return cache_folder(self.origin, cache_dir)
@@ -249,10 +239,6 @@ class Joined(RecordSource):
         self._bounds = np.zeros(1, np.int64)
         first = os.path.abspath(sources[0].root)
         self._folders = [None if os.path.abspath(source.root) == first else source.root for source in sources]
-
-    @property
-    def several_folders(self) -> bool:
-        return any(folder is not None for folder in self._folders)
 
     @property
     def title(self) -> str:

@@ -320,10 +320,9 @@ def retry(what: str, attempts: int, act: Callable[[], _T]) -> _T:
             status = getattr(cause, "status", None) or getattr(response, "status_code", None)
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            if status in (401, 403) or isinstance(error, PermissionError):
-                raise DataError(f"{what}: access is refused", remedy="check who may read it") from error
-            if status in (404, 410) or isinstance(cause, FileNotFoundError):
-                raise DataError(f"{what}: it does not exist", remedy="check its name, and who may read it") from error
+            if status in (401, 403, 404, 410) or isinstance(cause, PermissionError | FileNotFoundError):
+                why = f"it does not exist, or may not be read ({status or type(cause).__name__})"
+                raise DataError(f"{what}: {why}", remedy="check its name, and who may read it") from error
             problem = (str(cause).splitlines() or [type(cause).__name__])[0]
             if attempt == attempts:
                 raise DataError(

@@ -281,8 +281,7 @@ class CsvSource(RangeSource):
             raise MalformedRecord(f"{position}: no valid CSV: {error}") from error
         if len(cells) != len(self.names):
             raise MalformedRecord(
-                f"{position}: the row has {len(cells)} cells",
-                allowed=f"{len(self.names)}, as the first row",
+                f"{position}: the row has {len(cells)} cells", allowed=f"{len(self.names)}, as the first row"
             )
         record: dict[str, Any] = dict(zip(self.names, cells, strict=True))
         for name in filter(record.__contains__, _NESTED):

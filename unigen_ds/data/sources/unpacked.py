@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.cache.content import content_digest
+from unigen_ds.data.cache.content import contents_digest
 from unigen_ds.system.files import hold_lock, write_atomic
 from unigen_ds.system.log import notice
 
@@ -61,7 +61,7 @@ def copy_of(path: Path, folder: Path | None, *, suffix: str, size: int, write: C
             f"data file {path} must be unpacked, and its folder is not writable",
             remedy="cache_dir=FOLDER of the data set: a folder for the unpacked copy",
         )
-    target = folder / "unpacked" / f"{path.name}-{content_digest(path, folder)[:16]}{suffix}"
+    target = folder / "unpacked" / f"{path.name}-{contents_digest([path], folder, name=path.name)[:16]}{suffix}"
     target.parent.mkdir(exist_ok=True)
     if target.exists():
         return target

@@ -55,7 +55,16 @@ class RenderedChat:
         """
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if marked and _GENERATION.search(tokenizer.chat_template):
-            text, marks = _render_marked(tokenizer, messages, reply=reply)
+            from transformers.utils.chat_template_utils import render_jinja_template
+
+            (text,), (blocks,) = render_jinja_template(
+                [[dict(message) for message in messages]],
+                chat_template=tokenizer.chat_template,
+                return_assistant_tokens_mask=True,
+                add_generation_prompt=reply,
+                **tokenizer.special_tokens_map,
+            )
+            marks = tuple(bound for block in blocks for bound in block)
             if unlearned and len(marks) != 2 * len(answers):
                 raise DataError(
                     f"the chat template marks {len(marks) // 2} parts of {len(answers)} assistant messages, and some"
@@ -110,25 +119,8 @@ def encode_chats(tokenizer: Any, chats: Sequence[tuple[str, Mapping[str, str]]])
 
 def next_token_labels(ids: Sequence[int], from_assistant: Sequence[bool]) -> list[int]:
     """What each position predicts: the next id where it is the assistant's, else -100."""
-    return [i if learned else IGNORED for i, learned in zip(ids[1:], from_assistant[1:], strict=True)] + [
-        IGNORED
-    ] * bool(ids)
-
-
-def _render_marked(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, reply: bool
-) -> tuple[str, tuple[int, ...]]:
-    """The text, and where its ``{% generation %}`` blocks begin and end."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    rendered, blocks = render_jinja_template(
-        [[dict(message) for message in messages]],
-        chat_template=tokenizer.chat_template,
-        return_assistant_tokens_mask=True,
-        add_generation_prompt=reply,
-        **tokenizer.special_tokens_map,
-    )
-    return rendered[0], tuple(bound for block in blocks[0] for bound in block)
+    following = zip(ids[1:], from_assistant[1:], strict=True)
+    return [*(i if learned else IGNORED for i, learned in following), *[IGNORED] * bool(ids)]
 
 
 def _opening(tokenizer: Any, text: str) -> str:

@@ -113,7 +113,8 @@ class _Tokenizer:
         missing = [n for n, i in zip(names, ids, strict=True) if i is None or (i == unk[0] and n != unk[1])]
         if missing:
             raise ConfigError(f"the tokenizer has no token {', '.join(missing)}", remedy="add it as a special token")
-        self._tokenizer = tokenizer
+        self._tokenizer = self.chat = tokenizer
+        """That of transformers, for its chat template and offsets."""
         self.bos_id, self.eos_id, self.image_start_id, self.image_end_id = ids
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
         # many byte-level tokenizers name an unknown token that their model never returns, often their end token
@@ -121,7 +122,7 @@ class _Tokenizer:
         unknown = type(model).__name__ == "Unigram" or getattr(model, "unk_token", None) is not None
         self.unk_id: int | None = tokenizer.unk_token_id if unknown else None
         """The id of words that the vocabulary does not have; None where every text has ids of its own (bytes)."""
-        self._fingerprint = hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest()
+        self.fingerprint = hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest()
         # which its file may turn on, and transformers turns off in each call
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
@@ -160,10 +161,6 @@ class _Tokenizer:
 
         stream = DecodeStream()
         return [stream.step(self._tokenizer.backend_tokenizer, token) or "" for token in ids]
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
 
     def save_pretrained(self, directory: str) -> None:
         """Write the files that ``AutoTokenizer.from_pretrained`` reads."""
@@ -241,12 +238,7 @@ class ChatTokenizer(_Tokenizer):
             raise ConfigError(f"tokenizer {path!r} has no chat template", remedy="give tokenizer.chat_template")
         super().__init__(tokenizer, (bos, eos, GLOBAL_TOKEN, IMAGE_TOKEN))
         self.image_id = self.image_end_id
-        self._fingerprint += "/" + hashlib.blake2b(str(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
-
-    @property
-    def chat(self) -> Any:
-        """The tokenizer of transformers, for its chat template and offsets."""
-        return self._tokenizer
+        self.fingerprint += "/" + hashlib.blake2b(str(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
 
 
 PROCESSOR_FILES = (
@@ -287,7 +279,7 @@ class ModelTokenizer(_Tokenizer):
         self.end_ids = frozenset({self.eos_id, *(stated if isinstance(stated, list) else [stated])}) - {None}
         """Each of them ends an answer."""
         facts = repr((tokenizer.chat_template, sorted(self.files.items()))) + learn * (learn != "all")
-        self._fingerprint += "/" + hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
+        self.fingerprint += "/" + hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
 
     def _read_json(self, name: str) -> dict[str, Any]:
         try:
@@ -295,11 +287,6 @@ class ModelTokenizer(_Tokenizer):
         except ValueError as error:
             raise ConfigError(f"tokenizer.path {self.name!r}: {name} cannot be read: {error}") from error
         return content if isinstance(content, dict) else {}
-
-    @property
-    def chat(self) -> Any:
-        """As of ``ChatTokenizer``."""
-        return self._tokenizer
 
     def save_pretrained(self, directory: str) -> None:
         """Also the files of the model's processor, as they are."""

@@ -22,7 +22,6 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EMA
 from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.data.datasets.overflow import check_overflow
-from unigen_ds.data.samples.sample import check_rules
 from unigen_ds.data.settings import ValDataloader
 from unigen_ds.evaluation.generation import Answering
 from unigen_ds.evaluation.metrics import build_metrics
@@ -219,7 +218,6 @@ def _validation_data(settings: Settings, manifest: Manifest | None) -> Sequence[
     """The data of each set, as the run of ``manifest`` has them."""
     geometry = Geometry(settings.train_dataloader.batch_size or 1)
     if manifest is not None:
-        check_rules(manifest.loader["facts"])
         geometry = manifest.geometry
     if settings.val_dataloader is not None and settings.val_dataloader.divided is not None:
         sets = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None).validation

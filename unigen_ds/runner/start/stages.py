@@ -39,7 +39,6 @@ from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.datasets.dataset import check_readable
 from unigen_ds.data.datasets.overflow import check_overflow
 from unigen_ds.data.order.order import Cursor
-from unigen_ds.data.samples.sample import check_rules
 from unigen_ds.models.weights import check_here
 from unigen_ds.optim.optimizer import AUTO, ParamGroup, settled_precision
 from unigen_ds.resume import checklist
@@ -220,8 +219,6 @@ def continue_data(
     Data that has changed in a way that ``on_change`` does not allow stays as it is now. ``check``: refuse data that no
     start would use.
     """
-    if manifest:
-        check_rules(manifest.loader["facts"])
     data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None)
     for part in data.parts if check else ():
         check_readable(part.datasets, part.names)
