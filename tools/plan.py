@@ -72,7 +72,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         arguments.host_memory,
     )
     values = report_values(report, reserve)
-    print(json.dumps(values, indent=1) if arguments.json else "\n".join(report_lines(report, reserve)))
+    print(json.dumps(values, indent=1) if arguments.json else "\n".join(report_lines(values)))
     chosen = values["engines"][0]
     return 0 if chosen["problem"] is None and chosen["fits"] is not False else 1
 
