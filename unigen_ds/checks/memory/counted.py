@@ -7,7 +7,6 @@ are real, so what depends on their values (the shapes of a packed batch) is that
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import traceback
@@ -141,13 +140,6 @@ class CountedBytes(TorchDispatchMode):
         """Count tensors that no operation has returned: made from numpy's, for instance."""
         for tensor in tensors:
             self.add(tensor)
-
-    def add_existing(self) -> None:
-        """Count all tensors that Python can reach."""
-        gc.collect()
-        for thing in gc.get_objects():
-            if type(thing) in (Tensor, torch.nn.Parameter, FakeTensor):
-                self.add(thing)
 
     def _free(self, key: int) -> None:
         nbytes = self._held.pop(key)[1]

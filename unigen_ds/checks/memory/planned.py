@@ -21,7 +21,7 @@ from rich.progress import track
 from unigen_ds.checks.memory.counted import Outcome, in_processes
 from unigen_ds.checks.memory.traced import PHASES, Traced, fake_group, highest, trace
 from unigen_ds.checks.resume import as_launched
-from unigen_ds.config.backend_option import backend_spec
+from unigen_ds.config.overrides import backend_spec
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
