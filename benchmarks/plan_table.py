@@ -162,7 +162,7 @@ def planned(model: str, folder: Path, *, data: str, world: int, engine: str | No
     """One engine, None: the recipe's own, as plain values; ``seconds`` by the clock and of all processes together."""
     from unigen_ds.checks.memory.planned import Reserve, plan_memory, report_values
     from unigen_ds.checks.resume import as_launched
-    from unigen_ds.config.backend_option import with_backend
+    from unigen_ds.config.overrides import with_backend
     from unigen_ds.core.errors import ConfigError
     from unigen_ds.core.quantities import size
     from unigen_ds.runner.settings.tree import load_settings

@@ -9,8 +9,7 @@ import pytest
 
 from tests.processes import ROOT
 from unigen_ds.backends.deepspeed.deepspeed import DeepSpeedBackend
-from unigen_ds.config.backend_option import with_backend
-from unigen_ds.config.overrides import parse_override
+from unigen_ds.config.overrides import parse_override, with_backend
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.settings import TrainDataloader
 from unigen_ds.examples.digits import DigitsDataset

@@ -19,7 +19,7 @@ import sys
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.quantities import memory, positive, share, size
+from unigen_ds.core.quantities import positive, share, size
 from unigen_ds.system.machine import environment
 from unigen_ds.system.pipes import add_config, ends_quietly, tool_parser
 
@@ -31,8 +31,8 @@ def parser() -> argparse.ArgumentParser:
                    help="processes, one for each device (default: world_size of the config, else 1)")  # fmt: skip
     p.add_argument("--per-node", type=positive, metavar="N", help="processes of a node (default: 8, or all if fewer)")
     p.add_argument("--only", action="store_true", help="plan the engine of the config alone, not the others")
-    p.add_argument("--device-memory", type=memory, metavar="SIZE", help="of a device: 80GiB")
-    p.add_argument("--host-memory", type=memory, metavar="SIZE", help="of a node: 512GiB")
+    p.add_argument("--device-memory", type=size, metavar="SIZE", help="of a device: 80GiB")
+    p.add_argument("--host-memory", type=size, metavar="SIZE", help="of a node: 512GiB")
     p.add_argument("--device-reserve", type=size, default=size("2GiB"), metavar="SIZE",
                    help="of a device, for what is not traced: CUDA's context, NCCL, cuBLAS (default 2GiB)")  # fmt: skip
     p.add_argument("--fragmentation", type=share, default=0.05, metavar="SHARE",
@@ -72,7 +72,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         arguments.host_memory,
     )
     values = report_values(report, reserve)
-    print(json.dumps(values, indent=1) if arguments.json else "\n".join(report_lines(report, reserve)))
+    print(json.dumps(values, indent=1) if arguments.json else "\n".join(report_lines(values)))
     chosen = values["engines"][0]
     return 0 if chosen["problem"] is None and chosen["fits"] is not False else 1
 

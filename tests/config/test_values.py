@@ -53,7 +53,7 @@ def test_limits_of_the_arguments_of_a_dataclass_and_of_its_base() -> None:
     problems = [str(error) for error in component_problems(CURVES, wrong, where="param_scheduler[0]")]
     assert problems == [
         "param_scheduler[0].begin is -1. Allowed: a number of at least 0.",
-        "param_scheduler[0].sizes is [1, inf]. Allowed: a list of numbers of at least 0.",
+        "param_scheduler[0].sizes is [1, inf]. Allowed: a list, each a number of at least 0.",
         "param_scheduler[0].end is '3'. Allowed: a number of at least 0 or None.",
     ]
     assert not component_problems(CURVES, {"type": Steps, "begin": 1, "sizes": [1, 0.5]}, where="param_scheduler[0]")

@@ -131,18 +131,6 @@ def test_every_command_line_of_the_guides(migrated, capsys: pytest.CaptureFixtur
     assert len(COMMANDS) == 60
 
 
-def test_a_checkpoint_that_states_its_progress_is_resumed(migrated, tmp_path: Path) -> None:
-    """DeepSpeed's and this project's; of any other the weights are loaded."""
-    words = words_of("python train_unified_generation.py --resume_from_checkpoint")
-    for name, key in (("latest", "resume"), ("mp_rank_00_model_states.pt", "resume"), ("optimizer.pt", "load_from")):
-        (path := tmp_path / name / name).parent.mkdir()
-        path.write_text("")
-        written = migrated("unified_generation", *words, str(path.parent))
-        other = {"resume": "load_from", "load_from": "resume"}[key]
-        assert written.get(key) == str(path.parent) and not written.get(other)
-        assert ("Only the weights of that checkpoint are read" in written.text) == (key == "load_from")
-
-
 def test_all_flags_of_one_command(migrated) -> None:
     command = next(command for _, command in COMMANDS if command.startswith(WHOLE))
     written = migrated("unified_generation", *words_of(command))

@@ -17,7 +17,6 @@ from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
-from unigen_ds.config.backend_option import with_backend
 from unigen_ds.config.file import read_file, shipped_configs, unread_names
 from unigen_ds.config.registry import registered_name
 from unigen_ds.config.translation import Change, hint, translate
@@ -226,3 +225,23 @@ def overrides_of(arguments: Any, *, checkpoint: str | None = None) -> dict[str, 
              "assume")  # fmt: skip
     values = {name: getattr(arguments, name, None) for name in names}
     return overrides | {name: value for name, value in values.items() if value is not None}
+
+
+def backend_spec(text: str) -> dict[str, str]:
+    """``deepspeed:zero1`` -> ``{"type": "deepspeed", "config": "zero1"}``."""
+    kind, _, detail = text.partition(":")
+    option = {"deepspeed": "config", "fsdp": "sharding_strategy"}.get(kind)
+    return {"type": kind} | ({option: detail} if option and detail else {})
+
+
+def with_backend(overrides: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Overrides and ``--backend``, which comes first: ``backend.KEY`` of ``overrides`` is a setting of that engine.
+
+    Raises ``ConfigError`` where an override contradicts it.
+    """
+    spec = backend_spec(text)
+    for key in ("backend", *(f"backend.{name}" for name in spec)):
+        wanted: Any = spec if key == "backend" else spec[key.removeprefix("backend.")]
+        if key in overrides and overrides[key] != wanted:
+            raise ConfigError(f"--backend {text} contradicts {key}={overrides[key]!r}", remedy="give one of the two")
+    return {"backend": spec} | {key: value for key, value in overrides.items() if key != "backend"}

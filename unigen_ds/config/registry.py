@@ -17,8 +17,8 @@ from mmengine.config import ConfigDict
 from mmengine.registry import HOOKS as MMENGINE_HOOKS
 from mmengine.registry import Registry
 
-from unigen_ds.config.backend_option import BACKEND_WORDS
 from unigen_ds.config.values import argument_hints, describe_hint, fits, format_value, nested_section
+from unigen_ds.core.choices import BACKEND_WORDS
 from unigen_ds.core.errors import ConfigError, DataError, UnknownKey, nearest, raise_any
 from unigen_ds.system.log import notice
 

@@ -263,14 +263,6 @@ def keys(section: type[Section]) -> dict[str, Any]:
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 
-class SettingErrors(ValueError):
-    """Several problems that a section's own check found."""
-
-    def __init__(self, errors: Sequence[ConfigError]) -> None:
-        super().__init__("; ".join(map(str, errors)))
-        self.errors = errors
-
-
 def _translate_errors(cls: type[Section], config: Any, problems: Sequence[Any], where: str) -> list[ConfigError]:
     """Pydantic's errors as ours, in the order of the config; a value that fails in several ways only once."""
     by_path: dict[tuple[str, str], ConfigError] = {}
@@ -328,10 +320,8 @@ def _explain(root: type[Section], config: Any, one: Any, *, where: str) -> Itera
     raised = (one.get("ctx") or {}).get("error")
     if one["type"] == "component":
         yield from ((path, problem) for problem in one["ctx"]["of"].problems(value, where=path))
-    elif isinstance(raised, SettingErrors):
-        yield from ((path, problem) for problem in raised.errors)
     elif isinstance(raised, ConfigError):
-        yield path, raised
+        yield from ((path, problem) for problem in raised.parts or [raised])
     else:
         hints = hints or ((info.annotation, info.metadata) if info is not None else (section, ()))
         yield path, ConfigError(f"{path or 'the config'} is {value!r}", allowed=describe_hint(*hints))

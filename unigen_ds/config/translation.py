@@ -59,52 +59,42 @@ _ENV = "delete it; env.dist_timeout_s and env.num_threads, and launcher are what
 _EVALUATION = "delete it, EvaluateHook in custom_hooks sets when and what is evaluated: docs/evaluation.md"
 _TEST = "delete it, and give val_dataloader the data: docs/evaluation.md"
 _PRECISION = "delete it, optim_wrapper.precision is 'fp32', 'bf16' or 'fp16'"
-_RATING = "train_dataloader.dataset.filters, a RatingFilter"
 
-RENAMED = {
-    "lr": "optim_wrapper.optimizer.lr",
-    "learning_rate": "optim_wrapper.optimizer.lr",
-    "betas": "optim_wrapper.optimizer.betas",
-    "weight_decay": "optim_wrapper.optimizer.weight_decay",
-    "custom_keys": "optim_wrapper.paramwise_cfg.custom_keys",
-    "optim_type": "optim_wrapper.optimizer.type",
-    "gradient_accumulation_steps": "optim_wrapper.accumulative_counts",
-    "max_grad_norm": "optim_wrapper.clip_grad.max_norm",
-    "per_device_train_batch_size": "train_dataloader.batch_size",
-    "train_batch_size": "train_dataloader.batch_size",
-    "max_length": "train_dataloader.seq_length",
-    "max_sequence_length": "train_dataloader.seq_length",
-    "dataloader_num_workers": "train_dataloader.num_workers",
-    "data_path": "train_dataloader.dataset.data_path",
-    "train_data_path": "train_dataloader.dataset.data_path",
-    "val_data_path": "val_dataloader.dataset.data_path",
-    "relevance_min_rating": _RATING,
-    "image_correspondence_min_rating": _RATING,
-    "visual_dependency_min_rating": _RATING,
-    "formatting_min_rating": _RATING,
-    "max_images_per_example": "train_dataloader.dataset.filters, an ImageCountFilter with max_tiles",
-    "max_images_per_knapsack": "train_dataloader.packing.max_tiles",
-    "eval_interval": "EvaluateHook.interval, of custom_hooks",
-    "eval_steps": "EvaluateHook.interval, of custom_hooks",
-    "metric_for_best_model": "EvaluateHook.save_best, of custom_hooks",
-    "lmms_eval_tasks": "AsyncEvaluateHook.command, of custom_hooks",
-    "val_size": "val_dataloader.split, a share of the records",
-    "num_epochs": "train_cfg.max_epochs",
-    "num_train_epochs": "train_cfg.max_epochs",
-    "total_steps": "train_cfg.max_updates",
-    "warmup_ratio": "param_scheduler",
-    "warmup_steps": "param_scheduler",
-    "save_steps": "default_hooks.checkpoint.interval",
-    "save_every": "default_hooks.checkpoint.interval",
-    "save_total_limit": "default_hooks.checkpoint.max_keep_ckpts",
-    "log_every": "default_hooks.logger.interval",
-    "logging_steps": "default_hooks.logger.interval",
-    "text_loss_weight": "loss_weights.text",
-    "image_loss_weight": "loss_weights.image",
-    "output_dir": "work_dir",
-    "resume_from": "resume='CKPT'",
-    "resume_from_checkpoint": "resume='CKPT'",
-}
+_NAMES = {
+    "optim_wrapper.optimizer.lr": ("lr", "learning_rate"),
+    "optim_wrapper.optimizer.betas": ("betas",),
+    "optim_wrapper.optimizer.weight_decay": ("weight_decay",),
+    "optim_wrapper.optimizer.type": ("optim_type",),
+    "optim_wrapper.paramwise_cfg.custom_keys": ("custom_keys",),
+    "optim_wrapper.accumulative_counts": ("gradient_accumulation_steps",),
+    "optim_wrapper.clip_grad.max_norm": ("max_grad_norm",),
+    "train_dataloader.batch_size": ("per_device_train_batch_size", "train_batch_size"),
+    "train_dataloader.seq_length": ("max_length", "max_sequence_length"),
+    "train_dataloader.num_workers": ("dataloader_num_workers",),
+    "train_dataloader.dataset.data_path": ("data_path", "train_data_path"),
+    "val_dataloader.dataset.data_path": ("val_data_path",),
+    "train_dataloader.dataset.filters, a RatingFilter": (
+        "relevance_min_rating", "image_correspondence_min_rating", "visual_dependency_min_rating",
+        "formatting_min_rating",
+    ),
+    "train_dataloader.dataset.filters, an ImageCountFilter with max_tiles": ("max_images_per_example",),
+    "train_dataloader.packing.max_tiles": ("max_images_per_knapsack",),
+    "EvaluateHook.interval, of custom_hooks": ("eval_interval", "eval_steps"),
+    "EvaluateHook.save_best, of custom_hooks": ("metric_for_best_model",),
+    "AsyncEvaluateHook.command, of custom_hooks": ("lmms_eval_tasks",),
+    "val_dataloader.split, a share of the records": ("val_size",),
+    "train_cfg.max_epochs": ("num_epochs", "num_train_epochs"),
+    "train_cfg.max_updates": ("total_steps",),
+    "param_scheduler": ("warmup_ratio", "warmup_steps"),
+    "default_hooks.checkpoint.interval": ("save_steps", "save_every"),
+    "default_hooks.checkpoint.max_keep_ckpts": ("save_total_limit",),
+    "default_hooks.logger.interval": ("log_every", "logging_steps"),
+    "loss_weights.text": ("text_loss_weight",),
+    "loss_weights.image": ("image_loss_weight",),
+    "work_dir": ("output_dir",),
+    "resume='CKPT'": ("resume_from", "resume_from_checkpoint"),
+}  # fmt: skip
+RENAMED = {name: path for path, names in _NAMES.items() for name in names}
 """Names of settings in other trainers, and the path of each in this one."""
 KEYS: dict[str, Key] = {
     "log_level": Key("", _NEVER, "write env.log_level"),
@@ -152,9 +142,7 @@ KEYS: dict[str, Key] = {
     ),
     "val_interval": Key("", _NEVER, _EVALUATION),
     "val_begin": Key("", _NEVER, _EVALUATION),
-    "test_cfg": Key("there is none", _EMPTY, _TEST),
-    "test_dataloader": Key("there is none", _EMPTY, _TEST),
-    "test_evaluator": Key("there is none", _EMPTY, _TEST),
+    **dict.fromkeys(("test_cfg", "test_dataloader", "test_evaluator"), Key("there is none", _EMPTY, _TEST)),
     "world_size": Key(
         "", _NEVER, "write world_size at the top of the config: it is compared with the number that the launcher starts"
     ),
@@ -206,153 +194,144 @@ _COLLATES = ("default_collate", "pseudo_collate")
 
 def translate(config: dict[str, Any]) -> list[Change]:
     """Change the plain values of a config in place. Returns what became of each key of mmengine's."""
-    changes: list[Change] = []
-    level, timeout = str(config.get("log_level")).upper(), _get(config, "env_cfg.dist_cfg.timeout")
-    if level in _LEVELS:
-        changes += _replace(config, "env.log_level", level, "log_level")
-    if isinstance(timeout, (int, float)):
-        changes += _replace(config, "env.dist_timeout_s", timeout, "env_cfg.dist_cfg.timeout")
-    changes += _precision(config)
+    translation = _Translation(config)
+    translation.runtime()
     for section in ("train_dataloader", "val_dataloader"):
-        changes += _order(config, section)
-    changes += _writers(config)
-    changes += _no_validation(config)
-    changes += _evaluation(config)
+        translation.order(section)
+    translation.no_validation()
+    translation.evaluation()
     for path in sorted(KEYS, key=lambda path: -path.count(".")):  # a section after what is in it
-        node, last = _above(config, path)
+        node, last = translation.above(path)
         if last in node and KEYS[path].ignores(node[last]):
-            changes += _drop(config, path, KEYS[path].why)
-    return changes
+            translation.drop(path, KEYS[path].why)
+    return translation.changes
 
 
-def _above(config: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
-    """The mapping that holds a key, or an empty one, and the key's last name."""
-    *above, last = dotted.split(".")
-    node: Any = config
-    for key in above:
-        node = node.get(key) if isinstance(node, Mapping) else None
-    return (node if isinstance(node, dict) else {}), last
+class _Translation:
+    """A config, which is changed in place, and its changes."""
 
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.changes: list[Change] = []
+        hooks = config.get("custom_hooks") or []
+        self.hooks = [*hooks] if isinstance(hooks, (list, tuple)) else [hooks]
 
-def _get(config: dict[str, Any], dotted: str) -> Any:
-    node, last = _above(config, dotted)
-    return node.get(last)
+    def above(self, dotted: str) -> tuple[dict[str, Any], str]:
+        """The mapping that holds a key, or an empty one, and the key's last name."""
+        *above, last = dotted.split(".")
+        node: Any = self.config
+        for key in above:
+            node = node.get(key) if isinstance(node, Mapping) else None
+        return (node if isinstance(node, dict) else {}), last
 
+    def get(self, dotted: str) -> Any:
+        node, last = self.above(dotted)
+        return node.get(last)
 
-def _drop(config: dict[str, Any], dotted: str, why: str) -> Iterator[Change]:
-    """Remove a key, with a line unless it is None or empty."""
-    node, last = _above(config, dotted)
-    if last in node and (value := node.pop(last)) not in _EMPTY:
-        yield Change(f"{dotted}={_short(value)}", why)
+    def drop(self, dotted: str, why: str) -> None:
+        """Remove a key, with a line unless it is None or empty."""
+        node, last = self.above(dotted)
+        if last in node and (value := node.pop(last)) not in _EMPTY:
+            self.changes.append(Change(f"{dotted}={_short(value)}", why))
 
-
-def _replace(config: dict[str, Any], path: str, value: Any, *sources: str) -> Iterator[Change]:
-    """Remove keys of mmengine's that are there, and set one of ours. A value that is there already counts."""
-    section, key = path.split(".")
-    node = config.get(section) or {}
-    if not isinstance(node, dict):
-        return
-    config[section] = node
-    source = ", ".join(f"{one}={_short(_get(config, one))}" for one in sources if _get(config, one) is not None)
-    for one in sources:
-        above, last = _above(config, one)
-        above.pop(last, None)
-    if node.get(key) is not None:
-        yield Change(source, f"the config has {path}={node[key]!r}")
-    else:
-        node[key] = value
-        yield Change(source, path=path, meaning=f"{path}={value!r}")
-
-
-def _precision(config: dict[str, Any]) -> Iterator[Change]:
-    """``optim_wrapper.type`` and ``dtype`` -> ``precision``."""
-    sources = ("optim_wrapper.type", "optim_wrapper.dtype")
-    kind, dtype = (_get(config, source) for source in sources)
-    name = _name(kind)
-    if (kind is None and dtype is None) or not (kind is None or name.endswith("OptimWrapper")):
-        return
-    precision = _OF_WRAPPERS.get(name) if dtype is None else _PRECISIONS.get(str(dtype).removeprefix("torch."))
-    if precision is not None:
-        yield from _replace(config, "optim_wrapper.precision", precision, *sources)
-    elif dtype is None:
-        yield from _drop(config, "optim_wrapper.type", "optim_wrapper.precision sets the precision")
-
-
-def _order(config: dict[str, Any], section: str) -> Iterator[Change]:
-    """mmengine's shuffled order is what there is, and its ways to make a batch are not needed."""
-    sampler, collate = _get(config, f"{section}.sampler"), _get(config, f"{section}.collate_fn")
-    if isinstance(sampler, Mapping) and {*sampler} <= {"type", "shuffle", "seed", "round_up"}:
-        is_known = _name(sampler.get("type", "DefaultSampler")) in ("DefaultSampler", "InfiniteSampler")
-        shuffles = sampler.get("shuffle", True) is True and sampler.get("seed") is None
-        if is_known and (shuffles or section == "val_dataloader"):
-            yield from _drop(config, f"{section}.sampler", KEYS[f"{section}.sampler"].why)
-    if _name(collate.get("type") if isinstance(collate, Mapping) else collate) in _COLLATES:
-        yield from _drop(config, f"{section}.collate_fn", KEYS[f"{section}.collate_fn"].why)
-
-
-def _writers(config: dict[str, Any]) -> Iterator[Change]:
-    """mmengine's writer into the work dir."""
-    node, last = _above(config, "visualizer.vis_backends")
-    writers = node.get(last)
-    for writer in [*writers] if isinstance(writers, (list, tuple)) else []:
-        if isinstance(writer, Mapping) and _name(writer.get("type")) == "LocalVisBackend":
-            node[last] = [other for other in node[last] if other is not writer]
-            yield Change(f"visualizer.vis_backends: {_short(writer)}", "metrics.jsonl has every value")
-
-
-def _no_validation(config: dict[str, Any]) -> Iterator[Change]:
-    """An empty text in place of validation data, or of the only file, as scripts pass it, means none."""
-    loader = config.get("val_dataloader")
-    if isinstance(loader, Mapping) and "dataset" in loader and loader.get("split") is None:
-        data = loader["dataset"]
-        only = data[0] if isinstance(data, (list, tuple)) and len(data) == 1 else data
-        path = only.get("data_path", "its own") if isinstance(only, Mapping) else only
-        loader = "" if path is None else path
-    if loader != "":
-        return
-    config["val_dataloader"] = None
-    yield Change("val_dataloader", "it names no data, so there is no validation")
-    hooks = _hooks(config)
-    remaining = [hook for hook in hooks if not _evaluates(hook)]
-    if len(remaining) < len(hooks):
-        config["custom_hooks"] = remaining
-        yield Change("EvaluateHook", "there is no validation")
-
-
-def _evaluation(config: dict[str, Any]) -> Iterator[Change]:
-    """``train_cfg.val_interval``, and ``save_best`` and ``rule`` of mmengine's ``CheckpointHook`` -> ``EvaluateHook``,
-    whose own arguments count where the config has one.
-    """
-    loop, saving = _above(config, "train_cfg.val_interval")[0], _above(config, "default_hooks.checkpoint.save_best")[0]
-    interval, best, hooks = loop.get("val_interval"), saving.get("save_best"), _hooks(config)
-    number = next((k for k, hook in enumerate(hooks) if _evaluates(hook)), len(hooks))
-    hook = hooks[number] if number < len(hooks) else {"type": "EvaluateHook"}
-    arguments: dict[str, dict[str, Any]] = {}
-    if type(interval) is int and interval > 0:
-        arguments["train_cfg.val_interval"] = {"interval": interval, "by_epoch": loop.get("max_epochs") is not None}
-    if isinstance(best, str) and isinstance(saving.get("rule"), str | None):
-        name = "loss" if best == "auto" else best.removeprefix("val/")
-        arguments["default_hooks.checkpoint.save_best"] = {"save_best": f"val/{name}"}
-        if saving.get("rule") is not None:
-            arguments["default_hooks.checkpoint.rule"] = {"rule": saving["rule"]}
-    for source, values in arguments.items():
-        if config.get("val_dataloader") is None:
-            yield from _drop(config, source, "there is no val_dataloader")
-        elif number < len(hooks) and (source.endswith("val_interval") or hook.keys() & values.keys()):
-            yield from _drop(config, source, f"custom_hooks has {hook!r}")
+    def replace(self, path: str, value: Any, *sources: str) -> None:
+        """Remove keys of mmengine's that are there, and set one of ours. A value that is there already counts."""
+        section, key = path.split(".")
+        node = self.config.get(section) or {}
+        if not isinstance(node, dict):
+            return
+        self.config[section] = node
+        source = ", ".join(f"{one}={_short(self.get(one))}" for one in sources if self.get(one) is not None)
+        for one in sources:
+            above, last = self.above(one)
+            above.pop(last, None)
+        if node.get(key) is not None:
+            self.changes.append(Change(source, f"the config has {path}={node[key]!r}"))
         else:
-            text = f"{source}={_short(_get(config, source))}"
-            node, last = _above(config, source)
-            node.pop(last)
-            hook = {**hook, **values}
-            config["custom_hooks"] = [*hooks[:number], hook, *hooks[number + 1 :]]
-            yield Change(text, path="custom_hooks", meaning=f"{hook!r} in custom_hooks")
+            node[key] = value
+            self.changes.append(Change(source, path=path, meaning=f"{path}={value!r}"))
 
+    def runtime(self) -> None:
+        """The level of the log, the timeout of collectives, the precision, and mmengine's writer into the work dir."""
+        level, timeout = str(self.get("log_level")).upper(), self.get("env_cfg.dist_cfg.timeout")
+        if level in _LEVELS:
+            self.replace("env.log_level", level, "log_level")
+        if isinstance(timeout, (int, float)):
+            self.replace("env.dist_timeout_s", timeout, "env_cfg.dist_cfg.timeout")
+        sources = ("optim_wrapper.type", "optim_wrapper.dtype")
+        kind, dtype = map(self.get, sources)
+        if (kind is not None or dtype is not None) and (kind is None or _name(kind).endswith("OptimWrapper")):
+            of_dtype = _PRECISIONS.get(str(dtype).removeprefix("torch."))
+            precision = _OF_WRAPPERS.get(_name(kind)) if dtype is None else of_dtype
+            if precision is not None:
+                self.replace("optim_wrapper.precision", precision, *sources)
+            elif dtype is None:
+                self.drop("optim_wrapper.type", "optim_wrapper.precision sets the precision")
+        node, last = self.above("visualizer.vis_backends")
+        writers = node.get(last)
+        for writer in [*writers] if isinstance(writers, (list, tuple)) else []:
+            if isinstance(writer, Mapping) and _name(writer.get("type")) == "LocalVisBackend":
+                node[last] = [other for other in node[last] if other is not writer]
+                self.changes.append(
+                    Change(f"visualizer.vis_backends: {_short(writer)}", "metrics.jsonl has every value")
+                )
 
-def _hooks(config: dict[str, Any]) -> list[Any]:
-    """``custom_hooks``, which may be one hook alone."""
-    hooks = config.get("custom_hooks") or []
-    return [*hooks] if isinstance(hooks, (list, tuple)) else [hooks]
+    def order(self, section: str) -> None:
+        """mmengine's shuffled order is what there is, and its ways to make a batch are not needed."""
+        sampler, collate = self.get(f"{section}.sampler"), self.get(f"{section}.collate_fn")
+        if isinstance(sampler, Mapping) and {*sampler} <= {"type", "shuffle", "seed", "round_up"}:
+            is_known = _name(sampler.get("type", "DefaultSampler")) in ("DefaultSampler", "InfiniteSampler")
+            shuffles = sampler.get("shuffle", True) is True and sampler.get("seed") is None
+            if is_known and (shuffles or section == "val_dataloader"):
+                self.drop(f"{section}.sampler", KEYS[f"{section}.sampler"].why)
+        if _name(collate.get("type") if isinstance(collate, Mapping) else collate) in _COLLATES:
+            self.drop(f"{section}.collate_fn", KEYS[f"{section}.collate_fn"].why)
+
+    def no_validation(self) -> None:
+        """An empty text in place of validation data, or of the only file, as scripts pass it, means none."""
+        loader = self.config.get("val_dataloader")
+        if isinstance(loader, Mapping) and "dataset" in loader and loader.get("split") is None:
+            data = loader["dataset"]
+            only = data[0] if isinstance(data, (list, tuple)) and len(data) == 1 else data
+            path = only.get("data_path", "its own") if isinstance(only, Mapping) else only
+            loader = "" if path is None else path
+        if loader != "":
+            return
+        self.config["val_dataloader"] = None
+        self.changes.append(Change("val_dataloader", "it names no data, so there is no validation"))
+        if any(map(_evaluates, self.hooks)):
+            self.hooks = self.config["custom_hooks"] = [hook for hook in self.hooks if not _evaluates(hook)]
+            self.changes.append(Change("EvaluateHook", "there is no validation"))
+
+    def evaluation(self) -> None:
+        """``train_cfg.val_interval`` and ``save_best`` of mmengine's ``CheckpointHook`` -> ``EvaluateHook``, whose own
+        arguments count where the config has one.
+        """
+        interval, best = self.get("train_cfg.val_interval"), self.get("default_hooks.checkpoint.save_best")
+        own = next((hook for hook in self.hooks if _evaluates(hook)), None)
+        hook = own or {"type": "EvaluateHook"}
+        arguments: dict[str, dict[str, Any]] = {}
+        if type(interval) is int and interval > 0:
+            by_epoch = self.get("train_cfg.max_epochs") is not None
+            arguments["train_cfg.val_interval"] = {"interval": interval, "by_epoch": by_epoch}
+        if isinstance(best, str):
+            name = "loss" if best == "auto" else best.removeprefix("val/")
+            arguments["default_hooks.checkpoint.save_best"] = {"save_best": f"val/{name}"}
+            if (rule := self.get("default_hooks.checkpoint.rule")) is not None:
+                arguments["default_hooks.checkpoint.rule"] = {"rule": rule}
+        for source, values in arguments.items():
+            if self.config.get("val_dataloader") is None:
+                self.drop(source, "there is no val_dataloader")
+            elif own is not None and (source.endswith("val_interval") or hook.keys() & values.keys()):
+                self.drop(source, f"custom_hooks has {hook!r}")
+            else:
+                node, last = self.above(source)
+                text = f"{source}={_short(node.pop(last))}"
+                position = self.hooks.index(hook) if hook in self.hooks else len(self.hooks)
+                hook = {**hook, **values}
+                self.hooks[position : position + 1] = [hook]
+                self.config["custom_hooks"] = self.hooks
+                self.changes.append(Change(text, path="custom_hooks", meaning=f"{hook!r} in custom_hooks"))
 
 
 def _evaluates(hook: Any) -> bool:

@@ -31,15 +31,9 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 _WORDS = {
-    int: ("a whole number", "whole numbers"),
-    float: ("a number", "numbers"),
-    bool: ("True or False", "True or False"),
-    str: ("a text", "texts"),
-    Path: ("a path", "paths"),
-    Mapping: ("dict(...)", "dict(...)"),
-    dict: ("dict(...)", "dict(...)"),
-    type(None): ("None", "None"),
-}
+    int: "a whole number", float: "a number", bool: "True or False", str: "a text", Path: "a path",
+    Mapping: "dict(...)", dict: "dict(...)", type(None): "None",
+}  # fmt: skip
 _subscript: Any = operator.getitem
 _STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
@@ -138,20 +132,10 @@ def describe_hint(hint: Any, metadata: Sequence[Any] = ()) -> str:
         kinds = dict.fromkeys(describe_hint(one) for one in inner)
         return f"a list of {len(inner)}, each {next(iter(kinds))}" if len(kinds) == 1 else f"a list of {len(inner)}"
     if origin in (Sequence, list, tuple):
-        every, limits = _plain(inner[0]) if inner else (None, ())
-        if every is Literal:
-            return f"a list of {describe_hint(inner[0])}"
-        return f"a list of {_WORDS[every][1]}{_limits(limits)}" if every in _WORDS else "a list"
+        return f"a list, each {describe_hint(inner[0])}" if inner and inner[0] is not Any else "a list"
     if _is_model(origin):
         return f"dict({', '.join(f'{name}=' for name in origin.model_fields)})"
-    return (_WORDS[origin][0] if origin in _WORDS else getattr(origin, "__name__", str(origin))) + _limits(metadata)
-
-
-def _plain(hint: Any) -> tuple[Any, Sequence[Any]]:
-    """A hint without its metadata, and they."""
-    if get_origin(hint) is Annotated:
-        return get_origin(get_args(hint)[0]) or get_args(hint)[0], hint.__metadata__
-    return get_origin(hint) or hint, ()
+    return _WORDS.get(origin, getattr(origin, "__name__", str(origin))) + _limits(metadata)
 
 
 def _flat(metadata: Sequence[Any]) -> list[Any]:

@@ -36,6 +36,8 @@ class ConfigError(UnigenError, ValueError):
     """A config key, a flag, or a combination of them cannot work."""
 
     exit_status = 2
+    parts: Sequence[ConfigError] = ()
+    """Of an error that combines several: each of them."""
 
     def at(self, where: str) -> ConfigError:
         """The same error, with the path in the config where it does not name it."""
@@ -100,16 +102,13 @@ class UnknownKey(ConfigError):
         super().__init__(problem or f"unknown config key {self.path!r}", remedy=self.hint or valid_names(valid))
 
 
-_MOST = 100
-
-
 def several(errors: Sequence[ConfigError]) -> ConfigError:
     """One error for all of ``errors``, a line for each."""
     if len(errors) == 1:
         return errors[0]
-    lines = [str(error) for error in errors[:_MOST]]
-    lines += [f"and {len(errors) - _MOST} more"] if len(errors) > _MOST else []
-    return ConfigError(f"{len(errors)} problems in the config:\n  " + "\n  ".join(lines))
+    combined = ConfigError(f"{len(errors)} problems in the config:\n  " + "\n  ".join(map(str, errors)))
+    combined.parts = errors
+    return combined
 
 
 def raise_any(errors: Sequence[ConfigError]) -> None:

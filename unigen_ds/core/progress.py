@@ -164,7 +164,3 @@ class Ruler:
 
     def state_dict(self) -> dict[str, Any]:
         return {"geometry": dataclasses.asdict(self.geometry), "sequences_per_epoch": self.sequences_per_epoch}
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Ruler:
-        return cls(Geometry(**state["geometry"]), int(state["sequences_per_epoch"]))

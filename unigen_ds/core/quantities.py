@@ -8,8 +8,6 @@ from typing import Any
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
-LEAST_MEMORY = 2**20
-
 
 class CommaSeparated(argparse.Action):
     """The values of an option that is given several times, with commas between them."""
@@ -29,14 +27,6 @@ def size(text: str) -> int:
         nbytes = -1
     if nbytes < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: 80GiB, 24GB, 512MiB, or a number of bytes")
-    return nbytes
-
-
-def memory(text: str) -> int:
-    """The same, of a device or a machine."""
-    nbytes = size(text)
-    if nbytes < LEAST_MEMORY:
-        raise argparse.ArgumentTypeError(f"{text!r} is {nbytes} bytes; allowed: 1MiB or more: 80GiB, 24GB, 512MiB")
     return nbytes
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.config.file import read_file
 from unigen_ds.core.errors import ConfigError
 
 _STARTER = re.compile(r"torchrun|python[\d.]*|deepspeed|bash|sh|srun|xtuner")
@@ -70,12 +69,6 @@ class Command:
             self.environment[name] = value
         else:
             self.settings.append(Setting(name, value, source))
-
-    def read_files(self) -> None:
-        """Put the keys of the YAML and JSON files that are among ``files`` before what the command states itself."""
-        for name in [name for name in self.files if name.endswith(MAPPINGS)]:
-            self.files.remove(name)
-            self.settings[:0] = _leaves(read_file(Path(name)).to_dict())
 
     def start(self, config: str) -> str:
         """Return how the written config is started, as the old one was: with the same processes and variables."""
@@ -177,11 +170,11 @@ def _is_value(word: str, *, of_launcher: bool) -> bool:
     return word != "..." and (not word.startswith("-") or is_number) and not (of_launcher and word.endswith(_SCRIPTS))
 
 
-def _leaves(values: Mapping[str, Any], section: str = "") -> Iterator[Setting]:
+def leaves(values: Mapping[str, Any], section: str = "") -> Iterator[Setting]:
     """The keys of a file, those of sections too: ``train: {lr: 1}`` is ``lr``."""
     for key, value in values.items():
         whole = f"{section}.{key}" if section else str(key)
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, whole)
+            yield from leaves(value, whole)
         else:
             yield Setting(str(key), value, f"{whole}: {value!r}")

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from unigen_ds.config.file import read_file
 from unigen_ds.config.overrides import plain_values, read
 from unigen_ds.config.python_text import python_text
-from unigen_ds.migration.commands import Command
+from unigen_ds.migration.commands import MAPPINGS, Command, leaves
 
 SECTIONS = (
     "custom_imports", "model", "lora", "base", "tokenizer", "processor", "train_dataloader", "val_dataloader",
@@ -62,7 +63,9 @@ class Draft:
     """The config that is made of a command's settings, which ``take`` and ``carry`` remove one by one."""
 
     def __init__(self, values: Mapping[str, Any], command: Command, *, what: str) -> None:
-        command.read_files()
+        for name in [name for name in command.files if name.endswith(MAPPINGS)]:
+            command.files.remove(name)
+            command.settings[:0] = leaves(read_file(Path(name)).to_dict())  # what the command states comes later
         self.values: dict[str, Any] = dict(values)
         self.what, self.command = what, command
         self.settings = {setting.name: setting for setting in command.settings}
@@ -141,16 +144,12 @@ class Draft:
             self.carry(path, *names, kind=kind)
 
     def continue_from(self, path: str) -> None:
-        """Set ``resume`` for a checkpoint of this project's or DeepSpeed's that is here, else ``load_from``."""
-        folder = Path(path).expanduser()
-        is_known = any((folder / file).is_file() for file in ("manifest.json", "latest"))
-        is_known = is_known or any(folder.glob("*_states.pt"))
-        self.set("resume" if is_known else "load_from", path)
-        if not is_known:
-            self.notes.append(
-                "Only the weights of that checkpoint are read, and the training starts at 0. One of DeepSpeed's or"
-                f" this project's continues in full: resume={path!r} instead."
-            )
+        """Read the weights of a checkpoint of the other trainer's."""
+        self.set("load_from", path)
+        self.notes.append(
+            "Only the weights of that checkpoint are read, and the training starts at 0. One of DeepSpeed's or"
+            f" this project's continues in full: resume={path!r} instead."
+        )
 
     def finish(self, why: Mapping[str, str]) -> Draft:
         """Omit whatever was not taken; ``why``: name -> reason."""

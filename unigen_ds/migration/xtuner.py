@@ -7,7 +7,7 @@ Of everything else a comment remains.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +97,10 @@ def _of_file(name: str, command: Command) -> Draft:
     for change in translate(draft.values):
         if change.why:
             draft.omit(change.source, change.why)
-    optimizer = draft.get("optim_wrapper.optimizer.type")
-    if _is_foreign(optimizer) and _last(optimizer) not in ("AdamW", "Adam", "SGD", "Muon"):
-        draft.omit(assignment("optim_wrapper.optimizer.type", optimizer), "AdamW of torch is used")
-        draft.set("optim_wrapper.optimizer.type", "AdamW")
+    optimizer = draft.get("optim_wrapper.optimizer")
+    if _is_foreign(optimizer) and _last(optimizer["type"]) not in ("AdamW", "Adam", "SGD", "Muon"):
+        draft.omit(assignment("optim_wrapper.optimizer.type", optimizer["type"]), "AdamW of torch is used")
+        optimizer["type"] = "AdamW"
     hooks = draft.values.pop("custom_hooks", None)
     draft.values = _without_modules(draft.values)
     if hooks is not None:
@@ -116,8 +116,9 @@ def _without_modules(value: Any) -> Any:
     return [_without_modules(one) for one in value] if isinstance(value, list) else value
 
 
-def _is_foreign(kind: Any) -> bool:
-    """Whether a ``type`` is the path of a class that is not of this package: ``torch.optim.AdamW``."""
+def _is_foreign(section: Any) -> bool:
+    """Whether its ``type`` is the path of a class that is not of this package: ``torch.optim.AdamW``."""
+    kind = section.get("type") if isinstance(section, Mapping) else None
     return isinstance(kind, str) and "." in kind and not kind.startswith("unigen_ds.")
 
 
@@ -126,54 +127,40 @@ def _last(kind: Any) -> str:
     return str(kind).removesuffix(".from_pretrained").removesuffix(".from_config").rpartition(".")[2]
 
 
-def _of(section: Any, key: str) -> Any:
-    return section.get(key) if isinstance(section, Mapping) else None
-
-
-def _omit(draft: Draft, path: str, section: Any, known: Sequence[str]) -> None:
-    """Omit the keys of a section that are not known."""
-    for key, value in section.items() if isinstance(section, Mapping) else ():
-        if key not in (*known, "type") and value is not None:
-            draft.omit(assignment(f"{path}.{key}", value), _NO_COUNTERPART)
-
-
 def _translate_model(draft: Draft) -> None:
     """Replace a model of another project by the published model that it is built on."""
-    model = draft.get("model")
-    if not _is_foreign(_of(model, "type")):
+    model, name = draft.get("model"), _last(draft.get("model.type"))
+    if not _is_foreign(model):
         return
-    name = _last(model["type"])
     frozen = {"freeze_visual_encoder": "vision_tower", "freeze_llm": "language_model"}
     parts = [key for key in ("model", "llm", "visual_encoder") if key in model]
-    paths = {part: _of(model[part], "pretrained_model_name_or_path") for part in parts}
+    paths = {part: draft.get(f"model.{part}.pretrained_model_name_or_path") for part in parts}
+    base = next(filter(None, paths.values()), None) or model.get("pretrained_model_name_or_path") or _UNKNOWN
+    values: dict[str, Any] = {"type": "ImageTextToText", "pretrained": _WHOLE.get(base, base)}
     if name == "LLaVAModel":  # a language model and a vision tower; here they are one published directory
         llm, tower = (str(paths.get(part)).rstrip("/") for part in ("llm", "visual_encoder"))
-        pretrained = _PAIRS.get((llm.rpartition("/")[2], tower.rpartition("/")[2]), _UNKNOWN)
-        freeze = [part for key, part in frozen.items() if model.get(key)]
-        values: dict[str, Any] = {"type": "ImageTextToText", "pretrained": pretrained, "freeze": freeze}
+        values["pretrained"] = _PAIRS.get((llm.rpartition("/")[2], tower.rpartition("/")[2]), _UNKNOWN)
+        values["freeze"] = [part for key, part in frozen.items() if model.get(key)]
         draft.notes.append(
-            f"model.pretrained has both parts and its projector trained; xtuner begins with {llm} and {tower}."
-            if pretrained != _UNKNOWN
-            else f"No published model that joins {llm} and {tower} is known: give its directory (config.json,"
-            " safetensors, as transformers writes LLaVA) in model.pretrained and tokenizer.path."
+            f"model.pretrained joins {llm} and {tower}, with a trained projector. Where it is {_UNKNOWN}, give such a"
+            " directory, as transformers writes LLaVA, there and in tokenizer.path."
         )
     elif name == "SupervisedFinetune":
-        values = {"type": "CausalLM", "pretrained": paths.get("llm") or _UNKNOWN}
-    else:  # a class of somebody's own, F-LMM's for example: the model that it is built on
-        base = next(filter(None, paths.values()), None) or model.get("pretrained_model_name_or_path") or _UNKNOWN
-        values = {"type": "ImageTextToText", "pretrained": _WHOLE.get(base, base)}
+        values["type"] = "CausalLM"
+    else:  # a class of somebody's own, F-LMM's for example
         if "frozen" in name.lower():
             values["freeze"] = ["vision_tower|vision_model|visual", "language_model"]
         draft.notes.append(
             f"{name} is a class of its own, which this project does not have: the config has the published model below"
-            " it, and trains what joins images and language. For its own heads and losses register a model and a family"
-            " (docs/extending.md), name their module in custom_imports, and put them here."
+            " it. For its own heads and losses register a model and a family: docs/extending.md."
         )
-    _omit(draft, "model", model, ["use_activation_checkpointing", *frozen, *parts])
-    for part in parts:
-        _omit(draft, f"model.{part}", model[part], ["pretrained_model_name_or_path"])
+    known = {"type", "use_activation_checkpointing", "pretrained_model_name_or_path", *frozen}
+    sections = {"model": model, **{f"model.{part}": model[part] for part in parts}, "tokenizer": draft.get("tokenizer")}
+    for path, section in sections.items():
+        for key, value in section.items() if isinstance(section, Mapping) else ():
+            if key not in {*known, *(parts if path == "model" else ())} and value is not None:
+                draft.omit(assignment(f"{path}.{key}", value), _NO_COUNTERPART)
     values["activation_checkpointing"] = bool(model.get("use_activation_checkpointing", True))
-    _omit(draft, "tokenizer", draft.get("tokenizer"), ["pretrained_model_name_or_path"])
     draft.values |= {"model": values, "tokenizer": {"type": "ModelTokenizer", "path": values["pretrained"]}}
 
 
@@ -181,23 +168,27 @@ def _translate_data(draft: Draft) -> None:
     """Replace data sets of LLaVA's records: their files and lengths."""
     where = "train_dataloader.dataset"
     data = draft.get(where)
-    if not _is_foreign(_of(data, "type")):
+    if not _is_foreign(data):
         return
     joins = _last(data["type"]) in ("concat_datasets", "ConcatDataset")
     datasets: list[dict[str, Any]] = []
     for member in (data.get("datasets_list") or data.get("datasets") or []) if joins else [data]:
-        if _last(_of(member, "type")) not in ("LLaVADataset", "LLaVAProxyEvalDataset"):
+        if not isinstance(member, Mapping) or _last(member.get("type")) != "LLaVADataset":
             draft.omit(assignment(where, member), "no such data set is known: docs/extending.md")
             continue
-        dataset = {"type": "UnifiedGenerationDataset", "data_path": member.get("data_path", "train.jsonl")}
-        datasets.append(dataset | ({"image_root": member["image_folder"]} if "image_folder" in member else {}))
-        _omit(draft, where, member, ("data_path", "image_folder", "max_length"))
-        if "max_length" in member:  # counts texts there; images are inserted after the truncation, and count here
+        values = dict(member)
+        dataset = {"type": "UnifiedGenerationDataset", "data_path": values.pop("data_path", "train.jsonl")}
+        if folder := values.pop("image_folder", None):
+            dataset["image_root"] = folder
+        datasets.append(dataset)
+        if longest := values.pop("max_length", None):  # of texts there; here images count, too
             tower = str(draft.get("model.visual_encoder.pretrained_model_name_or_path"))
             grid = re.search(r"patch(\d+)-(\d+)", tower)
-            image = (int(grid[2]) // int(grid[1])) ** 2 if grid else 0
-            draft.set("train_dataloader.seq_length", member["max_length"] + image)
+            draft.set("train_dataloader.seq_length", longest + (int(grid[2]) // int(grid[1])) ** 2 if grid else longest)
             draft.set("train_dataloader.overflow", "truncate")
+        for key, value in values.items():
+            if key != "type" and value is not None:
+                draft.omit(assignment(f"{where}.{key}", value), _NO_COUNTERPART)
     if not datasets:
         datasets = [{"type": "UnifiedGenerationDataset", "data_path": "train.jsonl"}]
         draft.notes.append("None of the data sets has a counterpart: edit train_dataloader.dataset.data_path.")

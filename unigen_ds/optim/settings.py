@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from unigen_ds.config.registry import argument_problems
-from unigen_ds.config.section import LISTED, Section, SettingErrors, argument_defaults, plain
+from unigen_ds.config.section import LISTED, Section, argument_defaults, plain
 from unigen_ds.config.values import Allowed, Number, Rule
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import ConfigError, raise_any
 from unigen_ds.optim.optimizer import (
     GROWTH_INTERVAL,
     INIT_SCALE,
@@ -26,8 +26,6 @@ type_ = type
 Kind = str | type[Any]
 """``Optimizer`` has a field of that name."""
 Finite = Annotated[Number, Field(ge=0, allow_inf_nan=False)]
-
-
 Scale = Annotated[Number, Rule(lambda scale: scale >= 1 and math.frexp(scale)[0] == 0.5), Allowed("a power of 2")]
 
 
@@ -157,7 +155,7 @@ class Optimizer(Section, extra="allow"):
             cls, adamw = optimizer_class(self.type), self.adamw
             by_element = element_wise(self.type)
         except ConfigError as error:
-            raise SettingErrors([error.at("optim_wrapper")]) from error
+            raise error.at("optim_wrapper") from error
         errors = argument_problems(cls, self.arguments, where=WHERE, provided=("params",))
         if by_element and adamw is not None:
             problem = f"{WHERE}.adamw is set, and {cls.__name__} trains every parameter itself"
@@ -172,8 +170,7 @@ class Optimizer(Section, extra="allow"):
             )
         if adamw is not None:
             errors += argument_problems(optimizer_class("AdamW"), adamw.arguments, where=f"{WHERE}.adamw")
-        if errors:
-            raise SettingErrors(errors)
+        raise_any(errors)
         return self
 
     @property

@@ -13,7 +13,7 @@ from tests.end_to_end.engines.users import write_mixed
 from tests.families.tiny_transformers import write_language
 from tests.tiny import tiny_config
 from tools.train import main
-from unigen_ds.checks.dry_run.batches import Call, compare
+from unigen_ds.checks.dry_run.batches import compare
 from unigen_ds.checks.dry_run.known import FirstBatches
 from unigen_ds.checks.dry_run.this_machine import slurm_results
 from unigen_ds.config.python_text import config_text
@@ -226,7 +226,7 @@ train_cfg = dict(max_epochs=1)
     found = results(capsys)
     ((state, text),) = found["collectives"]
     assert state == "problem" and "micro-batch 1: rank 0 (" in text, found
-    assert "both would wait for ever" in text and "in layers.1" in text and "Remedy: run every part" in text, text
+    assert "both would wait for ever" in text and "Remedy: run every part" in text, text
 
 
 def test_calls_are_compared_in_every_iteration():
@@ -235,29 +235,14 @@ def test_calls_are_compared_in_every_iteration():
     def batches(*of_ranks):
         return FirstBatches(1, [[*kinds] for kinds in of_ranks])
 
-    gather, reduce = Call("all_gather(8 float32)", "vision"), Call("reduce_scatter(8 float32)", "")
-    same = {whole: [[gather, reduce]], texts: [[gather, reduce], [gather, reduce]]}
+    gather, reduce = "all_gather(8 float32)", "reduce_scatter(8 float32)"
+    same = {whole: [gather, reduce], texts: [gather, reduce]}
     assert compare(batches([whole], [texts]), same).status == "ok"
-    other = {whole: [[gather, reduce]], texts: [[reduce]]}
+    other = {whole: [gather, reduce], texts: [reduce]}
     found = compare(batches([whole], [whole], [texts]), other)
-    assert found.status == "problem" and "rank 0 (with all parts) and rank 2 (without images)" in found.text
-    assert "call 1 of an update is all_gather(8 float32) in vision on the one" in found.text
+    assert found.status == "problem" and "rank 0 (without video) and rank 2 (without video, images)" in found.text
+    assert "call 1 of an update is all_gather(8 float32) on the one" in found.text
     found = compare(batches([whole, texts, whole], [whole, texts, texts]), other)
     assert found.status == "problem" and found.text.startswith("update 3, micro-batch 1: rank 0 ")
     found = compare(batches([texts], [texts]), other)
     assert found.status == "warning" and "no two ranks have both" in found.text
-    uneven = {texts: [[gather], [gather, gather]]}
-    assert compare(batches([texts]), uneven).text.startswith("micro-batches of one kind (with all parts)")
-
-
-def test_a_problem_that_two_checks_find_is_listed_once(config, capsys, tmp_path):
-    tokenizer = {
-        "type": "PretrainedTokenizer",
-        "path": str(tmp_path / "no_such_tokenizer"),
-    }  # a name is asked of the hub
-    path = config()
-    changes = [f"tokenizer={tokenizer}", "train_dataloader.num_workers=0"]
-    assert main([path, "--dry-run", "--json", "--cfg-options", *changes]) == 1
-    found = results(capsys)
-    wrong = [(check, text) for check, each in found.items() for status, text in each if status == "problem"]
-    assert [check for check, _ in wrong] == ["paths"] and "no_such_tokenizer" in wrong[0][1], wrong

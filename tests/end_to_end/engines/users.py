@@ -465,7 +465,8 @@ class CountedBytesHook(Hook):
     def before_train(self, run: Run) -> None:
         self.peaks: list[int] = []
         self.counted = CountedBytes()
-        self.counted.add_existing()
+        gc.collect()
+        self.counted.add_all(one for one in gc.get_objects() if type(one) in (Tensor, torch.nn.Parameter))
         self.counted.__enter__()
 
     def before_update(self, run: Run) -> None:

@@ -11,22 +11,18 @@ What an engine does later because of earlier updates is seen only as far as it d
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, zip_longest
 from typing import Any
 
 from rich.console import Console as RichOutput
 from rich.progress import track
-from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from unigen_ds.checks.dry_run.known import Checked, FirstBatches, Kind, Known, ok, problem, unchecked, warning
-from unigen_ds.checks.memory.counted import PLAIN, CountedBytes, in_processes
+from unigen_ds.checks.memory.counted import PLAIN, CountedBytes, in_processes, tensors_of
 from unigen_ds.checks.memory.planned import preload
 from unigen_ds.checks.memory.traced import copy_batch, fake_group, one_update, prepare, without_compile
 from unigen_ds.core.batch import Batch, check_counts
@@ -100,67 +96,32 @@ REMEDY = (
 )
 
 
-@dataclass(frozen=True)
-class Call:
-    """One collective call."""
+class _RecordedCalls(TorchDispatchMode):
+    """A context that collects the collective calls inside of it: operator, elements and dtype."""
 
-    what: str
-    """Operator, elements and dtype: the same on all ranks."""
-    where: str
-    """The innermost module that runs; empty between modules."""
-
-    def __str__(self) -> str:
-        return f"{self.what}{f' in {self.where}' if self.where else ''}"
-
-
-class _Recorded(TorchDispatchMode):
-    """A context that collects the collective calls inside of it."""
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
-        self._names = {id(module): name or "the model" for name, module in model.named_modules()}
-        self._running: list[str] = []
+        self.calls: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, Tensor) and kind not in PLAIN for kind in types):
             return NotImplemented  # a tensor of tensors (DTensor): its parts come here
-        if function.namespace in _OF_GROUPS and function._schema.name.partition("::")[2] != "wait_tensor":
-            tensors = [value for value in tree_leaves((args, kwargs or {})) if isinstance(value, Tensor)]
+        name = function._schema.name.partition("::")[2]
+        if function.namespace in _OF_GROUPS and name != "wait_tensor":
+            tensors = tensors_of((args, kwargs or {}))
             sizes = ", ".join(f"{t.numel():,} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
-            name = function._schema.name.partition("::")[2].strip("_")
-            self.calls.append(Call(f"{name}({sizes})", self._running[-1] if self._running else ""))
+            self.calls.append(f"{name.strip('_')}({sizes})")
         return function(*args, **(kwargs or {}))
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Also follows which module runs."""
-        before = torch_module.register_module_forward_pre_hook(self._begins)
-        after = torch_module.register_module_forward_hook(self._ends, always_call=True)
-        try:
-            with self:
-                yield
-        finally:
-            before.remove()
-            after.remove()
 
-    def _begins(self, module: nn.Module, inputs: Any) -> None:
-        self._running.append(self._names.get(id(module), type(module).__name__))
-
-    def _ends(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self._running:
-            self._running.pop()
-
-
-def record_calls(settings: Settings, processor: Any, batches: Sequence[Batch], geometry: Geometry) -> list[list[Call]]:
+def record_calls(settings: Settings, processor: Any, batches: Sequence[Batch], geometry: Geometry) -> list[list[str]]:
     """The collective calls of an update with each of ``batches``. For a process of its own."""
     backend, _ = build_engine(settings)
     counted = CountedBytes(fake=True)
-    calls: list[list[Call]] = []
+    calls: list[list[str]] = []
 
-    def update(batch: Batch) -> list[Call]:
-        recorded = _Recorded(backend.model)
-        with recorded.recording():
+    def update(batch: Batch) -> list[str]:
+        with _RecordedCalls() as recorded:
             one_update(backend, [copy_batch(batch)], settings.term_weights)
         return recorded.calls
 
@@ -176,52 +137,38 @@ def record_calls(settings: Settings, processor: Any, batches: Sequence[Batch], g
     return calls
 
 
-def first_difference(one: Sequence[Call], other: Sequence[Call]) -> str | None:
+def first_difference(one: Sequence[str], other: Sequence[str]) -> str | None:
     """The first call in which two sequences differ, as text; None: in none."""
-    for number, (a, b) in enumerate(zip_longest(one, other, fillvalue=Call("none", "")), 1):
-        if a.what != b.what:
+    for number, (a, b) in enumerate(zip_longest(one, other, fillvalue="none"), 1):
+        if a != b:
             return f"call {number} of an update is {a} on the one, and {b} on the other"
     return None
 
 
-def titles(kinds: Collection[Kind]) -> dict[Kind, str]:
-    """Each as a person reads it: by the first of what is empty, but not in all of them."""
-    common = set.intersection(*map(set, kinds))
-    firsts = {kind: [name for name in kind if name not in common][:1] for kind in kinds}
-    return {kind: f"without {first[0]}" if first else "with all parts" for kind, first in firsts.items()}
-
-
-def compare(batches: FirstBatches, calls: Mapping[Kind, Sequence[Sequence[Call]]]) -> Checked:
-    """The first micro-batch in which two ranks differ is a problem; so is a kind whose batches differ.
-
-    ``calls``: of each kind those of its examples.
-    """
-    step, title = batches.accumulative_counts, titles(calls)
+def compare(batches: FirstBatches, calls: Mapping[Kind, Sequence[str]]) -> Checked:
+    """A problem where two ranks differ in an iteration; a warning where kinds differ that did not meet yet."""
+    step = batches.accumulative_counts
+    titles = {kind: f"without {', '.join(kind)}" if kind else "with all parts" for kind in calls}
     for i, column in enumerate(zip(*batches.kinds, strict=True)):
         of_ranks = [(rank, kind) for rank, kind in enumerate(column) if kind is not None]
         for rank, kind in of_ranks[1:]:
             first_rank, first = of_ranks[0]
-            if difference := first_difference(calls[first][0], calls[kind][0]):
+            if difference := first_difference(calls[first], calls[kind]):
                 return problem(
-                    f"update {i // step + 1}, micro-batch {i % step + 1}: rank {first_rank} ({title[first]}) and rank"
-                    f" {rank} ({title[kind]}) call different collectives, so both would wait for ever: {difference}",
+                    f"update {i // step + 1}, micro-batch {i % step + 1}: rank {first_rank} ({titles[first]}) and rank"
+                    f" {rank} ({titles[kind]}) call different collectives, so both would wait for ever: {difference}",
                     remedy=REMEDY,
                 )
-    for kind, of_examples in calls.items():
-        if difference := first_difference(of_examples[0], of_examples[-1]):
-            return problem(
-                f"micro-batches of one kind ({title[kind]}) call different collectives where one has more images or"
-                f" tokens: {difference}",
-                remedy="call collectives, and modules whose weights are sharded, as often in every micro-batch",
-            )
-    base = next(iter(calls.values()))[0]
-    for kind, of_examples in calls.items():
-        if difference := first_difference(base, of_examples[0]):
+    base = next(iter(calls.values()))
+    for kind, of_kind in calls.items():
+        if difference := first_difference(base, of_kind):
             return warning(
-                f"micro-batches {title[kind]} call other collectives; no two ranks have both kinds in the same"
+                f"micro-batches {titles[kind]} call other collectives; no two ranks have both kinds in the same"
                 f" iteration yet: {difference}. Remedy: {REMEDY}."
             )
-    return ok(f"the same {len(base)} calls in every update of all ranks, for micro-batches {'; '.join(title.values())}")
+    return ok(
+        f"the same {len(base)} calls in every update of all ranks, for micro-batches " + "; ".join(titles.values())
+    )
 
 
 def check_collectives(known: Known) -> Iterator[Checked]:
@@ -229,9 +176,8 @@ def check_collectives(known: Known) -> Iterator[Checked]:
     settings, batches, start = known.need("settings"), known.need("batches"), known.need("start")
     geometry = known.need("geometry")
     known.need("model")  # of one that cannot be built the problem is listed
-    examples = [batch for of_kind in batches.examples.values() for batch in of_kind]
     preload()
-    task = partial(record_calls, settings, start.data.processor, examples, geometry)
+    task = partial(record_calls, settings, start.data.processor, [*batches.examples.values()], geometry)
     ((_, (calls, why)),) = in_processes({"calls": task}, jobs=1)
     if calls is None:
         without = "DynamicOutputShape|DataDependentOutput|UnsupportedOperator|UnsupportedFakeTensor"
@@ -243,5 +189,4 @@ def check_collectives(known: Known) -> Iterator[Checked]:
     if geometry.dp_size == 1:
         yield ok("one process calls none; an update of each kind of micro-batch can be computed")
         return
-    in_order = iter(calls)
-    yield compare(batches, {kind: [next(in_order) for _ in each] for kind, each in batches.examples.items()})
+    yield compare(batches, dict(zip(batches.examples, calls, strict=True)))

@@ -150,13 +150,7 @@ def dry_run(asked: Asked) -> list[Checked]:
             if unknown := [name for name in asked.skip if name not in checks]:
                 raise ConfigError(f"--skip {unknown[0]}", allowed=", ".join(checks))
             results += _results(known, checks, [name for name in checks if name not in (*BEFORE_CONFIG, "config")])
-    listed: list[Checked] = []
-    for result in results:  # a problem that an earlier check has found is not one again
-        again = result.check != "paths" and any(path in result.text for path in known.missing_paths)
-        if result.status == "problem" and (again or result.text in [one.text for one in listed]):
-            result = replace(unchecked("ended at a problem that is listed above"), check=result.check)
-        listed.append(result)
-    return listed
+    return results
 
 
 def _results(known: Known, checks: Mapping[str, Check], names: Iterable[str]) -> Iterator[Checked]:

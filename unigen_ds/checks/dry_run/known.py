@@ -113,8 +113,8 @@ class FirstBatches:
     accumulative_counts: int
     kinds: list[list[Kind | None]]
     """By rank and iteration; None: it could not be made."""
-    examples: dict[Kind, list[Batch]] = field(default_factory=dict)
-    """Of each kind that with the fewest, and that with the most images and tokens."""
+    examples: dict[Kind, Batch] = field(default_factory=dict)
+    """Of each kind the first one."""
     skipped: list[Mapping[str, str]] = field(default_factory=list)
     """Samples that padding replaces, since they cannot be read."""
     errors: list[str] = field(default_factory=list)
@@ -122,16 +122,13 @@ class FirstBatches:
     """Of samples, tokens and images."""
 
     def add(self, rank: int, batch: Batch) -> None:
-        """Count a micro-batch, and keep it where its kind has none with fewer or with more images and tokens."""
+        """Count a micro-batch, and keep the first of its kind."""
         kind = kind_of(batch)
         self.kinds[rank].append(kind)
         self.numbers.update(samples=batch.num_samples, tokens=batch.num_tokens, images=batch.num_images)
         self.skipped += batch.skipped
-        examples = self.examples.get(kind, [])
-        sizes = [(one.num_images, one.num_tokens) for one in examples]
-        if not sizes or not min(sizes) <= (batch.num_images, batch.num_tokens) <= max(sizes):
-            ordered = sorted([*examples, copy_batch(batch)], key=lambda one: (one.num_images, one.num_tokens))
-            self.examples[kind] = [ordered[0], *ordered[1:][-1:]]
+        if kind not in self.examples:
+            self.examples[kind] = copy_batch(batch)
 
 
 @dataclass
@@ -151,7 +148,6 @@ class Known:
     model: nn.Module | None = None
     """On the meta device."""
     batches: FirstBatches | None = None
-    missing_paths: list[str] = field(default_factory=list)
 
     def need(self, name: str) -> Any:
         """The value ``name``. Raises ``Unknown`` where no check could build it."""

@@ -105,7 +105,7 @@ _READ = PATH_KEYS - {"work_dir", "checkpoint_dir", "cache_dir", "save_dir", "roo
 
 
 def check_paths(known: Known) -> Iterator[Checked]:
-    """Adds ``missing_paths``: files and folders that are read."""
+    """Files and folders that are read."""
     paths = [*_paths(known.config.values)]
     if isinstance(resume := known.config.values.get("resume"), str) and resume != AUTO:
         paths.append(("resume", resume))
@@ -115,7 +115,6 @@ def check_paths(known: Known) -> Iterator[Checked]:
         if is_remote and not Path(path).exists():
             yield unchecked(f"{where} {path}: whether the server has it is not asked")
         elif not (os.access(path, os.R_OK) or glob.glob(path)):
-            known.missing_paths.append(text)
             remedy = f"check the path and its permissions; a relative one begins at {Path.cwd()}"
             yield problem(f"{where} is {path!r}, and it is not there or cannot be read", remedy=remedy)
     yield ok(f"{len(paths)} paths of the config were looked for")

@@ -7,7 +7,6 @@ are real, so what depends on their values (the shapes of a packed batch) is that
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import traceback
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from unigen_ds.core.errors import UnigenError
 
@@ -102,17 +102,14 @@ class CountedBytes(TorchDispatchMode):
         if torch._C._get_dispatch_mode(_FAKE) is not None:  # torch itself asks for shapes
             return function(*args, **(kwargs or {}))
         result = self._run(function, args, kwargs or {})
-        if isinstance(result, Tensor):
-            self.add(result)
-        else:
-            self.add_all(tensors_of(result))
+        self.add_all(tensors_of(result))
         return result
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
         mode = self._without_memory
         if mode is None:
             return function(*args, **kwargs)
-        inputs = [*tensors_of(args), *tensors_of(kwargs)]
+        inputs = tensors_of((args, kwargs))
         if any(type(value) is FakeTensor for value in inputs):
             if function is _READ:  # of a tensor without memory: no overflow, a norm of 0
                 dtype = inputs[0].dtype
@@ -143,13 +140,6 @@ class CountedBytes(TorchDispatchMode):
         """Count tensors that no operation has returned: made from numpy's, for instance."""
         for tensor in tensors:
             self.add(tensor)
-
-    def add_existing(self) -> None:
-        """Count all tensors that Python can reach."""
-        gc.collect()
-        for thing in gc.get_objects():
-            if type(thing) in (Tensor, torch.nn.Parameter, FakeTensor):
-                self.add(thing)
 
     def _free(self, key: int) -> None:
         nbytes = self._held.pop(key)[1]
@@ -186,13 +176,9 @@ def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torc
     return module
 
 
-def tensors_of(values: Any) -> Iterator[Tensor]:
-    """Those in arguments or results of an operation, which are nested in lists, tuples and dicts alone."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple, dict)):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from tensors_of(value)
+def tensors_of(values: Any) -> list[Tensor]:
+    """Those in arguments or results of an operation."""
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)

@@ -21,7 +21,7 @@ from rich.progress import track
 from unigen_ds.checks.memory.counted import Outcome, in_processes
 from unigen_ds.checks.memory.traced import PHASES, Traced, fake_group, highest, trace
 from unigen_ds.checks.resume import as_launched
-from unigen_ds.config.backend_option import backend_spec
+from unigen_ds.config.overrides import backend_spec
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
@@ -40,11 +40,9 @@ ALTERNATIVES = (
 )  # fmt: skip
 CHOSEN = "config"
 """What the engine of the config is called, where it has settings of its own."""
-_PRELOADED = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "torch.distributed.checkpoint")
-
-
 MOST_SEQUENCES = 100_000
 """Sequences that are looked at."""
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,6 @@ class Largest:
     sequences: int
     """How many were looked at, from the first on."""
     per_epoch: int
-
-    @property
-    def text(self) -> str:
-        share = "all" if self.sequences >= self.per_epoch else f"the first {self.sequences:,} of {self.per_epoch:,}"
-        return f"largest micro-batch: {self.tokens:,} tokens (of {share} sequences of the first epoch)"
 
 
 def largest_batches(data: Data, geometry: Geometry, *, most: int = MOST_SEQUENCES) -> Largest:
@@ -156,8 +149,9 @@ def plan_memory(
 
 def preload() -> None:
     """Import what every traced engine needs, before processes are forked."""
-    for name in _PRELOADED:
-        import_module(name)
+    for name in ("fsdp", "tensor", "checkpoint"):
+        import_module(f"torch.distributed.{name}")
+    import_module("torch._dynamo")
 
 
 def trace_engines(
@@ -191,8 +185,6 @@ def trace_engines(
 
 # ---- whether a plan fits into the memory that there is; a plan as text and as values --------------------------------
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Reserve:
@@ -208,38 +200,33 @@ class Reserve:
     node_memory: int | None = None
 
 
-def device_bytes(traced: Traced, reserve: Reserve) -> dict[str, int]:
-    """Of one device in each phase, with the reserve."""
-    return {phase: round(traced.device[phase] * (1 + reserve.fragmentation)) + reserve.device for phase in PHASES}
+def phase_bytes(traced: Traced, reserve: Reserve) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of one device, and of one process on the host, in each phase, with the reserve.
 
-
-def host_bytes(traced: Traced, reserve: Reserve) -> dict[str, int]:
-    """Of one process in each phase, with the reserve: the model while it is built, what offload holds, copies."""
-    held = {"load": max(traced.built, traced.host), "save": traced.host + traced.largest}
-    held["resume"] = max(traced.built, traced.host + traced.largest)
-    return {phase: held.get(phase, traced.host) + reserve.process for phase in PHASES}
-
-
-def fits(plan: EnginePlan, report: MemoryReport, reserve: Reserve) -> bool | None:
-    """None where no memory was given, or there is no plan."""
-    if plan.traced is None or (reserve.device_memory is None and reserve.node_memory is None):
-        return None
-    device, host = device_bytes(plan.traced, reserve), host_bytes(plan.traced, reserve)
-    on_node = min(report.per_node, report.world_size)
-    enough = [max(device.values()) <= (reserve.device_memory or float("inf"))]
-    enough.append(on_node * max(host.values()) <= (reserve.node_memory or float("inf")))
-    return all(enough)
+    Of the host: the model while it is built, what offload holds, and one tensor at a time while a checkpoint is saved
+    or read.
+    """
+    device = {phase: round(traced.device[phase] * (1 + reserve.fragmentation)) + reserve.device for phase in PHASES}
+    host = dict.fromkeys(PHASES, traced.host)
+    host["load"] = max(traced.built, traced.host)
+    host["save"] = traced.host + traced.largest
+    host["resume"] = max(traced.built, host["save"])
+    return device, {phase: nbytes + reserve.process for phase, nbytes in host.items()}
 
 
 def report_values(report: MemoryReport, reserve: Reserve) -> dict[str, Any]:
-    """Plain JSON values, in bytes."""
+    """Plain JSON values, in bytes. ``fits`` is None where no memory was given, or there is no plan."""
     engines = []
+    on_node = min(report.per_node, report.world_size)
     for plan in report.plans:
         values: dict[str, Any] = {"engine": plan.engine, "topology": plan.topology, "problem": plan.problem}
-        values["fits"] = fits(plan, report, reserve)
+        values["fits"] = None
         if plan.traced is not None:
-            values |= {"device": device_bytes(plan.traced, reserve), "host": host_bytes(plan.traced, reserve)}
-            values |= {"traced": vars(plan.traced), "step_of_rank": {**plan.ranks}}
+            device, host = phase_bytes(plan.traced, reserve)
+            values |= {"device": device, "host": host, "traced": vars(plan.traced), "step_of_rank": {**plan.ranks}}
+            if reserve.device_memory is not None or reserve.node_memory is not None:
+                on_device = max(device.values()) <= (reserve.device_memory or float("inf"))
+                values["fits"] = on_device and on_node * max(host.values()) <= (reserve.node_memory or float("inf"))
         engines.append(values)
     return {
         "world_size": report.world_size,
@@ -248,35 +235,36 @@ def report_values(report: MemoryReport, reserve: Reserve) -> dict[str, Any]:
         "geometry": str(report.geometry),
         "largest_tokens": report.largest.tokens,
         "sequences_looked_at": report.largest.sequences,
+        "sequences_per_epoch": report.largest.per_epoch,
         "reserve": vars(reserve),
         "engines": engines,
     }
 
 
-def report_lines(report: MemoryReport, reserve: Reserve) -> list[str]:
-    """A table: GiB on a device and of a process, by phase."""
+def report_lines(values: Mapping[str, Any]) -> list[str]:
+    """``report_values`` as a table: GiB on a device and of a process, by phase."""
+    reserve, sequences = values["reserve"], values["sequences_looked_at"]
     lines = [
-        f"{report.geometry} sequences per update, {report.precision}, {report.largest.text}.",
-        f"GiB of one device, {100 * reserve.fragmentation:g} % for fragmentation and {reserve.device / GIB:.1f}"
-        f" reserved included / GiB of one process on the host, {reserve.process / GIB:.1f} reserved included",
-        f"{'engine':26}" + "".join(f"{phase:>15}" for phase in PHASES) + f"{'held':>9}{'checkpoint':>12}",
+        f"{values['geometry']} sequences per update, {values['precision']}, largest micro-batch:"
+        f" {values['largest_tokens']:,} tokens (of {sequences:,} of {values['sequences_per_epoch']:,} sequences).",
+        f"GiB of one device, {100 * reserve['fragmentation']:g} % for fragmentation and {reserve['device'] / GIB:.1f}"
+        f" reserved included / GiB of one process on the host, {reserve['process'] / GIB:.1f} reserved included",
+        f"{'engine':26}" + "".join(f"{phase:>15}" for phase in PHASES) + f"{'held':>9}",
     ]
-    for plan in report.plans:
-        topology: Mapping[str, Any] = plan.topology or {}
-        name = plan.engine
+    for plan in values["engines"]:
+        name, topology = plan["engine"], plan["topology"] or {}
         if name == CHOSEN:  # by what it is
             stage = f"zero{topology['zero_stage']}" if "zero_stage" in topology else None
             details = [topology.get("engine", "engine"), topology.get("sharding_strategy") or stage]
             name = ":".join(filter(None, details)) + " (config)"
-        if plan.traced is None:
-            lines.append(f"{name:26} not planned: {plan.problem}")
+        if plan["problem"] is not None:
+            lines.append(f"{name:26} not planned: {plan['problem']}")
             continue
-        device, host = device_bytes(plan.traced, reserve), host_bytes(plan.traced, reserve)
-        cells = "".join(f"{f'{device[phase] / GIB:.2f} / {host[phase] / GIB:.2f}':>15}" for phase in PHASES)
-        verdict = {True: "  fits", False: "  too large", None: ""}[fits(plan, report, reserve)]
-        held = f"{plan.traced.held / GIB:9.2f}{plan.traced.saved / GIB:12.2f}"
-        lines.append(f"{name:26}{cells}{held}{verdict}")
-    on_node = min(report.per_node, report.world_size)
+        pairs = [f"{plan['device'][phase] / GIB:.2f} / {plan['host'][phase] / GIB:.2f}" for phase in PHASES]
+        verdict = {True: "  fits", False: "  too large", None: ""}[plan["fits"]]
+        held = plan["traced"]["held"] / GIB
+        lines.append(f"{name:26}" + "".join(f"{pair:>15}" for pair in pairs) + f"{held:9.2f}{verdict}")
+    on_node = min(values["per_node"], values["world_size"])
     if on_node > 1:
         lines.append(f"A node has {on_node} processes: its host memory is {on_node} times that of one.")
     return lines

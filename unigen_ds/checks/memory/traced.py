@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -35,7 +35,6 @@ from unigen_ds.runner.start.build import (
 from unigen_ds.system.machine import environment
 
 PHASES = ("load", "step", "evaluate", "save", "resume")
-_NUMBERS = ("built", "held", "host", "masters", "largest", "parameters", "trainable", "saved")
 
 
 @dataclass(frozen=True)
@@ -56,20 +55,21 @@ class Traced:
     """fp32 weights of this rank that are trained; each moment and the average are as large."""
     largest: int
     """The largest tensor of this rank: what a save copies to the host at a time."""
-    parameters: int
     trainable: int
-    saved: int
-    """Of a checkpoint, all ranks together: weights, moments, average, buffers."""
+    """Parameters that are trained, on all ranks together."""
     unlike: Sequence[int] = ()
     """Ranks that may need more than rank 0: to be traced, too."""
 
 
 def highest(ranks: Sequence[Traced]) -> Traced:
     """The most that any of the ranks needs, in every phase."""
-    numbers = {name: max(getattr(one, name) for one in ranks) for name in _NUMBERS}
-    peak, device = ({phase: max(getattr(one, of)[phase] for one in ranks) for phase in PHASES}
-                    for of in ("peak", "device"))  # fmt: skip
-    return Traced(**numbers, peak=peak, device=device, unlike=ranks[0].unlike)
+    most: dict[str, Any] = {}
+    for name, value in vars(ranks[0]).items():
+        if isinstance(value, int):
+            most[name] = max(getattr(one, name) for one in ranks)
+        elif isinstance(value, Mapping):
+            most[name] = {phase: max(getattr(one, name)[phase] for one in ranks) for phase in PHASES}
+    return replace(ranks[0], **most)
 
 
 def trace(
@@ -87,7 +87,14 @@ def trace(
     """
     counted = CountedBytes(fake=fake)
     optimizer_cfg = build_optimizer_config(settings, fused=True)
-    kinds = _moment_kinds(optimizer_cfg)
+    matrix = nn.Parameter(torch.zeros(2, 2))  # one update of it makes the state that has the shape of the weights
+    optimizer = construct(
+        optimizer_class(optimizer_cfg.type), [{"params": [matrix], "lr": 1.0}], optimizer_cfg.arguments
+    )
+    matrix.grad = torch.ones_like(matrix)
+    optimizer.step()
+    state = optimizer.state[matrix].items()
+    kinds = sorted(kind for kind, value in state if isinstance(value, Tensor) and value.shape == matrix.shape)
     offloads = bool(backend.topology().get("offload") or backend.topology().get("cpu_offload"))
     averages = sum(issubclass(hook.cls, EMAHook) for hook in settings.custom_hooks)
     peak, device = dict.fromkeys(PHASES, 0), dict.fromkeys(PHASES, 0)
@@ -104,7 +111,7 @@ def trace(
         device[phase] = max(counted.device_peak, device[phase])
 
     with counted, without_compile():
-        built, sizes = prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
+        built = prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
         backend.load_tensors(_Zeros(backend, ()), weights_only=True)
         end("load", moments=())  # the first update makes them
         copies = [[t.detach().clone() for t in backend.master_data()] for _ in range(averages)]
@@ -147,9 +154,7 @@ def trace(
             host=counted.host,
             masters=sum(shard.data.nbytes for shard in backend.master_shards()),
             largest=max((shard.data.nbytes for shard in shards), default=0),
-            parameters=sum(numel for numel, _ in sizes),
-            trainable=sum(numel for numel, trained in sizes if trained),
-            saved=_checkpoint_bytes(backend, len(kinds) + averages),
+            trainable=sum(backend.trainable_sizes().values()),
             unlike=backend.unlike_ranks(),
         )
         del shards
@@ -164,47 +169,41 @@ def prepare(
     optimizer_cfg: OptimizerConfig,
     *,
     geometry: Geometry,
-) -> tuple[int, list[tuple[int, bool]]]:
-    """Build the model and pass it to the engine, inside of ``counted``.
-
-    Returns the highest sum while it was built, and of each parameter its elements and whether it is trained.
-    """
+) -> int:
+    """Build the model and pass it to the engine, inside of ``counted``. Returns the highest sum while it was built."""
     model: Any = build_model(settings, processor, seed=settings.seed, stream=True)
     if counted.is_fake:
         counted.without_memory(model)
     counted.add_all([*model.parameters(), *model.buffers()])
     built = counted.peak
-    named = named_parameters(model)
-    sizes = {id(p): (p.numel(), p.requires_grad) for _, p in named}
-    groups = build_groups(settings, named)
-    del named
+    groups = build_groups(settings, named_parameters(model))
     prepare_engine(backend, model, groups, optimizer_cfg, geometry=geometry)
-    return built, [*sizes.values()]
+    return built
 
 
 class _Zeros:
     """A reader of a checkpoint of this model: values without memory."""
 
     def __init__(self, backend: Backend, kinds: Sequence[str]) -> None:
-        self._buffers = {name: buffer.numel() for name, buffer in backend.buffers().items()}
-        self._trainable = dict(backend.trainable_sizes())
-        self._sizes = {**self._trainable, **backend.frozen_sizes()}
-        self._kinds = kinds
+        trainable = dict(backend.trainable_sizes())
+        buffers = {name: buffer.numel() for name, buffer in backend.buffers().items()}
+        self._sizes: dict[str, Mapping[str, int]] = {
+            **dict.fromkeys(kinds, trainable),
+            MASTER: {**trainable, **backend.frozen_sizes()},
+            BUFFER: buffers,
+        }
 
     def kinds(self) -> Iterable[str]:
-        return (MASTER, BUFFER, *self._kinds)
+        return self._sizes
 
     def names(self, kind: str) -> Iterable[str]:
-        return self._of(kind)
+        return self._sizes[kind]
 
     def numel(self, kind: str, name: str) -> int:
-        return self._of(kind)[name]
+        return self._sizes[kind][name]
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         return torch.zeros((stop - start,))
-
-    def _of(self, kind: str) -> Mapping[str, int]:
-        return self._buffers if kind == BUFFER else self._sizes if kind == MASTER else self._trainable
 
 
 def one_update(backend: Backend, micro_batches: Sequence[Batch], loss_weights: Mapping[str, float]) -> None:
@@ -221,28 +220,6 @@ def one_update(backend: Backend, micro_batches: Sequence[Batch], loss_weights: M
 def copy_batch(batch: Batch) -> Batch:
     """With new tensors, which are counted, and whose memory no loader uses again."""
     return batch.changed(Tensor.clone)
-
-
-def _moment_kinds(cfg: OptimizerConfig) -> tuple[str, ...]:
-    """The optimizer's state that has the shape of the weights, as one update of a small matrix makes it."""
-    matrix = nn.Parameter(torch.zeros(2, 2))
-    optimizer = construct(optimizer_class(cfg.type), [{"params": [matrix], "lr": 1.0}], cfg.arguments)
-    matrix.grad = torch.ones_like(matrix)
-    optimizer.step()
-    state = optimizer.state[matrix].items()
-    return tuple(sorted(kind for kind, value in state if isinstance(value, Tensor) and value.shape == matrix.shape))
-
-
-def _checkpoint_bytes(backend: Backend, copies: int) -> int:
-    """Bytes of a checkpoint: fp32 weights and ``copies`` more of those that are trained, what is frozen, buffers."""
-    left_out = backend.left_out
-    frozen = {shard.name: shard.data.element_size() for shard in backend.frozen_shards()}
-    held = sum(
-        numel * frozen.get(name, 4) for name, numel in backend.frozen_sizes().items() if name not in left_out
-    )  # fmt: skip
-    trained = sum(backend.trainable_sizes().values())
-    buffers = sum(b.numel() * b.element_size() for name, b in backend.buffers().items() if name not in left_out)
-    return 4 * trained * (1 + copies) + held + buffers
 
 
 @contextmanager
