@@ -27,7 +27,7 @@ from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.hooks.evaluate.evaluate import EvaluateHook, check_result
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.system import dist
-from unigen_ds.system.files import delete_inside, fsync_path, make_directory, new_directory
+from unigen_ds.system.files import delete_inside, fsync_path, make_directory
 from unigen_ds.system.log import logger
 
 _RULES = {
@@ -199,13 +199,15 @@ class BestHook(MetricHook):
         folder = stored.weights_folder(home, best.updates)
         make_directory(folder.parent)
         delete_inside(folder, home)  # of a branch of the run that a resume abandoned
-        with new_directory(folder) as staging:
-            merge(checkpoint, staging, ema=self._ema, safe_serialization=True)
+
+        def add_files(staging: Path) -> None:
             shutil.copyfile(checkpoint / CONFIG_FILE, staging / CONFIG_FILE)
             if (checkpoint / TOKENIZER).is_dir():
                 shutil.copytree(checkpoint / TOKENIZER, staging / TOKENIZER)
                 for path in (staging / TOKENIZER).iterdir():
                     fsync_path(path)
+
+        merge(checkpoint, folder, ema=self._ema, safe_serialization=True, add_files=add_files)
         return folder
 
     def keeps(self, manifest: Manifest) -> bool:
