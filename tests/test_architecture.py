@@ -415,7 +415,7 @@ def test_a_resume_lists_reads_and_verifies_checkpoints_once(tmp_path, monkeypatc
     read["iter_2.pth"] -= 1
     assert read == {"iter_1.pth": 1, "iter_2.pth": 1}
     files = Counter(Path(entry.path).name for entry in newest.files)
-    expected = {"list_checkpoints run": 1, "verify iter_1.pth": 1, "verify iter_2.pth": 1}
+    expected = {"list_checkpoints run": 1, "verify iter_1.pth": 1, "verify iter_2.pth": 2}  # sizes, then content
     assert calls == {**expected, **{f"file_digest {name}": number for name, number in files.items()}}
 
 

@@ -60,7 +60,7 @@ def start(arguments: argparse.Namespace, checkpoint: str, *, world_size: int) ->
     from unigen_ds.checks.resume import train_command
 
     words = [arguments.config, "--resume", checkpoint]
-    for flag in ("work_dir", "checkpoint_dir", "backend", "assume", "on_batch_change", "on_data_change"):
+    for flag in ("work_dir", "checkpoint_dir", "backend", "on_batch_change", "on_data_change"):
         if getattr(arguments, flag) is not None:
             words += ["--" + flag.replace("_", "-"), getattr(arguments, flag)]
     if arguments.cfg_options:

@@ -136,10 +136,10 @@ def test_the_average(tmp_path, name):
     assert not torch.equal(found["emb.weight"], weights["emb.weight"]) and found.keys() == weights.keys()
 
 
-def test_the_checkpoint_itself_is_no_output(tmp_path):
+def test_a_folder_that_exists_is_no_output(tmp_path):
     path = save(tmp_path)
     before = (path / "model.safetensors").read_bytes()
-    with pytest.raises(ConfigError, match="is a checkpoint"):
+    with pytest.raises(ConfigError, match="exists"):
         merge(path, path, safe_serialization=True)
     assert (path / "model.safetensors").read_bytes() == before
 
@@ -195,8 +195,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from unigen_ds.checkpoint import convert
+from unigen_ds.system import files
 
-convert.write_digests = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # all files are written, none is renamed
+files.write_digests = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # all files are written, none is renamed
 convert.merge(Path(sys.argv[1]), Path(sys.argv[2]), max_shard_size="1KB")
 """
 
@@ -211,14 +212,9 @@ def test_killed_half_way_it_leaves_no_output(plain, tmp_path):
     assert equal(load(out), theirs(source, tmp_path / "theirs"))
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_full_disk(small_disk, tmp_path, exists):
+def test_a_full_disk(small_disk, tmp_path):
     path = save(tmp_path, backend=make_backend(width=12_000))  # 190 KiB of weights
-    if exists:
-        merge(path, small_disk / "out", dtype=torch.bfloat16)
     fill(small_disk, leave=150 * 1024)
-    before = load(small_disk / "out") if exists else {}
-    with pytest.raises(CheckpointError, match=r"No space left on device.*Remedy: free disk space \(0\.2 MiB"):
+    with pytest.raises(CheckpointError, match=r"No space left on device, 0\.\d MiB.*Remedy: free disk space"):
         merge(path, small_disk / "out")
-    assert sorted(os.listdir(small_disk)) == (["ballast", "out"] if exists else ["ballast"])
-    assert not exists or equal(load(small_disk / "out"), before)
+    assert os.listdir(small_disk) == ["ballast"]

@@ -15,8 +15,8 @@ from safetensors.torch import load_file as load_safetensors
 
 from tests.checkpoint import plain_deepspeed
 from tests.checkpoint.plain_deepspeed import ACCUMULATE, MICRO, STEPS, ZERO
-from unigen_ds.checkpoint.foreign import parse_assume, read_foreign
-from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.checkpoint.foreign import read_foreign
+from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.progress import Geometry
 
 pytestmark = pytest.mark.timeout(900)
@@ -98,37 +98,16 @@ def test_what_mmengine_stores_is_data_and_no_class_is_imported(written):
 # ---- the geometry ----------------------------------------------------------------------------------------------------
 
 
-def test_auto_is_not_known_until_it_is_assumed(copy):
-    change(copy, ds_config={"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"})
+def test_auto_is_not_known(copy):
+    change(copy, ds_config={"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4})
     found = read_foreign(copy)
     assert found.geometry is None and found.sequences is None
-    assert [text for text in found.unknown if "--assume" in text] == [
-        "batch_size is not stored; set it with --assume batch_size=N.",
-        "accumulative_counts is not stored; set it with --assume accumulative_counts=N.",
-    ]
-    found = read_foreign(copy, assume=parse_assume("batch_size=8, accumulative_counts=3"))
-    assert found.geometry == Geometry(8, 3, 2)
-    assert not any("--assume" in text for text in found.unknown)
+    assert "batch_size is not stored: it cannot be resumed." in found.unknown
 
 
 def test_the_third_number_follows_from_the_total(copy):
     change(copy, ds_config={"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3})
     assert read_foreign(copy).geometry == Geometry(3, 4, 2)
-
-
-def test_an_assumption_may_not_contradict_the_files(copy):
-    with pytest.raises(ConfigError, match=r"batch_size=8, but the checkpoint was written with batch_size=2"):
-        read_foreign(copy, assume={"batch_size": 8})
-    assert read_foreign(copy, assume={"batch_size": MICRO}).geometry == Geometry(MICRO, ACCUMULATE, 2)
-
-
-@pytest.mark.parametrize(("text", "message"), [
-    ("batchsize=4", "did you mean 'batch_size'"), ("dp_size=0", "an integer N of at least 1"),
-    ("dp_size", "an integer N of at least 1"), ("dp_size=two", "an integer N of at least 1"),
-])  # fmt: skip
-def test_a_wrong_assumption_is_named(text, message):
-    with pytest.raises(ConfigError, match=message):
-        parse_assume(text)
 
 
 # ---- other directories -----------------------------------------------------------------------------------------------

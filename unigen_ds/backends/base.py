@@ -81,6 +81,9 @@ class Backend(abc.ABC):
     """Frozen parameters and buffers that ``state_files`` leaves out, because other files have them: those of the base
     of adapters. Set before ``prepare``."""
 
+    for_more_processes: str | None = None
+    """The ``--backend`` to choose when more processes are started; None: this one."""
+
     stamp = ""
     """The name of the present save, which ``state_files`` puts into every file. The saver sets it."""
 
@@ -110,11 +113,6 @@ class Backend(abc.ABC):
     @property
     def lighter(self) -> str | None:
         """The ``--backend`` that needs less memory for this model on each device; None where there is none."""
-        return None
-
-    @property
-    def for_more_processes(self) -> str | None:
-        """The ``--backend`` to choose when more processes are started; None: this one."""
         return None
 
     @property
@@ -193,9 +191,7 @@ class Backend(abc.ABC):
         yield from ()
 
     def not_finite(self) -> list[str]:
-        """Which of this rank's trained weights and optimizer tensors have an element that is not finite. Not
-        collective.
-        """
+        """Which of this rank's trained weights and optimizer tensors are not finite. Not collective."""
         weights = [shard.name for shard in self.master_shards() if not all_finite(shard.data)]
         return weights + [f"{kind} of {name}" for kind, name, data in self.kept_tensors() if not all_finite(data)]
 
@@ -297,9 +293,7 @@ class Backend(abc.ABC):
             self.load_loss_scale(scale, int(good))
 
     def log_summary(self, engine: str, *, units: Sequence[str] = ()) -> None:
-        """At the start: how many parameters, the bytes of masters that every rank holds, and the sharding units.
-        Collective.
-        """
+        """At the start: numbers of parameters, each rank's bytes of masters, and the sharding units. Collective."""
         trainable, frozen = sum(self.trainable_sizes().values()), sum(self.frozen_sizes().values())
         mine = sum(shard.data.nbytes for shard in self.master_shards())
         held = dist.sum_floats([mine if rank == self.dp_rank else 0 for rank in range(self.dp_size)])
@@ -328,9 +322,7 @@ class Backend(abc.ABC):
 
 
 def read_into(reader: ShardReader, kind: str, shard: Shard) -> None:
-    """Fill a shard from a checkpoint, whatever ranges the checkpoint is stored in. Raises ``CheckpointError`` where an
-    average of squares is negative.
-    """
+    """Fill a shard from any ranges of a checkpoint. Raises ``CheckpointError`` for a negative average of squares."""
     if shard.data.numel():
         values = reader.read(kind, shard.name, shard.flat_start, shard.flat_stop)
         if kind.endswith(EXP_AVG_SQ) and bool((values < 0).any() | values.isnan().any()):

@@ -32,12 +32,7 @@ def local_part(tensor: Tensor) -> Tensor:
 class TorchOptimizerBackend(Backend):
     """A subclass calls ``_own`` in ``prepare``; the masters may be plain tensors or DTensors."""
 
-    _model: Any
     _device: torch.device
-    _masters: dict[str, nn.Parameter]
-    _trainable: list[str]
-    _optimizer: torch.optim.Optimizer
-    _scale: LossScale | None
 
     def _own(
         self, model: Any, masters: dict[str, nn.Parameter], groups: Sequence[ParamGroup], cfg: OptimizerConfig
@@ -45,7 +40,7 @@ class TorchOptimizerBackend(Backend):
         """Keep the masters by name and build the optimizer over them."""
         self._model, self._masters, self._cfg = model, masters, cfg
         self._trainable = [name for name, p in masters.items() if p.requires_grad]
-        self._scale = LossScale(**cfg.loss_scale) if cfg.precision == "fp16" else None
+        self._scale: LossScale | None = LossScale(**cfg.loss_scale) if cfg.precision == "fp16" else None
         self._master_data: list[Tensor] | None = None
         self._state_checked = False
         if cfg.fused and default_fused(cfg.type, cfg.arguments):

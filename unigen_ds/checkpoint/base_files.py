@@ -79,10 +79,16 @@ def find_base(base: Base, *, given: str | None, checkpoint: Path | None) -> Fold
         choices.insert(0, _inside(base, copy))
     problems = []
     for folders in choices:
-        problem = _problem(base, folders)
-        if problem is None:
+        files, differing = _files(folders), []
+        for entry in base.files:
+            path = files.get(entry.path)
+            if path is None:
+                differing.append(f"{folders} has no {entry.path}")
+            elif path.stat().st_size != entry.size or file_digest(path) != entry.digest:
+                differing.append(f"{path} has another content than the base's ({entry.size:,} bytes, {entry.digest})")
+        if not differing:
             return folders
-        problems.append(problem)
+        problems.append(differing[0])
     raise CheckpointError(
         f"the base of the adapters is not there: {'; '.join(problems)}",
         allowed="the files that the manifest records, with their hashes: the adapters fit no other base",
@@ -138,17 +144,3 @@ def _inside(base: Base, folder: Path) -> Folders:
     return {
         part: str(folder / part / name if f"{part}/{name}" in single else folder / part) for part, name in names.items()
     }
-
-
-def _problem(base: Base, folders: Folders) -> str | None:
-    """The first file that is not as recorded."""
-    files = _files(folders)
-    for entry in base.files:
-        if entry.path not in files:
-            return f"{folders} has no {entry.path}"
-        if (size := files[entry.path].stat().st_size) != entry.size:
-            return f"{files[entry.path]} has {size:,} bytes, and the base's had {entry.size:,}"
-    for entry in base.files:
-        if (digest := file_digest(files[entry.path])) != entry.digest:
-            return f"{files[entry.path]} has another content ({digest}) than the base's ({entry.digest})"
-    return None

@@ -12,7 +12,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.store import HOOKS_FILE, read_hook_states
@@ -28,8 +30,7 @@ class Best:
     """The best value of a metric so far, and where the weights that have it are."""
 
     metric: str
-    rule: str
-    """``less`` or ``greater``."""
+    rule: Annotated[str, Field(pattern="^(less|greater)$")]
     value: float
     updates: int
     path: str | None = None
@@ -46,15 +47,8 @@ class Best:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Best:
-        """Raises ``ValueError``, ``KeyError`` or ``TypeError`` where the state is none."""
-        path = state["path"]
-        if not isinstance(path, str | None):
-            raise TypeError(f"path is {path!r}")
-        best = cls(str(state["metric"]), str(state["rule"]), float(state["value"]), int(state["updates"]), path,
-                    dict(state.get("provenance") or {}))  # fmt: skip
-        if best.rule not in ("less", "greater"):
-            raise ValueError(f"rule is {best.rule!r}")
-        return best
+        """Raises ``ValueError`` where the state is none."""
+        return TypeAdapter(cls).validate_python(dict(state))
 
 
 def better(value: float, than: float, *, rule: str) -> bool:

@@ -4,9 +4,7 @@ In: a checkpoint of any layout, with or without a manifest. Out: a folder with t
 ``zero_to_fp32`` would write (one file, or shards of at most ``max_shard_size`` and an index), which
 ``model.load_state_dict(torch.load(file))`` accepts. Tensors are streamed in bounded pieces (``system/outputs.py``).
 
-``digests.json`` beside them has their digests. The files are written in the folder of ``out`` under a temporary name,
-flushed, and then renamed: ``out`` appears complete or not at all. If ``out`` is an existing folder, its other files
-stay, and its older weight files are replaced one by one. The next merge deletes what a killed one left.
+``digests.json`` beside them has their digests. ``out`` appears complete or not at all (``new_directory``).
 """
 
 from __future__ import annotations
@@ -14,10 +12,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,16 +29,7 @@ from unigen_ds.checkpoint.saver import TOKENIZER
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.shards import BUFFER, EMA, MASTER, OPTIMIZER_FILE, PieceReader
-from unigen_ds.system.files import (
-    DIGESTS,
-    check_digests,
-    delete_inside,
-    fsync_path,
-    rename_into_place,
-    stored_digests,
-    temporary_beside,
-    write_digests,
-)
+from unigen_ds.system.files import check_digests, check_new, new_directory
 from unigen_ds.system.outputs import Entry, save_entries, save_torch
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
@@ -133,30 +120,28 @@ def merge(
     max_shard_size: str | int = "5GB",
     safe_serialization: bool = False,
     exclude_frozen: bool = False,
+    add_files: Callable[[Path], object] = lambda folder: None,
 ) -> Merged:
-    """Write the weights of ``checkpoint`` into the folder ``out``.
+    """Write the weights of ``checkpoint`` into the new folder ``out``.
 
     Args:
         tag: name of the checkpoint's folder below ``checkpoint``.
         ema: the average of the weights instead of the weights; buffers and frozen parameters are the model's.
         max_shard_size: of a file, in bytes or as ``'5GB'``; a larger tensor gets a file of its own.
         safe_serialization: safetensors instead of ``torch.save``.
+        add_files: writes further files into the folder before it becomes ``out``.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or the disk is full.
-        ConfigError: ``max_shard_size`` or ``out`` cannot work.
+        ConfigError: ``max_shard_size`` cannot work, or ``out`` exists.
     """
+    check_new(out)
     source = read_source(checkpoint, tag=tag)
     if source.base is not None:
         raise CheckpointError(
             f"{source.directory} holds adapters, and their base is in {source.base.path}",
             remedy="tools/export.py --merge CHECKPOINT OUT writes the merged weights, without --merge the adapters",
         )
-    if out.exists() and (
-        not out.is_dir() or (out / FILE_NAME).is_file() or out.resolve() == source.directory.resolve()
-    ):
-        what = "a checkpoint" if out.is_dir() else "a file"
-        raise ConfigError(f"the output {out} is {what}", allowed="a folder of its own, new or not")
     entries = {entry.name: entry for entry in source.entries(dtype=dtype, ema=ema, exclude_frozen=exclude_frozen)}
     if not entries:
         raise CheckpointError(f"{source.directory} contains no weights")
@@ -177,55 +162,19 @@ def merge(
     for of_file in shards.values():  # torch.save stores what tied names share once
         distinct = of_file if safe_serialization else {entry.source: entry for entry in of_file}.values()
         sizes.append(sum(entry.nbytes for entry in distinct))
-    needed, index = sum(sizes), f"{file}.index.json"
-    out.resolve().parent.mkdir(parents=True, exist_ok=True)
-    home = out.resolve() if out.is_dir() else out.resolve().parent  # on the disk of ``out``
-    staging = temporary_beside(home / out.resolve().name, "writing")
-    try:
-        staging.mkdir()
+    needed, files = sum(sizes), [*shards]
+    with new_directory(out) as staging:
         more = 0 if safe_serialization else max(sizes)  # torch.save reads from a further file
         if shutil.disk_usage(staging).free < needed + more:  # now, and not after hours of writing
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {(needed + more) / 2**20:,.1f} MiB are needed")
         for name, of_file in shards.items():
             if safe_serialization:
                 save_entries(staging / name, of_file, {"format": "pt"})
             else:
                 save_torch(staging / name, of_file)
         if split.is_sharded:
+            files.append(f"{file}.index.json")
             content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            (staging / index).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        _publish(staging, out, file)
-    except OSError as error:
-        raise CheckpointError(
-            f"could not write {out}: {error}",
-            remedy=f"free disk space ({needed / 2**20:,.1f} MiB are needed), fix the"
-            " permission, or name another folder; nothing was changed",
-        ) from error
-    finally:
-        with suppress(OSError):
-            delete_inside(staging, home)
-    files = [*shards, *([index] if split.is_sharded else [])]
+            (staging / files[-1]).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        add_files(staging)
     return Merged(files, len(entries), sum(entry.numel for entry in entries.values()), needed)
-
-
-def _publish(staging: Path, out: Path, file: str) -> None:
-    """Rename. In a folder that exists its old index is deleted first, and the digests are replaced last, so that a
-    mixture never looks complete.
-    """
-    stem, ending = file.rsplit(".", 1)
-    own = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?")
-    write_digests(staging, keep={name: value for name, value in stored_digests(out).items() if not own.fullmatch(name)})
-    index = f"{file}.index.json"
-    files = sorted((path.name for path in staging.iterdir()), key=lambda name: (name == DIGESTS, name == index))
-    for path in (staging / index, staging / DIGESTS, staging):
-        if path.exists():
-            fsync_path(path)
-    if not out.is_dir():
-        rename_into_place(staging, out)
-        return
-    (out / index).unlink(missing_ok=True)
-    for name in files:
-        os.replace(staging / name, out / name)  # the folder is flushed below
-    for path in [path for path in out.iterdir() if own.fullmatch(path.name) and path.name not in files]:
-        path.unlink()
-    fsync_path(out)

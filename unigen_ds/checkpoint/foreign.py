@@ -1,8 +1,8 @@
 """What a path means, and a checkpoint without our manifest: what its files state, and what cannot be known.
 
 In: what a user names: a folder, a file inside one, a file of weights (``locate``). Out: ``Foreign``: a reader of its
-tensors, the parameter table, the geometry of the run from the stored ``ds_config`` (or from ``assume``, for what is not
-there), how far the run was, and one sentence for each thing that cannot be known. Nothing is guessed.
+tensors, the parameter table, the geometry of the run from the stored ``ds_config``, how far the run was, and one
+sentence for each thing that cannot be known. Nothing is guessed.
 
 =================================================  =================================================================
 ``iter_100.pth/``, a file that its manifest lists   this project's checkpoint
@@ -39,13 +39,12 @@ from unigen_ds.checkpoint.layouts.torch_file import TorchReader
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.config.hub import folder_of
 from unigen_ds.config.registry import FOREIGN_STATES
-from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
+from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import LOSS_SCALE, MASTER, PieceReader
 from unigen_ds.models.weights import flat_sizes
 
-ASSUMABLE = ("batch_size", "accumulative_counts", "dp_size")
 HINTS = ("latest", store.HINT)
 """Files that name the newest checkpoint of a folder: DeepSpeed's; mmengine's and ours."""
 _UNKNOWN = (
@@ -84,7 +83,16 @@ def locate(path: Path, tag: str | None = None) -> Path:
             if any(file == name or file.startswith(name + "/") for file in files):
                 return folder
     if path.is_file():
-        return _of_file(path)
+        from unigen_ds.families.directories import format_of_file  # imported only where it is needed
+
+        folder, shard = path.parent, _SHARD.match(path.name)
+        if path.name in HINTS:
+            return locate(folder)
+        if path.name in (".metadata", "trainer_state.json") or path.suffix == ".distcp" or is_deepspeed(path.name):
+            return _fsdp_folder(folder) or folder
+        if shard:
+            return folder / f"{shard['stem']}{shard['ending']}.index.json"
+        return folder if format_of_file(path) else path
     hints = [hint for hint in (path / name for name in HINTS) if hint.is_file()]
     if tag is None and not hints:
         return _fsdp_folder(path) or path
@@ -97,23 +105,8 @@ def locate(path: Path, tag: str | None = None) -> Path:
     return path / tag
 
 
-def _of_file(path: Path) -> Path:
-    from unigen_ds.families.directories import format_of_file  # imported only where it is needed
-
-    folder, shard = path.parent, _SHARD.match(path.name)
-    if path.name in HINTS:
-        return locate(folder)
-    if path.name in (".metadata", "trainer_state.json") or path.suffix == ".distcp" or is_deepspeed(path.name):
-        return _fsdp_folder(folder) or folder
-    if shard:
-        return folder / f"{shard['stem']}{shard['ending']}.index.json"
-    return folder if format_of_file(path) else path
-
-
 def _fsdp_folder(folder: Path) -> Path | None:
-    """Return the folder in which accelerate's FSDP keeps the model, or None. Raises ``CheckpointError`` where it keeps
-    several models.
-    """
+    """The folder in which accelerate's FSDP keeps the model. Raises ``CheckpointError`` where it has several."""
     first, second = (folder / f"pytorch_model_fsdp_{number}" for number in (0, 1))
     if not (first / ".metadata").is_file():
         return None
@@ -183,7 +176,7 @@ class Foreign:
 @dataclass(frozen=True)
 class ForeignState:
     """A training of another trainer, as a function of ``FOREIGN_STATES`` has read it from a folder or a file. What is
-    None is not known: a resume then needs ``--assume``, and is refused without ``updates``.
+    None is not known: a resume is then refused.
     """
 
     reader: PieceReader
@@ -198,19 +191,6 @@ class ForeignState:
     """Parameters that were not trained."""
 
 
-def parse_assume(text: str) -> dict[str, int]:
-    """``'batch_size=4,dp_size=2'`` -> values. Raises ``ConfigError`` naming what is wrong."""
-    values: dict[str, int] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = (piece.strip() for piece in part.partition("="))
-        if name not in ASSUMABLE:
-            raise ConfigError(f"--assume names {name!r}", remedy=nearest(name, ASSUMABLE))
-        if not value.isdigit() or int(value) < 1:
-            raise ConfigError(f"--assume {part!r}", allowed=f"{name}=N with an integer N of at least 1")
-        values[name] = int(value)
-    return values
-
-
 def is_known(path: Path) -> bool:
     """Whether ``path``, a folder or a file, is of a layout that ``read_foreign`` reads."""
     from unigen_ds.families.directories import published_format  # imported only where it is needed
@@ -222,99 +202,78 @@ def is_known(path: Path) -> bool:
     return known or bool(weight_files(path)) or published_format(path) is not None
 
 
-def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int] | None = None) -> Foreign:
+def read_foreign(path: Path, *, tag: str | None = None) -> Foreign:
     """Read a checkpoint that has no manifest. No collective; nothing is written, nothing executed.
 
     Args:
         path: the folder with the files, one of the files, or the folder above with a hint (``HINTS``).
         tag: name of the folder below, instead of the one that ``latest`` names.
-        assume: parts of the geometry that the files do not state; see ``parse_assume``.
 
-    Raises:
-        CheckpointError: it is no checkpoint of a known layout, or is incomplete, or wants to run something.
-        ConfigError: an assumption contradicts the files.
+    Raises ``CheckpointError`` where it is no checkpoint of a known layout, or is incomplete, or wants to run something.
     """
     folder = locate(path, tag)
     states = (read(folder) for read in FOREIGN_STATES.module_dict.values())
     state = next((state for state in states if state is not None), None)
-    foreign: Foreign
     if state is not None:
-        sizes = {name: getattr(state, name) for name in ASSUMABLE}
+        sizes = (state.batch_size, state.accumulative_counts, state.dp_size)
+        geometry = None if None in sizes else Geometry(*sizes)  # type: ignore[arg-type]
         rows = _table(state.reader, frozen=state.frozen)
-        foreign = Foreign(folder, "registered", state.writer, state.reader, rows, (), updates=state.updates)
+        foreign = Foreign(folder, "registered", state.writer, state.reader, rows, (), geometry, state.updates)
     elif folder.is_dir() and any(is_deepspeed(file.name) for file in folder.iterdir()):
-        foreign, sizes = _deepspeed(folder)
+        foreign = _deepspeed(folder)
     else:
-        foreign, sizes = _plain(folder), None
-    unknown = list(foreign.unknown)
-    geometry = None
-    if sizes is not None:
-        for name, value in (assume or {}).items():
-            if sizes[name] not in (None, value):
-                raise ConfigError(
-                    f"--assume {name}={value}, but the checkpoint was written with {name}={sizes[name]}",
-                    remedy=f"leave {name} out; the new run may still use another",
-                )
-        known = {name: size for name, size in {**sizes, **(assume or {})}.items() if size is not None}
-        missing = [f"{name} is not stored; set it with --assume {name}=N." for name in ASSUMABLE if name not in known]
-        geometry = None if missing else Geometry(**known)
-        unknown = missing + unknown
+        foreign = _plain(folder)
+    unknown = (*foreign.unknown, *_UNKNOWN)
     if LOSS_SCALE not in foreign.reader.kinds():
-        unknown.append("A dynamic loss scale is not stored: it would begin with its initial value.")
-    return replace(foreign, geometry=geometry, unknown=(*unknown, *_UNKNOWN))
+        unknown += ("A dynamic loss scale is not stored: it would begin with its initial value.",)
+    return replace(foreign, unknown=unknown)
 
 
 def _plain(folder: Path) -> Foreign:
-    """Tensors and nothing else."""
-    reader, layout, writer = _plain_reader(folder)
+    """Tensors and nothing else. Raises ``CheckpointError``."""
+    from unigen_ds.families.directories import published_format  # imported only where it is needed
+
+    unknown = [
+        "The effective batch is not stored, nor how far it had trained: it cannot be resumed.",
+        "Which weights were frozen, and which names are tied, is not stored.",
+    ]
+    reader: PieceReader
+    published = published_format(folder) if folder.is_dir() else None
+    if (folder / ".metadata").is_file():
+        reader, layout, writer = DCPReader(folder), "dcp", "unknown, dcp files"
+    elif published and (weights := published.weights(folder)):
+        reader, layout, writer = PieceReader(unique=True), "published", published.name
+        reader.tied = dict(weights.tied)
+        for name, stored in weights.tensors.items():
+            reader.add(MASTER, name, 0, stored.numel, stored.flat, source=weights.where, shape=stored.shape)
+    elif not (files := weight_files(folder)):
+        raise CheckpointError(
+            f"{folder} contains no checkpoint",
+            allowed="files of DeepSpeed (*_model_states.pt), PyTorch's DCP (.metadata), safetensors, pytorch_model.bin",
+            remedy="name the folder that contains them, the file of weights itself, or the folder above and its tag"
+            " (-t); for a format of your own --config CONFIG, which imports it",
+        )
+    elif (folder / "adapter_config.json").is_file() and all(file.name.startswith("adapter_model.") for file in files):
+        raise CheckpointError(
+            f"{folder} holds adapters in peft's form, without their base",
+            remedy="the checkpoint that they are of; or the whole model: tools/export.py CKPT OUT --merge",
+        )
+    elif files[0].suffix == ".safetensors":
+        reader = SafetensorsReader(files[0].parent, files=[file.name for file in files])
+        layout, writer = "safetensors", "unknown, safetensors files"
+    else:
+        reader, layout, writer = TorchReader(files), "torch", "unknown, torch files"
+        unknown += [f"Not read: {', '.join(reader.others)}."] * bool(reader.others)
     sizes = _stated_model(folder if folder.is_dir() else folder.parent)
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     one_is_stored = (MASTER, embedding) in reader.shapes and (MASTER, head) not in reader.shapes
     if not reader.tied and one_is_stored and (sizes.get("llm") or {}).get("tie_word_embeddings") is True:
         reader.tied = {head: embedding}
-    unknown = [
-        "The effective batch is not stored, nor how far it had trained: it cannot be resumed.",
-        "Which weights were frozen, and which names are tied, is not stored.",
-    ]
-    if isinstance(reader, TorchReader) and reader.others:
-        unknown.append(f"Not read: {', '.join(reader.others)}.")
     return Foreign(folder, layout, writer, reader, _table(reader), tuple(unknown), sizes=sizes)
 
 
-def _plain_reader(folder: Path) -> tuple[PieceReader, str, str]:
-    """The reader, the layout and the writer. Raises ``CheckpointError``."""
-    from unigen_ds.families.directories import published_format  # imported only where it is needed
-
-    if (folder / ".metadata").is_file():
-        return DCPReader(folder), "dcp", "unknown, dcp files"
-    published = published_format(folder) if folder.is_dir() else None
-    if published and (weights := published.weights(folder)):
-        reader = PieceReader(unique=True)
-        reader.tied = dict(weights.tied)
-        for name, stored in weights.tensors.items():
-            reader.add(MASTER, name, 0, stored.numel, stored.flat, source=weights.where, shape=stored.shape)
-        return reader, "published", published.name
-    files = weight_files(folder)
-    if (folder / "adapter_config.json").is_file() and all(file.name.startswith("adapter_model.") for file in files):
-        raise CheckpointError(
-            f"{folder} holds adapters in peft's form, without their base",
-            remedy="the checkpoint that they are of; or the whole model: tools/export.py CKPT OUT --merge",
-        )
-    if files and files[0].suffix == ".safetensors":
-        names = [file.name for file in files]
-        return SafetensorsReader(files[0].parent, files=names), "safetensors", "unknown, safetensors files"
-    if files:
-        return TorchReader(files), "torch", "unknown, torch files"
-    raise CheckpointError(
-        f"{folder} contains no checkpoint",
-        allowed="files of DeepSpeed (*_model_states.pt), PyTorch's DCP (.metadata), safetensors or pytorch_model.bin",
-        remedy="name the folder that contains them, the file of weights itself, or the folder above and its tag (-t);"
-        " for a format of your own --config CONFIG, which imports it",
-    )
-
-
-def _deepspeed(folder: Path) -> tuple[Foreign, dict[str, int | None]]:
-    """The checkpoint, and the sizes of ``ASSUMABLE`` that the stored ``ds_config`` states, or DeepSpeed derives."""
+def _deepspeed(folder: Path) -> Foreign:
+    """A folder of DeepSpeed's, with the geometry that the stored ``ds_config`` states, or DeepSpeed derives."""
     reader = DeepSpeedReader(folder)
     header = reader.header
     meta, config = (part if isinstance(part := header.get(key), dict) else {} for key in ("meta", "ds_config"))
@@ -333,11 +292,13 @@ def _deepspeed(folder: Path) -> tuple[Foreign, dict[str, int | None]]:
         sizes[missing[0]] = total // math.prod(size for size in sizes.values() if size is not None)
     elif total is None and config and "gradient_accumulation_steps" not in config:
         sizes["accumulative_counts"] = 1  # DeepSpeed's default
+    known = {name: size for name, size in sizes.items() if size is not None}
+    unknown = [f"{name} is not stored: it cannot be resumed." for name in sizes.keys() - known.keys()]
     updates = count(header.get("global_steps"), least=0)
+    unknown += ["How many updates it had done is not stored."] * (updates is None)
     writer = f"DeepSpeed {header.get('ds_version', 'of an unknown version')}, ZeRO stage {reader.zero_stage}"
     if "mmengine" in meta or "message_hub" in header:
         writer += f", run by mmengine {meta.get('mmengine', '')}".rstrip()
-    unknown = ["How many updates it had done is not stored."] if updates is None else []
     if reader.zero_stage == 0:
         unknown.append("Which weights were frozen is not stored.")
         unknown.append("Moments of the optimizer are not read: without ZeRO every optimizer stores its own form.")
@@ -353,10 +314,11 @@ def _deepspeed(folder: Path) -> tuple[Foreign, dict[str, int | None]]:
         reader,
         _table(reader, frozen=reader.frozen, groups=reader.groups),
         tuple(unknown),
+        Geometry(**known) if known.keys() == sizes.keys() else None,
         updates=updates,
         skipped_updates=count(header.get("skipped_steps"), least=0),
         precision=precision,
-    ), sizes
+    )
 
 
 def _stated_model(folder: Path) -> dict[str, Any]:

@@ -61,8 +61,9 @@ def table(directory: Path) -> list[str]:
             rows.append((path.name, *["-"] * (len(COLUMNS) - 2), str(checkpoint.problem)))
             continue
         state = NEXT if path == newest else COMPLETE if checkpoint in current else ABANDONED
-        size, batch = _size_of(manifest), manifest.geometry.global_batch_size
-        numbers = (manifest.iteration, manifest.progress.updates, f"{_epoch(manifest):.2f}", batch, size)
+        epoch = manifest.progress.sequences / manifest.ruler.sequences_per_epoch
+        size, batch = size_text(manifest.size), manifest.geometry.global_batch_size
+        numbers = (manifest.iteration, manifest.progress.updates, f"{epoch:.2f}", batch, size)
         ending = checkpoint.problem or state + marks.get(path, "")
         rows.append((path.name, *map(str, numbers), manifest.created, manifest.parent or "-", ending))
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
@@ -102,7 +103,7 @@ def describe(directory: Path) -> list[str]:
     manifest = chosen.manifest
     assert manifest is not None
     progress, loader, schedules = manifest.progress, manifest.loader, Schedules.from_state_dict(manifest.schedule)
-    sizes = Counter[str]()
+    sizes, per_epoch = Counter[str](), manifest.ruler.sequences_per_epoch
     for row in manifest.parameters:
         sizes[f"group {row['group']}" if row["trainable"] else "frozen"] += prod(row["shape"])
     facts = {
@@ -110,7 +111,7 @@ def describe(directory: Path) -> list[str]:
         "state": chosen.problem or COMPLETE,
         "created": f"{manifest.created} as commit {manifest.commit}, after {manifest.parent or 'a fresh start'}",
         "iteration": f"{manifest.iteration} ({progress.updates} updates, {progress.skipped_updates} of them skipped)",
-        "epoch": f"{_epoch(manifest):.4f} of {manifest.ruler.sequences_per_epoch:,} sequences each",
+        "epoch": f"{progress.sequences / per_epoch:.4f} of {per_epoch:,} sequences each",
         "data seen": f"{progress.sequences:,} sequences, {progress.samples:,} samples, {progress.tokens:,} tokens",
         "effective batch": manifest.geometry,
         "first started as": manifest.ruler.geometry,
@@ -123,23 +124,15 @@ def describe(directory: Path) -> list[str]:
         + _pairs({name: f"{numel:,}" for name, numel in sizes.items()}),
         "metrics": _pairs(manifest.metrics),
         "versions": _pairs(manifest.versions),
-        "layout": f"{manifest.layout}, {_size_of(manifest)}",
+        "layout": f"{manifest.layout}, {size_text(manifest.size)}",
     }
     width = max(map(len, facts))
     lines = [f"{name.ljust(width)}  {value}" for name, value in facts.items()]
     return lines + [f"{'':{width}}  {size_text(entry.size):>10}  {entry.path}" for entry in manifest.files]
 
 
-def _epoch(manifest: Manifest) -> float:
-    return manifest.progress.sequences / manifest.ruler.sequences_per_epoch
-
-
 def _pairs(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def _size_of(manifest: Manifest) -> str:
-    return size_text(sum(entry.size for entry in manifest.files))
 
 
 def size_text(size: float) -> str:

@@ -34,9 +34,9 @@ import dataclasses
 import hashlib
 import json
 import platform
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,8 @@ def current_versions() -> dict[str, str]:
     """
     versions = {"python": platform.python_version(), "unigen_ds source": source_digest()}
     for package in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return versions
 
 
@@ -75,7 +73,7 @@ def _digest(state: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class FileEntry:
     """One file of a checkpoint, by path relative to its directory."""
 
@@ -119,6 +117,11 @@ class Manifest:
         return self.progress.iteration(self.geometry)
 
     @property
+    def size(self) -> int:
+        """Bytes of the files."""
+        return sum(entry.size for entry in self.files)
+
+    @property
     def stamp(self) -> str:
         """The text in each file of this save: a file of another save has another one."""
         return f"update {self.progress.updates}"
@@ -156,13 +159,11 @@ class Manifest:
             if digest != _digest(state):
                 raise CheckpointError(f"{path} has changed since it was written (its digest differs)")
             state.pop("iteration", None)
-            return _values().validate_python(state)
+            return _VALUES.validate_python(state)
         except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
             what = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
             raise CheckpointError(f"{path} is damaged: {what}") from error
 
 
-@cache
-def _values() -> TypeAdapter[Manifest]:
-    """The types of ``Manifest``: a wrong value is an error here, not where it is used."""
-    return TypeAdapter(Manifest)
+_VALUES = TypeAdapter(Manifest)
+"""A wrong value is an error where a manifest is read, not where it is used."""

@@ -18,7 +18,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import BeforeValidator, Field, field_validator
@@ -68,21 +68,19 @@ class LoadSettings(Section):
     @field_validator("revise_keys")
     @classmethod
     def _compiles(cls, pairs: Any) -> Any:
-        for pattern, _ in pairs:
+        for pattern, replacement in pairs:
             try:
-                re.compile(pattern)
-            except re.error as error:
+                re.sub(pattern, replacement, "")
+            except (re.error, IndexError) as error:
                 allowed = r"[(regex, replacement), ...], as in [(r'^module\.', '')]"
-                raise ConfigError(f"load_cfg.revise_keys: {error}", allowed=allowed) from error
+                problem = f"load_cfg.revise_keys: {replacement!r} for {pattern!r}: {error}"
+                raise ConfigError(problem, allowed=allowed) from error
         return pairs
 
     def revised(self, name: str) -> str:
         """The name after every replacement, in order."""
         for pattern, replacement in self.revise_keys:
-            try:
-                name = re.sub(pattern, replacement, name)
-            except (re.error, IndexError) as error:
-                raise ConfigError(f"load_cfg.revise_keys: {replacement!r} for {pattern!r}: {error}") from error
+            name = re.sub(pattern, replacement, name)
         return name
 
     def resizes(self, names: Sequence[str], stored: Shape, shape: Shape) -> bool:
@@ -92,8 +90,7 @@ class LoadSettings(Section):
         return same_rows and bool(allowed) and any(name.endswith(VOCABULARY) for name in names)
 
 
-@dataclass(frozen=True)
-class _Stored:
+class _Stored(NamedTuple):
     kind: str
     name: str
     shape: Shape
@@ -156,11 +153,10 @@ class Fit:
         """
         refused = {kind: line for kind, line in self.lines() if kind in DIFFERENCES and kind not in cfg.allow}
         if refused:
-            grown = any(name.endswith(VOCABULARY) for name in self.reshaped)
             if self.option:
-                raise CheckpointError(
-                    "the checkpoint's names are not the model's", remedy=f"{self.option} renames them"
-                )
+                problem = "the checkpoint's names are not the model's"
+                raise CheckpointError(problem, remedy=f"{self.option} renames them")
+            grown = any(name.endswith(VOCABULARY) for name in self.reshaped)
             remedy = "load_cfg.revise_keys maps stored names to the model's; "
             remedy += "load_cfg.resize_vocab=True adds rows to a vocabulary, 'shrink' removes some; " if grown else ""
             remedy += "the model's config should state the stored sizes; " if self.sizes else ""

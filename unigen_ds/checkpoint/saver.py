@@ -57,6 +57,10 @@ _THREADS = 4
 """Files that a rank writes at a time: one is hashed while the system flushes another."""
 _SHOWN = 3
 """Ranks whose errors are in a message, and tensors."""
+_REMEDY = (
+    "free disk space (it must suffice for one checkpoint more than max_keep_ckpts: an old one is deleted only after the"
+    " new one is complete) or fix the permission; older checkpoints and the training itself are untouched"
+)
 
 
 def save(
@@ -150,9 +154,8 @@ class Save:
     def announce(self, collect: Callable[[], tuple[StateFiles, list[str]]], before: Callable[[], None]) -> None:
         """Make the staging directory for the files of every rank. Collective; raises ``SaveError``.
 
-        Args:
-            collect: returns the files of this rank, and the names of what is not finite.
-            before: called on rank 0 first of all.
+        ``collect`` returns the files of this rank, and the names of what is not finite. ``before`` is called on rank 0
+        first of all.
         """
 
         def listed() -> tuple[int, set[str], list[str]]:
@@ -207,7 +210,15 @@ class Save:
                 result = _outcome(lambda: then([one.value for one in gathered]))
                 answer, failed = (result.value, None), [] if result.problem is None else [result]
             if failed:
-                answer = None, self._failure(failed)
+                self.remove()
+                parts = [f"rank {one.rank}: {one.problem}" for one in failed[:_SHOWN]]
+                parts += [f"and {len(failed) - _SHOWN} more ranks"] * (len(failed) > _SHOWN)
+                if self._needed is not None and self.work_dir.is_dir():
+                    free = shutil.disk_usage(self.work_dir).free
+                    parts.append(f"it needs {self._needed:,} bytes and {free:,} bytes are free there")
+                remedy = next((one.remedy for one in failed if one.remedy), _REMEDY)
+                problem = f"could not write checkpoint {self.final}: {'; '.join(parts)}"
+                answer = None, SaveError(problem, remedy=remedy)
         result, failure = dist.broadcast_object(answer)
         if failure is not None:
             raise failure
@@ -228,7 +239,7 @@ class Save:
             self.final = _free_name(self.work_dir / f"{store.NOT_FINITE}{self.final.name}")
         index, _ = _write(staging, self._state.index([results for _, results in parts]))
         entries = [entry for of_rank, _ in parts for entry in of_rank] + index
-        self.manifest.layout, self.manifest.files = self._state.layout, _sorted(entries)
+        self.manifest.layout, self.manifest.files = self._state.layout, sorted(entries)
         if self._consolidates and not names:
             _consolidate(staging, self.manifest, form=self.form)
         _write(staging, [bytes_output(FILE_NAME, self.manifest.to_json().encode())])
@@ -258,24 +269,6 @@ class Save:
         )
         end.everywhere = True
         return self.final, end
-
-    def _failure(self, failed: Sequence[_Outcome]) -> SaveError:
-        """Remove what was written. Returns the error, with its cause and the free space."""
-        self.remove()
-        parts = [f"rank {one.rank}: {one.problem}" for one in failed[:_SHOWN]]
-        more = f"; and {len(failed) - _SHOWN} more ranks" if len(failed) > _SHOWN else ""
-        text = f"could not write checkpoint {self.final}: {'; '.join(parts)}{more}"
-        if self._needed is not None and self.work_dir.is_dir():
-            free = shutil.disk_usage(self.work_dir).free
-            text += f"; it needs {self._needed:,} bytes and {free:,} bytes are free there"
-        remedy = next((one.remedy for one in failed if one.remedy), None)
-        return SaveError(
-            text,
-            remedy=remedy
-            or "free disk space (it must suffice for one checkpoint more than max_keep_ckpts: an old one"
-            " is deleted only after the new one is complete) or fix the permission; older checkpoints and the training"
-            " itself are untouched",
-        )
 
     def remove(self) -> None:
         """Remove the staging directory, if this is rank 0 and it was made."""
@@ -345,13 +338,13 @@ def _consolidate(staging: Path, manifest: Manifest, *, form: Form) -> None:
         for name, entries in contents.items()
     ]
     entries, _ = _write(full, outputs)
-    whole = dataclasses.replace(manifest, layout=_CONSOLIDATED, files=_sorted([*kept, *entries]))
+    whole = dataclasses.replace(manifest, layout=_CONSOLIDATED, files=sorted([*kept, *entries]))
     if form == "both":
         others = [bytes_output(entry.path, (staging / entry.path).read_bytes()) for entry in kept]
         others.append(bytes_output(FILE_NAME, whole.to_json().encode()))
         entries += _write(full, others)[0]
         inside = [dataclasses.replace(entry, path=f"{FULL}/{entry.path}") for entry in entries]
-        manifest.files = _sorted([*manifest.files, *inside])
+        manifest.files = sorted([*manifest.files, *inside])
         return
     for path in engines:
         (staging / path).unlink()
@@ -372,7 +365,3 @@ def _flat(reader: PieceReader, kinds: Iterable[str]) -> list[Entry]:
             dtype = stored_dtype(reader, kind, name, shape)
             entries.append(Entry(shard_key(kind, name, 0), shape, dtype, partial(reader.parts, kind, name)))
     return entries
-
-
-def _sorted(entries: Iterable[FileEntry]) -> list[FileEntry]:
-    return sorted(entries, key=lambda entry: entry.path)

@@ -51,20 +51,15 @@ class Found:
     problem: str | None
 
 
-def is_checkpoint_name(name: str) -> bool:
-    """Whether a directory of this name may be a committed checkpoint (not one being written or deleted)."""
-    return _is_name(name) and not _is_unfinished(name) and not name.startswith(NOT_FINITE)
-
-
-def _is_unfinished(name: str) -> bool:
-    """Whether this is a checkpoint that is being written or deleted, by its name."""
-    return _is_name(name) and (STAGING in name or name.endswith(DELETING))
-
-
-def _is_name(name: str) -> bool:
-    """``*.pth*``, or ``step_1000`` and the like, with the suffix of a name that was in use."""
-    base = name.partition(STAGING)[0].removesuffix(DELETING)
-    return ".pth" in name or re.fullmatch(r"(step|update|iter)_\d+(_\d+)?", base) is not None
+def is_checkpoint_name(name: str, *, unfinished: bool = False) -> bool:
+    """Whether a directory of this name may be a committed checkpoint: ``*.pth*``, or ``step_1000`` and the like, with
+    the suffix of a name that was in use. ``unfinished``: one that is being written or deleted instead.
+    """
+    base, staging, _ = name.partition(STAGING)
+    stem = base.removesuffix(DELETING)
+    if ".pth" not in name and re.fullmatch(r"(step|update|iter)_\d+(_\d+)?", stem) is None:
+        return False
+    return unfinished if staging or stem != base else not unfinished and not name.startswith(NOT_FINITE)
 
 
 def list_checkpoints(work_dir: Path) -> list[Found]:
@@ -112,41 +107,29 @@ def verify_manifest(
     known = next((one for one in listing if one.path == directory), Found(directory, None, None))
     manifest = known.manifest or Manifest.read(directory)
     manifest.files = [entry for entry in manifest.files if wanted(entry.path)]
-    problem = known.problem
-    if known.manifest is None:
-        problem = verify(directory, manifest, hashes=hashes)
-    elif problem is None and hashes:  # their sizes have been compared
-        problem = _changed_content(directory, manifest)
-    if problem:
+    if known.manifest is None or (known.problem is None and hashes):
+        known = Found(directory, manifest, verify(directory, manifest, hashes=hashes))
+    if known.problem:
         remedy = "name another: unigen-checkpoints list shows them; a resume without a name passes over it"
-        raise CheckpointError(f"checkpoint {directory} is damaged: {problem}", remedy=remedy)
+        raise CheckpointError(f"checkpoint {directory} is damaged: {known.problem}", remedy=remedy)
     return manifest
 
 
 def verify(directory: Path, manifest: Manifest, *, hashes: bool = False) -> str | None:
     """The first problem of a checkpoint's files, or None. ``hashes`` reads every byte; else sizes are compared."""
-    for entry in manifest.files:
+
+    def problem(entry: FileEntry) -> str | None:
         path = directory / entry.path
         try:
             if not path.is_file():
                 return f"{path} is missing"
             if path.stat().st_size != entry.size:
                 return f"{path} has {path.stat().st_size} bytes, {entry.size} were written"
+            if hashes and file_digest(path) != entry.digest:
+                return f"{path} has changed since it was written (hash differs)"
         except (OSError, ValueError) as error:
             return f"{path} cannot be read: {error}"
-    return _changed_content(directory, manifest) if hashes else None
-
-
-def _changed_content(directory: Path, manifest: Manifest) -> str | None:
-    """The first file whose hash is another one."""
-
-    def problem(entry: FileEntry) -> str | None:
-        path = directory / entry.path
-        try:
-            same = file_digest(path) == entry.digest
-        except (OSError, ValueError) as error:
-            return f"{path} cannot be read: {error}"
-        return None if same else f"{path} has changed since it was written (hash differs)"
+        return None
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return next(filter(None, pool.map(problem, manifest.files)), None)
@@ -174,7 +157,7 @@ def newest(
             if checkpoint in listing and manifest.commit in lineage.abandoned:
                 problem = "a later resume went back to an earlier checkpoint and abandoned it (name it to return to it)"
             elif hashes:
-                problem = _changed_content(checkpoint.path, manifest)
+                problem = verify(checkpoint.path, manifest, hashes=True)
         if problem is None:
             return checkpoint, rejected
         rejected.append(Found(checkpoint.path, manifest, problem))
@@ -182,9 +165,7 @@ def newest(
 
 
 def continued_lineage(work_dir: Path, checkpoint: Path, listing: Sequence[Found]) -> Lineage:
-    """The lineage of a run that continues from ``checkpoint``: all others that are newer, or were abandoned before, are
-    abandoned.
-    """
+    """The lineage of a run that continues from ``checkpoint``: others are abandoned that are newer, or were before."""
     checkpoint, before = outer(checkpoint), Lineage.read(work_dir)
     manifests = {found.path.name: found.manifest for found in listing if found.manifest is not None}
     own = manifests.get(checkpoint.name) if is_inside(work_dir, checkpoint) else None
@@ -205,10 +186,7 @@ def continued_lineage(work_dir: Path, checkpoint: Path, listing: Sequence[Found]
 
 
 def continue_from(work_dir: Path, checkpoint: Path, lineage: Lineage) -> None:
-    """Record that training continues from ``checkpoint``, with its ``continued_lineage``.
-
-    Called on rank 0 once the checkpoint is loaded, before the first update.
-    """
+    """Record on rank 0 that training continues from ``checkpoint``, which is loaded, with its ``continued_lineage``."""
     lineage.write(work_dir)
     write_hint(work_dir, outer(checkpoint))
 
@@ -243,9 +221,7 @@ def next_commit(work_dir: Path) -> int:
 
 
 def delete(directory: Path) -> None:
-    """Remove a checkpoint so that a kill in between never leaves one that looks complete, or like a checkpoint. Of one
-    that is a symbolic link the link alone goes.
-    """
+    """Remove a checkpoint so that a kill never leaves what looks like one. Of a symbolic link the link alone goes."""
     doomed = directory.with_name(directory.name + DELETING)
     delete_inside(doomed, directory.parent)
     rename_into_place(directory, doomed)
@@ -288,12 +264,10 @@ def retain(
 
 
 def sweep(work_dir: Path) -> list[Path]:
-    """Remove what a killed save or deletion left. Called when a run starts, on rank 0, under the lock: without one
-    another process may be saving.
-    """
+    """Remove what a killed save or deletion left. Called at the start, on rank 0, under the lock: no process saves."""
     swept = remove_leftovers(work_dir)
     for path in sorted(work_dir.iterdir()) if work_dir.is_dir() else []:
-        if _is_unfinished(path.name) and path.is_dir():
+        if is_checkpoint_name(path.name, unfinished=True) and path.is_dir():
             try:
                 delete_inside(path, work_dir)
                 swept.append(path)
@@ -322,13 +296,12 @@ def open_reader(directory: Path, manifest: Manifest) -> PieceReader:
 def open_shards(directory: Path, manifest: Manifest) -> dict[str, PieceReader]:
     """A reader of each folder of hooks' shards (``ema``): of those with safetensors files that the save wrote."""
     folders = {os.path.dirname(entry.path) for entry in manifest.files if entry.path.endswith(".safetensors")}
-    return {
-        folder: _of_this_save(
-            SafetensorsReader(directory / folder, files=manifest.files_in(folder)), directory / folder, manifest
-        )
-        for folder in sorted(folders - {"", RNG_DIRECTORY})
-        if folder.partition("/")[0] != FULL
-    }
+    readers = {}
+    for folder in sorted(folders - {"", RNG_DIRECTORY}):
+        if folder.partition("/")[0] != FULL:
+            reader = SafetensorsReader(directory / folder, files=manifest.files_in(folder))
+            readers[folder] = _of_this_save(reader, directory / folder, manifest)
+    return readers
 
 
 def _of_this_save(reader: PieceReader, directory: Path, manifest: Manifest) -> PieceReader:

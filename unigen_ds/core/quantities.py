@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
-
-
-class CommaSeparated(argparse.Action):
-    """The values of an option that is given several times, with commas between them."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
 def size(text: str) -> int:

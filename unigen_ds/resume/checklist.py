@@ -10,13 +10,12 @@ rate is sensible, 5 the log confirms the resumption.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import RESUME_CHECKS
-from unigen_ds.core.progress import Geometry, Progress
+from unigen_ds.core.progress import Progress
 from unigen_ds.resume.finding import Finding, Proposal, Status, edited_settings, format_first, model_findings
 from unigen_ds.resume.geometry import geometries_text
 from unigen_ds.schedule.schedule import Schedules
@@ -57,8 +56,8 @@ _NOT_STORED = {
 
 
 def check_checkpoint(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    size, compared = sum(entry.size for entry in manifest.files), "every byte" if proposal.hashed else "sizes"
-    content = f"{len(manifest.files)} files, {size / 2**20:,.1f} MiB, {compared} compared"
+    compared = "every byte" if proposal.hashed else "sizes"
+    content = f"{len(manifest.files)} files, {manifest.size / 2**20:,.1f} MiB, {compared} compared"
     yield Finding("checkpoint.complete", "ok", "complete", content, guide=1)
     was = f"iteration {manifest.iteration}, update {manifest.progress.updates}"
     now = f"full resume of weights, moments, schedule and data position from {proposal.checkpoint}"
@@ -75,12 +74,11 @@ def check_foreign(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
 def check_disk(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     if proposal.free_bytes is None:
         return
-    size = sum(entry.size for entry in manifest.files)
-    fits = proposal.free_bytes // max(size, 1)
+    fits = proposal.free_bytes // max(manifest.size, 1)
     keep = proposal.saves.max_keep_ckpts
     needed = 2 if keep == -1 else keep + 1  # the new one is durable before the oldest is deleted
     needed += proposal.saves.form == "full"  # made from the files of the engine, which are deleted then
-    was = f"a checkpoint of {size_text(size)}"
+    was = f"a checkpoint of {size_text(manifest.size)}"
     now = f"{size_text(proposal.free_bytes)} free: {fits} more would fit, {needed} are needed at a time"
     if fits >= needed:
         yield Finding("disk.free", "ok", was, now)
@@ -113,7 +111,13 @@ def check_batch(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
 def check_position(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     stored, ruler = Schedules.from_state_dict(manifest.schedule).total_sequences, manifest.ruler
     end, size = proposal.schedules.total_sequences, proposal.geometry.sequences_per_iteration
-    was, now = _position(manifest, manifest.geometry, stored), _position(manifest, proposal.geometry, end)
+    done = manifest.progress.sequences
+    was, now = (
+        f"iteration {manifest.progress.iteration(geometry):,} of {last / geometry.sequences_per_iteration:,.0f}"
+        f" ({ruler.sequences_per_epoch / geometry.sequences_per_iteration:,.6g} an epoch):"
+        f" {done / ruler.sequences_per_epoch:.2f} epochs, {done / last:.1%}"
+        for geometry, last in ((manifest.geometry, stored), (proposal.geometry, end))
+    )
     why = ""
     if manifest.geometry.sequences_per_iteration != size:
         facts = manifest.loader.get("facts") or {}
@@ -126,22 +130,13 @@ def check_position(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
             f" iterations an epoch would be {epochs:.2f} epochs ({epochs * ruler.sequences_per_epoch / stored:.1%})"
         )
     yield Finding("progress.position", "ok", was, now, why)
-    left, was, now = end - manifest.progress.sequences, f"{stored:,.0f} sequences in all", f"{end:,.0f}"
+    left, was, now = end - done, f"{stored:,.0f} sequences in all", f"{end:,.0f}"
     if left < proposal.geometry.global_batch_size:
         why = "the run is complete: nothing is left to train"
         yield Finding("progress.left", "warn", was, now, why, "raise train_cfg.max_epochs (or its other limits)")
     elif stored != end:
         why = "train_cfg was edited: training ends at another point"
         yield Finding("progress.left", "warn", was, f"{now}: {left:,.0f} are left", why)
-
-
-def _position(manifest: Manifest, geometry: Geometry, end: float) -> str:
-    size = geometry.sequences_per_iteration
-    done, epoch = manifest.progress.sequences, manifest.ruler.sequences_per_epoch
-    return (
-        f"iteration {manifest.progress.iteration(geometry):,} of {end / size:,.0f} ({epoch / size:,.6g} an epoch):"
-        f" {done / epoch:.2f} epochs, {done / end:.1%}"
-    )
 
 
 def learning_rates(manifest: Manifest, schedules: Schedules) -> list[tuple[float, dict[str, float]]]:
@@ -170,13 +165,12 @@ def check_learning_rate(manifest: Manifest, proposal: Proposal) -> Iterable[Find
     flat = all(rate == 0 for _, rates in now for rate in rates.values())
     if flat:
         why = "every learning rate is 0 from here on: nothing would be learned"
-    yield Finding("lr.curve", "ok" if was == now and not flat else "warn", _curve(was), _curve(now), why, guide=4)
-
-
-def _curve(points: Sequence[tuple[float, Mapping[str, float]]]) -> str:
-    """The learning rate at each point: that of all groups where they are equal, else that of the first group."""
-    first = next(iter(points[0][1]))
-    return ", ".join(f"{rates[first]:.4g} at {epoch:.2f}" for epoch, rates in points) + f" (epochs; group {first})"
+    before, after = (  # the curve of all groups where they are equal, else of the first
+        ", ".join(f"{next(iter(rates.values())):.4g} at {epoch:.2f}" for epoch, rates in points)
+        + f" (epochs; group {next(iter(points[0][1]))})"
+        for points in (was, now)
+    )
+    yield Finding("lr.curve", "ok" if was == now and not flat else "warn", before, after, why, guide=4)
 
 
 def check_edited(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
@@ -236,7 +230,11 @@ def check_engine(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     why = "masters and moments are fp32 in all; results differ by its rounding"
     yield _compare("precision", stored or "not known", precision, why, same=stored == precision)
     why = "bit-equal" if was == now else "loaded by parameter name; equal to float rounding, not to the bit"
-    yield Finding("engine", "ok", _words(was), _words(now), why)
+    before, after = (
+        ", ".join(f"{key} {value}" for key, value in sorted(side.items()) if value not in (None, False, [], ()))
+        for side in (was, now)
+    )
+    yield Finding("engine", "ok", before, after, why)
     why = "each process keeps its own generator: a network's own dropout is seeded anew"
     yield _compare("rng", f"{was.get('dp_size')} process(es)", f"{now.get('dp_size')} process(es)", why)
 
@@ -245,10 +243,6 @@ def _compare(id: str, was: str, now: str, why: str, *, same: bool | None = None)
     """A finding that is a warning where the two differ."""
     same = was == now if same is None else same
     return Finding(id, "ok" if same else "warn", was, now, "" if same else why)
-
-
-def _words(topology: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in sorted(topology.items()) if value not in (None, False, [], ()))
 
 
 def check_ema(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:

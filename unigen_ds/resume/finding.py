@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from unigen_ds.checkpoint.manifest import Manifest
@@ -217,7 +217,8 @@ def model_findings(
     shapes = misfit(*({row["name"]: tuple(row["shape"]) for row in rows} for rows in (stored, parameters)))
     if shapes:
         first, second = ((side.get("lora") or {}).get("target_modules") for side in (was, config))
-        if None not in (first, second) and _as_list(first) != _as_list(second):  # other ones may choose the same layers
+        lists = [[value] if isinstance(value, str) else [*(value or ())] for value in (first, second)]
+        if None not in (first, second) and lists[0] != lists[1]:  # other ones may choose the same layers
             model.append(f"lora.target_modules was {first!r} and is {second!r}")
         model += [f"{name} is new" for name in shapes.missing] + [f"{name} is gone" for name in shapes.unexpected]
         model += [f"{name} was {[*before]} and is {[*after]}" for name, (before, after) in shapes.reshaped.items()]
@@ -228,34 +229,26 @@ def model_findings(
         if trained.get(row["name"], row["trainable"]) != row["trainable"]
     ]
     number = f"{len(stored)} parameters"
-    findings = [
-        Finding("model.structure", "ok", number, "the same names and shapes"),
-        Finding("model.trainable", "ok", number, "the same ones are trained"),
-    ]
-    for index, differences in enumerate((model and other_model(was, config) + model, frozen)):
+    findings = []
+    for id, differences, same in (
+        ("model.structure", model and other_model(was, config) + model, "the same names and shapes"),
+        ("model.trainable", frozen, "the same ones are trained"),
+    ):
         if differences:
-            findings[index] = replace(
-                findings[index],
-                status="block",
-                now=format_first(differences),
-                why="the model differs from that of the checkpoint",
-                remedy="set model back; --load-from CKPT starts another training from the weights, if they fit",
-            )
+            why = "the model differs from that of the checkpoint"
+            remedy = "set model back; --load-from CKPT starts another training from the weights, if they fit"
+            findings.append(Finding(id, "block", number, format_first(differences), why, remedy))
+        else:
+            findings.append(Finding(id, "ok", number, same))
     kind, kind_now = optimizer_type(was), optimizer_type(config)
     optimizer = Finding("optimizer.type", "ok", kind, kind_now)
     if kind != kind_now:
         why = "the optimizer is another one, which cannot use the stored state"
         remedy = f"set optim_wrapper.optimizer.type back to {kind}, or start anew with --load-from CKPT"
-        optimizer = replace(optimizer, status="block", why=why, remedy=remedy)
+        optimizer = Finding("optimizer.type", "block", kind, kind_now, why, remedy)
     before, after = (", ".join(sorted({str(r["group"]) for r in rows if r["group"]})) for rows in (stored, parameters))
-    groups = Finding("optimizer.groups", "ok", before, after)
-    if before != after:
-        groups = replace(groups, status="warn", why="moments follow the parameters by name into the new groups")
-    return [*findings, optimizer, groups]
-
-
-def _as_list(value: Any) -> list[Any]:
-    return [value] if isinstance(value, str) else [*value]
+    why = "moments follow the parameters by name into the new groups" if before != after else ""
+    return [*findings, optimizer, Finding("optimizer.groups", "warn" if why else "ok", before, after, why)]
 
 
 def optimizer_type(config: Mapping[str, Any]) -> str:

@@ -166,25 +166,20 @@ def _newest(work_dir: Path, listing: Sequence[store.Found], *, hashes: bool) -> 
             remedy="repair them, name the one to resume from with --resume CKPT, or remove them; a run never starts"
             " from scratch without a message",
         )
-    messages += _repeated_updates(work_dir, checkpoint)
+    done = checkpoint.manifest.progress.updates if checkpoint and checkpoint.manifest else 0
+    lost = max(0, last_update(run_of(work_dir) / METRICS_FILE) - done)
+    hint = store.read_hint(work_dir)
+    again = f"{lost:,} updates after update {done:,}, which {METRICS_FILE} has, are trained again."
+    if hint is not None and not (work_dir / Path(hint).name).is_dir() and not Path(hint).is_dir():
+        messages.append(f"{NOT_RESUMED} {hint}: {store.HINT} names it, and it is not there; {again}")
+    elif lost:
+        what = "The newest checkpoint is older than the log: "
+        messages.append(f"{NOT_RESUMED} the newest checkpoint: it is gone; {again}" if hint is None else what + again)
     if checkpoint is None:
         fresh = f"No checkpoint found in {work_dir}: training starts from scratch."
         return ResumePlan("fresh", messages=(*messages, fresh))
     messages.append(f"Auto resumed from the latest checkpoint {checkpoint.path}.")
     return ResumePlan("resume", checkpoint.path, checkpoint.manifest, tuple(messages))
-
-
-def _repeated_updates(work_dir: Path, newest: store.Found | None) -> list[str]:
-    """That updates are trained again: a warning where the newest checkpoint was deleted, or there is none."""
-    done = newest.manifest.progress.updates if newest and newest.manifest else 0
-    lost = max(0, last_update(run_of(work_dir) / METRICS_FILE) - done)
-    hint = store.read_hint(work_dir)
-    again = f"{lost:,} updates after update {done:,}, which {METRICS_FILE} has, are trained again"
-    if hint is None:
-        return [f"{NOT_RESUMED} the newest checkpoint: it is gone; {again}."] if lost else []
-    if not (work_dir / Path(hint).name).is_dir() and not Path(hint).is_dir():
-        return [f"{NOT_RESUMED} {hint}: {store.HINT} names it, and it is not there; {again}."]
-    return [f"The newest checkpoint is older than the log: {again}."] if lost else []
 
 
 def checkpoint_directory(text: str) -> Path:

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -204,13 +204,12 @@ DIGESTS = "digests.json"
 """Beside the files of an export: path below the folder -> digest, as ``file_digest`` returns it."""
 
 
-def write_digests(folder: Path, *, keep: Mapping[str, str] | None = None) -> None:
+def write_digests(folder: Path) -> None:
     """Write the digests of all files below ``folder``; those that are stored there already are not computed again.
 
     Texts for people (``.md``) are left out: they are edited later.
-    ``keep``: of further files, which will be beside them.
     """
-    digests, stored = dict(keep or {}), stored_digests(folder)
+    digests, stored = {}, stored_digests(folder)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name != DIGESTS and path.suffix != ".md":

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES, SHIPPED
 from unigen_ds.core.errors import UnigenError
-from unigen_ds.core.quantities import CommaSeparated
 
 READER_GONE = 141
 """Exit status where nobody reads the output any more: what a shell reports of a program that SIGPIPE ended."""
@@ -71,8 +70,6 @@ def add_config(p: argparse.ArgumentParser, *, backend: bool = False, resume: boo
                        "(default: refuse)")  # fmt: skip
         p.add_argument("--on-data-change", choices=DATA_CHOICES,
                        help="how a resume treats changed data (default: refuse)")  # fmt: skip
-        p.add_argument("--assume", action=CommaSeparated, metavar="batch_size=N,accumulative_counts=N,dp_size=N",
-                       help="information that a checkpoint of another trainer does not contain")  # fmt: skip
 
 
 def add_source(p: argparse.ArgumentParser) -> None:

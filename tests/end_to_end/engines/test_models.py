@@ -70,8 +70,8 @@ def test_a_run_of_a_model_of_transformers_goes_from_engine_to_engine(kind, tmp_p
     ledgers = [read_lines(outcome.folder / "ledger.jsonl") for outcome in (run, single)]
     mine, alone = ([{k: v for k, v in line.items() if k != "time"} for line in ledger] for ledger in ledgers)
     assert mine == alone and len(mine) == count
-    assert merge([str(run.folder), str(tmp_path)]) == 0
-    merged = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert merge([str(run.folder), str(tmp_path / "merged")]) == 0
+    merged = torch.load(tmp_path / "merged" / "pytorch_model.bin", weights_only=True)
     auto = AutoModelForImageTextToText if kind in IMAGE else AutoModelForCausalLM
     theirs = auto.from_pretrained(runs().out / "data" / "models" / kind)
     theirs.load_state_dict(merged)

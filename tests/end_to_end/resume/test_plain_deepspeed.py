@@ -15,7 +15,6 @@ import torch
 from tests.processes import ROOT, run
 from tests.tiny import TINY, tiny_config
 from tools import resume as tool
-from tools import train as train_tool
 from unigen_ds.core.errors import ResumeBlocked
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
@@ -114,9 +113,3 @@ def test_the_precision_is_the_stored_one(folder, tmp_path, capsys, section):
     precision = findings(folder, tmp_path / "plain", capsys)["precision"]
     stored = "bf16" if section["enabled"] is True else "not known"
     assert [precision[key] for key in ("status", "was", "now")] == ["warn", stored, "fp32"]
-
-
-def test_a_repeated_assume_adds():
-    words = ["CONFIG", "--assume", "batch_size=4,dp_size=1", "--assume", "accumulative_counts=3"]
-    for parser in (train_tool.parser(), tool.parser()):
-        assert parser.parse_args(words).assume == "batch_size=4,dp_size=1,accumulative_counts=3"

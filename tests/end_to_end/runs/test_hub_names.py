@@ -95,7 +95,7 @@ def test_weights_alone_and_the_tools(cache: Path, tmp_path: Path, capsys: pytest
         LocalModel("maker/decoder", where="CLIPScore.path").folder == cache / "models--maker--decoder/snapshots" / SHA
     )
     capsys.readouterr()
-    assert merge(["maker/other", "merged"]) == 2
+    assert merge(["maker/other", "second"]) == 2
     said = capsys.readouterr().err
     assert "MODEL 'maker/other' is no folder here, and it cannot be loaded from the hub: " in said
     assert "Remedy: where there is a network: hf download maker/other --local-dir FOLDER" in said

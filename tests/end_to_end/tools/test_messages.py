@@ -183,7 +183,7 @@ def test_all_problems_are_one_message(
         "train_dataloader.num_workers is '2'. Allowed: a whole number",
         "tokenizer has no key 'sorted' (WordTokenizer). Remedy: valid: words",
         "custom_hooks[0].type is 'EMAHok'. Remedy: did you mean 'EMAHook'?",
-        "unknown config key 'unet'. Remedy: valid: assume",
+        "unknown config key 'unet'. Remedy: valid: backend",
     ):
         assert said.count(line) == 1, line
     assert said.startswith("error: 9 problems in the config:") and said.count("\n") == 10

@@ -82,10 +82,8 @@ def _dict_to_terms(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def _skip_modules_without_parameters(module: nn.Module) -> None:
-    """ZeRO-3 hooks every module and demands that all ranks run the same ones in the same order.
-
-    An autoencoder of buffers runs once for each size of image, which differs from rank to rank, so its modules get no
-    hooks.
+    """ZeRO-3 demands that all ranks run the modules that it hooks in the same order. An autoencoder of buffers runs
+    once for each size of image, which differs from rank to rank, so its modules get no hooks.
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -186,10 +184,7 @@ class DeepSpeedBackend(Backend):
         self.log_summary(f"DeepSpeed ZeRO-{self.stage}" + (", optimizer in host memory" * self.offloads_optimizer))
 
     def _allocate(self, model: nn.Module, ds_config: dict[str, Any]) -> None:
-        """Memory for a model on the meta device; in stage 3 each tensor is reduced to this rank's part at once.
-
-        ``zero.Init`` itself would broadcast every tensor.
-        """
+        """Memory for a model on the meta device; in stage 3 of this rank's parts (``zero.Init`` would broadcast)."""
         from deepspeed.accelerator import get_accelerator
 
         device = torch.device(get_accelerator().current_device_name())
@@ -308,9 +303,7 @@ class DeepSpeedBackend(Backend):
         return list(getattr(self._zero, name))
 
     def _fragments(self) -> Iterator[tuple[str, int, int, int, int]]:
-        """Of the local piece of each trained parameter: its name, the number of the flat buffer, the offset there, the
-        first element of the parameter, and how many there are.
-        """
+        """Of each trained parameter's piece here: name, flat buffer, offset there, first element, length."""
         for name in self._trainable:
             parameter = self._parameters[name]
             if self.stage == 3:

@@ -92,9 +92,7 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
     for section, owner in OWNED.items():
         value = config.get(section)
         values = [*(value.get("params") or {}).values()] if isinstance(value, Mapping) else [value or AUTO]
-        if set(values) != {
-            AUTO
-        }:  # Hugging Face's Trainer wants "auto" for every one; a type alone asks for its defaults
+        if set(values) != {AUTO}:  # as Hugging Face's Trainer wants it; a type alone asks for its defaults
             raise ConfigError(
                 f"the DeepSpeed config has a {section} ({value}), and so has ours ({owner})",
                 remedy=f"delete {section!r} from the JSON: {owner} is used, under every engine",

@@ -46,22 +46,18 @@ class CapturedSave:
     def save(self, state_dict: Any, path: str) -> None:
         """DeepSpeed calls it by keyword: the names are its own."""
         state_dict = {**state_dict, STAMP: self._stamp}
-        if self._left_out:
-            state_dict = {
-                key: self._without_left_out(value) if key in _NAMED else value for key, value in state_dict.items()
-            }
+        for key in _NAMED if self._left_out else ():
+            content = state_dict.get(key)
+            if isinstance(content, Mapping):
+                rest = [(name, value) for name, value in content.items() if name not in self._left_out]
+                state_dict[key] = type(content)(rest)  # type: ignore[call-arg]
+            elif content:
+                state_dict[key] = [name for name in content if name not in self._left_out]
 
         def write(stream: HashedFile) -> None:
             torch.save(state_dict, stream)  # type: ignore[arg-type] # a writer without fileno
 
         self.outputs.append(Output(PurePath(path).name, nested_bytes(state_dict), write))
-
-    def _without_left_out(self, content: Any) -> Any:
-        """Return a mapping or a list without the names of ``left_out``."""
-        if isinstance(content, Mapping):
-            rest = [(name, value) for name, value in content.items() if name not in self._left_out]
-            return type(content)(rest)  # type: ignore[call-arg]
-        return content and [name for name in content if name not in self._left_out]
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None: ...
     def create(self, info: Any) -> None: ...

@@ -110,7 +110,7 @@ class FSDPBackend(TorchOptimizerBackend):
             register_fsdp_forward_method,
         )
 
-        world, num_shard = dist.world_size(), self.num_shard
+        world, num_shard, cuda = dist.world_size(), self.num_shard, self._device.type == "cuda"
         if num_shard == world:
             mesh = init_device_mesh(self._device.type, (world,), mesh_dim_names=("shard",))
         else:  # ``init_device_mesh`` would make the groups of every rank in turn; here a rank makes its own two
@@ -124,9 +124,7 @@ class FSDPBackend(TorchOptimizerBackend):
             "reshard_after_forward": self.strategy in ("FULL_SHARD", "HYBRID_SHARD"),
             # activations already have the weights' dtype; casting inputs would round the rotary tables
             "mp_policy": MixedPrecisionPolicy(low, torch.float32 if low else None, cast_forward_inputs=False),
-            "offload_policy": CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
-            if self.cpu_offload
-            else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=cuda) if self.cpu_offload else OffloadPolicy(),
         }
         # fully_shard moves one unit after the other to the device and keeps this rank's part, so it never has the model
         for unit in model.shard_units():
@@ -182,20 +180,17 @@ class FSDPBackend(TorchOptimizerBackend):
             self._update()
         return self._step_result(norm, applied=applied)
 
-    def _update(self) -> None:
-        """An optimizer that is not element-wise gets whole matrices, every other one the shards."""
-        if isinstance(self._optimizer, JoinedOptimizer):
-            self._step_matrices(self._optimizer.matrices)
-            self._optimizer.step_rest()
-        else:
-            super()._update()
-
     @torch.no_grad()
-    def _step_matrices(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step one whole matrix after the other, as ``single`` does: gathered on each process, which keeps its rows.
+    def _update(self) -> None:
+        """An optimizer that is not element-wise gets whole matrices, every other one the shards.
 
+        One whole matrix after the other is stepped, as ``single`` does: gathered on each process, which keeps its rows.
         So no process holds more than one whole matrix; each computes the updates of all of them.
         """
+        if not isinstance(self._optimizer, JoinedOptimizer):
+            super()._update()
+            return
+        optimizer = self._optimizer.matrices
         state, groups = optimizer.state, optimizer.param_groups
         members = [group["params"] for group in groups]
         for group in groups:
@@ -222,6 +217,7 @@ class FSDPBackend(TorchOptimizerBackend):
             optimizer.state = state
             for group, masters in zip(groups, members, strict=True):
                 group["params"] = masters
+        self._optimizer.step_rest()
 
     def refresh_copies(self) -> None:
         """Drop gathered copies; the next forward gathers anew from the masters."""

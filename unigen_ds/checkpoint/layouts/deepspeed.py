@@ -105,48 +105,35 @@ class DeepSpeedReader(PieceReader):
         self._add_frozen(model)
         for shapes in model[0]["param_shapes"]:
             self.shapes |= {(MASTER, name): tuple(shape) for name, shape in shapes.items()}
-        if self.zero_stage == 3:
-            self._add_zero3(model[0]["param_shapes"], optim)
-        else:
-            self._add_zero12(optim)
+        self._add_optimizer(model[0]["param_shapes"], optim)
         scaler = getattr(optim[0].get("loss_scaler"), "state", None) or {}
         if "cur_iter" in scaler:  # the dynamic one
             good = scaler["cur_iter"] - scaler["last_overflow_iter"] - 1  # -1: none yet
             pair = torch.tensor([scaler["cur_scale"], good], dtype=torch.float64)
             self.add(LOSS_SCALE, LOSS_SCALE, 0, 2, slices_of(pair))
 
-    def _add_zero12(self, ranks: Sequence[Mapping[str, Any]]) -> None:
-        consumed: dict[str, int] = defaultdict(int)
-        for state in ranks:
-            flats = state["single_partition_of_fp32_groups"]
-            optimizer = state["base_optimizer_state"]
-            for group, (flat, mapping) in enumerate(zip(flats, state["param_slice_mappings"], strict=True)):
-                moments = _moments(optimizer, group)
-                for name, fragment in mapping.items():
-                    offset, numel = fragment.state["start"], fragment.state["numel"]
-                    self._add_pieces(name, consumed[name], numel, offset, flat, moments)
-                    consumed[name] += numel
-
-    def _add_zero3(self, param_shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
+    def _add_optimizer(self, param_shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Masters and moments; a moment that is one number is the step."""
+        sharded, consumed = self.zero_stage == 3, defaultdict[str, int](int)
         for rank, state in enumerate(ranks):
-            flats = state["fp32_flat_groups"]
-            for group, (flat, shapes) in enumerate(zip(flats, param_shapes, strict=True)):
-                moments, offset = _moments(state["optimizer_state_dict"], group), 0
-                for name, shape in shapes.items():
-                    start, numel, part = _zero3_part(math.prod(shape), rank, len(ranks))
-                    self._add_pieces(name, start, numel, offset, flat, moments)
-                    offset += part
-
-    def _add_pieces(
-        self, name: str, start: int, numel: int, offset: int, flat: Tensor, moments: Mapping[str, Tensor]
-    ) -> None:
-        """Add a range of the master and of each moment; a moment that is one number is the step."""
-        self.add(MASTER, name, start, numel, slices_of(flat, offset))
-        for kind, value in moments.items():
-            if value.numel() == 1 and kind == STEP:
-                self.add(STEP, name, 0, 1, slices_of(value))
-            else:
-                self.add(kind, name, start, numel, slices_of(value, offset))
+            flats = state["fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"]
+            tables = param_shapes if sharded else state["param_slice_mappings"]
+            optimizer = state["optimizer_state_dict" if sharded else "base_optimizer_state"]
+            for group, (flat, table) in enumerate(zip(flats, tables, strict=True)):
+                moments, end = _moments(optimizer, group), 0
+                for name, entry in table.items():
+                    if sharded:
+                        start, numel, part = _zero3_part(math.prod(entry), rank, len(ranks))
+                        offset, end = end, end + part
+                    else:
+                        start, offset, numel = consumed[name], entry.state["start"], entry.state["numel"]
+                        consumed[name] += numel
+                    self.add(MASTER, name, start, numel, slices_of(flat, offset))
+                    for kind, value in moments.items():
+                        if value.numel() == 1 and kind == STEP:
+                            self.add(STEP, name, 0, 1, slices_of(value))
+                        else:
+                            self.add(kind, name, start, numel, slices_of(value, offset))
 
     def _add_frozen(self, model: Sequence[Mapping[str, Any]]) -> None:
         """ZeRO-2 and 3 list frozen parameters; ZeRO-1 has them only among the module's tensors."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,29 +42,24 @@ class SafetensorsReader(PieceReader):
             raise CheckpointError(f"{directory} contains no .safetensors file")
         for path in paths:
             try:
-                self._index(path, known)
+                file = safe_open(path, framework="pt")
+                names, metadata = set(file.keys()), file.metadata() or {}
+                # safetensors.torch.save_model writes (name left out -> name of the same tensor) into the metadata
+                self.tied = {**self.tied, **{k: v for k, v in metadata.items() if v in names and k not in names}}
+                self.stamps[path.name] = partial(metadata.get, STAMP, "")
+                for key in file.keys():  # noqa: SIM118 - a safetensors handle, not a dict
+                    shape = tuple(file.get_slice(key).get_shape())
+                    fetch, numel = _fetch(file, key, shape), math.prod(shape)
+                    if "|" in key:
+                        kind, name, start = parse_shard_key(key)
+                        self.add(kind, name, start, numel, fetch, source=str(path))
+                    else:
+                        kind = MASTER if known is None or key in known else BUFFER
+                        self.add(kind, key, 0, numel, fetch, source=str(path), shape=shape)
             except CheckpointError:
                 raise
             except Exception as error:
                 raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-
-    def _index(self, path: Path, known: set[str] | None) -> None:
-        file = safe_open(path, framework="pt")
-        names = set(file.keys())
-        # safetensors.torch.save_model writes (name left out -> name of the same tensor) into the metadata
-        metadata = file.metadata() or {}
-        aliases = {k: v for k, v in metadata.items() if v in names and k not in names}
-        self.stamps[path.name] = lambda: metadata.get(STAMP, "")
-        self.tied = {**self.tied, **aliases}
-        for key in file.keys():  # noqa: SIM118 - a safetensors handle, not a dict
-            shape = tuple(file.get_slice(key).get_shape())
-            fetch = _fetch(file, key, shape)
-            if "|" in key:
-                kind, name, start = parse_shard_key(key)
-                self.add(kind, name, start, math.prod(shape), fetch, source=str(path))
-            else:
-                kind = MASTER if known is None or key in known else BUFFER
-                self.add(kind, key, 0, math.prod(shape), fetch, source=str(path), shape=shape)
 
 
 def _fetch(file: Any, key: str, shape: tuple[int, ...]) -> Fetch:

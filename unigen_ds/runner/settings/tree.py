@@ -149,11 +149,6 @@ class Settings(ModelSettings):
         description="with `lora`: the folder of the base's files, in place of `model.pretrained`; on a resume they must"
         " be those that the manifest records. `--base`",
     )
-    assume: str | None = Field(
-        default=None,
-        description="`'batch_size=4,accumulative_counts=2,dp_size=8'`: what a checkpoint of plain DeepSpeed or mmengine"
-        " does not contain, for a resume from it. `--assume`",
-    )
     on_batch_change: Literal["refuse", "keep-lr", "linear", "sqrt"] = Field(
         default="refuse",
         description="how the learning rate changes when a resume has another effective batch: `'keep-lr'`, `'linear'`"

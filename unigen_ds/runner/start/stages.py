@@ -26,7 +26,7 @@ from torch import nn
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.base_files import Base, find_base, read_base
-from unigen_ds.checkpoint.foreign import Foreign, parse_assume, read_foreign
+from unigen_ds.checkpoint.foreign import Foreign, read_foreign
 from unigen_ds.checkpoint.home import check_home
 from unigen_ds.checkpoint.manifest import FileEntry, Manifest, current_versions
 from unigen_ds.checkpoint.partial import LoadSettings
@@ -199,7 +199,7 @@ def read_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> S
     manifest = plan.manifest if plan.mode == "resume" else None
     unknown: tuple[str, ...] = ()
     if plan.mode == "resume" and plan.checkpoint and manifest is None:
-        foreign = read_foreign(plan.checkpoint, assume=parse_assume(settings.assume or ""))
+        foreign = read_foreign(plan.checkpoint)
         stream = build_data(settings, geometry=geometry_of(foreign), ruler=None).stream
         manifest, unknown = adopt(foreign, settings, stream), foreign.unknown
     data, change, cursor = continue_data(settings, manifest, geometry=geometry, on_change=settings.on_data_change)
@@ -305,18 +305,14 @@ def plain_values(settings: Settings, manifest: Manifest | None, *, model: Any = 
 
 
 def geometry_of(foreign: Foreign) -> Geometry:
-    """The geometry it was trained with. Raises ``ResumeBlocked``: it cannot be resumed, with the command that loads its
-    weights; or what to pass with ``--assume``.
-    """
-    if foreign.updates is None:
+    """The geometry it was trained with. Raises ``ResumeBlocked`` with the command that loads its weights alone."""
+    if foreign.updates is None or foreign.geometry is None:
+        what = "of such files the weights alone are read"
+        if foreign.updates is not None:
+            what = "its files do not state the whole effective batch size"
         raise ResumeBlocked(
-            f"{foreign.directory} ({foreign.writer}) cannot be resumed: of such files the weights alone are read",
+            f"{foreign.directory} ({foreign.writer}) cannot be resumed: {what}",
             remedy=f"a new run with them: --load-from {shlex.quote(str(foreign.directory))} --work-dir NEW",
-        )
-    if foreign.geometry is None:
-        raise ResumeBlocked(
-            f"{foreign.directory} has no manifest, and its files do not state the whole effective batch size:"
-            f" {' '.join(line for line in foreign.unknown if '--assume' in line)}"
         )
     return foreign.geometry
 
