@@ -86,7 +86,7 @@ def trace(
     ``fake``: without memory; False: the same with memory, on one process alone. Raises what the model or engine raises.
     """
     counted = CountedBytes(fake=fake)
-    optimizer_cfg = build_optimizer_config(settings, fused=True)
+    optimizer_cfg = build_optimizer_config(settings)
     kinds = _moment_kinds(optimizer_cfg)
     offloads = bool(backend.topology().get("offload") or backend.topology().get("cpu_offload"))
     averages = sum(issubclass(hook.cls, EMAHook) for hook in settings.custom_hooks)
