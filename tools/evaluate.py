@@ -34,14 +34,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--metrics", nargs="+", default=[], metavar="NAME",
                    help='further metrics: BLEU, or with arguments {"type": "BLEU", ...}')  # fmt: skip
     p.add_argument("--generation", nargs="+", default=[], metavar="K=V",
-                   help="how the model answers for metrics, as EvaluateHook.generation (what is not given is that of\n"
-                   "the config's hook): max_new_tokens=128\n"
+                   help="how the model answers for metrics, as EvaluateHook.generation: max_new_tokens=128\n"
                    "temperature=0.7 top_p=0.9 seed=1 flow.num_timesteps=26 flow.text_scale=4.0")  # fmt: skip
     p.add_argument(
         "--max-samples",
         type=int,
         metavar="N",
-        help="records of each kind that the model answers, at most; default: EvaluateHook's of the config",
+        help="records of each kind that the model answers, at most",
     )
     p.add_argument("--batch-size", type=int, metavar="N", help="of each process; default: val_dataloader's")
     p.add_argument(

@@ -73,8 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """Write OUT."""
     from unigen_ds.checkpoint.convert import DTYPES  # after parsing: --help does not wait for torch
-    from unigen_ds.runner.open.publish import export_checkpoint
-    from unigen_ds.runner.open.trained import source_of
+    from unigen_ds.runner.open.trained import export_checkpoint, source_of
 
     log.setup(rank=0)
     export_checkpoint(

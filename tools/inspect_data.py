@@ -184,7 +184,7 @@ def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Man
                 "name the run's folder with --work-dir: its checkpoint records it; or --cfg-options randomness.seed=N"
             )
             raise ConfigError("randomness.seed is None: the run draws it", remedy=remedy)
-        settings = settings.with_seed(int(manifest.loader["seed"]))
+        settings = settings.settled(seed=int(manifest.loader["seed"]))
     geometry = manifest.ruler.geometry if manifest else build_geometry(settings, dp_size=world_size)
     data, *_ = continue_data(settings, manifest, geometry=geometry, on_change="append", check=False)
     return settings, data

@@ -86,8 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         return print_dry_run(arguments, rank=rank)
     from unigen_ds.checks.resume import advice, is_out_of_memory
     from unigen_ds.runner import train_config
-    from unigen_ds.runner.settings.origins import config_lines
-    from unigen_ds.runner.settings.tree import Settings, read_config
+    from unigen_ds.runner.settings.tree import Settings, config_lines, read_config
     from unigen_ds.system import announced, dist  # after parsing: --help does not wait for torch
 
     failed = True

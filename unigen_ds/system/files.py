@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import hashlib
 import json
@@ -283,28 +282,3 @@ def hold_lock(path: Path) -> Iterator[OSError | None]:
         yield problem
     finally:
         lock.release()
-
-
-# Whether a file is text that can be read: UTF-8, no byte order mark where a parser would trip over it, not binary.
-
-_MARKS = ((codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"),
-          (codecs.BOM_UTF16_BE, "UTF-16"))  # fmt: skip
-"""UTF-32 comes first: its little-endian mark begins as that of UTF-16."""
-
-
-def encoding_problem(path: Path, *, bom_allowed: bool = False) -> tuple[str, str] | None:
-    """Return what is wrong with the encoding, from the first bytes, and the command that converts the file; else None.
-
-    UTF-16 without a mark is recognised by its zero bytes, which no JSON, YAML or Python text has.
-    """
-    with path.open("rb") as stream:
-        head = stream.read(64)
-    encoding = next((name for mark, name in _MARKS if head.startswith(mark)), None)
-    if encoding is None and b"\0" in head[:4] and len(head) > 1:
-        encoding = "UTF-16LE" if head[1:2] == b"\0" else "UTF-16BE"
-    if encoding is not None:
-        command = f"iconv -f {encoding} -t UTF-8 {path.name} > utf8{path.suffix}"
-        return f"is {encoding[:6]} text, not UTF-8", command
-    if head.startswith(codecs.BOM_UTF8) and not bom_allowed:
-        return "begins with a byte order mark (BOM)", f"sed -i '1s/^\\xEF\\xBB\\xBF//' {path.name}"
-    return None

@@ -65,12 +65,6 @@ def pending_notices() -> list[str]:
     return texts
 
 
-_KNOWN_RECORDS = {
-    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
-    "DeepSpeed": "Setting accelerator to CPU",
-}
-"""Name of a library's logger -> how its line begins. mmengine's hooks import both libraries: the first misses a kernel
-that nothing here uses, the second reports what a machine without a GPU has."""
 LIBRARIES = ("torch", "bitsandbytes", "transformers", "deepspeed", "DeepSpeed", "mmengine")
 # Lines of libraries in which there is nothing to do are hidden where this module is imported: before the libraries,
 # which print some at their import. DeepSpeed and FSDP call these names, which torch 2.13 has renamed.
@@ -78,12 +72,9 @@ _RENAMED = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is de
 warnings.filterwarnings("ignore", _RENAMED, FutureWarning, r"torch\.distributed\.c10d_logger")
 
 
-def _is_unknown(record: logging.LogRecord) -> bool:
-    return record.levelno > logging.WARNING or not record.getMessage().startswith(_KNOWN_RECORDS[record.name])
-
-
-for _name in _KNOWN_RECORDS:
-    logging.getLogger(_name).addFilter(_is_unknown)
+_KNOWN = ("Failed to load CPU gemm_4bit_forward", "Setting accelerator to CPU")
+for _name in ("bitsandbytes.backends.cpu.ops", "DeepSpeed"):  # mmengine's hooks import both
+    logging.getLogger(_name).addFilter(lambda record: not record.getMessage().startswith(_KNOWN))
 
 
 def quiet_libraries(rank: int) -> None:

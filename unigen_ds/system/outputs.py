@@ -2,8 +2,8 @@
 
 An engine returns what a rank has to write as ``StateFiles`` (no disk access, collectives allowed); the saver then
 writes it (disk access, no collectives). So an error of the disk can leave no rank in a collective. ``HashedFile``
-computes the hash while it writes (xxh3_128, about 6 GB/s), so that no byte is read back; files are made with ``open``'s
-mode 0666, so the umask decides who may read them. Files of tensors are written from ``Entry``s in pieces of at most
+computes the hash while it writes (xxh3_128, about 6 GB/s), so that no byte is read back; the umask decides who may read
+the files. Files of tensors are written from ``Entry``s in pieces of at most
 16 MiB.
 """
 
@@ -15,9 +15,9 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -64,61 +64,48 @@ class StateFiles:
 
 
 class HashedFile:
-    """A new file, written in order; ``digest`` is that of all bytes written. Small writes are collected.
+    """A new file, written in order; ``digest`` is that of all bytes written.
 
     It has no ``fileno`` on purpose: ``torch.save`` would write to that without the hash.
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._file = path.open("wb", buffering=_BUFFER)
         self._hash = xxhash.xxh3_128()
-        self._buffer = bytearray()
         self._size = 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
-        if not view.nbytes:
-            return 0
-        view = view.cast("B")
-        self._size += view.nbytes
-        if view.nbytes + len(self._buffer) <= _BUFFER:
-            self._buffer += view
-        else:
-            self.flush()
-            self._put(view)
+        if view.nbytes:
+            view = view.cast("B")
+            self._hash.update(view)
+            self._file.write(view)
+            self._size += view.nbytes
         return view.nbytes
 
-    def _put(self, view: memoryview) -> None:
-        self._hash.update(view)
-        while view:
-            view = view[os.write(self._descriptor, view[:_PIECE]) :]
-
     def flush(self) -> None:
-        """Write the collected bytes to the file."""
-        collected, self._buffer = self._buffer, bytearray()
-        self._put(memoryview(collected))
+        self._file.flush()
 
     def tell(self) -> int:
         return self._size
 
     @property
     def digest(self) -> str:
-        """``algorithm:hex`` of what was flushed."""
+        """``algorithm:hex`` of what was written."""
         return f"{ALGORITHM}:{self._hash.hexdigest()}"
 
     def __enter__(self) -> HashedFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Without an error, the content is on disk afterwards."""
         try:
             if kind is None:
-                self.flush()
-                os.fsync(self._descriptor)
+                self._file.flush()
+                os.fsync(self._file.fileno())
         finally:
-            os.close(self._descriptor)
+            with suppress(OSError):  # of what could not be flushed: it was raised before
+                self._file.close()
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,6 @@ class Workers:
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
         def begin() -> None:
-            """A thread that uses one core and the accelerator of this one."""
             torch.set_num_threads(1)
             if device is not None:
                 torch.accelerator.set_device_index(device)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unigen_ds.config.registry import WRITERS
-from unigen_ds.system.files import make_directory
-from unigen_ds.system.log import logger
 from unigen_ds.tracking.writer import Writer, numbers
 
 if TYPE_CHECKING:
@@ -36,15 +33,14 @@ class TensorboardVisBackend(Writer):
         self._save_dir = save_dir
         self._writer: Any = None
 
-    def kept_in(self) -> Mapping[str, Any]:
-        return {"save_dir": self._save_dir}
-
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = Path(self._save_dir) if self._save_dir else work_dir / "tensorboard"
         if not folder.resolve().is_relative_to(work_dir.resolve()):
-            run_id = run_id or _own_folder(folder, self.branch.name)
+            name = self.branch.name
+            names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+            run_id = run_id or next(own for own in names if not (folder / own).exists())
             folder /= run_id
         self._writer = SummaryWriter(str(folder), purge_step=updates + 1)  # at a first start, too: it may be repeated
         return run_id
@@ -63,19 +59,3 @@ class TensorboardVisBackend(Writer):
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-
-
-def _own_folder(folder: Path, name: str) -> str:
-    """Create a folder in ``folder`` that no run has yet, and return its name: ``name``, or with a number appended."""
-    make_directory(folder)
-    for number in itertools.count(1):
-        own = name if number == 1 else f"{name}-{number}"
-        with suppress(FileExistsError):
-            (folder / own).mkdir()
-            break
-    if own != name:
-        logger().warning(
-            "%s belongs to another run: the lines of this one are in %s. Choose another visualizer.run_name for a name"
-            " of its own.", folder / name, folder / own,
-        )  # fmt: skip
-    return own

@@ -37,9 +37,9 @@ class WandbVisBackend(Writer):
     """One W&B run per training run: a resume continues it and sends nothing that it has.
 
     Where a repeated update has other numbers (another config, data or engine), a new run of the same group begins after
-    the last update that agrees; ``parent_run`` of its config names the old one, which gets the tag ``abandoned after
-    update N``. The horizontal axis of everything is ``update``, not W&B's own step, so an evaluation that ends late is
-    still shown at its own update. ``WANDB_MODE=disabled`` switches it off.
+    the last update that agrees; ``parent_run`` of its config names the old one. The horizontal axis of everything is
+    ``update``, not W&B's own step, so an evaluation that ends late is still shown at its own update.
+    ``WANDB_MODE=disabled`` switches it off.
 
     Args:
         save_dir: folder of local files; None: the work dir.
@@ -73,9 +73,6 @@ class WandbVisBackend(Writer):
         self._run: Any = None
         self._next_step: int | None = None
         """W&B's own step of the next row; None: W&B counts."""
-
-    def kept_in(self) -> Mapping[str, Any]:
-        return {key: self._init_kwargs.get(key) for key in ("entity", "project")}
 
     def lacks(self) -> list[ConfigError]:
         """The package, and the key where lines are sent to a server; whether the server accepts it is not known."""
@@ -137,9 +134,6 @@ class WandbVisBackend(Writer):
         self._run.define_metric(name)
         for metric in metrics:
             self._run.define_metric(metric, step_metric=name)
-
-    def abandon(self, note: str) -> None:
-        self._run.tags = (*(self._run.tags or ()), note)
 
     def sync(self) -> None:
         if self._run is not None and self._run.offline:  # W&B has no call that waits for its file

@@ -10,7 +10,7 @@ resume a line that the run has is not sent again. Where what determines the numb
 again, a new run begins at the resume; the old one is its parent. The record is
 ``<work_dir>/tracking/<writer>.jsonl``::
 
-    {"event": "run", "id": "a1", "parent": null, "start": 0, "name": ..., "kept_in": {...}, "identity": "..."}
+    {"event": "run", "id": "a1", "parent": null, "start": 0, "name": ..., "group": ..., "identity": "..."}
     {"run": "a1", "update": 10, "at": 10, "key": ""}
 """
 
@@ -20,7 +20,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,6 @@ class Branch:
     start: int
     name: str
     group: str = ""
-    kept_in: Mapping[str, Any] = field(default_factory=dict)
     identity: str = ""
 
 
@@ -63,10 +62,6 @@ class Writer:
     """The run that is opened: its name, group and parent. Set before each ``open``."""
     num_sent = 0
     """Lines that the run was sent before, set before each ``open``."""
-
-    def kept_in(self) -> Mapping[str, Any]:
-        """Return where runs are kept, such as the project: a resume with another value begins a new run there."""
-        return {}
 
     def lacks(self) -> list[ConfigError]:
         """Return the errors of ``open``, as far as they can be found without a network: for ``--dry-run``."""
@@ -88,9 +83,6 @@ class Writer:
 
     def axis(self, name: str, metrics: tuple[str, ...]) -> None:
         """Draw these metrics against ``name``, which their records contain; called before the first of them."""
-
-    def abandon(self, note: str) -> None:
-        """Mark the open run: it is not continued after the update that ``note`` names. ``close`` follows."""
 
     def sync(self) -> None:
         """Have what was logged where a kill leaves it; called before each checkpoint counts."""
@@ -124,38 +116,24 @@ class SafeWriter:
 
         ``identity``: what determines the numbers of a run; where it is the same, the tracker has one run.
         """
-
-        def open_run(run: Branch) -> None:
-            writer.branch, writer.num_sent = run, sum("key" in each and each["run"] == run.id for each in records)
-            self.run_id = writer.open(run_id=run.id, work_dir=work_dir, config=config, updates=updates)
-
         try:
             writer, path = self._writer, work_dir / "tracking" / f"{self.name}.jsonl"
             records, self._record = parse_lines(path)[0], JsonLines(path)
             digest = hashlib.blake2b(json.dumps(json_values(identity), sort_keys=True).encode(), digest_size=8)
-            kept_in = dict(writer.kept_in()) if hasattr(writer, "kept_in") else {}
-            new = Branch(None, self.run_id, updates, name, work_dir.name, kept_in, digest.hexdigest())
-            branch, abandoned = self._branch(records, new)
-            if abandoned is not None and hasattr(writer, "abandon"):
-                open_run(abandoned)
-                writer.abandon(f"abandoned after update {updates}")
-                writer.close()
-            open_run(branch)
+            branch = self._branch(records, Branch(None, self.run_id, updates, name, work_dir.name, digest.hexdigest()))
+            writer.branch, writer.num_sent = branch, sum("key" in one and one["run"] == branch.id for one in records)
+            self.run_id = writer.open(run_id=branch.id, work_dir=work_dir, config=config, updates=updates)
             make_directory(path.parent)
             self._add({"event": "run", **asdict(replace(branch, id=self.run_id))})
         except Exception as error:
             self._disable(error)
 
-    def _branch(self, records: list[dict[str, Any]], new: Branch) -> tuple[Branch, Branch | None]:
-        """Return the run in which a start continues, and the one that it abandons. ``new``: as one that begins here;
-        its parent is the checkpoint's run.
-        """
+    def _branch(self, records: list[dict[str, Any]], new: Branch) -> Branch:
+        """Return the run in which a start continues, or ``new``, which begins here; its parent is the checkpoint's."""
         runs = [{k: v for k, v in record.items() if k != "event"} for record in records if record.get("event") == "run"]
         if not runs:  # another work dir
-            return new, None
+            return new
         last, updates = Branch(**runs[-1]), new.start
-        if last.kept_in != new.kept_in:
-            return replace(new, parent=None), None
         purges = getattr(self._writer, "purges", False)  # then only late results are held back
         repeated = {
             (line["update"], line["key"])
@@ -167,9 +145,8 @@ class SafeWriter:
         continues = new.parent in (None, last.id, last.parent) and last.start <= updates
         if continues and (last.identity == new.identity or not comes_again):
             self._repeated = repeated
-            return replace(last, identity=new.identity), None
-        parent = new.parent or last.id
-        return replace(new, parent=parent, name=last.name, group=last.group), last if comes_again else None
+            return replace(last, identity=new.identity)
+        return replace(new, parent=new.parent or last.id, name=last.name, group=last.group)
 
     def write(
         self, record: Mapping[str, Any], *, update: int, event: str = "", at: int | None = None, axis: str = "update"

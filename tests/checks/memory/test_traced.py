@@ -32,7 +32,7 @@ def settings(tmp_path_factory):
         "optim_wrapper__precision": "bf16", "custom_hooks": [{"type": "EMAHook", "momentum": 0.1}],
         "model__llm__num_hidden_layers": 1, "optim_wrapper__accumulative_counts": 2,
     }  # fmt: skip
-    return Settings.from_config(tiny_config(folder / "run", folder, **overrides)).with_seed(0)
+    return Settings.from_config(tiny_config(folder / "run", folder, **overrides)).settled(seed=0)
 
 
 def test_every_phase_without_memory_is_what_it_is_with_memory(settings):
@@ -82,7 +82,7 @@ def test_a_model_of_transformers_is_planned(tmp_path):
             "train_dataloader.seq_length": 224, "train_dataloader.num_workers": 0, "backend": {"type": "single"},
             "train_dataloader.dataset.index_workers": 0, "work_dir": str(tmp_path / "run"), "model.packing": packing,
         }  # fmt: skip
-        settings = Settings.from_config(load_config("qwen_sft", changes)).with_seed(0)
+        settings = Settings.from_config(load_config("qwen_sft", changes)).settled(seed=0)
         backend, geometry = build_engine(settings)
         data = build_data(settings, geometry=geometry, ruler=None)
         batches = largest_batches(data, geometry).batches

@@ -28,8 +28,7 @@ from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.families.decoder_lm.family import DecoderLM, TransformersDirectory
 from unigen_ds.models.quantized import QuantizedLinear
 from unigen_ds.runner import Runner
-from unigen_ds.runner.open.publish import export_checkpoint
-from unigen_ds.runner.open.trained import open_model
+from unigen_ds.runner.open.trained import export_checkpoint, open_model
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.system.journals import read_lines
 

@@ -16,8 +16,7 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.published import FILES, WEIGHTS
 from unigen_ds.runner import Runner
-from unigen_ds.runner.open.publish import export_checkpoint
-from unigen_ds.runner.open.trained import open_model
+from unigen_ds.runner.open.trained import export_checkpoint, open_model
 from unigen_ds.system import log
 
 pytest.importorskip("bitsandbytes")

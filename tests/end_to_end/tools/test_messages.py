@@ -256,7 +256,7 @@ def test_a_data_file_of_another_format_is_named_with_the_command_that_converts_i
     assert what in said and said.count("\n") == 1
     convert = said.strip().rpartition("Remedy: convert it: ")[2].removesuffix(".")
     subprocess.run(convert, shell=True, check=True, cwd=tmp_path)
-    (made,) = [found for found in tmp_path.rglob("*.jsonl") if found.name in ("converted.jsonl", "utf8.jsonl")]
+    (made,) = tmp_path.rglob("converted.jsonl")
     assert [json.loads(line) for line in made.read_text(encoding="utf-8").splitlines()] == RECORDS
 
 

@@ -72,7 +72,7 @@ def test_a_module_that_is_nowhere(config: Path, capsys: pytest.CaptureFixture[st
     assert train([str(config)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "'of_this_test_absent' cannot be imported" in line and "site-packages" not in line
-    assert str(config.parent) in line and "Remedy: put it beside the config, or start with PYTHONPATH=FOLDER" in line
+    assert "Remedy: put it beside the config, or start with PYTHONPATH=FOLDER" in line
 
 
 def test_a_deleted_checkpoint(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

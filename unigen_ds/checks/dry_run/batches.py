@@ -126,7 +126,7 @@ def record_calls(settings: Settings, processor: Any, batches: Sequence[Batch], g
         return recorded.calls
 
     with fake_group(geometry.dp_size), counted, without_compile():
-        optimizer_cfg = build_optimizer_config(settings, fused=True)
+        optimizer_cfg = build_optimizer_config(settings)
         prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
         for batch in batches:
             if not calls or first_difference(calls[-1], calls[0]):  # an engine has learnt another order

@@ -120,8 +120,8 @@ def plan_memory(
     per_node = per_node or min(8, world_size)
     with as_launched(world_size, per_node=per_node):
         settings = Settings.from_config(config)
-        settings = settings.with_seed(settings.randomness.seed or 0)
-        settings = settings.with_precision(settled_precision(settings.optim_wrapper.precision))
+        precision = settled_precision(settings.optim_wrapper.precision)
+        settings = settings.settled(seed=settings.randomness.seed or 0, precision=precision)
         geometry = build_engine(settings)[1]
         data = build_data(settings, geometry=geometry, ruler=None)
         largest = largest_batches(data, geometry)
@@ -133,7 +133,7 @@ def plan_memory(
                 one = settings
                 if name != CHOSEN:
                     one = Settings.from_config({**settings.given, "backend": backend_spec(name)})
-                    one = one.with_seed(settings.seed).with_precision(settings.optim_wrapper.precision)
+                    one = one.settled(seed=settings.seed, precision=precision)
                 topology = build_engine(one)[0].topology()
             except ConfigError as error:
                 plans[name] = EnginePlan(name, str(error))

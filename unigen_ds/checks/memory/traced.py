@@ -86,7 +86,7 @@ def trace(
     ``fake``: without memory; False: the same with memory, on one process alone. Raises what the model or engine raises.
     """
     counted = CountedBytes(fake=fake)
-    optimizer_cfg = build_optimizer_config(settings, fused=True)
+    optimizer_cfg = build_optimizer_config(settings)
     matrix = nn.Parameter(torch.zeros(2, 2))  # one update of it makes the state that has the shape of the weights
     optimizer = construct(
         optimizer_class(optimizer_cfg.type), [{"params": [matrix], "lr": 1.0}], optimizer_cfg.arguments

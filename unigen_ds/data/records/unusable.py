@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError, close
 from unigen_ds.data.records.records import format_value
-from unigen_ds.system.files import encoding_problem
 
 OnRecordError = Literal["error", "skip"]
 SKIPPED = "on_record_error='skip'"
@@ -36,6 +35,8 @@ _MAGIC = {
     b"\xff\xff\xff\xff": "an Arrow stream: format='arrow' reads it",
     b"\x1f\x8b": "compressed by gzip: convert it: gunzip -c {0} > converted.jsonl",
     b"\x28\xb5\x2f\xfd": "compressed by zstd: convert it: zstd -dc {0} > converted.jsonl",
+    b"\xff\xfe": "UTF-16 text, not UTF-8: convert it: iconv -f UTF-16 -t UTF-8 {0} > converted.jsonl",
+    b"\xfe\xff": "UTF-16 text, not UTF-8: convert it: iconv -f UTF-16 -t UTF-8 {0} > converted.jsonl",
     b"PK\x03\x04": "a zip archive: convert it: python -m zipfile -e {0} converted",
 }
 """First bytes -> what a file is, and what reads or converts it."""
@@ -55,8 +56,6 @@ def check_data_file(path: Path) -> None:
         if head.startswith(magic):
             what, _, remedy = text.format(path.name).partition(": ")
             raise DataError(f"data file {path} is {what}", allowed=_ALLOWED, remedy=remedy)
-    if problem := encoding_problem(path, bom_allowed=True):
-        raise DataError(f"data file {path} {problem[0]}", allowed=_ALLOWED, remedy=f"convert it: {problem[1]}")
 
 
 def instead_of(path: Path, suffixes: Sequence[str] = (".json", ".jsonl")) -> str:

@@ -26,10 +26,8 @@ from unigen_ds.hooks.base import PRIORITY, Hook, Iteration, UpdateResult
 from unigen_ds.hooks.log.journal import SkippedSamplesHook
 from unigen_ds.resume.finding import format_first
 from unigen_ds.runner.loop.updates import LastUpdate, Update, count_ahead, losses
-from unigen_ds.runner.open.publish import export_checkpoint
-from unigen_ds.runner.start.build import check_states
-from unigen_ds.runner.start.parts import Parts, build_parts
-from unigen_ds.runner.start.restore import restore
+from unigen_ds.runner.open.trained import export_checkpoint
+from unigen_ds.runner.start.parts import Parts, build_parts, restore
 from unigen_ds.system import announced, dist
 from unigen_ds.system.clock import Clock
 from unigen_ds.system.files import write_text_atomic
@@ -86,12 +84,6 @@ class Runner:
         )
 
     @property
-    def left(self) -> int:
-        """Sequences until the first limit of ``train_cfg``: when training is complete, those that fill no update."""
-        limits = [limit.value for limit in self._parts.start.limits if limit.unit == "sequence"]
-        return max(0, math.floor(min(limits, default=0.0)) - self.progress.sequences)
-
-    @property
     def done(self) -> bool:
         most = self._parts.max_updates
         return self.finished or self.stop_reason is not None or (most is not None and self.progress.updates >= most)
@@ -115,7 +107,6 @@ class Runner:
             dist.on_main(lambda: write_text_atomic(self.work_dir / saver.CONFIG_FILE, self._config_text))
             dist.on_main(lambda: list_left_out(self._parts.start.data.parts, self.work_dir))
             self._call("before_train")
-            check_states(self.hooks)
             updates = count_ahead(
                 iter(self._parts.loader),
                 terms=self._loss_weights,
@@ -137,7 +128,8 @@ class Runner:
             if cause is not error:
                 raise cause from error
             if isinstance(error, OSError):
-                self._check_folders()  # names the cause where one is gone
+                for lock in self._locks:
+                    lock.check()  # names the cause where a folder is gone
             raise
         finally:
             self._parts.loader.close()
@@ -146,9 +138,7 @@ class Runner:
         return self.progress
 
     def _lock_folders(self) -> str:
-        """On rank 0: lock the work dir and the folder of the checkpoints, connect them, and remove unfinished files of
-        runs that were killed. Returns the id of the run.
-        """
+        """On rank 0: lock both folders, connect them, and remove unfinished files. Returns the id of the run."""
         folders = {"work_dir": self.work_dir, "checkpoint_dir": self.checkpoint_dir}
         if same(*folders.values()):
             folders.pop("checkpoint_dir")
@@ -164,11 +154,6 @@ class Runner:
             for path in store.sweep(folder) if lock.exclusive else ():
                 logger().info("Removed %s, left by an interrupted save or deletion.", path)
         return identifier
-
-    def _check_folders(self) -> None:
-        """On rank 0, else nothing. Raises ``TrainingError`` where a locked folder is gone."""
-        for lock in self._locks:
-            lock.check()
 
     def _unlock_folders(self) -> None:
         while self._locks:
@@ -303,7 +288,8 @@ class Runner:
     def _before_save(self) -> None:
         """On rank 0. Raises ``OSError`` or ``TrainingError``: then the save fails."""
         assert self._locks, "saved outside of train()"
-        self._check_folders()
+        for lock in self._locks:
+            lock.check()
         for hook in self.hooks:
             hook.sync()
 
@@ -317,27 +303,18 @@ def train_config(config: Any, *, max_updates: int | None = None) -> str | None:
     runner = Runner.from_cfg(config, max_updates=max_updates)
     progress = runner.train()
     state = "complete" if runner.finished else f"stopped ({runner.stop_reason})" if runner.stop_reason else "stopped"
+    skipped = sum(hook.num_skipped for hook in runner.hooks if isinstance(hook, SkippedSamplesHook))
     logger().info(
         "Training %s after %d updates (%d updates skipped), %d samples (%d samples skipped), %d sequences, epoch %.2f.",
-        state,
-        progress.updates,
-        progress.skipped_updates,
-        progress.samples,
-        sum(hook.num_skipped for hook in runner.hooks if isinstance(hook, SkippedSamplesHook)),
-        progress.sequences,
+        state, progress.updates, progress.skipped_updates, progress.samples, skipped, progress.sequences,
         progress.sequences / runner.ruler.sequences_per_epoch,
-    )
-    if runner.finished and 0 < runner.left < runner.geometry.global_batch_size:
-        logger().info(
-            "The %d sequences that are left until the end of train_cfg fill no update of %d.",
-            runner.left,
-            runner.geometry.global_batch_size,
-        )
+    )  # fmt: skip
+    limits = [limit.value for limit in runner._parts.start.limits if limit.unit == "sequence"]
+    left, size = math.floor(min(limits, default=0.0)) - progress.sequences, runner.geometry.global_batch_size
+    if runner.finished and 0 < left < size:
+        logger().info("The %d sequences that are left until the end of train_cfg fill no update of %d.",
+                      left, size)  # fmt: skip
     return runner.stop_reason
-
-
-_RARE = ("before_run", "after_load_checkpoint", "before_train", "before_train_epoch", "after_train_epoch")
-"""Points of a hook after which the modules are walked through; after all others flags are compared."""
 
 
 class Parameters:
@@ -347,22 +324,21 @@ class Parameters:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._built = backend.named_parameters()
-        self._trained = {name: parameter.requires_grad for name, parameter in self._built.items()}
-        owners = (module._parameters for module in backend.model.modules())
-        self._owners = [(owner, name, parameter) for owner in owners for name, parameter in owner.items()]
+        self._backend, self._parameters = backend, backend.named_parameters()
+        self._built = self._state(self._parameters)
+
+    @staticmethod
+    def _state(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, bool]]:
+        return {name: (id(parameter), parameter.requires_grad) for name, parameter in parameters.items()}
 
     def check(self, hook: Hook, point: str) -> None:
         """Raise ``ConfigError`` where ``hook`` has changed them. Called after each of its methods."""
         if hook.name in PRIORITY and type(hook).__module__.startswith("unigen_ds."):
             return
-        built = self._built
-        changed = [name for name, parameter in built.items() if parameter.requires_grad != self._trained[name]]
-        others = point == "after_update" and any(owner.get(name) is not p for owner, name, p in self._owners)
-        if point in _RARE or others:  # an engine may have gathered some: ``named_parameters`` knows
-            now = self._backend.named_parameters()
-            changed += [name for name in {**built, **now} if now.get(name) is not built.get(name)]
+        within_update = point not in ("before_run", "after_load_checkpoint", "before_train", "before_train_epoch",
+                                      "after_train_epoch", "after_update")  # fmt: skip
+        now = self._state(self._parameters if within_update else self._backend.named_parameters())  # may be gathered
+        changed = [name for name in {**self._built, **now} if self._built.get(name) != now.get(name)]
         if changed:
             raise ConfigError(
                 f"{hook.name or type(hook).__name__}.{point} freezes, adds, removes or replaces"

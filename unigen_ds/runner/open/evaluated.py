@@ -59,19 +59,6 @@ class WholeModel:
                 parameter.data = parameter.data.to(COMPUTE_DTYPE[precision])
 
 
-def _with_path(data: str, *loaders: Mapping[str, Any]) -> dict[str, Any]:
-    """The first data set of the loaders that reads a file, reading all of ``data``, with its filters; else the usual
-    one.
-    """
-    for loader in loaders:
-        sources = loader.get("dataset") or ()
-        for source in [sources] if isinstance(sources, Mapping) else sources:
-            if "data_path" in source:
-                kept = {key: value for key, value in source.items() if key not in ("name", "format", "num_used_data")}
-                return {**kept, "data_path": data}
-    return {"type": "UnifiedGenerationDataset", "data_path": data}
-
-
 def evaluate(
     path: Path,
     *,
@@ -96,8 +83,7 @@ def evaluate(
         data: a file of records instead of ``val_dataloader``'s data.
         batch_size: sequences of a forward pass on each process; None: that of ``val_dataloader``.
         seq_length: tokens of a sequence at most; None: that of ``val_dataloader``.
-        max_batches, metrics: as of ``EvaluateHook``.
-        max_samples, generation: as of ``EvaluateHook``; what is not given is that of the config's hook.
+        max_batches, metrics, max_samples, generation: as of ``EvaluateHook``.
         ema: the average of the weights instead of the weights.
         tag: name of the checkpoint's folder below ``path``.
         allow_custom_imports, base: as of ``open_model``.
@@ -123,9 +109,7 @@ def evaluate(
     training = dict(stored)
     settings = _settings_of(training, path, data, {"batch_size": batch_size, "seq_length": seq_length})
     if manifest is not None:
-        settings = settings.with_seed(int(manifest.loader["seed"]))
-    if metrics:
-        generation, max_samples = _as_the_hook(training, settings, generation, max_samples, max_batches)
+        settings = settings.settled(seed=int(manifest.loader["seed"]))
     answering = Answering.of(generation, where="generation")
     if answering.flow:  # before the model is read
         family_of_model(settings.model.cls).drawing_settings(None, answering.flow, where="generation.flow")
@@ -153,9 +137,7 @@ def evaluate(
 
 
 def _settings_of(training: Mapping[str, Any], path: Path, data: str | None, own: Mapping[str, int | None]) -> Settings:
-    """The sections that an evaluation uses, with ``own`` keys of each set. Raises ``ConfigError`` where no data to
-    evaluate on is named.
-    """
+    """The sections that an evaluation uses, with ``own`` keys of each set."""
     section = dict(training.get("val_dataloader") or {})
     loaders = {"": section}
     if ValDataloader.is_several(section):
@@ -181,37 +163,6 @@ def _settings_of(training: Mapping[str, Any], path: Path, data: str | None, own:
     first = next(iter(loaders.values()))
     sections.setdefault("train_dataloader", {"batch_size": 1, "dataset": first.get("dataset")})
     return Settings.from_config(sections)
-
-
-def _as_the_hook(
-    training: Mapping[str, Any],
-    settings: Settings,
-    generation: dict[str, Any],
-    max_samples: int | None,
-    max_batches: int | None,
-) -> tuple[dict[str, Any], int | None]:
-    """``generation`` and ``max_samples`` of the config's ``EvaluateHook`` where nothing else is given."""
-    hooks = [*(training.get("custom_hooks") or ()), *dict(training.get("default_hooks") or {}).values()]
-    of_type = [one for one in hooks if isinstance(one, Mapping)]
-    hook = next((one for one in of_type if str(one.get("type")).rpartition(".")[2] == "EvaluateHook"), None)
-    if hook is None:
-        return generation, max_samples
-    own = dict(hook.get("generation") or {})
-    flow = {**(own.get("flow") or {}), **(generation.get("flow") or {})}
-    answers = {**own, **generation, **({"flow": flow} if flow else {})}
-    number = max_samples
-    if number is None and max_batches is None:
-        number = hook.get("max_samples")
-        if number is None and hook.get("max_batches") is not None:
-            sets = settings.val_dataloader.sets.values() if settings.val_dataloader else ()
-            sizes = {one.batch_size or 1 for one in sets}
-            number = hook["max_batches"] * sizes.pop() if len(sizes) == 1 else None  # else: not one number
-    if dist.is_main() and (answers, number) != (generation, max_samples):
-        logger().info(
-            "Answers as those of the config's EvaluateHook: generation %s, max_samples %s (--generation and"
-            " --max-samples change them).", answers, number,
-        )  # fmt: skip
-    return answers, number
 
 
 def _validation_data(settings: Settings, manifest: Manifest | None) -> Sequence[ValidationData]:

@@ -1,4 +1,6 @@
-"""A checkpoint of any layout, or a published directory -> a model for inference. Nothing is merged first."""
+"""A checkpoint of any layout, or a published directory -> a model for inference, or the published directory of its
+family. Nothing is merged first.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,16 @@ from unigen_ds.config.hub import folder_of
 from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.shards import by_first_name, misfit, refuse_misfit, tied_names
+from unigen_ds.families.base import exported_format
 from unigen_ds.families.directories import formats, published_format
-from unigen_ds.models.lora import base_tensors
+from unigen_ds.models.lora import adapter_record, base_tensors, merge_adapters, rounding, write_adapters
+from unigen_ds.models.quantized import QuantizedLinear
 from unigen_ds.resume.finding import BUILT
 from unigen_ds.runner.settings.custom_imports import custom_modules, import_custom
 from unigen_ds.runner.settings.family_settings import family_of_model
 from unigen_ds.runner.settings.tree import ModelSettings, load_config
 from unigen_ds.runner.start.build import build_model, build_processor
-from unigen_ds.system.files import check_digests
+from unigen_ds.system.files import check_digests, check_new, new_directory
 from unigen_ds.system.log import logger
 from unigen_ds.system.outputs import Entry
 
@@ -195,3 +199,63 @@ def _fill(model: nn.Module, entries: list[Entry], *, where: Path) -> None:
         for piece in entry.pieces():
             flat[at : at + piece.numel()].copy_(piece)
             at += piece.numel()
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    out: Path,
+    *,
+    raw: bool = False,
+    tag: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    allow_custom_imports: bool = False,
+    base: str | None = None,
+    merge: bool = False,
+    source: Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str = "5GB",
+) -> None:
+    """Open ``checkpoint`` on the CPU and write it into the new folder ``out``. Not collective.
+
+    Args:
+        merge: of adapters: with their base, as any other model; else they alone are written, as peft has them.
+        source: a published directory of the same sizes; its other files are copied byte for byte.
+        dtype: of the weights; None: fp32, and bf16 where adapters are merged into packed weights.
+        max_shard_size: of a file, where the format can have several.
+
+    The others are those of ``open_model``. Raises what it raises, ``ConfigError`` where ``out`` exists, ``source`` does
+    not fit or the model has no published form, and ``CheckpointError`` where ``out`` cannot be written.
+    """
+    check_new(out)  # before a large model is opened
+    model, processor = open_model(
+        checkpoint, raw=raw, tag=tag, config=config, allow_custom_imports=allow_custom_imports, base=base
+    )
+    with_adapters = adapter_record(model) is not None
+    if merge and not with_adapters:
+        raise ConfigError(f"{checkpoint} has no adapters to merge", remedy="leave out --merge")
+    if with_adapters and not merge:
+        if source is not None or dtype is not None:
+            raise ConfigError(
+                "adapters are written as they are, in fp32", remedy="--merge, or neither --source nor --dtype"
+            )
+        save_tokenizer = getattr(getattr(processor, "tokenizer", None), "save_pretrained", None)
+        with new_directory(out) as folder:
+            if save_tokenizer is not None:
+                save_tokenizer(str(folder))
+            write_adapters(model, folder, base=model.base_folders)
+        return
+    if with_adapters:
+        packed = any(isinstance(layer, QuantizedLinear) for layer in model.modules())
+        merge_adapters(model)
+        if packed:
+            dtype = dtype or torch.bfloat16
+            logger().info(
+                "Merged into the unpacked weights, on which the adapters were trained, and written in %s: a weight"
+                " differs by at most %.2g of itself, the matrix that differs most by %.2g (relative L2).",
+                str(dtype).removeprefix("torch."), torch.finfo(dtype).eps / 2, rounding(model, dtype),
+            )  # fmt: skip
+    directory_format = exported_format(family_of_model(type(model)), type(model))
+    if source is not None:
+        check_digests(source := folder_of(source, where="--source"))
+    dtype = dtype or torch.float32
+    directory_format.write(model, processor, out, source=source, dtype=dtype, max_shard_size=max_shard_size)

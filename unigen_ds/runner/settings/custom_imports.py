@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import os
 import sys
 from collections.abc import Mapping
-from logging import WARNING
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -32,31 +29,13 @@ def custom_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
     return CustomImports.parse(config.get("custom_imports"), where="custom_imports").imports
 
 
-_beside: dict[str, None] = {}
-"""Folders of configs and their bases where modules of ``custom_imports`` were looked for, as they are nowhere else."""
-
-
 def importable(config: ConfigValues) -> None:
     """Modules of ``custom_imports`` that Python does not find are looked for beside the config and its bases. For the
     whole process: worker processes of data loaders import them again.
     """
-    section = config.values.get("custom_imports")
-    names = section.get("imports") if isinstance(section, Mapping) else None
-    names = [names] if isinstance(names, str) else names or []
-    if not any(isinstance(name, str) and _is_missing(name) for name in names):
-        return
-    for file in with_bases(config.path.resolve()):
-        _beside[str(file.parent)] = None
+    for file in with_bases(config.path.resolve()) if config.values.get("custom_imports") else ():
         if str(file.parent) not in sys.path:
             sys.path.append(str(file.parent))
-
-
-def _is_missing(name: str) -> bool:
-    top = name.partition(".")[0]
-    try:
-        return top not in sys.modules and importlib.util.find_spec(top) is None
-    except (ImportError, ValueError):
-        return True
 
 
 def import_custom(config: Mapping[str, Any]) -> None:
@@ -66,14 +45,11 @@ def import_custom(config: Mapping[str, Any]) -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            absent = isinstance(error, ModuleNotFoundError) and _is_missing(name)
-            searched = ["the installed packages", f"PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'})", *_beside]
-            reason = f"there is no such module in {', '.join(searched)}" if absent else str(error)
-            problem = f"custom_imports: {name!r} cannot be imported: {reason}"
+            problem = f"custom_imports: {name!r} cannot be imported: {error}"
             if not section.allow_failed_imports:
-                remedy = "put it beside the config, or start with PYTHONPATH=FOLDER" if absent else None
+                remedy = "put it beside the config, or start with PYTHONPATH=FOLDER"
                 raise ConfigError(problem, remedy=remedy) from error
-            logger().log(WARNING, problem)
+            logger().warning(problem)
         except KeyError as error:
             if "is already registered" not in str(error):
                 raise

@@ -70,13 +70,11 @@ def apply_variables(env: Environment) -> None:
     """Set what is read from the environment, and the limit of PIL. Called first of all, before CUDA is used."""
     if env.cuda_allocator is not None:
         name = next((name for name in _ALLOCATORS if name in os.environ), _ALLOCATOR)
-        current, in_config = os.environ.setdefault(name, env.cuda_allocator), "cuda_allocator" in env.model_fields_set
-        if in_config and current != env.cuda_allocator:
+        current = os.environ.setdefault(name, env.cuda_allocator)
+        if "cuda_allocator" in env.model_fields_set and current != env.cuda_allocator:
             logger().warning(
                 "%s=%s of the environment is used, not env.cuda_allocator=%s.", name, current, env.cuda_allocator
             )
-        elif in_config and torch.cuda.is_initialized():
-            logger().warning("env.cuda_allocator has no effect: this process has used CUDA. Set %s before.", name)
     if env.tokenizers_parallelism is not None:
         os.environ.setdefault(TOKENIZERS, str(env.tokenizers_parallelism).lower())
     if env.png_text_bytes is not None:

@@ -22,7 +22,7 @@ from unigen_ds.backends.deepspeed import deepspeed as _deepspeed  # noqa: F401 -
 from unigen_ds.backends.fsdp import fsdp as _fsdp  # noqa: F401
 from unigen_ds.checkpoint.base_files import Base
 from unigen_ds.checkpoint.partial import LoadSettings
-from unigen_ds.config.overrides import ConfigValues, plain_values, read_values, top_problems
+from unigen_ds.config.overrides import ConfigValues, override_path, plain_values, read_values, top_problems
 from unigen_ds.config.paths import expand_paths
 from unigen_ds.config.registry import BACKENDS, MODELS, find
 from unigen_ds.config.section import LISTED, Component, Of, Section, argument_defaults, keys
@@ -200,8 +200,8 @@ class Settings(ModelSettings):
         update = {"work_dir": folder} if folder else {}
         if name and "{run_name}" in (self.checkpoint_dir or ""):
             update["checkpoint_dir"] = str(self.checkpoint_dir).replace("{run_name}", name)
-        settings = self._with(update, update)
-        settings._run_name = name
+        settings = self.model_copy(update=update)
+        settings._given, settings._run_name = {**self._given, **update}, name
         return settings
 
     @property
@@ -218,7 +218,7 @@ class Settings(ModelSettings):
         if isinstance(config, Settings):
             return config
         if isinstance(config, ConfigValues):
-            settings, errors = cls._with_errors(config.values, config.problems)
+            values, problems = config.values, config.problems
         else:
             values = plain_values(config)
             if not isinstance(values, dict):
@@ -226,8 +226,8 @@ class Settings(ModelSettings):
             if not isinstance(config, LoadedConfig):
                 for change in translate(values):
                     notice(str(change))
-            unknown = top_problems(values, known_keys(), file=getattr(config, "filename", None))
-            settings, errors = cls._with_errors(values, unknown)
+            problems = top_problems(values, known_keys(), file=getattr(config, "filename", None))
+        settings, errors = cls._with_errors(values, problems)
         raise_any(errors)
         assert settings is not None
         return settings
@@ -275,37 +275,28 @@ class Settings(ModelSettings):
         """The weight of each loss term of the model's family."""
         return {t: self.loss_weights.get(t, DEFAULT_WEIGHT) for t in family_of_model(self.model.cls).terms}
 
-    def _with(self, values: Mapping[str, Any], config: Mapping[str, Any]) -> Settings:
-        """The same with other ``values`` of sections, which ``config`` has in place of the present ones."""
-        settings = self.model_copy(update=values)
-        settings._given = {**self._given, **config}
-        return settings
-
-    def with_seed(self, seed: int) -> Settings:
-        """The same, with a seed that was drawn or recorded."""
-        config = {**(self._given.get("randomness") or {}), "seed": seed}
-        return self._with({"randomness": Randomness(seed=seed)}, {"randomness": config})
-
-    def with_base(self, base: Base | None) -> Settings:
-        """The same, with the files of the base where rank 0 has found them. None: nothing changes; nor where this
-        machine does not have them there (a cache of the hub).
+    def settled(self, *, seed: int, precision: str | None = None, base: Base | None = None) -> Settings:
+        """The same, with what the plan of a start has chosen. A base whose files this machine does not have there (a
+        cache of the hub) stays as the config names it.
         """
-        if base is None or not base.is_here:
-            return self
-        arguments = {**self.model.arguments, "pretrained": base.path}
-        return self._with({"model": replace(self.model, arguments=arguments)}, {})
-
-    def with_precision(self, precision: str) -> Settings:
-        """The same, with the precision that was chosen where the config has ``'auto'``."""
-        if self.optim_wrapper.precision == precision:
-            return self
-        wrapper = self.optim_wrapper.model_copy(update={"precision": precision})
-        config = {**self._given["optim_wrapper"], "precision": precision}
-        return self._with({"optim_wrapper": wrapper}, {"optim_wrapper": config})
+        update: dict[str, Any] = {"randomness": Randomness(seed=seed)}
+        config = {**self._given, "randomness": {**(self._given.get("randomness") or {}), "seed": seed}}
+        if precision not in (None, self.optim_wrapper.precision):
+            update["optim_wrapper"] = self.optim_wrapper.model_copy(update={"precision": precision})
+            config["optim_wrapper"] = {**config["optim_wrapper"], "precision": precision}
+        if base is not None and base.is_here:
+            update["model"] = replace(self.model, arguments={**self.model.arguments, "pretrained": base.path})
+        settings = self.model_copy(update=update)
+        settings._given = config
+        return settings
 
     def with_resume(self, resume: str) -> Settings:
         """The same, with ``resume`` where the config does not resume."""
-        return self if self.resume else self._with({"resume": resume}, {"resume": resume})
+        if self.resume:
+            return self
+        settings = self.model_copy(update={"resume": resume})
+        settings._given = {**self._given, "resume": resume}
+        return settings
 
     @property
     def seed(self) -> int:
@@ -377,6 +368,47 @@ def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
     return loaded
 
 
+# ---- every key with its value and where it comes from: ``tools/train.py CONFIG --print-config`` ---------------------
+
+Leaf = tuple[str | int, ...]
+
+
+def config_lines(settings: Settings, config: ConfigValues) -> list[str]:
+    """A line for each key: ``key = value  # origin``."""
+    translated = {change.path for change in config.changes}
+    overridden = [override_path(key) for key in config.overrides]
+    stated = {leaf for leaf, _ in leaves(settings.given)}
+    rows = []
+    for leaf, value in leaves(settings.plain()):
+        steps, names = [str(step) for step in leaf], [step for step in leaf if isinstance(step, str)]
+        if any(path in (steps[: len(path)], names[: len(path)]) for path in overridden):
+            origin = "command line"
+        elif dotted_name(leaf) in translated:
+            origin = "translated"
+        else:
+            origin = "config" if stated & {leaf, tuple(names)} else "default"  # a single member is a list of one
+        rows.append((f"{dotted_name(leaf)} = {value!r}", origin))
+    width = min(max(len(text) for text, _ in rows), 72)
+    return [*(f"# {change}" for change in config.changes), *(f"{text:<{width}}  # {origin}" for text, origin in rows)]
+
+
+def dotted_name(leaf: Leaf) -> str:
+    """``('param_scheduler', 0, 'end')`` -> ``param_scheduler[0].end``."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in leaf).removeprefix(".")
+
+
+def leaves(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Any]]:
+    """Every value that is no section. A list of plain values is one value."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, (*leaf, key))
+    elif isinstance(value, (list, tuple)) and any(isinstance(inner, Mapping) for inner in value):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, (*leaf, index))
+    else:
+        yield leaf, value
+
+
 # ---- checks that involve several sections ---------------------------------------------------------------------------
 
 
@@ -404,7 +436,5 @@ def _misfits(settings: Settings) -> Iterator[ConfigError]:
             )
     for method, advice in getattr(engine.cls, "model_needs", {}).items():
         if not hasattr(model.cls, method):
-            problem = (
-                f"model.type is {model.cls.__name__}, which has no {method}(), and backend {engine.name!r} needs it"
-            )
+            problem = f"model.type is {model.cls.__name__}, which has no {method}(): backend {engine.name!r} needs it"
             yield ConfigError(problem, remedy=advice)

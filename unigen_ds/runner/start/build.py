@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.checkpoint.saver import states_text
 from unigen_ds.config.hub import folder_of
 from unigen_ds.config.section import Component
 from unigen_ds.core.errors import ConfigError, DataError
@@ -35,9 +33,9 @@ from unigen_ds.hooks.log.journal import LedgerHook, SkippedSamplesHook, Timeline
 from unigen_ds.hooks.mmengine import with_runtime_info
 from unigen_ds.hooks.save.best import BestHook
 from unigen_ds.models.lora import adapter_record, add_adapters, base_tensors, hold_base_in
-from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, default_fused, settled_precision
+from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, settled_precision
 from unigen_ds.optim.param_groups import build_param_groups
-from unigen_ds.runner.settings.family_settings import family_of_model, of_its_kind
+from unigen_ds.runner.settings.family_settings import family_of_model
 from unigen_ds.runner.settings.tree import ModelSettings, Settings
 from unigen_ds.system.log import logger, notice
 
@@ -193,9 +191,8 @@ def build_validation(settings: Settings, sets: Sequence[ValidationData]) -> list
 def build_processor(settings: ModelSettings, *, seed: int) -> Any:
     """The tokenizer and the family's processor; every size that the model determines is read from the model."""
     tokenizer = None if settings.tokenizer is None else settings.tokenizer.build()
-    kind, spec, arguments = settings.model.cls, locate_pretrained(settings.model.spec), dict(settings.processor)
-    with of_its_kind(kind, spec):
-        return family_of_model(kind).processor(spec, arguments, tokenizer=tokenizer, seed=seed)
+    spec, arguments = locate_pretrained(settings.model.spec), dict(settings.processor)
+    return family_of_model(settings.model.cls).processor(spec, arguments, tokenizer=tokenizer, seed=seed)
 
 
 def locate_pretrained(spec: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -234,7 +231,7 @@ def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: b
     torch.manual_seed(seed)
     packed = spec.get("quantize") or (settings.lora is not None and settings.lora.quantize)
     stream = stream and bool(spec.get("pretrained")) and not packed and hasattr(kind, "initial_weights")
-    with of_its_kind(kind, spec), torch.device("meta") if stream else nullcontext():
+    with torch.device("meta") if stream else nullcontext():
         model = family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
     if getattr(processor, "vocab_size", 0) is None:
         processor.vocab_size = getattr(model, "vocab_size", None)
@@ -251,18 +248,8 @@ def build_groups(settings: Settings, named: Iterable[tuple[str, nn.Parameter]]) 
     return build_param_groups(named, wrapper.optimizer, wrapper.paramwise_cfg)
 
 
-def recorded_fused(settings: Settings, manifest: Manifest | None) -> bool | None:
-    """``optim_wrapper.optimizer.fused`` for the manifest: True for a new run, and for a resume what the checkpoint has;
-    None where the config sets it, or the optimizer has no such choice.
-    """
-    optimizer = settings.optim_wrapper.optimizer
-    if not default_fused(optimizer.type, optimizer.arguments):
-        return None
-    return manifest is None or bool(((manifest.config.get("optim_wrapper") or {}).get("optimizer") or {}).get("fused"))
-
-
-def build_optimizer_config(settings: Settings, *, fused: bool | None = None) -> OptimizerConfig:
-    """``fused``: ``recorded_fused``'s value."""
+def build_optimizer_config(settings: Settings) -> OptimizerConfig:
+    """How an update is computed. AdamW is fused unless the config sets another kernel."""
     wrapper = settings.optim_wrapper
     return OptimizerConfig(
         type=wrapper.optimizer.type,
@@ -271,7 +258,7 @@ def build_optimizer_config(settings: Settings, *, fused: bool | None = None) -> 
         max_norm=wrapper.clip_grad.max_norm,
         precision=settled_precision(wrapper.precision),
         loss_scale=wrapper.loss_scale.arguments,
-        fused=bool(fused),
+        fused=True,
     )
 
 
@@ -318,18 +305,6 @@ def build_hooks(settings: Settings) -> list[Hook]:
             allowed="each once; one EvaluateHook has the interval, save_best and all metrics with their interval",
         )
     return hooks
-
-
-def check_states(hooks: Sequence[Hook]) -> None:
-    """Refuse a hook whose state no checkpoint can store, before the first update instead of at every save.
-
-    One whose ``state_dict`` fails before an update is left to the first save. Raises ``ConfigError``.
-    """
-    states: dict[str, Any] = {}
-    for hook in hooks:
-        with suppress(Exception):
-            states[hook.name or type(hook).__name__] = hook.state_dict()
-    states_text(states)
 
 
 def build_loader(

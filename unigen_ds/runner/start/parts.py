@@ -2,7 +2,8 @@
 
 The order matters in two respects. What can be refused from files alone (keys, the geometry, the checkpoint, the data)
 is refused before processes join and before the model is built. The random generators are seeded just before the model
-is built, so initial weights depend on the seed and on nothing that was built earlier.
+is built, so initial weights depend on the seed and on nothing that was built earlier. ``restore`` loads the weights of
+a checkpoint and, on a resume, everything else that it contains, into the engine and the hooks.
 """
 
 from __future__ import annotations
@@ -21,22 +22,25 @@ from typing import Any
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.backends.memory import on_meta
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.foreign import read_foreign
 from unigen_ds.checkpoint.manifest import current_versions
+from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader, fit
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.json_values import as_text, json_values
 from unigen_ds.core.progress import Geometry
+from unigen_ds.core.shards import ShardReader
 from unigen_ds.data.batches.loader import UpdateLoader
 from unigen_ds.data.batches.statistics import start_lines
 from unigen_ds.data.datasets.overflow import check_positions
 from unigen_ds.data.order.order import Cursor
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook
-from unigen_ds.resume.finding import Finding, refuse
+from unigen_ds.resume.finding import Finding, model_findings, other_model, other_sizes, refuse
 from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan
 from unigen_ds.runner.settings.environment import apply_environment, apply_variables
 from unigen_ds.runner.settings.naming import PLACE, name_and_folder
-from unigen_ds.runner.settings.origins import dotted_name, leaves
-from unigen_ds.runner.settings.tree import Settings
+from unigen_ds.runner.settings.tree import Settings, dotted_name, leaves
 from unigen_ds.runner.start.build import (
     Data,
     build_groups,
@@ -49,7 +53,6 @@ from unigen_ds.runner.start.build import (
     named_parameters,
     parameter_table,
     prepare_engine,
-    recorded_fused,
 )
 from unigen_ds.runner.start.stages import (
     Start,
@@ -62,8 +65,10 @@ from unigen_ds.runner.start.stages import (
 )
 from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.system import announced, clock, dist, log
+from unigen_ds.system.files import write_text_atomic
+from unigen_ds.system.log import logger
 from unigen_ds.system.machine import source_digest
-from unigen_ds.system.seeding import seed_everything
+from unigen_ds.system.seeding import derive_seed, seed_everything
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     dist.launcher_environment(settings.launcher)
     backend, geometry = build_engine(settings)
     plan, start, findings, hooks = _begin(settings, backend, geometry, max_updates)
-    settings, data, manifest = start.settings, start.data, start.manifest
+    settings, data = start.settings, start.data
     check_data(settings, data, total_sequences=start.total_sequences)
     seed_everything(settings.seed, rank=dist.rank())
     model: Any = build_model(settings, data.processor, seed=settings.seed, stream=True)
@@ -108,8 +113,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     groups = build_groups(settings, named)
     parameters = parameter_table(named, groups)
     schedules = start.schedules(groups, global_batch_size=geometry.global_batch_size)
-    fused = recorded_fused(settings, manifest)
-    prepare_engine(backend, model, groups, build_optimizer_config(settings, fused=fused), geometry=geometry)
+    prepare_engine(backend, model, groups, build_optimizer_config(settings), geometry=geometry)
     if initial is not None and (plan.mode != "resume" or backend.left_out):  # all else is in the checkpoint
         backend.load_tensors(initial, weights_only=True)
     seed_everything(settings.seed, rank=dist.rank())
@@ -131,7 +135,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         geometry=geometry,
         schedules=schedules,
         parameters=parameters,
-        plain_config=plain_values(settings, manifest, model=model),
+        plain_config=plain_values(settings, model=model),
         loader=build_loader(loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=start.cursor),
         loader_at=lambda geometry, cursor: build_loader(
             loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=cursor, workers=False
@@ -178,9 +182,7 @@ def _begin(
 
 
 def _plan(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[ResumePlan, Start | None, list[Finding]]:
-    """On rank 0: the log, the plan and, on a resume, the start and the checklist. Raises ``ResumeBlocked`` where a
-    finding blocks.
-    """
+    """On rank 0: the log, the plan and, on a resume, the start and the checklist."""
     file, level = settings.folder / "train.log", settings.env.log_level
     logger = log.setup(rank=dist.env_rank(), log_file=file, level=level, new_start=True)
     plan = plan_start(settings)
@@ -296,3 +298,74 @@ def _is_local(value: Any) -> bool:
     if isinstance(value, list):
         return bool(value) and all(map(_is_local, value))
     return isinstance(value, str) and value.startswith(("/", "~", "./", "../"))
+
+
+# ---- the state that a run begins with --------------------------------------------------------------------------------
+
+
+def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
+    """Load what the plan names: weights; on a resume also moments, hook states and, last, the random generators.
+
+    Returns the argument of ``after_load_checkpoint``; None where the run is no resume. Raises ``CheckpointError`` or
+    ``ResumeBlocked`` where the checkpoint does not fit.
+    """
+    checkpoint, manifest = parts.plan.checkpoint, parts.start.manifest
+    if checkpoint is None:
+        return None
+    if parts.plan.manifest is not None:
+        reader: ShardReader = store.open_reader(checkpoint, parts.plan.manifest)
+        stored, stored_config = parts.plan.manifest.parameters, parts.plan.manifest.config
+    else:
+        foreign = read_foreign(checkpoint)
+        reader, stored, stored_config = foreign.reader, foreign.parameters, {"model": foreign.sizes}
+    if manifest is None:
+        fit_weights(parts, reader, stored, stored_config)
+        return None
+    refuse(model_findings(manifest, parameters=parts.parameters, config=parts.plain_config))
+    parts.backend.load_tensors(reader, keep=parts.backend.left_out)
+    states, readers = store.read_hook_states(checkpoint, manifest), store.open_shards(checkpoint, manifest)
+    for hook in hooks:
+        if hook.name in states:
+            hook.load_state_dict(states[hook.name])
+        hook.load_shards(readers)
+    if dropped := sorted(set(states) - {hook.name for hook in hooks}):
+        logger().warning("State of hooks that this config does not have is dropped: %s.", ", ".join(dropped))
+    if not store.restore_rng(checkpoint, manifest):
+        seed = derive_seed(parts.settings.seed, "resume", manifest.progress.updates)
+        seed_everything(seed, rank=dist.rank())
+        logger().warning("The checkpoint is of another number of processes: network dropout is seeded anew.")
+    home, lineage = parts.plan.home, parts.plan.lineage
+    assert lineage is not None, "planned with a resume"
+    dist.on_main(lambda: store.continue_from(home, checkpoint, lineage))
+    findings = [finding.state_dict() for finding in parts.findings]
+    return {**manifest.state_dict(), "path": str(checkpoint), "findings": findings}
+
+
+def fit_weights(
+    parts: Parts, reader: ShardReader, stored: Sequence[Mapping[str, Any]], stored_config: Mapping[str, Any]
+) -> None:
+    """Weights for another model, as ``load_cfg`` allows. Differences are logged, or refused; ``load_report.json`` has
+    every name. ``stored`` is the checkpoint's parameter table, ``stored_config`` what is known of its config.
+    """
+    sizes = other_sizes(stored_config, parts.plain_config, hidden=True)
+    cfg, report_file = parts.plan.load_cfg, parts.settings.folder / REPORT_FILE
+    base = parts.backend.left_out
+    if parts.settings.lora is not None and (parts.plan.manifest is None or not parts.plan.manifest.config.get("lora")):
+        raise ConfigError(
+            f"load_from is {parts.plan.checkpoint}, which has no adapters, and lora is set",
+            remedy="adapters need a published directory: tools/export.py CHECKPOINT DIR, then model.pretrained='DIR'",
+        )
+    stored, own = ([row for row in rows if row["name"] not in base] for rows in (stored, parts.parameters))
+    buffers = {name: buffer.numel() for name, buffer in parts.backend.buffers().items() if name not in base}
+    fitted = fit(reader, stored, parameters=own, buffers=buffers, cfg=cfg, sizes=sizes)
+    report = {"checkpoint": str(parts.plan.checkpoint), **fitted.state_dict()}
+    dist.on_main(lambda: write_text_atomic(report_file, json.dumps(report, indent=1) + "\n"))
+    fitted.check(cfg, first=other_model(stored_config, parts.plain_config))
+    if dist.is_main():
+        for kind, line in fitted.lines():
+            logger().log(WARNING if kind in DIFFERENCES else INFO, "Weights: %s.", line)
+        numbers = len(fitted.sources), len(fitted.kept)
+        logger().info("Weights: %d tensors are the checkpoint's, %d stay as initialised. What differs: %s.",
+                      *numbers, report_file)  # fmt: skip
+    parts.backend.load_tensors(FittedReader(reader, fitted), weights_only=True, keep={*fitted.kept, *base})
+    logger().info("Loaded weights only from %s; progress starts at zero.", parts.plan.checkpoint)

@@ -55,7 +55,6 @@ from unigen_ds.runner.start.build import (
     build_optimizer_config,
     named_parameters,
     parameter_table,
-    recorded_fused,
     total_sequences,
 )
 from unigen_ds.schedule.schedule import Schedules
@@ -147,7 +146,7 @@ def settle(settings: Settings, plan: ResumePlan, *, backend: Backend, geometry: 
     asked = build_optimizer_config(settings)
     if plan.precision != asked.precision:
         backend.check(geometry=geometry, optimizer_cfg=replace(asked, precision=plan.precision))
-    return settings.with_seed(plan.seed).with_precision(plan.precision).with_base(plan.base)
+    return settings.settled(seed=plan.seed, precision=plan.precision, base=plan.base)
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
@@ -243,7 +242,7 @@ def run_checklist(
     The parameters are the stored ones where the config's model is the stored one, else those of a model on the meta
     device. The real model is checked again once it is built.
     """
-    settings, manifest, plain = start.settings, start.manifest, plain_values(start.settings, start.manifest)
+    settings, manifest, plain = start.settings, start.manifest, plain_values(start.settings)
     assert manifest is not None, "only a resume is checked"
     if all(plain.get(key) == manifest.config.get(key) for key in ("model", "lora", "tokenizer")):  # the stored model
         named = []
@@ -254,6 +253,8 @@ def run_checklist(
     else:
         named = named_parameters(start.meta_model)
     groups = build_groups(settings, named)
+    home = settings.checkpoints
+    folder = next((one for one in (home, *home.resolve().parents) if one.exists()), None)
     saves, hook = asdict(Saves()), settings.default_hooks.checkpoint  # without a hook the defaults, which save nothing
     if hook is not None:
         saves = {key: hook.get(key, value) for key, value in saves.items()}
@@ -271,28 +272,18 @@ def run_checklist(
         versions=current_versions(),
         on_batch_change=settings.on_batch_change,
         on_data_change=settings.on_data_change,
-        free_bytes=free_bytes(settings.checkpoints),
+        free_bytes=shutil.disk_usage(folder).free if folder else None,
         hashed=hashed,
         unknown=start.unknown,
     )
     return checklist.run(manifest, proposal)
 
 
-def free_bytes(checkpoints: Path) -> int | None:
-    """Free disk space where the folder of the checkpoints is, or will be."""
-    folder = next((path for path in (checkpoints, *checkpoints.resolve().parents) if path.exists()), None)
-    return shutil.disk_usage(folder).free if folder else None
-
-
-def plain_values(settings: Settings, manifest: Manifest | None, *, model: Any = None) -> dict[str, Any]:
-    """The config as plain JSON values, as a manifest keeps it, with what the run itself chose (``recorded_fused``).
-
-    With ``model`` also its arguments as it was built, without ``pretrained``: with these a checkpoint needs no other
-    folder to be built again, and sizes that no config states can be compared.
+def plain_values(settings: Settings, *, model: Any = None) -> dict[str, Any]:
+    """The config as plain JSON values, as a manifest keeps it. With ``model`` also its arguments as it was built,
+    without ``pretrained``: a checkpoint is built again from these alone, and sizes that no config states are compared.
     """
     values: dict[str, Any] = json_values(settings.given)
-    if (fused := recorded_fused(settings, manifest)) is not None:
-        values["optim_wrapper"]["optimizer"]["fused"] = fused
     if hasattr(model, "arguments"):
         values |= json_values({BUILT: {"model": model.arguments()}})
     return values
