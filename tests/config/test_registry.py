@@ -43,7 +43,7 @@ def test_builds_by_name_and_by_class_with_extra_arguments() -> None:
 def test_a_class_of_mmengine_and_a_path_stand_for_the_class_of_that_name(
     kind: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="unigen_ds"):
         assert resolve(HOOKS, {"type": kind, "interval": 3}, where="w") == (LoggerHook, {"interval": 3})
     assert "is read as the class of that name in unigen_ds" in caplog.text
     assert registered_name(kind) == registered_name(LoggerHook) == "LoggerHook"

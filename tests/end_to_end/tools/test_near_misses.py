@@ -96,7 +96,7 @@ def test_a_deleted_checkpoint(config: Path, tmp_path: Path, capsys: pytest.Captu
         assert f"checkpoint {gone} does not exist" in error and f"{run} has {', '.join(kept)}" in error, error
     shutil.rmtree(run)
     assert evaluate([gone]) == 1
-    assert f"{run} does not exist either" in capsys.readouterr().err
+    assert f"checkpoint {gone} does not exist" in capsys.readouterr().err
 
 
 def test_a_data_file(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

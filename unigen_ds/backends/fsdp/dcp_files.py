@@ -48,10 +48,8 @@ def dcp_files(state: Mapping[str, Tensor], *, replica: int, replicas: int, stamp
     def write(stream: HashedFile) -> Written:
         infos = []
         for item in plan.items:
-            begin, tensor = stream.tell(), local_part(state[item.index.fqn]).detach().cpu()
-            if tensor.untyped_storage().nbytes() != tensor.nbytes:
-                tensor = tensor.clone()  # torch.save writes whole storages
-            torch.save(tensor, stream)  # type: ignore[arg-type]
+            begin = stream.tell()
+            torch.save(_alone(local_part(state[item.index.fqn])), stream)  # type: ignore[arg-type]
             infos.append(_StorageInfo(name, begin, stream.tell() - begin))
         return plan, infos
 
@@ -68,6 +66,12 @@ def _own(tensors: Mapping[str, Tensor], replica: int, replicas: int) -> set[str]
         if chosen == replica:
             own.add(key)
     return own
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """On the host, with a storage of its own: ``torch.save`` writes whole storages."""
+    tensor = tensor.detach().cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _index(results: Sequence[Sequence[Written]]) -> list[Output]:

@@ -192,7 +192,8 @@ class Index:
         for note in source.notes() if report and dist.env_rank() == 0 else ():
             logger().warning("%s: %s", source.title, note)
         # not of the key: the same data in another folder is the same data
-        digest = fingerprint(*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *layout.facts)
+        facts = (*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *layout.facts)
+        digest = fingerprint(*facts, *["image_folders"] * (source.several_folders and layout.folders))
         index = cls(
             source, arrays["records"], counts, digest, folder, layout, of_records, content, arrays[_UNUSED_KEYS],
             arrays[_UNUSED], arrays[UNUSABLE], None if made else cache,

@@ -197,6 +197,11 @@ class RecordSource:
         """What decides besides the content of ``files`` whether a cached index is the one of this source."""
         return (self.fingerprint,)
 
+    @property
+    def several_folders(self) -> bool:
+        """Whether records are of several folders, in which their paths begin."""
+        return False
+
     def scan(self) -> Arrays:
         """Find the records. Raises ``DataError`` where there is none, or where the file cannot be read."""
         raise NotImplementedError(f"{type(self).__name__}.scan")
@@ -239,6 +244,10 @@ class Joined(RecordSource):
         self._bounds = np.zeros(1, np.int64)
         first = os.path.abspath(sources[0].root)
         self._folders = [None if os.path.abspath(source.root) == first else source.root for source in sources]
+
+    @property
+    def several_folders(self) -> bool:
+        return any(folder is not None for folder in self._folders)
 
     @property
     def title(self) -> str:
