@@ -297,7 +297,7 @@ def test_no_banned_word_occurs() -> None:
     assert not problems, "\n".join(problems)
 
 
-MOST_LINES = {"unigen_ds": 48_900, "tests": 45_400}
+MOST_LINES = {"unigen_ds": 42_600, "tests": 41_100}
 """A change of these limits, and of those below, needs a sentence in ``docs/decisions.md``."""
 MOST_ENTERED = {
     "load_config": 20,

@@ -93,7 +93,7 @@ def test_a_run_that_begins_with_a_strangers_directory(
 @pytest.mark.parametrize(
     ("part", "said"),
     [
-        ("model", r"is a 'stranger'; code of its own is never run"),
+        ("model", r"is 'stranger'.*code beside a model's files is never run"),
         ("tokenizer", r"tokenizer\.path .*contains custom code.* Remedy: name a"),
     ],
 )

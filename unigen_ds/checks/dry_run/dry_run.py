@@ -27,7 +27,7 @@ from unigen_ds.optim.optimizer import AUTO as AUTO_PRECISION
 from unigen_ds.resume.plan import NOT_RESUMED
 from unigen_ds.runner.settings.naming import name_and_folder
 from unigen_ds.runner.settings.tree import Settings, read_config
-from unigen_ds.runner.start.build import build_hooks
+from unigen_ds.runner.start.build import build_hooks, check_states
 from unigen_ds.runner.start.stages import build_engine, plan_start, read_start, run_checklist, settle
 from unigen_ds.tracking.settings import Visualizer
 
@@ -74,8 +74,9 @@ def check_trackers(known: Known) -> Iterator[Checked]:
 
 
 def check_hooks(known: Known) -> Iterator[Checked]:
-    """All hooks can be built."""
+    """All hooks can be built, and their states can be stored."""
     hooks = build_hooks(known.need("settings"))
+    check_states(hooks)
     yield ok(", ".join(hook.name or type(hook).__name__ for hook in hooks))
 
 

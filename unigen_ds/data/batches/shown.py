@@ -116,11 +116,17 @@ def _parts(batch: PackedBatch, processor: Any) -> dict[int, list[ShownToken | Sh
 
 
 def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each id adds to the text of those before it; of a user's own tokenizer its own text."""
+    """What each id adds to the text of those before it; of a user's own tokenizer its own text, or its number."""
     if hasattr(tokenizer, "pieces"):
         pieces: list[str] = tokenizer.pieces(ids)
         return pieces
-    return [str(tokenizer.decode([token])) or f"<{token}>" for token in ids]
+    texts = []
+    for token in ids:
+        try:
+            texts.append(str(tokenizer.decode([token])) or f"<{token}>")
+        except Exception:  # half of a character, an id without text
+            texts.append(f"<{token}>")
+    return texts
 
 
 def _vit_images(batch: PackedBatch, processor: Any) -> Iterator[tuple[NDArray[np.int64], ShownImage]]:

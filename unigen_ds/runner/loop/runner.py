@@ -27,6 +27,7 @@ from unigen_ds.hooks.log.journal import SkippedSamplesHook
 from unigen_ds.resume.finding import format_first
 from unigen_ds.runner.loop.updates import LastUpdate, Update, count_ahead, losses
 from unigen_ds.runner.open.trained import export_checkpoint
+from unigen_ds.runner.start.build import check_states
 from unigen_ds.runner.start.parts import Parts, build_parts, restore
 from unigen_ds.system import announced, dist
 from unigen_ds.system.clock import Clock
@@ -107,6 +108,7 @@ class Runner:
             dist.on_main(lambda: write_text_atomic(self.work_dir / saver.CONFIG_FILE, self._config_text))
             dist.on_main(lambda: list_left_out(self._parts.start.data.parts, self.work_dir))
             self._call("before_train")
+            check_states(self.hooks)
             updates = count_ahead(
                 iter(self._parts.loader),
                 terms=self._loss_weights,

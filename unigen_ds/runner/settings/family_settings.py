@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, get_args
 
 from unigen_ds.config.registry import MODELS, argument_problems, find
 from unigen_ds.config.section import Of, one_or_many
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.data.images.augment import CHANGES, transform_problems
 from unigen_ds.data.settings import Transform
 from unigen_ds.families.base import Family, families, family_of
+from unigen_ds.families.directories import published_format
 from unigen_ds.system.log import notice
 
 PROCESSOR_KEYS = (
@@ -33,6 +36,27 @@ def family_of_model(kind: type) -> Family:
             " one",
         )
     return family
+
+
+@contextmanager
+def of_its_kind(kind: type, spec: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, an error states where ``model.pretrained`` is the directory of another family. Raises ``ConfigError``."""
+    try:
+        yield
+    except (CheckpointError, ConfigError) as error:
+        folder, formats = Path(str(spec.get("pretrained"))), family_of_model(kind).published
+        published = published_format(folder) if folder.is_dir() else None
+        if published is None or any(one.recognises(folder) for one in formats):
+            raise
+        try:
+            remedy = f"model.type={published.config(folder)['model']['type']!r}"
+        except (CheckpointError, ConfigError):
+            remedy = "another folder"
+        raise ConfigError(
+            f"model.pretrained is {str(folder)!r}: {published.name}, and not for model.type {kind.__name__!r}",
+            allowed=", ".join(one.name for one in formats) or None,
+            remedy=remedy,
+        ) from error
 
 
 def family_problems(config: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from unigen_ds.backends.base import Backend
+from unigen_ds.checkpoint.saver import states_text
 from unigen_ds.config.hub import folder_of
 from unigen_ds.config.section import Component
 from unigen_ds.core.errors import ConfigError, DataError
@@ -35,7 +36,7 @@ from unigen_ds.hooks.save.best import BestHook
 from unigen_ds.models.lora import adapter_record, add_adapters, base_tensors, hold_base_in
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, settled_precision
 from unigen_ds.optim.param_groups import build_param_groups
-from unigen_ds.runner.settings.family_settings import family_of_model
+from unigen_ds.runner.settings.family_settings import family_of_model, of_its_kind
 from unigen_ds.runner.settings.tree import ModelSettings, Settings
 from unigen_ds.system.log import logger, notice
 
@@ -191,8 +192,9 @@ def build_validation(settings: Settings, sets: Sequence[ValidationData]) -> list
 def build_processor(settings: ModelSettings, *, seed: int) -> Any:
     """The tokenizer and the family's processor; every size that the model determines is read from the model."""
     tokenizer = None if settings.tokenizer is None else settings.tokenizer.build()
-    spec, arguments = locate_pretrained(settings.model.spec), dict(settings.processor)
-    return family_of_model(settings.model.cls).processor(spec, arguments, tokenizer=tokenizer, seed=seed)
+    kind, spec, arguments = settings.model.cls, locate_pretrained(settings.model.spec), dict(settings.processor)
+    with of_its_kind(kind, spec):
+        return family_of_model(kind).processor(spec, arguments, tokenizer=tokenizer, seed=seed)
 
 
 def locate_pretrained(spec: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -231,7 +233,7 @@ def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: b
     torch.manual_seed(seed)
     packed = spec.get("quantize") or (settings.lora is not None and settings.lora.quantize)
     stream = stream and bool(spec.get("pretrained")) and not packed and hasattr(kind, "initial_weights")
-    with torch.device("meta") if stream else nullcontext():
+    with of_its_kind(kind, spec), torch.device("meta") if stream else nullcontext():
         model = family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
     if getattr(processor, "vocab_size", 0) is None:
         processor.vocab_size = getattr(model, "vocab_size", None)
@@ -305,6 +307,18 @@ def build_hooks(settings: Settings) -> list[Hook]:
             allowed="each once; one EvaluateHook has the interval, save_best and all metrics with their interval",
         )
     return hooks
+
+
+def check_states(hooks: Sequence[Hook]) -> None:
+    """Refuse a hook whose state no checkpoint can store, before the first update instead of at every save.
+
+    One whose ``state_dict`` fails before an update is left to the first save. Raises ``ConfigError``.
+    """
+    states: dict[str, Any] = {}
+    for hook in hooks:
+        with suppress(Exception):
+            states[hook.name or type(hook).__name__] = hook.state_dict()
+    states_text(states)
 
 
 def build_loader(
