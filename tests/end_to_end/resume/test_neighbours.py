@@ -91,6 +91,8 @@ def test_what_cannot_be_resumed_has_the_command_that_works(
         runner = load(data, tmp_path / case, Path(options["load_from"]),
                       **{key.replace(".", "__"): value for key, value in overrides.items()})  # fmt: skip
         assert all(torch.equal(tensor, state[name]) for name, tensor in weights(runner).items()), case
+    lightning = {f"net.{name}": tensor for name, tensor in state.items()}
+    torch.save({"pytorch-lightning_version": "2.5", "global_step": 9, "state_dict": lightning}, tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"names are not the model's. Remedy: --cfg-options .*revise_keys="):
         load(data, tmp_path / "again", tmp_path / "a.ckpt")
 
