@@ -13,7 +13,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -120,7 +120,6 @@ def merge(
     max_shard_size: str | int = "5GB",
     safe_serialization: bool = False,
     exclude_frozen: bool = False,
-    add_files: Callable[[Path], object] = lambda folder: None,
 ) -> Merged:
     """Write the weights of ``checkpoint`` into the new folder ``out``.
 
@@ -129,7 +128,6 @@ def merge(
         ema: the average of the weights instead of the weights; buffers and frozen parameters are the model's.
         max_shard_size: of a file, in bytes or as ``'5GB'``; a larger tensor gets a file of its own.
         safe_serialization: safetensors instead of ``torch.save``.
-        add_files: writes further files into the folder before it becomes ``out``.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or the disk is full.
@@ -176,5 +174,4 @@ def merge(
             files.append(f"{file}.index.json")
             content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (staging / files[-1]).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        add_files(staging)
     return Merged(files, len(entries), sum(entry.numel for entry in entries.values()), needed)
