@@ -190,10 +190,16 @@ class Backend(abc.ABC):
         """Kind, name and this rank's part of all that the optimizer keeps by now. Not collective."""
         yield from ()
 
+    def trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's trained weights and optimizer tensors, by names for messages. Not collective."""
+        for shard in self.master_shards():
+            yield shard.name, shard.data
+        for kind, name, data in self.kept_tensors():
+            yield f"{kind} of {name}", data
+
     def not_finite(self) -> list[str]:
-        """Which of this rank's trained weights and optimizer tensors are not finite. Not collective."""
-        weights = [shard.name for shard in self.master_shards() if not all_finite(shard.data)]
-        return weights + [f"{kind} of {name}" for kind, name, data in self.kept_tensors() if not all_finite(data)]
+        """Which of the ``trained_tensors`` are not finite. Not collective."""
+        return [name for name, data in self.trained_tensors() if not all_finite(data)]
 
     @abc.abstractmethod
     def set_steps(self, steps: Mapping[str, float]) -> None:

@@ -21,11 +21,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from torch import Tensor
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import store
@@ -35,7 +37,7 @@ from unigen_ds.checkpoint.store import HOOKS_FILE, RNG_DIRECTORY, open_reader, o
 from unigen_ds.core.errors import ConfigError, SaveError, TrainingError, UnigenError
 from unigen_ds.core.shards import BUFFER, MASTER, OPTIMIZER_FILE, STAMP, PieceReader, Shard, shard_key
 from unigen_ds.system import dist
-from unigen_ds.system.files import delete_inside, fsync_path, make_directory, rename_into_place
+from unigen_ds.system.files import delete_inside, fsync_path, make_directory, rename_into_place, write_text_atomic
 from unigen_ds.system.log import logger
 from unigen_ds.system.outputs import (
     Entry,
@@ -48,7 +50,12 @@ from unigen_ds.system.outputs import (
 )
 from unigen_ds.system.seeding import rng_state
 
+if TYPE_CHECKING:
+    from unigen_ds.checkpoint.background import Writer
+
 CONFIG_FILE, TOKENIZER = "config.py", "tokenizer"
+_OUTCOMES = ".outcomes"
+"""Folder of a staging directory: how the writing of each rank ended, during an asynchronous save."""
 Form = Literal["sharded", "full", "both"]
 """The files that a save leaves: the engine's own ones, the consolidated ones, or both."""
 _CONSOLIDATED = "safetensors"
@@ -75,8 +82,11 @@ def save(
     form: Form = "sharded",
     before: Callable[[], None] = lambda: None,
     write_tokenizer: Callable[[str], None] | None = None,
-) -> Path:
+    writer: Writer | None = None,
+) -> Path | None:
     """Write and commit ``work_dir/name``. Collective. Returns the committed directory; raises ``SaveError``.
+
+    With a ``writer`` another process writes it: None, and ``writer.finish`` returns the directory.
 
     ``hook_shards``: directory name -> shards (``{'ema': [...]}``). ``before`` is called on rank 0 first of all; an
     error of it is a failure of the save. ``manifest`` gets its commit number, files and layout here. A name that exists
@@ -84,7 +94,7 @@ def save(
     files. ``form``: as of ``CheckpointHook``.
     """
 
-    def collect() -> tuple[StateFiles, list[str]]:
+    def collect() -> StateFiles:
         stamp = {STAMP: manifest.stamp}
         backend.stamp = manifest.stamp
         state = backend.state_files()
@@ -92,11 +102,9 @@ def save(
         metadata = {"scalars": json.dumps(generators.pop("scalars")), **stamp}
         entries = [Entry.of(*item) for item in generators.items()]
         outputs = [*state.files, safetensors_output(f"{RNG_DIRECTORY}/{rank_file()}", entries, metadata)]
-        bad = backend.not_finite()
         for folder, shards in hook_shards.items():
             entries = [Entry.of(shard_key(folder, s.name, s.flat_start), s.data) for s in shards if s.primary]
             outputs.append(safetensors_output(f"{folder}/{rank_file()}", entries, {"format": "pt", **stamp}))
-            bad += [f"{folder} of {shard.name}" for shard in shards if not all_finite(shard.data)]
         if dist.is_main():
             outputs.append(bytes_output(HOOKS_FILE, states_text({**hook_states, **stamp}).encode()))
             outputs.append(bytes_output(CONFIG_FILE, config_text.encode()))
@@ -105,12 +113,20 @@ def save(
                     write_tokenizer(temporary)
                 paths = sorted(Path(temporary).iterdir())
                 outputs += [bytes_output(f"{TOKENIZER}/{path.name}", path.read_bytes()) for path in paths]
-        return dataclasses.replace(state, files=outputs), bad
+        return dataclasses.replace(state, files=outputs)
+
+    def trained() -> Iterator[tuple[str, Tensor]]:
+        yield from backend.trained_tensors()
+        for folder, shards in hook_shards.items():
+            yield from ((f"{folder} of {shard.name}", shard.data) for shard in shards)
 
     attempt = Save(work_dir, name, manifest, form)
     try:
         attempt.announce(collect, before)
-        attempt.write()
+        if writer is not None:
+            writer.start(attempt, list(trained()))
+            return None
+        attempt.write(trained())
         return attempt.commit()
     except BaseException:
         attempt.remove()
@@ -147,26 +163,26 @@ class Save:
         self.staging: Path | None = None
         """The folder that this rank writes to; on rank 0 None once it is renamed."""
         self._state = StateFiles("", [])
+        self._plans: list[Any] = []
+        """Of every rank, on rank 0."""
         self._needed: int | None = None
-        self._not_finite: list[str] = []
         self._written = _Outcome(None)
 
-    def announce(self, collect: Callable[[], tuple[StateFiles, list[str]]], before: Callable[[], None]) -> None:
+    def announce(self, collect: Callable[[], StateFiles], before: Callable[[], None]) -> None:
         """Make the staging directory for the files of every rank. Collective; raises ``SaveError``.
 
-        ``collect`` returns the files of this rank, and the names of what is not finite. ``before`` is called on rank 0
-        first of all.
+        ``collect`` returns the files of this rank. ``before`` is called on rank 0 first of all.
         """
 
-        def listed() -> tuple[int, set[str], list[str]]:
-            self._state, bad = collect()
+        def listed() -> tuple[int, set[str], Any]:
+            self._state = collect()
             folders = {os.path.dirname(file.path) for file in self._state.files}
-            return sum(file.nbytes for file in self._state.files), folders, bad
+            return sum(file.nbytes for file in self._state.files), folders, self._state.plan
 
-        def prepare(announced: Sequence[tuple[int, set[str], list[str]]]) -> Path:
+        def prepare(announced: Sequence[tuple[int, set[str], Any]]) -> Path:
             """A quota is found only when it is reached; then the save fails."""
             self._needed = sum(size for size, *_ in announced) * (2 if self._consolidates else 1)
-            self._not_finite = list(dict.fromkeys(name for *_, names in announced for name in names))
+            self._plans = [plan for *_, plan in announced]
             before()
             make_directory(self.work_dir)
             self.manifest.commit = store.next_commit(self.work_dir)
@@ -182,11 +198,16 @@ class Save:
 
         self.staging = self._agree(_outcome(listed), prepare)
 
-    def write(self) -> None:
-        """Write the files of this rank. Not collective; an error is raised by ``commit``, on every rank."""
-        staging = self.staging
-        assert staging is not None
-        self._written = _outcome(lambda: _write(staging, self._state.files))
+    def write(self, trained: Iterable[tuple[str, Tensor]]) -> None:
+        """Write the files of this rank, and look whether all ``trained`` tensors, by name, are finite. Not collective;
+        an error is raised by ``commit``, on every rank.
+        """
+
+        def write_all() -> tuple[list[FileEntry], list[Any], list[str]]:
+            assert self.staging is not None
+            return *_write(self.staging, self._state.files), [name for name, data in trained if not all_finite(data)]
+
+        self._written = _outcome(write_all)
 
     def commit(self) -> Path:
         """Make the checkpoint exist, once every rank has written. Collective. Raises ``SaveError``; and
@@ -203,42 +224,74 @@ class Save:
         Where one of them fails, all ranks raise the same error. What the ranks return goes to rank 0 alone.
         """
         gathered = dist.gather_to_main(outcome)
-        answer: tuple[Any, SaveError | None] = (None, None)
-        if gathered is not None:
-            failed = [one for one in gathered if one.problem is not None]
-            if not failed:
-                result = _outcome(lambda: then([one.value for one in gathered]))
-                answer, failed = (result.value, None), [] if result.problem is None else [result]
-            if failed:
-                self.remove()
-                parts = [f"rank {one.rank}: {one.problem}" for one in failed[:_SHOWN]]
-                parts += [f"and {len(failed) - _SHOWN} more ranks"] * (len(failed) > _SHOWN)
-                if self._needed is not None and self.work_dir.is_dir():
-                    free = shutil.disk_usage(self.work_dir).free
-                    parts.append(f"it needs {self._needed:,} bytes and {free:,} bytes are free there")
-                remedy = next((one.remedy for one in failed if one.remedy), _REMEDY)
-                problem = f"could not write checkpoint {self.final}: {'; '.join(parts)}"
-                answer = None, SaveError(problem, remedy=remedy)
-        result, failure = dist.broadcast_object(answer)
+        result, failure = dist.broadcast_object(None if gathered is None else self._answer(gathered, then))
         if failure is not None:
             raise failure
         return result
+
+    def _answer(self, outcomes: Sequence[_Outcome], then: Callable[[list[Any]], Any]) -> tuple[Any, SaveError | None]:
+        """On rank 0: what ``then`` returns, or the error where it or a rank has failed."""
+        failed = [one for one in outcomes if one.problem is not None]
+        if not failed:
+            result = _outcome(lambda: then([one.value for one in outcomes]))
+            if result.problem is None:
+                return result.value, None
+            failed = [result]
+        self.remove()
+        parts = [f"rank {one.rank}: {one.problem}" for one in failed[:_SHOWN]]
+        parts += [f"and {len(failed) - _SHOWN} more ranks"] * (len(failed) > _SHOWN)
+        if self._needed is not None and self.work_dir.is_dir():
+            free = shutil.disk_usage(self.work_dir).free
+            parts.append(f"it needs {self._needed:,} bytes and {free:,} bytes are free there")
+        remedy = next((one.remedy for one in failed if one.remedy), _REMEDY)
+        return None, SaveError(f"could not write checkpoint {self.final}: {'; '.join(parts)}", remedy=remedy)
+
+    def complete(self, trained: Iterable[tuple[str, Tensor]], wait: Callable[[], None]) -> Any:
+        """``write`` and ``commit`` without collectives, in a process for each rank: each leaves the outcome of its rank
+        as a file in the staging directory, where that of rank 0 finds them. ``wait`` is called between two looks for
+        them, and may raise. Returns on rank 0 what ``commit`` returns, and the error.
+        """
+        self.write(trained)
+        assert self.staging is not None
+        folder = self.staging / _OUTCOMES
+        folder.mkdir(exist_ok=True)
+        write_text_atomic(folder / f"{dist.rank()}.json", json.dumps(self._written, default=dataclasses.astuple))
+        if not dist.is_main():
+            return None
+
+        def read(rank: int) -> _Outcome:
+            while not (path := folder / f"{rank}.json").exists():
+                wait()
+            value, *rest = json.loads(path.read_text(encoding="utf-8"))
+            if value is not None:
+                value = [FileEntry(*entry) for entry in value[0]], *value[1:]
+            return _Outcome(value, *rest)
+
+        def publish(values: list[Any]) -> Any:
+            delete_inside(folder, self.work_dir)
+            return self._publish(values)
+
+        ended = _outcome(lambda: [read(rank) for rank in range(dist.world_size())])
+        return self._answer([ended] if ended.value is None else ended.value, publish)
 
     @property
     def _consolidates(self) -> bool:
         """Whether consolidated files are written beside those of the ranks."""
         return self.form != "sharded" and self._state.layout != _CONSOLIDATED
 
-    def _publish(self, parts: Sequence[tuple[list[FileEntry], list[Any]]]) -> tuple[Path, TrainingError | None]:
-        """``parts``: of each rank the entries of its files, and what their ``write`` returned. Returns the checkpoint,
-        and the error that ends the run where it is not finite.
+    def _publish(
+        self, parts: Sequence[tuple[list[FileEntry], list[Any], list[str]]]
+    ) -> tuple[Path, TrainingError | None]:
+        """``parts``: of each rank the entries of its files, what their ``write`` returned, and the names of what is not
+        finite. Returns the checkpoint, and the error that ends the run where something is not finite.
         """
-        staging, names = self.staging, self._not_finite
+        staging, names = self.staging, list(dict.fromkeys(name for *_, bad in parts for name in bad))
         assert staging is not None
         if names:
             self.final = _free_name(self.work_dir / f"{store.NOT_FINITE}{self.final.name}")
-        index, _ = _write(staging, self._state.index([results for _, results in parts]))
-        entries = [entry for of_rank, _ in parts for entry in of_rank] + index
+        entries = [entry for of_rank, *_ in parts for entry in of_rank]
+        if (index := self._state.index) is not None:
+            entries += _write(staging, index(self._plans, [results for _, results, _ in parts]))[0]
         self.manifest.layout, self.manifest.files = self._state.layout, sorted(entries)
         if self._consolidates and not names:
             _consolidate(staging, self.manifest, form=self.form)

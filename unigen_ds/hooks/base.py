@@ -12,7 +12,8 @@
           after_update(result)                      progress already counts this update
             before_val; after_val(metrics)          when the evaluate hook evaluates (or in its before_update)
             before_save_checkpoint(metrics)         when the checkpoint hook saves
-            after_save_checkpoint(path)             when that has succeeded, before old checkpoints are deleted
+            after_save_checkpoint(path)             when that has succeeded, before old checkpoints are deleted; with
+                                                    async_save some updates later
         after_train_epoch                           when the update before it ended one
       after_train
     after_run
@@ -185,10 +186,16 @@ class Run(Protocol):
     def request_stop(self, reason: str) -> None:
         """Ask the loop to end after this update (a hard stop: a checkpoint is saved)."""
 
-    def save_checkpoint(self, name: str, *, form: Form = "sharded") -> Path:
+    def save_checkpoint(self, name: str, *, form: Form = "sharded", background: bool = False) -> Path | None:
         """Save and commit now, at an update boundary. Collective. Raises ``CheckpointError``; nothing is lost then.
 
-        ``form``: the engine's own files, the consolidated ones, or both.
+        ``form``: the engine's own files, the consolidated ones, or both. With ``background`` another process writes and
+        commits it: None; no other may be saved before ``finish_save`` has returned it.
+        """
+
+    def finish_save(self, *, wait: bool) -> Path | None:
+        """The checkpoint that is saved in the background, once it is complete; None: it is not, yet. Collective. Raises
+        as ``save_checkpoint``; then this save has ended, too.
         """
 
     def save_base(self) -> None:
@@ -233,8 +240,8 @@ class Hook:
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None: ...
     def after_save_checkpoint(self, run: Run, path: Path) -> None:
-        """Called on every rank when a checkpoint of the present update is complete; not after a save that failed. May
-        be collective."""
+        """Called on every rank when the checkpoint of the last ``before_save_checkpoint`` is complete; not after a save
+        that failed. May be collective."""
 
     def sync(self) -> None:
         """Called on rank 0 alone, as the first step of each save: flush to disk what the hook has written to files of

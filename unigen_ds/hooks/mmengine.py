@@ -17,7 +17,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmengine.config import Config
@@ -205,6 +204,7 @@ class MMEngineHook(Hook):
         return self._save
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
+        self._save = False
         checkpoint = {"meta": self.view.meta}
         self._call("before_save_checkpoint", checkpoint)
         self.stored = {}
@@ -217,9 +217,6 @@ class MMEngineHook(Hook):
                     "%s added %r to the checkpoint, a %s, which is not stored: only numbers, texts, lists and dicts"
                     " are.", self.cls.__name__, key, type(value).__name__,
                 )  # fmt: skip
-
-    def after_save_checkpoint(self, run: Run, path: Path) -> None:
-        self._save = False
 
     def after_train(self, run: Run) -> None:
         self._call("after_train")

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,10 @@ class Output:
     nbytes: int
     """Size; where the format's overhead is not known, the tensors' bytes."""
     write: Callable[[HashedFile], Any]
-    """Write the content. Not collective; may run in a thread. What it returns is passed to ``StateFiles.index``."""
+    """Write the content. Not collective; may run in a thread. What it returns, plain JSON values, is passed to
+    ``StateFiles.index``. A function of a module with its arguments (``functools.partial``): an asynchronous save passes
+    it, and the tensors in it, to another process.
+    """
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,11 @@ class StateFiles:
     layout: str
     """Which reader opens it (``checkpoint/layouts``)."""
     files: Sequence[Output]
-    index: Callable[[Sequence[Sequence[Any]]], Sequence[Output]] = lambda results: ()
-    """Called on rank 0 once all ranks have written, with what each rank's ``write`` calls returned: further files."""
+    index: Callable[[Sequence[Any], Sequence[Sequence[Any]]], Sequence[Output]] | None = None
+    """Called on rank 0 once all ranks have written, with each rank's ``plan`` and what its ``write`` calls returned:
+    further files."""
+    plan: Any = None
+    """What ``index`` needs to know of this rank, known before anything is written."""
 
 
 class HashedFile:
@@ -125,7 +132,7 @@ class Entry:
     def of(cls, name: str, tensor: Tensor) -> Entry:
         """A tensor on any device: each piece is copied to the host when it is written."""
         flat = tensor.detach().reshape(-1)
-        return cls(name, tuple(tensor.shape), tensor.dtype, lambda start, stop: [flat[start:stop]], name)
+        return cls(name, tuple(tensor.shape), tensor.dtype, partial(_slice, flat), name)
 
     @property
     def numel(self) -> int:
@@ -148,6 +155,10 @@ class Entry:
             stream.write(piece.view(torch.uint8).numpy().data)
 
 
+def _slice(flat: Tensor, start: int, stop: int) -> list[Tensor]:
+    return [flat[start:stop]]
+
+
 def safetensors_output(path: str, entries: Iterable[Entry], metadata: Mapping[str, str]) -> Output:
     """A safetensors file. The format has no sharing: tied names are written twice."""
     # as the safetensors package orders them: each tensor is aligned
@@ -162,13 +173,13 @@ def safetensors_output(path: str, entries: Iterable[Entry], metadata: Mapping[st
         size += entry.nbytes
     header = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
+    return Output(path, 8 + len(header) + size, partial(_write_safetensors, header, ordered))
 
-    def write(stream: HashedFile) -> None:
-        stream.write(struct.pack("<Q", len(header)) + header)
-        for entry in ordered:
-            entry.write(stream)
 
-    return Output(path, 8 + len(header) + size, write)
+def _write_safetensors(header: bytes, entries: Sequence[Entry], stream: HashedFile) -> None:
+    stream.write(struct.pack("<Q", len(header)) + header)
+    for entry in entries:
+        entry.write(stream)
 
 
 def save_torch(path: Path, entries: Sequence[Entry]) -> None:
@@ -201,11 +212,11 @@ def save_torch(path: Path, entries: Sequence[Entry]) -> None:
 
 def bytes_output(path: str, content: bytes) -> Output:
     """A small file."""
+    return Output(path, len(content), partial(_write_bytes, content))
 
-    def write(stream: HashedFile) -> None:
-        stream.write(content)
 
-    return Output(path, len(content), write)
+def _write_bytes(content: bytes, stream: HashedFile) -> None:
+    stream.write(content)
 
 
 def all_finite(tensor: Tensor) -> bool:

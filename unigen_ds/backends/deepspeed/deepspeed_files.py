@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 import torch
 
 from unigen_ds.core.shards import STAMP
-from unigen_ds.system.outputs import HashedFile, Output, nested_bytes
+from unigen_ds.system.outputs import Output, nested_bytes
 
 _NAMED = ("module", "buffer_names", "frozen_param_shapes", "frozen_param_fragments")
 """Keys of a model file whose values are by the names of parameters and buffers."""
@@ -53,11 +54,7 @@ class CapturedSave:
                 state_dict[key] = type(content)(rest)  # type: ignore[call-arg]
             elif content:
                 state_dict[key] = [name for name in content if name not in self._left_out]
-
-        def write(stream: HashedFile) -> None:
-            torch.save(state_dict, stream)  # type: ignore[arg-type] # a writer without fileno
-
-        self.outputs.append(Output(PurePath(path).name, nested_bytes(state_dict), write))
+        self.outputs.append(Output(PurePath(path).name, nested_bytes(state_dict), partial(torch.save, state_dict)))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None: ...
     def create(self, info: Any) -> None: ...

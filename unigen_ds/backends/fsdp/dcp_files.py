@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan, create_default_local_save_plan
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from unigen_ds.backends.torch_optimizer import local_part
@@ -25,8 +26,8 @@ from unigen_ds.core.shards import STAMP
 from unigen_ds.system import dist
 from unigen_ds.system.outputs import HashedFile, Output, StateFiles, bytes_output
 
-Written = tuple[SavePlan, list[_StorageInfo]]
-"""The items of a rank's plan, and where it wrote each."""
+Written = tuple[str, list[tuple[int, int]]]
+"""The file of a rank, and where it wrote each item of its plan: first byte, length."""
 
 
 def dcp_files(state: Mapping[str, Tensor], *, replica: int, replicas: int, stamp: str = "") -> StateFiles:
@@ -43,18 +44,18 @@ def dcp_files(state: Mapping[str, Tensor], *, replica: int, replicas: int, stamp
         own.add(mark)
     plan = create_default_local_save_plan({key: value for key, value in state.items() if key in own}, True)
     name = f"__{dist.rank()}_0.distcp"
-    size = sum(local_part(state[item.index.fqn]).nbytes for item in plan.items)
+    tensors = [local_part(state[item.index.fqn]).detach() for item in plan.items]
+    output = Output(name, sum(tensor.nbytes for tensor in tensors), partial(_write, name, tensors))
+    return StateFiles("dcp", [output] if tensors else [], _index, plan=plan)
 
-    def write(stream: HashedFile) -> Written:
-        infos = []
-        for item in plan.items:
-            begin = stream.tell()
-            torch.save(_alone(local_part(state[item.index.fqn])), stream)  # type: ignore[arg-type]
-            infos.append(_StorageInfo(name, begin, stream.tell() - begin))
-        return plan, infos
 
-    files = [Output(name, size, write)] if plan.items else []
-    return StateFiles("dcp", files, _index)
+def _write(name: str, tensors: Sequence[Tensor], stream: HashedFile) -> Written:
+    places = []
+    for tensor in tensors:
+        begin = stream.tell()
+        torch.save(_alone(tensor), stream)  # type: ignore[arg-type] # a writer without fileno
+        places.append((begin, stream.tell() - begin))
+    return name, places
 
 
 def _own(tensors: Mapping[str, Tensor], replica: int, replicas: int) -> set[str]:
@@ -70,18 +71,20 @@ def _own(tensors: Mapping[str, Tensor], replica: int, replicas: int) -> set[str]
 
 def _alone(tensor: Tensor) -> Tensor:
     """On the host, with a storage of its own: ``torch.save`` writes whole storages."""
-    tensor = tensor.detach().cpu()
+    tensor = tensor.cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _index(results: Sequence[Sequence[Written]]) -> list[Output]:
+def _index(plans: Sequence[SavePlan], results: Sequence[Sequence[Written]]) -> list[Output]:
     """``.metadata``: all plans in the order of the ranks, and where each item is."""
+    plans = [plan for plan in plans if plan.items]
     written = [one for of_rank in results for one in of_rank]
-    _, metadata = create_default_global_save_plan([plan for plan, _ in written])
-    items: list[tuple[WriteItem, _StorageInfo]] = [
-        pair for plan, infos in written for pair in zip(plan.items, infos, strict=True)
-    ]
-    metadata.storage_data = {item.index: info for item, info in items}
+    _, metadata = create_default_global_save_plan(plans)
+    metadata.storage_data = {
+        item.index: _StorageInfo(name, begin, length)
+        for plan, (name, places) in zip(plans, written, strict=True)
+        for item, (begin, length) in zip(plan.items, places, strict=True)
+    }
     metadata.planner_data = {key: (key,) for key in metadata.state_dict_metadata}
     metadata.storage_meta = StorageMeta()
     metadata.version = CURRENT_DCP_VERSION

@@ -77,7 +77,8 @@ class AsyncEvaluateHook(Hook):
         self.environment = dict(environment or {})
         self.give_up_hours, self.poll_seconds, self.wait_at_end = give_up_hours, poll_seconds, wait_at_end
         self._every: Duration | None = None
-        self._due = self._asks = False
+        self._asks = self._due = self._saving = False
+        """At this update; since the last save; by the save whose checkpoint is not complete, or that has failed."""
         self._jobs: dict[int, Job] = {}
         """Evaluations without a result, by update; on rank 0."""
         self._logged: set[int] = set()
@@ -104,9 +105,12 @@ class AsyncEvaluateHook(Hook):
     def wants_save(self) -> bool:
         return self._asks
 
+    def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
+        self._due, self._saving = False, self._due or self._saving
+
     def after_save_checkpoint(self, run: Run, path: Path) -> None:
-        if self._due:
-            self._due = False  # a save that fails is made up for by the next one
+        if self._saving:
+            self._saving = False
             self._on_main(lambda: self._add(run, path))
 
     def after_run(self, run: Run) -> None:
@@ -162,12 +166,13 @@ class AsyncEvaluateHook(Hook):
             logger().warning("The result %s of an abandoned checkpoint is not logged and is now %s.", path, aside.name)
 
     def _add(self, run: Run, path: Path) -> None:
-        update = run.progress.updates
+        manifest = Manifest.read(path)
+        update = manifest.progress.updates
         self._set_aside(update)
         self._logged.discard(update)
         out = self._folder.file(update, "json").absolute()
         values = {"checkpoint": str(path.absolute()), "step": str(update), "out": str(out)}
-        job = Job(update, Manifest.read(path).commit, str(path), fill_fields(self.command, values), time.time())
+        job = Job(update, manifest.commit, str(path), fill_fields(self.command, values), time.time())
         self._folder.add(job)
         self._jobs[update] = job
         logger().info("Evaluation of update %d asked for: %s", update, shlex.join(job.command))

@@ -127,11 +127,14 @@ class BestHook(MetricHook):
         self._best: Best | None = None
         self._folder: Path | None = None
         self._offered: Best | None = None
+        """Of the present update, better than the best one."""
+        self._saving: Best | None = None
+        """Of the checkpoint that is being saved."""
         self._commit: int | None = None
         """Of the checkpoint of this run that retention must not delete."""
 
     def before_run(self, run: Run) -> None:
-        if not any(isinstance(hook, CheckpointHook) for hook in run.hooks):
+        if not self._checkpoints(run):
             raise ConfigError(f"save_best={self.metric!r} without a CheckpointHook", remedy="add the hook that saves")
         if self._auto:
             self.metric = f"val/{run.validation[0].own}loss"
@@ -139,11 +142,20 @@ class BestHook(MetricHook):
 
     def before_update(self, run: Run) -> None:
         """What was not saved at its own update is not the best one."""
-        if self._offered is not None and dist.is_main():
+        lost, self._offered = self._offered, None
+        if self._saving is not None and all(hook.pending is None for hook in self._checkpoints(run)):
+            lost, self._saving = self._saving, None
+        if lost is not None and dist.is_main():
             consequence = "none is kept" if self._folder is None else f"{self._folder} stays the best checkpoint"
             logger().warning("The best %s so far, %.6g at update %d, was not saved: %s.",
-                             self.metric, self._offered.value, self._offered.updates, consequence)  # fmt: skip
-        self._offered = None
+                             self.metric, lost.value, lost.updates, consequence)  # fmt: skip
+
+    def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
+        self._offered, self._saving = None, self._offered
+
+    @staticmethod
+    def _checkpoints(run: Run) -> list[CheckpointHook]:
+        return [hook for hook in run.hooks if isinstance(hook, CheckpointHook)]
 
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
         if not run.progress.updates or (value := self.value_of(run, metrics)) is None:
@@ -151,17 +163,18 @@ class BestHook(MetricHook):
         worst = math.inf if self.rule == "less" else -math.inf
         if not math.isfinite(value) and dist.is_main():
             logger().warning("%s is %g at update %d: it is not the best.", self.metric, value, run.progress.updates)
-        if stored.better(value, worst if self._best is None else self._best.value, rule=self.rule):
+        best = self._saving or self._best
+        if stored.better(value, worst if best is None else best.value, rule=self.rule):
             self._offered = Best(self.metric, self.rule, value, run.progress.updates, provenance=self._provenance)
 
     def wants_save(self) -> bool:
         return self._offered is not None
 
     def after_save_checkpoint(self, run: Run, path: Path) -> None:
-        """The checkpoint of the present update is complete: if its value is the best, it is the best one now."""
-        if self._offered is None:
+        """If the value of the checkpoint that is now complete is the best, it is the best one now."""
+        if self._saving is None:
             return
-        best, self._offered = self._offered, None
+        best, self._saving = self._saving, None
         self._refer(run, best, path)
         if dist.is_main():
             logger().info("Best checkpoint so far: %s (%s %.6g at update %d).",
@@ -187,7 +200,7 @@ class BestHook(MetricHook):
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint that is being saved: it is the best one itself if its value is."""
-        best = self._offered or self._best
+        best = self._saving or self._best
         return {} if best is None else best.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

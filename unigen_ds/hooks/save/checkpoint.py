@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Literal
 
 from unigen_ds.checkpoint import store
@@ -40,11 +43,15 @@ class CheckpointHook(Hook):
             the same.
         filename_tmpl: name of the directory: ``iter_{}.pth``, or any with one ``{}`` for the iteration and the ending
             ``.pth``; ``step_{}`` and ``update_{}``, with or without an ending, count updates.
+        async_save: training waits only until the state is copied to the host's memory, which needs as many bytes there
+            as the files of the process; another process of each rank writes and commits it. Linux.
+        async_busy: where the next save is due before the last one is complete: ``wait`` for it, or ``skip`` this one.
         save_base: with ``lora``: copy the files of the base into ``base`` beside the checkpoints, once, when training
             begins. They are hashed, found by a resume and by the tools, and never deleted.
 
     A periodic save that fails (a full disk) is an error in the log and training continues: the state in memory is worth
-    more than the save. The last save of a run, and the one on a signal, raises ``SaveError`` (exit status 4).
+    more than the save. The last save of a run, and the one on a signal, is never asynchronous, and raises ``SaveError``
+    (exit status 4).
     """
 
     name = "checkpoint"
@@ -60,6 +67,8 @@ class CheckpointHook(Hook):
         max_keep_days: Annotated[float, Rule(lambda value: value > 0), Allowed("a number above 0")] | None = None,
         form: Form = "sharded",
         filename_tmpl: str = "iter_{}.pth",
+        async_save: bool = False,
+        async_busy: Literal["wait", "skip"] = "wait",
         save_base: bool = False,
     ) -> None:
         if filename_tmpl.count("{}") != 1 or not store.is_checkpoint_name(filename_tmpl.format(0)):
@@ -70,8 +79,12 @@ class CheckpointHook(Hook):
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
         self.max_keep_ckpts, self.max_keep_days, self.form = max_keep_ckpts, max_keep_days, form
         self.filename_tmpl, self.save_base = filename_tmpl, save_base
+        self.async_save, self.async_busy = async_save, async_busy
         self._every: Duration | None = None
         self._settled: int | None = None
+        """The update of the last complete checkpoint."""
+        self.pending: int | None = None
+        """The update of the one that is being written."""
 
     def before_run(self, run: Run) -> None:
         self._every = run.ruler.duration(self.interval, self.unit) if self.interval > 0 else None
@@ -83,24 +96,49 @@ class CheckpointHook(Hook):
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         due = self._every is not None and self._every.every(run.progress, run.previous)
+        due = due or any(hook.wants_save() for hook in run.hooks)
+        if self.pending is not None:
+            self._finish(run, wait=run.done or (due and self.async_busy == "wait"))
         if run.done:
             self._save(run)
-        elif due or any(hook.wants_save() for hook in run.hooks):
-            try:
-                self._save(run)
-            except SaveError as error:  # raised on every rank alike
-                if dist.is_main():
-                    logger().error("%s Training continues without this checkpoint.", error)
+        elif due and self.pending is not None:
+            logger().warning("No checkpoint is saved at update %d: that of update %d is still being written"
+                             " (async_busy='skip').", run.progress.updates, self.pending)  # fmt: skip
+        elif due:
+            with self._reported():
+                self._save(run, background=self.async_save)
 
     def after_train(self, run: Run) -> None:
+        if self.pending is not None:
+            self._finish(run, wait=True)
         if self._settled != run.progress.updates:  # a hook that runs later asked for the stop
             self._save(run)
 
-    def _save(self, run: Run) -> None:
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """A failure, which every rank raises alike, is an error in the log."""
+        try:
+            yield
+        except SaveError as error:
+            self.pending = None
+            if dist.is_main():
+                logger().error("%s Training continues without this checkpoint.", error)
+
+    def _save(self, run: Run, *, background: bool = False) -> None:
         by_update = self.filename_tmpl.startswith(store.BY_UPDATE)
         number = run.progress.updates if by_update else run.progress.iteration(run.geometry)
-        path = run.save_checkpoint(self.filename_tmpl.format(number), form=self.form)
-        self._settled = run.progress.updates
+        name, self.pending = self.filename_tmpl.format(number), run.progress.updates
+        self._settle(run, run.save_checkpoint(name, form=self.form, background=background))
+
+    def _finish(self, run: Run, *, wait: bool) -> None:
+        with self._reported():
+            self._settle(run, run.finish_save(wait=wait))
+
+    def _settle(self, run: Run, path: Path | None) -> None:
+        """Where the checkpoint is complete: delete old ones."""
+        if path is None:
+            return
+        self._settled, self.pending = self.pending, None
         logger().info("Saved checkpoint %s.", path)
         if not dist.is_main():
             return

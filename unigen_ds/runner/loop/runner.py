@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import saver, store
+from unigen_ds.checkpoint.background import Writer
 from unigen_ds.checkpoint.base_files import save_base
 from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.checkpoint.home import WorkDirLock, claim, run_id, same
@@ -62,6 +63,7 @@ class Runner:
         self._loss_weights = settings.term_weights
         self._config_text, self._identity = config_text(settings.given), start.data.stream.identity
         self._locks: list[WorkDirLock] = []
+        self._writer: Writer | None = None
         self._parameters = Parameters(parts.backend)
 
     @classmethod
@@ -135,6 +137,8 @@ class Runner:
             raise
         finally:
             self._parts.loader.close()
+            if self._writer is not None:
+                self._writer.close()
             self.backend.close()
             self._unlock_folders()
         return self.progress
@@ -229,8 +233,10 @@ class Runner:
             except Exception:
                 logger().exception("%s failed in on_exception:", type(hook).__name__)
 
-    def save_checkpoint(self, name: str, *, form: Form = "sharded") -> Path:
+    def save_checkpoint(self, name: str, *, form: Form = "sharded", background: bool = False) -> Path | None:
         """See ``hooks.base.Run``."""
+        if background and self._writer is None:
+            self._writer = Writer()
         parts, tokenizer = self._parts, getattr(self.processor, "tokenizer", None)
         of_files = parts.settings.tokenizer is not None and parts.settings.tokenizer.get("path")
         manifest = Manifest(
@@ -260,9 +266,19 @@ class Runner:
             form=form,
             before=self._before_save,
             write_tokenizer=getattr(tokenizer, "save_pretrained", None) if of_files else None,
+            writer=self._writer if background else None,
         )
-        self._parent = path.name
-        self._call("after_save_checkpoint", path)
+        return self._saved(path)
+
+    def finish_save(self, *, wait: bool) -> Path | None:
+        """See ``hooks.base.Run``."""
+        assert self._writer is not None
+        return self._saved(self._writer.finish(wait=wait))
+
+    def _saved(self, path: Path | None) -> Path | None:
+        if path is not None:
+            self._parent = path.name
+            self._call("after_save_checkpoint", path)
         return path
 
     @property

@@ -1,0 +1,290 @@
+"""Save while the training continues (``CheckpointHook(async_save=True)``).
+
+::
+
+    start    every rank: copies the tensors of its files into memory that it shares with its writer, a process of its
+             own, and passes it the rest of the ``Save``; training continues
+             each writer: writes, hashes and flushes its rank's files; that of rank 0 waits for the others, and commits
+    finish   every rank: once all writers are done, the checkpoint, or the error
+
+A writer uses no collective and no device: it ends with its process, whatever ends that, so nothing is written or
+committed by a run that is dead. The memory is reused by the next save, which begins after ``finish`` alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import logging
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from unigen_ds.core.errors import SaveError
+from unigen_ds.system import dist
+from unigen_ds.system.log import logger
+
+if TYPE_CHECKING:
+    from unigen_ds.checkpoint.saver import Save
+
+_PROGRAM = "import sys; sys.path[:] = sys.argv[4:]; from {module} import serve; serve(*map(int, sys.argv[1:4]))"
+_ALIGNMENT = 64
+"""Bytes: where each tensor begins in the shared memory."""
+_LOOK_S = 0.05
+"""Between two looks for the end of a save."""
+_GRACE_S = 60.0
+"""How long the writer of rank 0 waits for the other ranks once its own training has ended."""
+_DEATH_SIGNAL = 1
+"""``PR_SET_PDEATHSIG`` of Linux's ``prctl``."""
+
+
+class Writer:
+    """The writer of this rank, for any number of saves, one at a time."""
+
+    def __init__(self) -> None:
+        self._memory = _Memory()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._attempt: Save | None = None
+        self._answer: Any = None
+        self._ended = self._failed = False
+        self._sums: dist.PendingSum | None = None
+
+    def start(self, attempt: Save, trained: Sequence[tuple[str, Tensor]]) -> None:
+        """Copy the tensors of an announced save, and let them be written. Returns when they may change. Collective; an
+        error is raised by ``finish``, on every rank.
+
+        ``trained``: the tensors that must be finite, by name.
+        """
+        self._attempt, self._answer, self._ended, self._failed = attempt, None, False, False
+        try:
+            if self._process is None:
+                self._begin()
+            stream = io.BytesIO()
+            pickler = _Pickler(stream)
+            pickler.dump(attempt)
+            # a replica of the data may write none of a tensor, which another rank then writes, and looks at
+            pickler.dump([(name, tensor) for name, tensor in trained if _key(tensor) in pickler.places])
+            self._memory.fill(pickler)
+            assert self._pipe is not None
+            self._pipe.send((pickler.nbytes, stream.getvalue()))
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}")
+        self._sums = dist.PendingSum([0.0, float(self._failed)])
+
+    def finish(self, *, wait: bool = False) -> Path | None:
+        """The checkpoint, once it exists; None while it is still being written. Collective. Raises ``SaveError``, and
+        ``TrainingError`` as ``Save.commit``.
+
+        Without ``wait`` it never waits, and sees what the ranks knew at its last call.
+        """
+        while True:
+            assert self._attempt is not None and self._sums is not None
+            ended, failed = self._sums.wait()
+            if failed or ended == dist.world_size():
+                break
+            self._look(_LOOK_S if wait else 0.0)
+            self._sums = dist.PendingSum([float(self._ended), float(self._failed)])
+            if not wait:
+                return None
+        attempt, self._attempt = self._attempt, None
+        if failed:
+            self._stop()
+        answer = dist.broadcast_object(self._answer)
+        if answer is None:
+            dist.barrier()  # then no writer is left
+            attempt.remove()
+            raise SaveError(
+                f"could not write checkpoint {attempt.final}: the writer of {failed:.0f} rank(s) has failed",
+                remedy="the log has the cause on those ranks; older checkpoints and the training itself are untouched",
+            )
+        result, failure = answer
+        if failure is not None:
+            raise failure
+        path, error = result
+        if error is not None:
+            raise error
+        return Path(path)
+
+    def close(self) -> None:
+        """Let the writer complete what it has, then end it. Not collective: safe after an error."""
+        if self._process is None:
+            return
+        if self._attempt is not None and not self._failed:
+            assert self._pipe is not None
+            try:
+                self._pipe.send(None)
+                while not (self._ended or self._failed):
+                    self._look(1.0)
+            except OSError as error:
+                self._fail(str(error))
+            if self._answer is not None and self._answer[1] is None:
+                logger().info("Saved checkpoint %s.", self._answer[0][0])
+        self._stop()
+
+    def _begin(self) -> None:
+        self._pipe, other = Pipe()
+        numbers = (other.fileno(), self._memory.file)
+        arguments = [str(number) for number in (*numbers, os.getpid())]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM.format(module=__name__), *arguments, *sys.path],
+            pass_fds=numbers,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        other.close()  # so that the pipe ends with the writer
+
+    def _look(self, timeout: float) -> None:
+        """Wait at most so many seconds for the answer of this rank's writer."""
+        if self._ended or self._failed or self._pipe is None or not self._pipe.poll(timeout):
+            return
+        try:
+            self._answer, records = self._pipe.recv()
+        except (EOFError, OSError):
+            assert self._process is not None
+            status = self._process.wait()
+            how = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+            self._fail(f"its process has ended ({how}; the system kills processes when memory is full: see dmesg)")
+            return
+        self._ended = True
+        for level, text in records:
+            logger().log(level, "%s", text)
+
+    def _fail(self, problem: str) -> None:
+        self._failed = True
+        logger().error("Rank %d: the writer of checkpoints has failed: %s.", dist.rank(), problem)
+
+    def _stop(self) -> None:
+        if self._process is not None and self._pipe is not None:
+            self._process.kill()
+            self._process.wait()
+            self._pipe.close()
+        self._process = self._pipe = None
+
+
+def _key(tensor: Tensor) -> tuple[str, int, int]:
+    storage = tensor.untyped_storage()
+    return str(tensor.device), storage.data_ptr(), storage.nbytes()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles all but the memory of tensors, for which it gives places in the shared memory."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self.places: dict[tuple[str, int, int], tuple[int, torch.UntypedStorage]] = {}
+        self.nbytes = 0
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        key, storage = _key(value), value.untyped_storage()
+        if key not in self.places:
+            self.places[key] = self.nbytes, storage
+            self.nbytes += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+        place = self.places[key][0]
+        return place, storage.nbytes(), value.dtype, value.storage_offset(), tuple(value.shape), value.stride()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what a ``_Pickler`` of the same run has made: the tensors are in the shared memory."""
+
+    def __init__(self, content: bytes, memory: mmap.mmap | None) -> None:
+        super().__init__(io.BytesIO(content))
+        self._memory = memory
+        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+
+    def persistent_load(self, value: Any) -> Tensor:
+        place, size, dtype, offset, shape, stride = value
+        if (place, size) not in self._storages:
+            content = torch.empty(0, dtype=torch.uint8)
+            if size:
+                content = torch.frombuffer(self._memory, dtype=torch.uint8, offset=place, count=size)
+            self._storages[place, size] = content.untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(self._storages[place, size], offset, shape, stride)
+
+
+class _Memory:
+    """Memory that another process can map. It grows to the largest save, and is pinned where there is CUDA."""
+
+    def __init__(self) -> None:
+        self.file = os.memfd_create("unigen_ds")
+        self._map: mmap.mmap | None = None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def fill(self, pickler: _Pickler) -> None:
+        """Copy each storage to its place."""
+        if pickler.nbytes > self._bytes.nbytes:
+            self._pin(False)
+            os.ftruncate(self.file, pickler.nbytes)
+            self._map = mmap.mmap(self.file, pickler.nbytes)
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+            self._pin(True)
+        for place, storage in pickler.places.values():
+            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            self._bytes[place : place + source.nbytes].copy_(source, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _pin(self, pin: bool) -> None:
+        if torch.cuda.is_available() and self._bytes.nbytes:
+            runtime, address = torch.cuda.cudart(), self._bytes.data_ptr()
+            status = (
+                runtime.cudaHostRegister(address, self._bytes.nbytes, 0)
+                if pin
+                else (runtime.cudaHostUnregister(address))
+            )
+            if int(status):
+                logger().warning("The memory for asynchronous saves cannot be pinned (CUDA error %s): copies to it"
+                                 " are slower.", int(status))  # fmt: skip
+
+
+def serve(pipe: int, file: int, parent: int) -> None:
+    """The writer: completes one save after the other, until the training's process closes the pipe or ends.
+
+    Signals to the job are for the training, which may save once more; this process ends when that one does.
+    """
+    for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}:
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    os.nice(10)
+    torch.set_num_threads(1)
+    tasks, memory = Connection(pipe), None
+    records: list[tuple[int, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append((record.levelno, record.getMessage()))  # type: ignore[method-assign]
+    logger().handlers[:] = [handler]
+    logger().setLevel(logging.INFO)
+
+    def wait() -> None:
+        if tasks.poll(_LOOK_S):
+            tasks.recv()
+            deadline.append(time.monotonic() + _GRACE_S)
+        if deadline and time.monotonic() > deadline[0]:
+            raise TimeoutError("the training has ended, and not all of its ranks have written their files")
+
+    while (task := tasks.recv()) is not None:
+        size, content = task
+        if size and (memory is None or len(memory) < size):
+            memory = mmap.mmap(file, size)
+        deadline: list[float] = []
+        unpickler = _Unpickler(content, memory)
+        attempt, trained = unpickler.load(), unpickler.load()
+        answer = attempt.complete(trained, wait)
+        del unpickler, attempt, trained  # they refer to the memory
+        tasks.send((answer, records[:]))
+        records.clear()
