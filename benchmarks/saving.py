@@ -1,29 +1,35 @@
-"""Time of a checkpoint: a whole save, and its verification, compared with the disk itself.
+"""Time of a checkpoint: how long training waits for it, and how long it takes in all, blocking and asynchronous.
 
-In: nothing. Out: a table, and ``results/saving_<date>.json``. Accepted if a save (``checkpoint/saver.py``: collect the
-files, write with hashes, flush, manifest, rename) needs at most 1.5 times as long as writing the same bytes into the
-same number of plain files, one after the other, each with one fsync; both run in the same process, in turns, so that
-other work of the machine affects both equally. Without a limit: the time to hash every file (``store.verify``), and to
-read them.
+In: nothing. Out: a table, and ``results/saving_<date>.json``. 134 M parameters with moments and an average of the
+weights, 16 bytes per parameter, under ``single``, ZeRO-2, ZeRO-3 and FSDP2 on two processes. All sides run in turns in
+the same processes, so that other work of the machine affects them equally:
 
-The engines are ``single`` (safetensors), ``fsdp:FULL_SHARD`` (DCP) and ``deepspeed:zero2`` (its own files), one process
-each, with moments and an average of the weights: 16 bytes per parameter.
+- ``plain``: the same bytes, one file for each process, one write and one fsync. A blocking save
+  (``checkpoint/saver.py``: files with hashes, flush, manifest, rename) is accepted at 1.5 times that.
+- ``copy``: the same bytes, copied from the tensors into memory. An asynchronous save is accepted if training waits for
+  at most 1.1 times that.
+- ``added``: the time from the call until the checkpoint exists, less the time of the updates meanwhile, as fast as they
+  are without a save. Accepted at 0.4 times a blocking save.
+- ``dcp``: the same of ``torch.distributed.checkpoint.async_save``, where its state is tensors by name (single, FSDP2).
 
-    python benchmarks/saving.py [--millions 48] [--rounds 7] [--engines single fsdp deepspeed] [--folder DIR]
+Without a limit: the speed of ``store.verify``.
 
-Exit status: 1 if the limit is exceeded, otherwise 0.
+    python benchmarks/saving.py [--millions 134] [--rounds 7] [--sides single@1 zero2@2 zero3@2 fsdp@2] [--folder DIR]
+
+Exit status: 1 if a limit is exceeded, otherwise 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +37,15 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", DS_ACCELERATOR="
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as td
+import torch.distributed.checkpoint as dcp
+from shared.processes import finish, launch
 from shared.record import RESULTS, interval, write_result
 from torch import nn
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import saver, store
+from unigen_ds.checkpoint.background import Writer
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import EMA
@@ -43,8 +53,9 @@ from unigen_ds.optim.averaging import ShardEMA
 from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
 from unigen_ds.system import dist
 
-LIMIT, WIDTH = 1.5, 1024
-GEOMETRY = Geometry(1)
+LIMITS = {"blocking": 1.5, "wait": 1.1, "added": 0.4}
+WIDTH, UPDATES = 1024, 3
+"""Features of a layer, and updates whose mean is the time of one without a save."""
 
 
 class Layers(nn.Module):
@@ -63,8 +74,7 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def make_backend(engine: str, millions: int) -> Backend:
-    """After one update, so that the moments exist."""
+def make_backend(engine: str, millions: int, geometry: Geometry) -> Backend:
     torch.manual_seed(0)
     backend: Any
     if engine == "single":
@@ -78,126 +88,219 @@ def make_backend(engine: str, millions: int) -> Backend:
     else:
         from unigen_ds.backends.deepspeed.deepspeed import DeepSpeedBackend
 
-        backend = DeepSpeedBackend(config="zero2")
-    backend.check(geometry=GEOMETRY, optimizer_cfg=OptimizerConfig())
+        backend = DeepSpeedBackend(config=engine)
+    backend.check(geometry=geometry, optimizer_cfg=OptimizerConfig())
     model = Layers(millions)
     groups = [ParamGroup("default", 1e-3, 0.0, tuple(name for name, _ in model.named_parameters()))]
-    backend.prepare(model, groups, OptimizerConfig(), geometry=GEOMETRY)
-    with backend.accumulate(last=True):
-        backend.backward(backend.model(torch.randn(2, WIDTH)))
-    backend.step()
+    backend.prepare(model, groups, OptimizerConfig(), geometry=geometry)
     return backend
 
 
-def save(work_dir: Path, backend: Backend, average: ShardEMA) -> Path:
-    manifest = Manifest(
-        commit=0,
-        parent=None,
-        progress=Progress(),
-        geometry=GEOMETRY,
-        ruler=Ruler(GEOMETRY, sequences_per_epoch=1),
-        topology=backend.topology(),
-        schedule={},
-        loader={},
-        parameters=[],
-        config={},
-    )
-    states: dict[str, Any] = {}
-    shards = {EMA: average.shards}
-    return saver.save(
-        work_dir, "a.pth", backend=backend, manifest=manifest, hook_states=states, hook_shards=shards, config_text=""
-    )
+class Bench:
+    """One process of one engine. All methods are collective; times are those of the slowest process."""
 
+    def __init__(self, engine: str, millions: int, folder: Path) -> None:
+        self.geometry = Geometry(1, 1, dist.world_size())
+        self.backend = make_backend(engine, millions, self.geometry)
+        self.update()  # so that the moments exist
+        self.average = ShardEMA(self.backend.master_shards(), momentum=0.1)
+        self.folder, self.writer, self.number = folder, Writer(), 0
+        kept = [tensor for _, _, tensor in self.backend.kept_tensors() if tensor.ndim]
+        self.tensors = [*self.backend.master_data(), *kept, *(shard.data for shard in self.average.shards)]
+        self.size = sum(tensor.nbytes for tensor in self.tensors)
+        self.memory = torch.zeros(self.size, dtype=torch.uint8)
 
-def write_plainly(folder: Path, contents: dict[str, bytes]) -> None:
-    """Write the same bytes, as fast as one thread can."""
-    folder.mkdir()
-    for name, content in contents.items():
-        descriptor = os.open(folder / name.replace("/", "_"), os.O_WRONLY | os.O_CREAT)
-        view = memoryview(content)
-        while view:
-            view = view[os.write(descriptor, view) :]
+    def update(self) -> None:
+        with self.backend.accumulate(last=True):
+            self.backend.backward(self.backend.model(torch.randn(2, WIDTH)))
+        self.backend.step()
+
+    def save(self, writer: Writer | None = None) -> Path | None:
+        manifest = Manifest(
+            commit=0,
+            parent=None,
+            progress=Progress(),
+            geometry=self.geometry,
+            ruler=Ruler(self.geometry, sequences_per_epoch=1),
+            topology=self.backend.topology(),
+            schedule={},
+            loader={},
+            parameters=[],
+            config={},
+        )
+        self.number += 1
+        return saver.save(
+            self.folder, f"iter_{self.number}.pth", backend=self.backend, manifest=manifest, hook_states={},
+            hook_shards={EMA: self.average.shards}, config_text="", writer=writer,
+        )  # fmt: skip
+
+    def seconds(self, action: Callable[[], Any]) -> float:
+        dist.barrier()
+        begun = time.perf_counter()
+        action()
+        return dist.max_floats([time.perf_counter() - begun])[0]
+
+    def plain(self) -> None:
+        path = self.folder / f"plain{dist.rank()}"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+        for tensor in self.tensors:
+            view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            while view:
+                view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
         os.close(descriptor)
 
+    def copy(self) -> None:
+        begin = 0
+        for tensor in self.tensors:
+            self.memory[begin : begin + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+            begin += tensor.nbytes
 
-def seconds(action: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    action()
-    return time.perf_counter() - begun
+    def asynchronous(self, begin: Callable[[], Any], ended: Callable[[], bool]) -> tuple[float, float, int]:
+        """Seconds that training waits, all seconds until it has ended, and updates meanwhile."""
+        waits = [self.seconds(begin)]
+        begun, updates = time.perf_counter() - waits[0], 0
+        while True:
+            self.update()
+            updates += 1
+            now = time.perf_counter()
+            done = ended()
+            waits.append(time.perf_counter() - now)
+            if done:
+                return dist.max_floats([sum(waits)])[0], time.perf_counter() - begun, updates
+
+    def of_dcp(self) -> tuple[Callable[[], Any], Callable[[], bool]]:
+        """Begin and end of torch's asynchronous save of the same tensors."""
+        backend: Any = self.backend
+        state = {f"{kind}|{name}": tensor for (kind, name), tensor in backend._optimizer_tensors().items()}
+        state |= {f"master|{name}": master.detach() for name, master in backend._masters.items()}
+        state |= {f"ema|{shard.name}|{dist.rank()}": shard.data for shard in self.average.shards}
+        future: list[Any] = []
+        group = td.new_group(backend="gloo")  # its thread must not mix with the collectives of the training
+
+        def ended() -> bool:
+            done = future[-1].done()
+            return dist.sum_floats([float(done)])[0] == dist.world_size()
+
+        def begin() -> None:
+            future.append(dcp.async_save(state, checkpoint_id=str(self.folder / "dcp"), process_group=group))
+
+        return begin, ended
+
+    def clear(self) -> None:
+        if dist.is_main():
+            for path in self.folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            os.sync()  # pending writes of the last turn must not be measured in the next one
+        dist.barrier()
+
+    def measure(self, rounds: int) -> dict[str, list[float]]:
+        times: dict[str, list[float]] = {}
+
+        def keep(**values: float) -> None:
+            for name, value in values.items():
+                times.setdefault(name, []).append(value)
+
+        def ours() -> None:
+            update = self.seconds(lambda: [self.update() for _ in range(UPDATES)]) / UPDATES
+            ended = lambda: self.writer.finish() is not None  # noqa: E731
+            wait, total, updates = self.asynchronous(lambda: self.save(self.writer), ended)
+            keep(update=update, wait=wait, added=total - updates * update, until=total)
+
+        def theirs() -> None:
+            update = self.seconds(lambda: [self.update() for _ in range(UPDATES)]) / UPDATES
+            wait, total, updates = self.asynchronous(*self.of_dcp())
+            keep(dcp_wait=wait, dcp_added=total - updates * update)
+
+        turns = [
+            lambda: keep(plain=self.seconds(self.plain)),
+            lambda: keep(blocking=self.seconds(self.save)),
+            lambda: keep(copy=self.seconds(self.copy)),
+            ours,
+        ]
+        turns += [theirs] * hasattr(self.backend, "_masters")
+        for number in range(rounds + 1):  # the first is a rehearsal: the writer starts, memory is touched
+            for turn in turns if number % 2 else reversed(turns):
+                self.clear()
+                turn()
+        return {name: values[1:] for name, values in times.items()}
+
+    def verify(self) -> float:
+        """GiB of a checkpoint that are hashed in a second; on rank 0."""
+        path = self.save()
+        assert path is not None
+        if not dist.is_main():
+            return 0.0
+        begun = time.perf_counter()
+        problem = store.verify(path, Manifest.read(path), hashes=True)
+        assert problem is None, problem
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return size / (time.perf_counter() - begun) / 2**30
 
 
-def measure(engine: str, millions: int, rounds: int, folder: Path) -> dict[str, Any]:
-    backend = make_backend(engine, millions)
-    average = ShardEMA(backend.master_shards(), momentum=0.1)
-    work_dir, plain = folder / engine, folder / "plain"
-    work_dir.mkdir()
-    path = save(work_dir, backend, average)
-    contents = {p.relative_to(path).as_posix(): p.read_bytes() for p in path.rglob("*") if p.is_file()}
-    ours, disk, verified, read = [], [], [], []
-    for round_number in range(rounds):
-        shutil.rmtree(path, ignore_errors=True)
-        shutil.rmtree(plain, ignore_errors=True)
-        os.sync()  # pending writes of the last round must not be measured in this one
-        turns = [(ours, lambda: save(work_dir, backend, average)), (disk, lambda: write_plainly(plain, contents))]
-        for times, action in turns if round_number % 2 else reversed(turns):
-            times.append(seconds(action))
-        verified.append(seconds(lambda: store.verify(path, Manifest.read(path), hashes=True)))
-        read.append(seconds(lambda: [p.read_bytes() for p in plain.iterdir()]))
-    problem = store.verify(path, Manifest.read(path), hashes=True)
-    assert problem is None, problem
-    backend.close()
-    shutil.rmtree(work_dir)
-    shutil.rmtree(plain)
-    ratio = interval([a / b for a, b in zip(ours, disk, strict=True)])
-    size = sum(map(len, contents.values()))
+def work(task: Mapping[str, Any]) -> dict[str, Any]:
+    """One process."""
+    dist.ensure_initialized()
+    bench = Bench(task["engine"], task["millions"], Path(task["folder"]))
+    result = {"times": bench.measure(task["rounds"]), "bytes": bench.size, "verify_gib_per_s": bench.verify()}
+    bench.writer.close()
+    dist.barrier()
+    return result
+
+
+def row_of(side: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    times = ranks[0]["times"]
+
+    def ratio(name: str, peer: str) -> dict[str, float]:
+        return interval([a / b for a, b in zip(times[name], times[peer], strict=True)])
+
+    ratios = {
+        "blocking": ratio("blocking", "plain"),
+        "wait": ratio("wait", "copy"),
+        "added": ratio("added", "blocking"),
+    }
     return {
-        "engine": engine,
-        "bytes": size,
-        "files": len(contents),
-        "save_s": ours,
-        "plain_write_and_fsync_s": disk,
-        "ratio": ratio,
-        "verify_s": verified,
-        "verify_gib_per_s": size / statistics.median(verified) / 2**30,
-        "read_s": read,
-        "accepted": ratio["median"] <= LIMIT,
+        "side": side,
+        "bytes": sum(rank["bytes"] for rank in ranks),
+        "seconds": {name: statistics.median(values) for name, values in times.items()},
+        "times": times,
+        "ratios": ratios,
+        "verify_gib_per_s": ranks[0]["verify_gib_per_s"],
+        "accepted": all(ratios[name]["median"] <= limit for name, limit in LIMITS.items()),
     }
 
 
 def line(row: dict[str, Any]) -> str:
-    ratio, save_s, plain_s = row["ratio"], statistics.median(row["save_s"]), row["plain_write_and_fsync_s"]
-    return (
-        f"{row['engine']:10} {row['bytes'] / 2**20:7.0f} MiB  save {save_s:6.2f} s  plain write and fsync"
-        f" {statistics.median(plain_s):6.2f} s  ratio {ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-        f"  verify {row['verify_gib_per_s']:.2f} GiB/s"
+    ratios = "  ".join(
+        f"{name} {one['median']:.2f} [{one['low']:.2f}, {one['high']:.2f}]" for name, one in row["ratios"].items()
     )
+    seconds = "  ".join(f"{name} {value:.2f}" for name, value in row["seconds"].items())
+    return f"{row['side']:9} {row['bytes'] / 2**20:6.0f} MiB  ratios: {ratios}\n{'':21}seconds: {seconds}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--millions", type=int, default=48, help="parameters")
+    parser.add_argument("--millions", type=int, default=134, help="parameters")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--engines", nargs="+", default=["single", "fsdp", "deepspeed"])
+    parser.add_argument("--sides", nargs="+", default=["single@1", "zero2@2", "zero3@2", "fsdp@2"])
     parser.add_argument("--folder", type=Path, help="output folder; default: a temporary folder")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    dist.ensure_initialized()
-    folder = Path(tempfile.mkdtemp(prefix="saving-", dir=arguments.folder))
+    if arguments.worker:
+        task = json.loads(arguments.worker)
+        finish(task, work(task))
     rows = []
-    try:
-        for engine in arguments.engines:
-            rows.append(measure(engine, arguments.millions, arguments.rounds, folder))
-            print(line(rows[-1]), flush=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    for side in arguments.sides:
+        engine, _, world = side.partition("@")
+        with tempfile.TemporaryDirectory(prefix="saving-", dir=arguments.folder) as folder:
+            task = {"engine": engine, "millions": arguments.millions, "rounds": arguments.rounds, "folder": folder}
+            rows.append(row_of(side, launch(__file__, task, world=int(world), name=side)))
+        print(line(rows[-1]), flush=True)
     accepted = all(row["accepted"] for row in rows)
-    print(
-        "result:",
-        write_result("saving", {"limit": LIMIT, "accepted": accepted, "runs": rows}, folder=arguments.results),
-    )
-    sys.stdout.flush()
-    os._exit(0 if accepted else 1)  # DeepSpeed's threads sometimes abort an ordinary exit
+    record = {"limits": LIMITS, "accepted": accepted, "runs": rows}
+    print("result:", write_result("saving", record, folder=arguments.results))
+    sys.exit(0 if accepted else 1)
 
 
 if __name__ == "__main__":

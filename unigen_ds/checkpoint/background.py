@@ -151,16 +151,18 @@ class Writer:
         if self._ended or self._failed or self._pipe is None or not self._pipe.poll(timeout):
             return
         try:
-            self._answer, records = self._pipe.recv()
+            self._answer, problem, records = self._pipe.recv()
         except (EOFError, OSError):
             assert self._process is not None
             status = self._process.wait()
             how = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
             self._fail(f"its process has ended ({how}; the system kills processes when memory is full: see dmesg)")
             return
-        self._ended = True
         for level, text in records:
             logger().log(level, "%s", text)
+        self._ended = problem is None
+        if problem is not None:
+            self._fail(problem)
 
     def _fail(self, problem: str) -> None:
         self._failed = True
@@ -284,7 +286,11 @@ def serve(pipe: int, file: int, parent: int) -> None:
         deadline: list[float] = []
         unpickler = _Unpickler(content, memory)
         attempt, trained = unpickler.load(), unpickler.load()
-        answer = attempt.complete(trained, wait)
+        answer = problem = None
+        try:
+            answer = attempt.complete(trained, wait)
+        except Exception as error:
+            problem = str(error)
         del unpickler, attempt, trained  # they refer to the memory
-        tasks.send((answer, records[:]))
+        tasks.send((answer, problem, records[:]))
         records.clear()

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from unigen_ds.checkpoint.background import Writer
 
 CONFIG_FILE, TOKENIZER = "config.py", "tokenizer"
-_OUTCOMES = ".outcomes"
-"""Folder of a staging directory: how the writing of each rank ended, during an asynchronous save."""
+_WRITTEN = ".written"
+"""Folder of a staging directory: what each rank has written, during an asynchronous save."""
 Form = Literal["sharded", "full", "both"]
 """The files that a save leaves: the engine's own ones, the consolidated ones, or both."""
 _CONSOLIDATED = "safetensors"
@@ -247,32 +247,31 @@ class Save:
         return None, SaveError(f"could not write checkpoint {self.final}: {'; '.join(parts)}", remedy=remedy)
 
     def complete(self, trained: Iterable[tuple[str, Tensor]], wait: Callable[[], None]) -> Any:
-        """``write`` and ``commit`` without collectives, in a process for each rank: each leaves the outcome of its rank
-        as a file in the staging directory, where that of rank 0 finds them. ``wait`` is called between two looks for
-        them, and may raise. Returns on rank 0 what ``commit`` returns, and the error.
+        """``write`` and ``commit`` without collectives, in a process for each rank: what each has written is a file in
+        the staging directory, where that of rank 0 finds it. ``wait`` is called between two looks, and may raise.
+        Returns on rank 0 what ``commit`` returns, and the error. Raises the error of any other rank.
         """
         self.write(trained)
         assert self.staging is not None
-        folder = self.staging / _OUTCOMES
-        folder.mkdir(exist_ok=True)
-        write_text_atomic(folder / f"{dist.rank()}.json", json.dumps(self._written, default=dataclasses.astuple))
+        folder = self.staging / _WRITTEN
         if not dist.is_main():
+            if self._written.problem is not None:
+                raise UnigenError(self._written.problem)
+            folder.mkdir(exist_ok=True)
+            text = json.dumps(self._written.value, default=dataclasses.astuple)
+            write_text_atomic(folder / f"{dist.rank()}.json", text)
             return None
 
-        def read(rank: int) -> _Outcome:
-            while not (path := folder / f"{rank}.json").exists():
-                wait()
-            value, *rest = json.loads(path.read_text(encoding="utf-8"))
-            if value is not None:
-                value = [FileEntry(*entry) for entry in value[0]], *value[1:]
-            return _Outcome(value, *rest)
-
-        def publish(values: list[Any]) -> Any:
+        def publish(own: list[Any]) -> Any:
+            for rank in range(1, dist.world_size()):
+                while not (path := folder / f"{rank}.json").exists():
+                    wait()
+                entries, *rest = json.loads(path.read_text(encoding="utf-8"))
+                own.append(([FileEntry(*entry) for entry in entries], *rest))
             delete_inside(folder, self.work_dir)
-            return self._publish(values)
+            return self._publish(own)
 
-        ended = _outcome(lambda: [read(rank) for rank in range(dist.world_size())])
-        return self._answer([ended] if ended.value is None else ended.value, publish)
+        return self._answer([self._written], publish)
 
     @property
     def _consolidates(self) -> bool:

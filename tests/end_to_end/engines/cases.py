@@ -251,7 +251,7 @@ FAULTS_AT = 2
 
 def full_disk(*, full: bool) -> list[Job]:
     """The runs of ``odd``, on a small disk of their own. After update 2, before any save, a checkpoint is saved again
-    and again, while the N-th write of each rank in turn fails.
+    and again, while the N-th write of each rank in turn fails. ``async``: the same saves, asynchronous.
     """
     jobs = []
     for engine in ODD_ENGINES:
@@ -261,9 +261,11 @@ def full_disk(*, full: bool) -> list[Job]:
             **overrides,
             "default_hooks__checkpoint__interval": 2 * GEOMETRY[world][1],
             "default_hooks__checkpoint__max_keep_ckpts": -1,
-            "custom_hooks": [*overrides["custom_hooks"], hook],
         }
-        jobs.append(Job(f"full_disk/{engine}@{world}", [Phase(world, overrides, ODD_UPDATES)]))
+        faults = {**overrides, "custom_hooks": [*overrides["custom_hooks"], hook]}
+        jobs.append(Job(f"full_disk/{engine}@{world}", [Phase(world, faults, ODD_UPDATES)]))
+        overrides |= {"default_hooks__checkpoint__async_save": True}
+        jobs.append(Job(f"async/{engine}@{world}", [Phase(world, overrides, ODD_UPDATES)]))
     return jobs
 
 

@@ -1,0 +1,38 @@
+"""Asynchronous saves of every engine have what blocking saves of the same updates have, and change nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.end_to_end.engines import cases
+from tests.end_to_end.engines.launch import METRICS, tensors, unequal, want
+
+runs = want("full_disk", "odd")
+pytestmark = pytest.mark.timeout(3600)
+
+ENGINES = [f"{engine}@{1 if engine == 'single' else 2}" for engine in cases.ODD_ENGINES]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_asynchronous_checkpoint_is_the_blocking_one(name):
+    """Training goes on at once, so a copy that came too late, or memory used again too early, would show."""
+    run, blocking = runs().outcome(f"async/{name}"), runs().outcome(f"full_disk/{name}")
+    assert len(run.checkpoints) == len(blocking.checkpoints) == cases.ODD_UPDATES // 2
+    for one, other in zip(run.checkpoints, blocking.checkpoints, strict=True):
+        assert one.name == other.name and unequal(tensors(one), tensors(other)) == []
+        hooks = [json.loads((path / "hooks.json").read_text()) for path in (one, other)]
+        assert hooks[0].keys() == hooks[1].keys()
+        files = [{path.relative_to(folder) for path in folder.rglob("*")} for folder in (one, other)]
+        assert files[0] == files[1]
+    assert not list(run.folder.glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_training_is_bit_equal(name):
+    run, straight = runs().outcome(f"async/{name}"), runs().outcome(f"odd/{name}")
+    assert len(run.lines) == len(straight.lines) == cases.ODD_UPDATES
+    for a, b in zip(run.lines, straight.lines, strict=True):
+        for key in (*METRICS, "lr", "sequences", "tokens", "samples"):
+            assert a[key] == b[key], (a["update"], key)

@@ -1,0 +1,195 @@
+"""``CheckpointHook(async_save=True)``: busy and full disks, writers that die, runs that are killed, stopped or fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+from types import MappingProxyType
+
+import psutil
+import pytest
+import torch
+
+from tests.checkpoint.support import tree
+from tests.end_to_end.resume.test_saving import config, fill, free
+from tests.processes import ranks
+from unigen_ds.checkpoint import store
+from unigen_ds.config.registry import HOOKS
+from unigen_ds.core.errors import TrainingError
+from unigen_ds.examples.digits.dataset import write_digits
+from unigen_ds.hooks.base import Hook
+from unigen_ds.runner import Runner
+from unigen_ds.system.journals import read_lines
+
+UPDATES = 10
+"""A checkpoint after every second one."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_digits(tmp_path_factory.mktemp("data") / "digits")
+
+
+@pytest.fixture(scope="module")
+def blocking(tmp_path_factory, data):
+    """The work dir of the same run with blocking saves."""
+    work_dir = tmp_path_factory.mktemp("blocking")
+    Runner.from_cfg(config(work_dir, data, train_cfg={"max_updates": UPDATES})).train()
+    return work_dir
+
+
+def train(work_dir, data, *, resume=False, checkpoint=MappingProxyType({}), **actions):
+    """``_3='stop fill'``: what ``ActHook`` does after update 3."""
+    given = {"async_save": True, "max_keep_ckpts": -1, **checkpoint}
+    overrides = {f"default_hooks__checkpoint__{key}": value for key, value in given.items()}
+    overrides |= {"train_cfg": {"max_updates": UPDATES}}
+    hooks = [dict(type="ActHook", actions={number[1:]: names.split() for number, names in actions.items()})]
+    Runner.from_cfg(config(work_dir, data, custom_hooks=hooks, resume=resume, **overrides)).train()
+
+
+def names(folder):
+    return [one.path.name for one in store.list_checkpoints(folder)]
+
+
+def iterations(*numbers):
+    return [f"iter_{n}.pth" for n in numbers]
+
+
+@HOOKS.register_module(force=True)
+class ActHook(Hook):
+    """Does something to the run or its writer after some updates; a writer that is stopped has not written yet."""
+
+    priority = 75  # after the checkpoint hook
+
+    def __init__(self, *, actions):
+        self.actions, self.complete, self.at = actions, [], {}
+
+    def after_update(self, run, result):
+        self.at[run.progress.updates] = (names(run.work_dir), [*self.complete])
+        for name in self.actions.get(str(run.progress.updates), ()):
+            getattr(self, name)(run)
+
+    def after_save_checkpoint(self, run, path):
+        self.complete.append(path.name)
+
+    def after_run(self, run):
+        AT.clear()
+        AT.update(self.at)
+
+    def stop(self, run):
+        os.kill(run._writer._process.pid, signal.SIGSTOP)
+
+    def go(self, run):
+        os.kill(run._writer._process.pid, signal.SIGCONT)
+
+    def kill(self, run):
+        os.kill(run._writer._process.pid, signal.SIGKILL)
+
+    def die(self, run):
+        (run.work_dir / "writer").write_text(str(run._writer._process.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def terminate(self, run):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def fail(self, run):
+        raise RuntimeError("a hook of mine")
+
+    def spoil(self, run):
+        with torch.no_grad():
+            run.backend.master_shards()[0].data[0] = float("nan")
+
+    def fill(self, run):
+        fill(run)
+
+    def free(self, run):
+        free(run)
+
+
+AT = {}
+"""After each update: the checkpoints, and those that hooks were told of."""
+
+
+def test_everything_follows_the_commit_and_a_due_save_waits(tmp_path, data, blocking, capsys):
+    train(tmp_path, data, _2="stop", _3="go", checkpoint={"max_keep_ckpts": 2})
+    assert AT[2] == AT[3] == ([], [])
+    assert AT[4][0][:1] == AT[4][1] == iterations(2), "the save of update 4 has waited for it"
+    assert AT[10][0] == names(tmp_path) == iterations(8, 10) and AT[10][1] == iterations(2, 4, 6, 8, 10)
+    printed = capsys.readouterr().err
+    assert re.findall(r"Saved checkpoint \S+/(iter_\d+.pth)", printed) == iterations(2, 4, 6, 8, 10)
+    assert printed.index("Saved checkpoint") > printed.index("update 3 ")
+    for name in iterations(8, 10):
+        one, other = tree(tmp_path / name), tree(blocking / name)
+        assert one.keys() == other.keys() and one["optimizer.safetensors"] == other["optimizer.safetensors"]
+
+
+def test_a_due_save_is_skipped_by_choice(tmp_path, data, capsys):
+    train(tmp_path, data, _2="stop", _7="go", checkpoint={"async_busy": "skip"})
+    printed = capsys.readouterr().err
+    for number in (4, 6):
+        assert f"No checkpoint is saved at update {number}: that of update 2 is still being written" in printed
+    assert names(tmp_path)[0] == "iter_2.pth" and names(tmp_path)[-1] == "iter_10.pth" and AT[7] == ([], [])
+
+
+def test_a_writer_that_is_killed_is_reported_and_replaced(tmp_path, data, capsys):
+    train(tmp_path, data, _2="kill")
+    printed = capsys.readouterr().err
+    assert "Rank 0: the writer of checkpoints has failed: its process has ended (SIGKILL" in printed
+    assert printed.count("iter_2.pth: the writer of 1 rank(s) has failed") == 1
+    assert names(tmp_path) == iterations(4, 6, 8, 10) and not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_a_disk_that_is_full_after_the_save_has_begun_is_reported(small_disk, data, capsys):
+    """The first save alone has space enough when it begins."""
+    work_dir = small_disk / "run"
+    train(work_dir, data, _2="stop fill go", _5="free")
+    printed = capsys.readouterr().err
+    assert re.search(r"ERROR could not write checkpoint \S+iter_2.pth: rank 0: OSError: .*No space left", printed)
+    assert "Training continues without this checkpoint." in printed
+    assert names(work_dir)[-1] == "iter_10.pth" and "iter_2.pth" not in names(work_dir)
+    assert [line["update"] for line in read_lines(work_dir / "metrics.jsonl")] == [*range(1, UPDATES + 1)]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.end_to_end.resume.test_async_save import train
+train(Path(sys.argv[1]), Path(sys.argv[2]), **eval(sys.argv[3]))
+"""
+
+
+def test_a_killed_run_takes_its_writer_with_it_and_resumes_bit_equal(tmp_path, data, blocking):
+    """The writer has not committed; a new run does not find a process that does so later."""
+    actions = repr(dict(_4="stop", _5="die"))
+    (ended,) = ranks([sys.executable, "-c", SCRIPT, str(tmp_path), str(data), actions], world_size=1)
+    assert ended.status == -signal.SIGKILL, ended
+    assert names(tmp_path) == iterations(2) and len(list(tmp_path.glob("iter_4.pth.tmp-*"))) == 1
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int((tmp_path / "writer").read_text())).status() == psutil.STATUS_ZOMBIE
+    train(tmp_path, data, resume=True)
+    assert names(tmp_path) == iterations(2, 4, 6, 8, 10) and not list(tmp_path.glob("*.tmp-*"))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert tree(tmp_path / "iter_10.pth")[name] == tree(blocking / "iter_10.pth")[name]
+
+
+@pytest.mark.parametrize("end", ["terminate", "fail"])
+def test_the_save_that_has_begun_is_awaited_on_a_signal_and_after_an_error(tmp_path, data, end, capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        train(tmp_path, data, _4="stop", _5=f"go {end}")
+        assert end == "terminate"
+    except RuntimeError as error:
+        assert end == "fail" and str(error) == "a hook of mine"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert names(tmp_path)[:2] == iterations(2, 4) and len(names(tmp_path)) == 2 + (end == "terminate")
+    assert "iter_4.pth" in "".join(re.findall("Saved checkpoint.*", capsys.readouterr().err))
+
+
+def test_a_state_that_is_not_finite_ends_the_run_and_is_kept_apart(tmp_path, data):
+    with pytest.raises(TrainingError, match="is not finite"):
+        train(tmp_path, data, _1="spoil")
+    assert names(tmp_path) == [] and (tmp_path / "not_finite_iter_2.pth").is_dir()
