@@ -14,7 +14,7 @@ from tests import mutate
 
 ROOT = Path(__file__).resolve().parents[1]
 MUTATIONS = mutate.load()
-LEAST, MOST = 150, 190
+LEAST, MOST = 140, 160
 """Edits of the guarantees: order, cursor, packing, schedule, checkpoint, engines, loss, averages, resume."""
 
 
