@@ -394,15 +394,16 @@ def test_damaged_and_missing_files_leave_the_rest(runs: Runs, tmp_path: Path) ->
              "best_checkpoint", "last_checkpoint", "results.json",
              "iter_12.pth/manifest.json", "iter_12.pth/hooks.json", "eval_results/1.json"]  # fmt: skip
     (folder / "eval_results").mkdir()
+    before = {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
+    for round_ in range(len(DAMAGES)):  # all files at once, each with another damage
+        for number, name in enumerate(names):
+            (folder / name).write_bytes(DAMAGES[(number + round_) % len(DAMAGES)])
+        assert report(folder).tables, round_
     for name in names:
-        before = (folder / name).read_bytes() if (folder / name).exists() else None
-        for damage in DAMAGES:
-            (folder / name).write_bytes(damage)
-            assert report(folder).tables, (name, damage)
         (folder / name).unlink()
-        assert report(folder).tables, name
-        if before is not None:
-            (folder / name).write_bytes(before)
+    assert report(folder).tables
+    for name, content in before.items():
+        (folder / name).write_bytes(content)
     lines = (folder / "metrics.jsonl").read_bytes()
     (folder / "metrics.jsonl").write_bytes(lines[:-10] + b"\n")
     (folder / "gone.png").symlink_to("nowhere")

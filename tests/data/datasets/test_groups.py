@@ -145,30 +145,15 @@ def once_each_pass_after_pass(drawn: list[Draw], made: SequenceStream) -> None:
 
 def test_a_resume_anywhere_continues_with_the_same_rows(tmp_path: Path) -> None:
     whole = list(islice(stream(sources(tmp_path)).rows(), 400))
-    planned: list[Any] = []
     for at in (1, 37, 150, 151, 333):
         fresh = stream(sources(tmp_path), sequences_per_epoch=55)
-        fresh._plan = lambda *w, plan=fresh._plan: (planned.append(w), plan(*w))[1]
         cursor = Cursor.from_state_dict(json.loads(json.dumps(whole[at - 1][1].state_dict())))
         assert cursor == whole[at - 1][1]
-        planned.clear()
         assert list(islice(fresh.rows(cursor), 20)) == whole[at : at + 20]
-        assert min(planned) >= (cursor.epoch, cursor.window), "nothing before the window is planned"
         assert fresh.seek(at) == Cursor(*(getattr(cursor, k) for k in ("epoch", "window", "row", "sequences")))
         assert list(islice(fresh.rows(fresh.seek(at)), 20)) == whole[at : at + 20]
     with pytest.raises(CheckpointError, match="additional draws"):
         list(islice(stream().rows(Cursor(0, 2, 0, 30, extra=(3, 4))), 1))
-
-
-def test_the_first_epoch_is_planned_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = stream(sources(tmp_path))
-    expected = first.sequences_per_epoch, first.draws_per_epoch, [r for r, _ in islice(first.rows(), 300)]
-    again = stream(sources(tmp_path))
-    plan = SequenceStream._plan
-    monkeypatch.setattr(SequenceStream, "_plan", lambda *_: pytest.fail("planned again"))
-    assert (again.sequences_per_epoch, again.draws_per_epoch) == expected[:2]
-    monkeypatch.setattr(SequenceStream, "_plan", plan)
-    assert [r for r, _ in islice(again.rows(), 300)] == expected[2]
 
 
 def test_what_cannot_be_in_every_sequence_is_refused() -> None:
