@@ -16,7 +16,6 @@ from unigen_ds.core.errors import CheckpointError
 runs = want("layouts")
 pytestmark = pytest.mark.timeout(3600)
 
-ROOT = Path(__file__).resolve().parents[3]
 NAMES = [f"zero{stage}@2-{precision}" for stage in (1, 2, 3) for precision in ("fp32", "bf16")]
 
 
