@@ -43,7 +43,7 @@ class TorchOptimizerBackend(Backend):
         self._scale: LossScale | None = LossScale(**cfg.loss_scale) if cfg.precision == "fp16" else None
         self._master_data: list[Tensor] | None = None
         self._state_checked = False
-        if cfg.fused and default_fused(cfg.type, cfg.arguments):
+        if default_fused(cfg.type, cfg.arguments):
             cfg = replace(cfg, arguments={**cfg.arguments, "fused": True})
         self._optimizer = build_torch_optimizer(cfg, [(g, [masters[name] for name in g.parameters]) for g in groups])
 

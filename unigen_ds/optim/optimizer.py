@@ -53,8 +53,6 @@ class OptimizerConfig:
     precision: str = "fp32"
     loss_scale: Mapping[str, Any] = field(default_factory=dict)
     """Of fp16: ``scale``, the first one, and ``growth_interval``, where they are set (``LossScale``)."""
-    fused: bool = False
-    """The run's choice where ``arguments`` make none: torch's fused kernel, if the engine steps tensor by tensor."""
     adamw: Mapping[str, Any] = field(default_factory=dict)
     """The same as ``arguments``, of AdamW for the groups with ``by_adamw``."""
 

@@ -260,7 +260,6 @@ def build_optimizer_config(settings: Settings) -> OptimizerConfig:
         max_norm=wrapper.clip_grad.max_norm,
         precision=settled_precision(wrapper.precision),
         loss_scale=wrapper.loss_scale.arguments,
-        fused=True,
     )
 
 
