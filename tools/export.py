@@ -63,15 +63,6 @@ def hub_repo(arguments: argparse.Namespace) -> HubRepo | None:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     repo = hub_repo(arguments)
-    run(arguments)
-    print(arguments.out, flush=True)
-    if repo is not None:
-        print(repo.upload(arguments.out))
-    return 0
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Write OUT."""
     from unigen_ds.checkpoint.convert import DTYPES  # after parsing: --help does not wait for torch
     from unigen_ds.runner.open.trained import export_checkpoint, source_of
 
@@ -86,6 +77,10 @@ def run(arguments: argparse.Namespace) -> None:
         dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
         max_shard_size=arguments.max_shard_size,
     )
+    print(arguments.out, flush=True)
+    if repo is not None:
+        print(repo.upload(arguments.out))
+    return 0
 
 
 if __name__ == "__main__":

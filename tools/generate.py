@@ -35,8 +35,6 @@ from unigen_ds.system.files import write_atomic
 from unigen_ds.system.pipes import add_source, ends_quietly, tool_parser
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from unigen_ds.evaluation.sheet import Cell
     from unigen_ds.inference.generated import Generated
 
@@ -129,33 +127,19 @@ def report_unknown(tokenizer: Any, prompt: str) -> None:
         )
 
 
-def requests(arguments: argparse.Namespace) -> Iterator[Prompt]:
-    """From the command line, the file, or the terminal. ``--understand`` needs none. Raises ``ConfigError``."""
-    shown = tuple(arguments.image)
-    if arguments.prompt is not None:
-        yield from (Prompt(prompt, shown) for prompt in arguments.prompt)
-    elif arguments.prompts is not None:
-        found_in = [read_prompts(path, where="--prompts") for path in arguments.prompts]  # all, before the first answer
-        yield from (replace(one, images=(*shown, *one.images)) for several in found_in for one in several)
-    else:
-        found = False
-        for prompt in _typed(arguments):
-            found = True
-            yield Prompt(prompt, shown)
-        if not found and not arguments.understand:
-            raise ConfigError("there is no prompt", remedy="--prompt TEXT, --prompts FILE, or one per line on stdin")
-        if not found:
-            yield Prompt("", shown)
-
-
-def in_advance(arguments: argparse.Namespace) -> Iterable[Prompt]:
+def requests(arguments: argparse.Namespace) -> Iterable[Prompt]:
     """The prompts of the command line or of files, all read before the model is; those of a terminal one by one.
 
     Raises ``ConfigError`` for an image that does not exist.
     """
-    if arguments.prompt is None and arguments.prompts is None:
-        return requests(arguments)
-    asked = [*requests(arguments)]
+    images = tuple(arguments.image)
+    if arguments.prompt is not None:
+        asked = [Prompt(prompt, images) for prompt in arguments.prompt]
+    elif arguments.prompts is not None:
+        prompts = [prompt for path in arguments.prompts for prompt in read_prompts(path, where="--prompts")]
+        asked = [replace(prompt, images=(*images, *prompt.images)) for prompt in prompts]
+    else:
+        return _typed(arguments, images)
     missing = list(dict.fromkeys(path for one in asked for path in map(str, one.paths) if not Path(path).is_file()))
     if missing:
         more = f", and {len(missing) - 1:,} more that do not exist" if len(missing) > 1 else ""
@@ -163,16 +147,21 @@ def in_advance(arguments: argparse.Namespace) -> Iterable[Prompt]:
     return asked
 
 
-def _typed(arguments: argparse.Namespace) -> Iterator[str]:
-    """Lines of the standard input without empty ones; nothing is read from a terminal if no prompt is needed."""
-    terminal = sys.stdin is not None and sys.stdin.isatty()
+def _typed(arguments: argparse.Namespace, images: tuple[str, ...]) -> Iterator[Prompt]:
+    """Lines of the standard input without empty ones; ``--understand`` needs none, and asks no terminal."""
+    terminal, number = sys.stdin is not None and sys.stdin.isatty(), 0
     while sys.stdin is not None and not (terminal and arguments.understand):
         try:
             prompt = input("prompt> " if terminal else "").strip()
         except EOFError:
-            return
+            break
         if prompt:
-            yield prompt
+            number += 1
+            yield Prompt(prompt, images)
+    if not number and not arguments.understand:
+        raise ConfigError("there is no prompt", remedy="--prompt TEXT, --prompts FILE, or one per line on stdin")
+    if not number:
+        yield Prompt("", images)
 
 
 class Output:
@@ -203,12 +192,6 @@ class Output:
         self.next += 1
         return row
 
-    def add_sheet(self, sheet: Image, *, first: int) -> Path:
-        """Write the contact sheet of the answers from number ``first`` on."""
-        path = self.folder / f"grid-{first:05d}.png"
-        write_atomic(path, lambda path: sheet.save(path, format="PNG"))
-        return path
-
 
 def generate(arguments: argparse.Namespace) -> None:
     check(arguments)
@@ -221,15 +204,10 @@ def generate(arguments: argparse.Namespace) -> None:
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
-    flow, asked, output = flow_of(arguments), in_advance(arguments), Output(arguments.out)
+    flow, asked, output = flow_of(arguments), requests(arguments), Output(arguments.out)
     dtype = arguments.dtype or ("fp32" if device == "cpu" else "bf16")
-    inferencer = open_inferencer(
-        arguments.model,
-        raw=arguments.raw,
-        **source_of(arguments),
-        device=device,
-        dtype=DTYPES[dtype],
-    )
+    source = source_of(arguments)
+    inferencer = open_inferencer(arguments.model, raw=arguments.raw, **source, device=device, dtype=DTYPES[dtype])
     sheet: list[Cell] = []
     first = output.next
     drawing, draws = None, "image" in getattr(inferencer, "answers", ()) and not arguments.understand
@@ -258,13 +236,13 @@ def generate(arguments: argparse.Namespace) -> None:
             row = output.add(request, made, seed=seed)
         if arguments.grid:
             sheet.append(cell_of(inferencer.processor, request, made))
-        print(
-            "  ".join(part for part in (row["file"] and str(arguments.out / row["file"]), row["text"]) if part),
-            flush=True,
-        )
+        path = row["file"] and str(arguments.out / row["file"])
+        print("  ".join(part for part in (path, row["text"]) if part), flush=True)
     if arguments.grid:
         with writes(arguments.out):
-            print(output.add_sheet(contact_sheet(sheet, columns=arguments.columns), first=first))
+            grid = contact_sheet(sheet, columns=arguments.columns)
+            write_atomic(path := arguments.out / f"grid-{first:05d}.png", lambda path: grid.save(path, format="PNG"))
+            print(path)
 
 
 @contextmanager

@@ -16,8 +16,6 @@ from functools import partial
 from itertools import islice, zip_longest
 from typing import Any
 
-from rich.console import Console as RichOutput
-from rich.progress import track
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,9 +51,8 @@ def check_batches(known: Known) -> Iterator[Checked]:
         num_workers=min(loading.num_workers, num_cores()), prefetch_factor=loading.prefetch_factor,
         timeout=loading.timeout,
     )  # fmt: skip
-    console = RichOutput(stderr=True)
     try:
-        for i in track(range(len(of_ranks)), "micro-batches", console=console, disable=not console.is_terminal):
+        for i in range(len(of_ranks)):
             try:
                 batch = loader.next()
                 check_counts(batch.target_counts(), of="Batch", declared=settings.term_weights)

@@ -27,7 +27,6 @@ from unigen_ds.data.datasets.streamed_units import check_streamed, fit
 from unigen_ds.data.datasets.subset import Division, apply_filters, divide, first_records
 from unigen_ds.data.order.order import Cursor, GlobalOrder
 from unigen_ds.data.settings import TrainDataloader
-from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
 from unigen_ds.hooks.log.journal import LedgerHook, SkippedSamplesHook, TimelineHook
@@ -182,11 +181,6 @@ def build_validation_data(
         )
         sets.append(data)
     return sets
-
-
-def build_validation(settings: Settings, sets: Sequence[ValidationData]) -> list[Validation]:
-    """What a run is evaluated on, one set after the other."""
-    return [Validation(one, settings.term_weights) for one in sets]
 
 
 def build_processor(settings: ModelSettings, *, seed: int) -> Any:

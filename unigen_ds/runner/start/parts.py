@@ -48,7 +48,6 @@ from unigen_ds.runner.start.build import (
     build_loader,
     build_model,
     build_optimizer_config,
-    build_validation,
     locate_pretrained,
     named_parameters,
     parameter_table,
@@ -140,7 +139,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         loader_at=lambda geometry, cursor: build_loader(
             loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=cursor, workers=False
         ),
-        validation=build_validation(settings, data.validation),
+        validation=[Validation(one, settings.term_weights) for one in data.validation],
         max_updates=max_updates,
     )
 

@@ -99,12 +99,13 @@ def plan_start(settings: Settings, *, hashes: bool = True) -> ResumePlan:
     )
     if plan.mode != "resume" and not settings.base and hashes:
         check_weights(settings.model.get("pretrained"))
-    precision, stored = settings.optim_wrapper.precision, plan.stored_precision
+    manifest, precision = plan.manifest if plan.mode == "resume" else None, settings.optim_wrapper.precision
+    stored = None if manifest is None else manifest.topology.get("precision")
     chosen = settled_precision(precision, stored)
     if precision == AUTO:
         why = "as the checkpoint has it" if chosen == stored else "as this device computes it"
         log.logger().info("optim_wrapper.precision is 'auto': this run computes in %s, %s.", chosen, why)
-    seed, manifest = settings.randomness.seed, plan.manifest if plan.mode == "resume" else None
+    seed = settings.randomness.seed
     if seed is None and manifest is not None:
         seed = int(manifest.loader["seed"])
     if seed is None:
