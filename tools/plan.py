@@ -19,9 +19,8 @@ import sys
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.quantities import positive, share, size
 from unigen_ds.system.machine import environment
-from unigen_ds.system.pipes import add_config, ends_quietly, tool_parser
+from unigen_ds.system.pipes import add_config, ends_quietly, positive, share, size, tool_parser
 
 
 def parser() -> argparse.ArgumentParser:

@@ -22,10 +22,9 @@ if not __package__:
 
 from unigen_ds.core.choices import AUTO, LAUNCHERS
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.quantities import positive
 from unigen_ds.system import machine
 from unigen_ds.system.log import quiet_libraries
-from unigen_ds.system.pipes import add_config, ends_quietly, tool_parser
+from unigen_ds.system.pipes import add_config, ends_quietly, positive, tool_parser
 
 STOPPED_BY_SIGNAL = 143
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,23 @@ def expand(path: str, *, where: str) -> str:
     return expanded
 
 
-def expand_paths(config: Any, *, where: str = "", is_path: bool = False) -> None:
-    """``expand`` every path of a config, in place; nothing else does."""
-    pairs = config.items() if hasattr(config, "items") else enumerate(config)
-    for key, value in [*pairs]:
-        name = f"{where}.{key}" if where else str(key)
-        path = is_path or key in PATH_KEYS
+def paths_in(
+    config: Any, keys: Collection[str] = PATH_KEYS, *, where: str = "", is_path: bool = False
+) -> Iterator[tuple[Any, Any, str]]:
+    """(mapping or list, its key, dotted name) of every text below one of ``keys``, at any depth."""
+    for key, value in [*(config.items() if hasattr(config, "items") else enumerate(config))]:
+        name, below = f"{where}.{key}" if where else str(key), is_path or key in keys
         if isinstance(value, (Mapping, list, tuple)):
-            expand_paths(value, where=name, is_path=path)
-        elif path and isinstance(value, str) and not isinstance(config, tuple):
-            config[key] = expand(value, where=name)
+            yield from paths_in(value, keys, where=name, is_path=below)
+        elif below and isinstance(value, str):
+            yield config, key, name
+
+
+def expand_paths(config: Any) -> None:
+    """``expand`` every path of a config, in place; nothing else does."""
+    for node, key, name in paths_in(config):
+        if not isinstance(node, tuple):
+            node[key] = expand(node[key], where=name)
 
 
 def is_hub_name(path: str) -> bool:

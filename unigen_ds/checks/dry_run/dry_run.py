@@ -164,7 +164,7 @@ def _results(known: Known, checks: Mapping[str, Check], names: Iterable[str]) ->
                 for result in checks[name](known):
                     results.append(result)  # also of a check that raises later
         except Unknown as missing:
-            results.append(unchecked(f"needs {missing}"))
+            results.append(unchecked(f"needs {missing}, which an earlier check could not build"))
         except Exception as error:  # of a user's own class, too: the other checks continue
             results += problems_of(error)
         yield from (replace(result, check=name) for result in results)

@@ -153,16 +153,5 @@ class Known:
         """The value ``name``. Raises ``Unknown`` where no check could build it."""
         value = getattr(self, name)
         if value is None:
-            raise Unknown(_NAMES[name])
+            raise Unknown(name)
         return value
-
-
-_NAMES = {
-    "settings": "a config without problems",
-    "backend": "an engine that can be used",
-    "geometry": "an engine that can be used",
-    "start": "data and, on a resume, a checkpoint without problems",
-    "model": "a model that can be built",
-    "batches": "the first micro-batches",
-}
-"""What a user calls each value."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from unigen_ds.checkpoint.foreign import read_foreign
 from unigen_ds.checkpoint.manifest import current_versions
 from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader, fit
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.json_values import as_text, json_values
+from unigen_ds.core.json_values import by_name, json_values
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import ShardReader
 from unigen_ds.data.batches.loader import UpdateLoader
@@ -227,7 +226,7 @@ def check_settings(settings: Settings, *, max_updates: int | None) -> None:
     if dist.world_size() == 1:
         return
     facts: dict[str, Any] = {}
-    for leaf, value in leaves(json_values(Settings.completed(settings.given), _as_name)):
+    for leaf, value in leaves(json_values(Settings.completed(settings.given), by_name)):
         key = dotted_name(leaf)
         if not (key.startswith(_OWN) or key.endswith(_OWN_LAST) or _is_local(value)):
             facts[key] = value
@@ -253,7 +252,7 @@ def check_data(settings: Settings, data: Data, *, total_sequences: float) -> Non
     identity = data.stream.identity
     order = {key: value for key, value in identity["facts"].items() if key not in _NAMED_ABOVE}
     facts |= {dotted_name(leaf): value for leaf, value in leaves({"order": order, "phases": identity["phases"]})}
-    for leaf, value in leaves({"pretrained": locate_pretrained(settings.model.spec).get("pretrained")}):
+    for leaf, value in leaves({"pretrained": locate_pretrained(settings.model).get("pretrained")}):
         if isinstance(value, str):  # names and sizes: to read all weights would need minutes
             path = Path(value).expanduser()
             files = [path] if path.is_file() else sorted(path.rglob("*"))
@@ -284,13 +283,6 @@ def _compare(own: Mapping[str, Any]) -> None:
         "\n  ".join(["the processes differ:", *lines[:_MOST], *more]),
         remedy="start all of them with the same config, files, packages and code",
     )
-
-
-def _as_name(value: Any) -> Any:
-    """A class or a function by its name: the text of an object has its address."""
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    return re.sub(r" at 0x[0-9a-f]+", "", text) if isinstance(text := as_text(value), str) else text
 
 
 def _is_local(value: Any) -> bool:
