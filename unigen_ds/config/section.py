@@ -247,13 +247,18 @@ def part_of(hint: Any, metadata: Sequence[Any] = ()) -> tuple[type[Section] | Of
     return part, many or (part is not None and origin not in (Union, UnionType))
 
 
+def section_of(info: FieldInfo) -> type[Section] | None:
+    """The section that a field is, also where it may be None."""
+    part, many = part_of(info.annotation, info.metadata)
+    return part if isinstance(part, type) and not many else None
+
+
 def keys(section: type[Section]) -> dict[str, Any]:
     """The keys of a section: those below it where a key is a section itself, else None."""
     names = dict[str, Any].fromkeys(section.model_fields)
     for name, info in section.model_fields.items():
-        part, many = part_of(info.annotation, info.metadata)
-        if isinstance(part, type) and not many and part.model_config.get("extra") == "forbid":
-            names[name] = keys(part)
+        if (inner := section_of(info)) and inner.model_config.get("extra") == "forbid":
+            names[name] = keys(inner)
     return names
 
 

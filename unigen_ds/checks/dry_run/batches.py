@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from unigen_ds.checks.dry_run.known import Checked, FirstBatches, Kind, Known, ok, problem, unchecked, warning
 from unigen_ds.checks.memory.counted import PLAIN, CountedBytes, in_processes, tensors_of
 from unigen_ds.checks.memory.planned import preload
-from unigen_ds.checks.memory.traced import copy_batch, fake_group, one_update, prepare, without_compile
+from unigen_ds.checks.memory.traced import fake_group, one_update, prepare, without_compile
 from unigen_ds.core.batch import Batch, check_counts
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.progress import Geometry
@@ -119,7 +119,7 @@ def record_calls(settings: Settings, processor: Any, batches: Sequence[Batch], g
 
     def update(batch: Batch) -> list[str]:
         with _RecordedCalls() as recorded:
-            one_update(backend, [copy_batch(batch)], settings.term_weights)
+            one_update(backend, [batch.changed(Tensor.clone)], settings.term_weights)
         return recorded.calls
 
     with fake_group(geometry.dp_size), counted, without_compile():

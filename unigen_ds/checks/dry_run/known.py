@@ -12,7 +12,6 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.checks.memory.traced import copy_batch
 from unigen_ds.config.overrides import ConfigValues
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import UnigenError
@@ -128,7 +127,7 @@ class FirstBatches:
         self.numbers.update(samples=batch.num_samples, tokens=batch.num_tokens, images=batch.num_images)
         self.skipped += batch.skipped
         if kind not in self.examples:
-            self.examples[kind] = copy_batch(batch)
+            self.examples[kind] = batch.changed(Tensor.clone)
 
 
 @dataclass
