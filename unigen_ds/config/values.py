@@ -18,15 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, Predicate
-from pydantic import (
-    AllowInfNan,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    InstanceOf,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, InstanceOf, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 _WORDS = {

@@ -35,9 +35,7 @@ _INPUT_OR_OUTPUT = re.compile(r"emb|^w[tp]e$|(^|_)(head|logits|classifier)$", re
 
 
 def build_param_groups(
-    named_parameters: Iterable[tuple[str, Parameter]],
-    optimizer: Optimizer,
-    paramwise: Paramwise | None = None,
+    named_parameters: Iterable[tuple[str, Parameter]], optimizer: Optimizer, paramwise: Paramwise | None = None
 ) -> list[ParamGroup]:
     """Groups of the trainable parameters: ``default`` first, then ``paramwise_cfg.groups`` in order; none is empty.
 

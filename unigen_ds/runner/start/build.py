@@ -152,12 +152,7 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None) -
 
 
 def build_validation_data(
-    settings: Settings,
-    processor: Any,
-    held_out: Sequence[Any],
-    *,
-    geometry: Geometry,
-    again: bool = True,
+    settings: Settings, processor: Any, held_out: Sequence[Any], *, geometry: Geometry, again: bool = True
 ) -> list[ValidationData]:
     """Each set of ``val_dataloader``: its own data sets, or the share ``held_out`` of the training's."""
     sets, training = [], settings.train_dataloader
@@ -319,13 +314,7 @@ def check_states(hooks: Sequence[Hook]) -> None:
 
 
 def build_loader(
-    settings: TrainDataloader,
-    data: Data,
-    *,
-    geometry: Geometry,
-    dp_rank: int,
-    cursor: Cursor,
-    workers: bool = True,
+    settings: TrainDataloader, data: Data, *, geometry: Geometry, dp_rank: int, cursor: Cursor, workers: bool = True
 ) -> UpdateLoader:
     """Micro-batches of one rank from ``cursor`` on. Without ``workers`` each is made when it is requested."""
     return UpdateLoader(
