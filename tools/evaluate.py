@@ -23,7 +23,7 @@ from typing import Any
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import ConfigError, raise_any
 from unigen_ds.system.pipes import add_source, ends_quietly, tool_parser
 
 
@@ -137,16 +137,13 @@ def benchmark(arguments: argparse.Namespace) -> int:
 
 def generation(texts: Sequence[str]) -> dict[str, Any]:
     """``max_new_tokens=9 flow.num_timesteps=4`` as a mapping. Raises ``ConfigError``."""
-    from unigen_ds.config.overrides import override_path, parse_override
+    from mmengine.config import Config
 
-    settings: dict[str, Any] = {}
-    for text in texts:
-        dotted, value = parse_override(text)
-        *parents, last = override_path(dotted)
-        if [*parents] not in ([], ["flow"]):
-            raise ConfigError(f"--generation {text}", allowed="KEY=VALUE, and flow.KEY=VALUE")
-        (settings.setdefault("flow", {}) if parents else settings)[last] = value
-    return settings
+    from unigen_ds.config.overrides import apply_overrides, parse_override, plain_values
+
+    settings = Config()
+    raise_any(apply_overrides(settings, dict(map(parse_override, texts))))
+    return dict(plain_values(settings))
 
 
 def metric(text: str) -> dict[str, Any]:

@@ -79,16 +79,24 @@ def read_file(path: Path) -> Config:
         raise ConfigError(f"config {path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def names_read(path: Path) -> set[str]:
-    """Names that the code of a config file or of one of its bases reads. In YAML and JSON nothing can read a name."""
-    read = set[str]()
+def unread_names(path: Path) -> set[str]:
+    """Names that a config file or one of its bases assigns to, which neither this file nor ``_base_.name`` reads. In
+    YAML and JSON nothing else can read a name.
+    """
+    unread, read_of_bases = set[str](), set[str]()
     for file in with_bases(path):
         text = file.read_text(encoding="utf-8")
-        read |= {*_OF_A_BASE.findall(text)}
-        if file.suffix == ".py":
-            names = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name))
-            read |= {node.id for node in names if isinstance(node.ctx, ast.Load)}
-    return read
+        read_of_bases |= {*_OF_A_BASE.findall(text)}
+        if file.suffix != ".py":
+            unread |= {*_values(file)}
+            continue
+        nodes = [*ast.walk(ast.parse(text))]
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        unread |= {node.id for node in names} - read
+        if any(isinstance(node, ast.With) for node in nodes):  # mmengine's lazy style: a base's names are this file's
+            read_of_bases |= read
+    return unread - read_of_bases
 
 
 def with_bases(path: Path) -> list[Path]:
@@ -103,10 +111,14 @@ def with_bases(path: Path) -> list[Path]:
                 imports = [one for one in node.body if isinstance(one, ast.ImportFrom) and one.level]
                 names = ["../" * (one.level - 1) + f"{one.module or ''}".replace(".", "/") + ".py" for one in imports]
     else:
-        with _mmengine():
-            names = dict(load(str(path))).get(_BASE) or ()
+        names = _values(path).get(_BASE) or ()
     files = {path: None}
     for name in [names] if isinstance(names, str) else names:
         if (base := path.parent / Path(name).expanduser()).is_file():
             files |= dict.fromkeys(with_bases(base))
     return [*files]
+
+
+def _values(path: Path) -> dict[str, Any]:
+    with _mmengine():
+        return dict(load(str(path)))

@@ -17,7 +17,7 @@ from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
-from unigen_ds.config.file import names_read, read_file, shipped_configs
+from unigen_ds.config.file import read_file, shipped_configs, unread_names
 from unigen_ds.config.registry import registered_name
 from unigen_ds.config.translation import Change, hint, translate
 from unigen_ds.core.errors import ConfigError, UnknownKey, close, suggestion
@@ -203,11 +203,11 @@ def top_problems(
     stated = {override_path(dotted)[0] for dotted in overrides}
     names = [str(key) for key in config if key not in schema and (not str(key).startswith("_") or key in stated)]
     path = Path(file or "")
-    read = names_read(path) if names and path.is_file() else set()
+    unread = unread_names(path) if names and path.is_file() else {*names}
     errors: list[ConfigError] = []
     for name in names:
         meant = hint(name, schema) or (f"did you mean '{near}'?" if (near := close(name, schema, cutoff=0.8)) else None)
-        if name in stated or (name not in read and (meant or path.suffix != ".py")):
+        if name in stated or (name in unread and (meant or path.suffix != ".py")):
             errors.append(UnknownKey(name, section="", valid=schema, hint=meant))
     return errors
 

@@ -138,12 +138,6 @@ def default_weight_decay(kind: OptimizerKind) -> float:
     return float(parameter.default) if parameter is not None and isinstance(parameter.default, (int, float)) else 0.0
 
 
-def default_fused(name: OptimizerKind, arguments: Mapping[str, Any]) -> bool:
-    """Whether a new run uses torch's fused kernel: for AdamW, where no argument chooses another implementation."""
-    set_keys = {key for key, value in arguments.items() if value is not None}
-    return name == "AdamW" and not {"fused", "foreach", "capturable", "differentiable"} & set_keys
-
-
 class JoinedOptimizer(torch.optim.Optimizer):
     """An optimizer of whole matrices, and AdamW for the rest: the groups of both in the config's order, one state."""
 
