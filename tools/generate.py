@@ -35,7 +35,6 @@ from unigen_ds.system.files import write_atomic
 from unigen_ds.system.pipes import add_source, ends_quietly, tool_parser
 
 if TYPE_CHECKING:
-    from unigen_ds.evaluation.sheet import Cell
     from unigen_ds.inference.generated import Generated
 
 RESULTS = "results.jsonl"
@@ -95,15 +94,6 @@ def add_flow(p: argparse.ArgumentParser) -> None:
                    help=f"smallest factor of that limit; default: {flow.renorm_min}")  # fmt: skip
 
 
-def flow_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings of drawing that were given. Raises ``ConfigError``."""
-    from unigen_ds.config.overrides import parse_override  # which imports torch
-
-    named = {key.removeprefix("flow."): value for key, value in vars(arguments).items() if key.startswith("flow.")}
-    FlowSettings(**named)  # before the model is read
-    return {**named, **dict(map(parse_override, arguments.flow))}
-
-
 def check(arguments: argparse.Namespace) -> None:
     """Raise ``ConfigError`` for numbers that cannot work, before the model is loaded."""
     Sampling(arguments.temperature, arguments.top_p)
@@ -115,16 +105,6 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--columns {arguments.columns} without --grid, which it belongs to", remedy="--grid")
     if arguments.understand and arguments.size is not None:
         raise ConfigError("--size with --understand, which draws nothing", remedy="leave out one of the two")
-
-
-def report_unknown(tokenizer: Any, prompt: str) -> None:
-    """Log a warning if the tokenizer does not have words of the prompt."""
-    unknown = getattr(tokenizer, "unk_id", None)
-    ids = [] if unknown is None else tokenizer.encode(prompt)
-    if number := ids.count(unknown):
-        log.logger().warning(
-            "%d of %d tokens of the prompt are words that the tokenizer does not have (<unk>)", number, len(ids)
-        )
 
 
 def requests(arguments: argparse.Namespace) -> Iterable[Prompt]:
@@ -198,13 +178,17 @@ def generate(arguments: argparse.Namespace) -> None:
     import torch  # after parsing: --help and a wrong argument do not wait for torch
 
     from unigen_ds.checkpoint.convert import DTYPES
-    from unigen_ds.evaluation.sheet import contact_sheet
+    from unigen_ds.config.overrides import parse_override
+    from unigen_ds.evaluation.sheet import Cell, contact_sheet
     from unigen_ds.runner.open.trained import check_device, open_inferencer, source_of
     from unigen_ds.runner.settings.family_settings import family_of_model
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
-    flow, asked, output = flow_of(arguments), requests(arguments), Output(arguments.out)
+    flow = {key.removeprefix("flow."): value for key, value in vars(arguments).items() if key.startswith("flow.")}
+    FlowSettings(**flow)  # refused before the model is read
+    flow |= dict(map(parse_override, arguments.flow))
+    asked, output = requests(arguments), Output(arguments.out)
     dtype = arguments.dtype or ("fp32" if device == "cpu" else "bf16")
     source = source_of(arguments)
     inferencer = open_inferencer(arguments.model, raw=arguments.raw, **source, device=device, dtype=DTYPES[dtype])
@@ -219,7 +203,12 @@ def generate(arguments: argparse.Namespace) -> None:
             log.logger().info("drawn with %s", ", ".join(f"{key} {value}" for key, value in vars(drawing).items()))
     for number, request in enumerate(each for each in asked for _ in range(arguments.samples)):
         seed = arguments.seed + number
-        report_unknown(getattr(inferencer.processor, "tokenizer", None), request.text)
+        tokenizer: Any = getattr(inferencer.processor, "tokenizer", None)
+        unknown = getattr(tokenizer, "unk_id", None)
+        ids = [] if unknown is None else tokenizer.encode(request.text)
+        if number_unknown := ids.count(unknown):
+            text = "%d of %d tokens of the prompt are words that the tokenizer does not have (<unk>)"
+            log.logger().warning(text, number_unknown, len(ids))
         made = inferencer.unified_generate(
             request.prompt,
             understand=arguments.understand,
@@ -235,7 +224,9 @@ def generate(arguments: argparse.Namespace) -> None:
         with writes(arguments.out):
             row = output.add(request, made, seed=seed)
         if arguments.grid:
-            sheet.append(cell_of(inferencer.processor, request, made))
+            images = [inferencer.processor.read_image(path) for path in request.paths]
+            text = "\n".join(line for line in (request.text, made.text and f"> {made.text}") if line)
+            sheet.append(Cell([*images, *made.images], text))
         path = row["file"] and str(arguments.out / row["file"])
         print("  ".join(part for part in (path, row["text"]) if part), flush=True)
     if arguments.grid:
@@ -254,15 +245,6 @@ def writes(folder: Path) -> Iterator[None]:
         raise UnigenError(
             f"--out {folder} cannot be written: {error}", remedy="free disk space, or choose another --out"
         ) from error
-
-
-def cell_of(processor: Any, request: Prompt, made: Generated) -> Cell:
-    """An answer with the images that were shown before the prompt."""
-    from unigen_ds.evaluation.sheet import Cell
-
-    shown = [processor.read_image(path) for path in request.paths]
-    text = "\n".join(line for line in (request.text, made.text and f"> {made.text}") if line)
-    return Cell([*shown, *made.images], text)
 
 
 @ends_quietly

@@ -58,10 +58,8 @@ def read_file(path: Path) -> Config:
     """The file with its bases. Raises ``ConfigError`` that names it, whatever its code raises."""
     try:
         with _mmengine():
-            try:
-                return Config.fromfile(
-                    str(path), import_custom_modules=False
-                )  # Settings imports them, by its own rules
+            try:  # Settings imports custom modules, by its own rules
+                return Config.fromfile(str(path), import_custom_modules=False)
             except RuntimeError as error:
                 if str(error):
                     raise

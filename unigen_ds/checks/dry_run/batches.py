@@ -29,7 +29,6 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.loader import BatchLoader, RowSource
 from unigen_ds.data.records.unusable import exceeds
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.build import build_optimizer_config
 from unigen_ds.runner.start.stages import build_engine
 from unigen_ds.system.machine import num_cores
 
@@ -123,8 +122,7 @@ def record_calls(settings: Settings, processor: Any, batches: Sequence[Batch], g
         return recorded.calls
 
     with fake_group(geometry.dp_size), counted, without_compile():
-        optimizer_cfg = build_optimizer_config(settings)
-        prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
+        prepare(counted, settings, backend, processor, geometry=geometry)
         for batch in batches:
             if not calls or first_difference(calls[-1], calls[0]):  # an engine has learnt another order
                 last = [update(batches[0]) for _ in range(_WARM_UP)]

@@ -23,7 +23,7 @@ from unigen_ds.core.batch import Batch
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import BUFFER, MASTER, Shard
 from unigen_ds.hooks.evaluate.ema import EMAHook
-from unigen_ds.optim.optimizer import OptimizerConfig, construct, optimizer_class
+from unigen_ds.optim.optimizer import construct, optimizer_class
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start import build
 from unigen_ds.system.machine import environment
@@ -105,7 +105,7 @@ def trace(
         device[phase] = max(counted.device_peak, device[phase])
 
     with counted, without_compile():
-        built = prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
+        built = prepare(counted, settings, backend, processor, geometry=geometry)
         backend.load_tensors(_Zeros(backend, ()), weights_only=True)
         end("load", moments=())  # the first update makes them
         copies = [[t.detach().clone() for t in backend.master_data()] for _ in range(averages)]
@@ -155,15 +155,7 @@ def trace(
     return result
 
 
-def prepare(
-    counted: CountedBytes,
-    settings: Settings,
-    backend: Backend,
-    processor: Any,
-    optimizer_cfg: OptimizerConfig,
-    *,
-    geometry: Geometry,
-) -> int:
+def prepare(counted: CountedBytes, settings: Settings, backend: Backend, processor: Any, *, geometry: Geometry) -> int:
     """Build the model and pass it to the engine, inside of ``counted``. Returns the highest sum while it was built."""
     model: Any = build.build_model(settings, processor, seed=settings.seed, stream=True)
     if counted.is_fake:
@@ -171,7 +163,7 @@ def prepare(
     counted.add_all([*model.parameters(), *model.buffers()])
     built = counted.peak
     groups = build.build_groups(settings, build.named_parameters(model))
-    build.prepare_engine(backend, model, groups, optimizer_cfg, geometry=geometry)
+    build.prepare_engine(backend, model, groups, build.build_optimizer_config(settings), geometry=geometry)
     return built
 
 
