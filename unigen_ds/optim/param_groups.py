@@ -164,7 +164,10 @@ def _split(
     """The group of a rule, without its norms and biases where they have a multiplier, and these."""
     parts: dict[str, list[str]] = {"": [], "norm": [], "bias": []}
     for name in names:
-        part = _part(name, trainable[name])
+        *modules, leaf = name.split(".")
+        part = "bias" if leaf == "bias" or leaf.endswith("_bias") else ""
+        if _dimensions(trainable[name]) == 1 and (leaf == "weight" or (modules and _NORM.search(modules[-1]))):
+            part = "norm"  # whatever the layer is called; a norm's bias counts as norm, as in mmengine
         parts["" if not part or mults.get(part, 1.0) == 1.0 else part].append(name)
     return [
         ParamGroup(
@@ -175,14 +178,6 @@ def _split(
         )
         for part, members in parts.items()
     ]
-
-
-def _part(name: str, parameter: Parameter) -> str:
-    """``norm``, ``bias`` or neither. A norm's bias counts as norm, as in mmengine."""
-    *modules, leaf = name.split(".")
-    if _dimensions(parameter) == 1 and (leaf == "weight" or (modules and _NORM.search(modules[-1]))):
-        return "norm"  # a layer's 1-D weight is a norm's, whatever the layer is called
-    return "bias" if leaf == "bias" or leaf.endswith("_bias") else ""
 
 
 def _dimensions(parameter: Parameter) -> int:

@@ -95,21 +95,16 @@ def source_digest(file: Path = Path(__file__).parents[1] / "__init__.py") -> str
     return digest.hexdigest()[:16]
 
 
-def version_problems(allowed: Mapping[str, str] = ALLOWED) -> Iterator[ConfigError]:
-    """An error for each package that is missing or has another version."""
+def check_versions(allowed: Mapping[str, str] = ALLOWED) -> None:
+    """Raise one ``ConfigError`` for all packages that are missing or have another version."""
+    problems = []
     for package, versions in allowed.items():
         present = installed(package)
         if present is None or not SpecifierSet(versions).contains(present, prereleases=True):
-            yield ConfigError(
-                f"{package} {present} is installed" if present else f"{package} is not installed",
-                allowed=f"{package} {versions}",
-                remedy=f"pip install '{package}{versions}'",
-            )
-
-
-def check_versions() -> None:
-    """Raises one ``ConfigError`` for all packages of another version."""
-    raise_any([*version_problems()])
+            problem = f"{package} {present} is installed" if present else f"{package} is not installed"
+            remedy = f"pip install '{package}{versions}'"
+            problems.append(ConfigError(problem, allowed=f"{package} {versions}", remedy=remedy))
+    raise_any(problems)
 
 
 @contextmanager
