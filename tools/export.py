@@ -49,20 +49,15 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def hub_repo(arguments: argparse.Namespace) -> HubRepo | None:
-    """Where to upload; None: nowhere. Raises ``ConfigError``."""
-    if arguments.push_to_hub is not None:
-        return HubRepo(arguments.push_to_hub, private=arguments.private, revision=arguments.revision)
-    for flag, value in (("--private", arguments.private), ("--revision", arguments.revision is not None)):
-        if value:
-            raise ConfigError(f"{flag} without --push-to-hub", remedy="add --push-to-hub OWNER/NAME, or leave it out")
-    return None
-
-
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    repo = hub_repo(arguments)
+    repo = None
+    if arguments.push_to_hub is not None:
+        repo = HubRepo(arguments.push_to_hub, private=arguments.private, revision=arguments.revision)
+    elif arguments.private or arguments.revision is not None:
+        flag = "--private" if arguments.private else "--revision"
+        raise ConfigError(f"{flag} without --push-to-hub", remedy="add --push-to-hub OWNER/NAME, or leave it out")
     from unigen_ds.checkpoint.convert import DTYPES  # after parsing: --help does not wait for torch
     from unigen_ds.runner.open.trained import export_checkpoint, source_of
 

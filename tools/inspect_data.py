@@ -261,26 +261,22 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
     if "html" in report:
         yield report["html"]
     elif "ledger" in report:
-        yield from _ledger_lines(report)
+        first, stop = report["sequences"]
+        what = f"{report['ledger']}: {report['updates']:,} updates, sequences {first}:{stop}"
+        if number := report["replaced"]:
+            yield f"{report['ledger']}: {number:,} updates before the data was replaced cannot be recomputed."
+        if report["agrees"]:
+            yield f"{what}, {report['samples']:,} samples: each occurs once, every digest agrees."
+            return
+        yield f"{what}. Update {report['update']}: {report['problem']}."
+        if not report["same_data"]:
+            yield "The data, processor, packing or seed is not that of the checkpoint in the ledger's folder."
     elif "digest" in report:
         first, stop = report["sequences"]
         yield from (f"{n}: {' '.join(row) or '(empty)'}" for n, row in enumerate(report["samples"], start=first))
         yield f"digest of {first}:{stop}: {report['digest']}"
     else:
         yield from _statistics_lines(report)
-
-
-def _ledger_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    first, stop = report["sequences"]
-    what = f"{report['updates']:,} updates, sequences {first}:{stop}"
-    if report["replaced"]:
-        yield f"{report['ledger']}: {report['replaced']:,} updates before the data was replaced cannot be recomputed."
-    if report["agrees"]:
-        yield f"{report['ledger']}: {what}, {report['samples']:,} samples: each occurs once, every digest agrees."
-        return
-    yield f"{report['ledger']}: {what}. Update {report['update']}: {report['problem']}."
-    if not report["same_data"]:
-        yield "The data, its processor, its packing or the seed is not that of the checkpoint in the ledger's folder."
 
 
 def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
