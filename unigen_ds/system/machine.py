@@ -107,6 +107,14 @@ def check_versions(allowed: Mapping[str, str] = ALLOWED) -> None:
     raise_any(problems)
 
 
+def env_number(name: str, default: int) -> int:
+    """A number that the launcher has set. Raises ``ConfigError`` where the variable is none."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError(f"the environment variable {name} is {text!r}", allowed="a whole number, as launchers set it")
+    return int(text)
+
+
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Inside, these variables have these values; after it, those of before, whatever was done to them inside."""
