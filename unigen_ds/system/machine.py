@@ -27,17 +27,15 @@ TOKENIZERS = "TOKENIZERS_PARALLELISM"
 """The variable that decides whether a tokenizer uses threads of its own."""
 
 
-def description() -> dict[str, Any]:
+def description(*, processes: int) -> dict[str, Any]:
     """Host, system, processes, devices and command line of this process, for the record of a start."""
     import torch
-
-    from unigen_ds.system import dist
 
     cuda = torch.cuda.is_available()
     return {
         "host": platform.node(),
         "system": platform.platform(),
-        "processes": dist.world_size(),
+        "processes": processes,
         "cpu_cores": num_cores(),
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "threads": torch.get_num_threads(),
