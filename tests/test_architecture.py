@@ -424,10 +424,10 @@ def test_no_optimizer_and_no_model_is_built_to_be_thrown_away(tmp_path, monkeypa
     from unigen_ds.optim import optimizer
     from unigen_ds.runner import Runner
     from unigen_ds.runner.settings.tree import Settings
-    from unigen_ds.runner.start import parts, stages
+    from unigen_ds.runner.start import build
 
     settings = Settings.from_config(text_config(tmp_path, [{"text": words(4, k)} for k in range(8)]))
-    builders = ((optimizer, "construct"), (parts, "build_model"), (stages, "build_model"))
+    builders = ((optimizer, "construct"), (build, "build_model"))
     calls = counted_calls(monkeypatch, *builders)
     Runner.from_cfg(settings).backend.close()
     assert calls == {"construct": 1, "build_model": 1}

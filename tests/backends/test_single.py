@@ -114,7 +114,7 @@ def test_an_update_is_torchs_own(monkeypatch):
          "weight_decay": 0.1},
         {"params": [p for n, p in twin.named_parameters() if n.startswith("last")], "lr": 1e-3, "weight_decay": 0.0},
     ]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     for number in range(3):
         result = train(backend, number)
         twin(inputs(number)).square().sum().backward()
