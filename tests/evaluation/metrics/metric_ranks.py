@@ -67,7 +67,7 @@ def values(folder: Path, *, rank: int, world_size: int, batch_size: int) -> dict
         result = evaluated(metric, checkpoint="iter_8.pth")
         found |= result.values
         if batch_size == 1:
-            found[f"result of {metric.name}"] = result.as_json()
+            found[f"result of {metric.name}"] = {"values": dict(result.values), "provenance": dict(result.provenance)}
     return found
 
 
