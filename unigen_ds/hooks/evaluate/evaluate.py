@@ -191,8 +191,7 @@ class EvaluateHook(Hook):
                 torch.cuda.empty_cache()
         values = evaluation.values
         self._evaluated = (run.progress.updates, values)
-        if dist.is_main():
-            logger().info("Evaluation: %d samples in %.1f s.", evaluation.num_samples, time.perf_counter() - begun)
+        logger().info("Evaluation: %d samples in %.1f s.", evaluation.num_samples, time.perf_counter() - begun)
         for hook in run.hooks:
             hook.after_val(run, values)
         return values

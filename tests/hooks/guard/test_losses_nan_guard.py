@@ -8,7 +8,7 @@ import pytest
 
 from tests.hooks.tiny_run import TinyRun
 from unigen_ds.core.errors import TrainingError
-from unigen_ds.hooks.guard.nan_guard import NanGuardHook
+from unigen_ds.hooks.guard.losses import NanGuardHook
 from unigen_ds.system.log import NAME
 
 
