@@ -16,8 +16,7 @@ from annotated_types import Ge
 
 from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.metrics.base import Metric, package, text_pairs
-from unigen_ds.evaluation.metrics.local_model import BATCH_SIZE, LocalModel, device, exact
+from unigen_ds.evaluation.metrics.base import BATCH_SIZE, LocalModel, Metric, device, exact, package, text_pairs
 from unigen_ds.system.log import logger
 
 
