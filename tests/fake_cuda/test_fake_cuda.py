@@ -34,7 +34,7 @@ LOG = {
 """At a log line: the loss terms, those of each source, and the gradient norm."""
 EPOCH = {("value read", "hooks/log/logger.py:settle")}
 """At the end of an epoch: the sums of its losses."""
-FIRST = {("value read", "hooks/guard/first_update.py:<listcomp>")}
+FIRST = {("value read", "hooks/guard/losses.py:<listcomp>")}
 """After the first update from published weights: its losses."""
 SAVE = {
     *EPOCH, ("value read", "runner/loop/updates.py:losses"),

@@ -32,7 +32,7 @@ from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.models.flux_vae import FluxAutoencoder
+from unigen_ds.models.vae import FluxAutoencoder
 from unigen_ds.system import dist
 from unigen_ds.system.outputs import write_output
 
