@@ -66,13 +66,9 @@ class UpdateLoader:
     """Endless updates. Iterate once; ``close`` when done.
 
     Args:
-        stream: the sequences.
-        processor: turns records into tensors.
         geometry: batch size, accumulation and ranks; changes nothing about the order.
-        dp_rank: which of the ranks.
         cursor: where to continue.
         seed: of noise and condition dropout; the processor's by default.
-        loading: how batches are loaded.
     """
 
     def __init__(
@@ -131,9 +127,7 @@ class BatchLoader:
 
     Args:
         source: what the rows point into.
-        processor: turns records into tensors.
         iterations: the rows of each batch. Workers read ahead, so it is iterated faster than ``next`` is called.
-        seed: as of ``UpdateLoader``.
         num_workers, prefetch_factor, pin_memory, timeout: ``Loading``.
     """
 
@@ -203,8 +197,7 @@ def collate(
     """One micro-batch.
 
     Args:
-        rows: the sequences, as ``SequenceStream`` returns them.
-        datasets: the sources that the draws point into.
+        datasets: the sources that the draws of ``rows`` point into.
         processor: sizes and ids; ``seed`` and ``names`` default to the processor's and the data sets' own.
         seq_length: each sample is truncated to it.
     """

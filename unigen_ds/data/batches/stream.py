@@ -51,10 +51,8 @@ class SequenceStream:
     """All sequences of a run, in order.
 
     Args:
-        datasets: the sources, in the order of ``order``'s sizes.
-        order: the global order of their units (``overflow.Fitted``).
+        order: the global order of the units (``overflow.Fitted``) of ``datasets``.
         packer: groups samples into sequences; None: one sample a sequence.
-        seq_length: tokens of a sequence at most.
         overflow: what happens to longer records; None: the default.
         drop_last: unpacked only: an epoch leaves out the samples that fill no whole iteration; otherwise empty rows
             fill up the last one. A packed epoch always keeps all.
@@ -204,13 +202,14 @@ class SequenceStream:
         """The data by name, so that a resume can report what changed. Plain values."""
         filtering = {name: filtering_of(dataset) for name, dataset in zip(self.names, self.datasets, strict=True)}
         filters = {name: list(one.settings) for name, one in filtering.items() if one is not None and one.settings}
+        shards = {self.names[k]: walk.num_shards for k, walk in self.walks.items()}
         return {
             **self._facts_of_order,
             **({"filters": filters} if filters else {}),
             "records": [dataset.prefix_digest(len(dataset)) for dataset in self.datasets],
             "overflow": self.fitted[0].overflow.actions,
             "units": list(self.order.sizes),
-            **({"shards": {self.names[k]: walk.num_shards for k, walk in self.walks.items()}} if self.walks else {}),
+            **({"shards": shards} if shards else {}),
         }
 
     @property
@@ -367,10 +366,8 @@ class SequenceStream:
                 start, pass_number, block = cursor.blocks[3 * i : 3 * i + 3]
                 fits = fits and start <= drawn[k] and walk.remember((start, pass_number, block))
         if not fits or len(cursor.extra) not in (0, len(order.mandatory)):
-            raise _wrong_cursor(
-                f"has {list(cursor.extra)} additional draws, the state {list(cursor.drawn)} and the blocks"
-                f" {list(cursor.blocks)}"
-            )
+            state = f"the state {list(cursor.drawn)} and the blocks {list(cursor.blocks)}"
+            raise _wrong_cursor(f"has {list(cursor.extra)} additional draws, {state}")
 
     def _state(self, epoch: int, window: int, row: int) -> dict[str, Any]:
         """``extra``, ``drawn`` and ``blocks`` of a cursor at a window (unpacked: at a row)."""

@@ -148,9 +148,8 @@ class UnifiedGenerationDataset:
         else:
             source = open_source(data_path, format=format, cache_dir=cache, columns=columns)
             self.path, layout = source.origin, replace(layout, captions=captions or source.captions)
-            self.index = Index.build(
-                source, processor, image_root=root, cache_dir=cache, layout=layout, **build_options
-            )
+            build_options |= {"image_root": root, "cache_dir": cache, "layout": layout}
+            self.index = Index.build(source, processor, **build_options)
         self.image_root = self.index.source.root if root is None else root
         self.cache_folder = self.index.folder
 
@@ -187,13 +186,11 @@ class UnifiedGenerationDataset:
         return self._read(index)[1]
 
     def _read(self, index: int) -> tuple[FoundRecord, list[Turn]]:
-        """A record, and its turns."""
         own_index, position = self._find(index)
         entry = own_index.read(position)
         return entry, own_index.layout.at(entry).learned_turns(entry.record, entry.where)
 
     def _find(self, index: int) -> tuple[Index, int]:
-        """The index that has a record, and its position there."""
         if self.shards is None:
             return self.index, index
         return self.shards.index(index // SPAN), index % SPAN

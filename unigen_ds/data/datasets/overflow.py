@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import PlannedDataset
 from unigen_ds.data.datasets.subset import filtering_of, record_number
@@ -48,10 +48,6 @@ class Overflow:
     seq_length: int
     setting: str | None = None
     key: str = "seq_length"
-
-    def __post_init__(self) -> None:
-        if self.setting not in _BY_KIND:
-            raise ConfigError(f"train_dataloader.overflow is {self.setting!r}", allowed=", ".join(ACTIONS))
 
     @property
     def actions(self) -> dict[str, Action]:
@@ -174,10 +170,8 @@ class Fitted:
 
     def line(self, name: str) -> str:
         """``report`` as a sentence."""
-        overflow = self.overflow
-        return overflow_line(
-            self.report(name), records=len(self.dataset), seq_length=overflow.seq_length, key=overflow.key
-        )
+        limit, key = self.overflow.seq_length, self.overflow.key
+        return overflow_line(self.report(name), records=len(self.dataset), seq_length=limit, key=key)
 
 
 _DONE: dict[Action, str] = {"split": "split", "truncate": "truncated", "error": "refused", "skip": "skipped"}
@@ -226,8 +220,9 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
         if not len(source):
             if KINDS.index("images") not in counts.kind:
                 remedy += ", or train_dataloader.overflow='split'"
-            problem = f"{title}: all {len(source.dataset):,} records are longer than {key} {limit:,} and are skipped"
-            raise DataError(problem, remedy=remedy)
+            raise DataError(
+                f"{title}: all {len(source.dataset):,} records are longer than {key} {limit:,}", remedy=remedy
+            )
         total, lost = int(counts.image_targets.sum()), source.lost["image"]
         if lost > _MOST_LOST * total:
             raise DataError(
@@ -248,8 +243,7 @@ def check_positions(sources: Sequence[Fitted], names: Sequence[str], *, limit: i
         if limit is not None and longest > limit:
             number = int((source.tokens > limit).sum())
             raise DataError(
-                f"{source.titled(name)}: {number:,} of {len(source.tokens):,} samples have more tokens"
-                f" (up to {longest:,}) than the model has"
-                f" positions, model.llm.max_position_embeddings {limit:,}",
+                f"{source.titled(name)}: {number:,} of {len(source.tokens):,} samples have more tokens (up to"
+                f" {longest:,}) than the model has positions, model.llm.max_position_embeddings {limit:,}",
                 remedy=f"train_dataloader.seq_length of at most {limit:,}: longer texts are split",
             )

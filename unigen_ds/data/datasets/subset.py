@@ -62,10 +62,9 @@ class Subset:
 
     @cached_property
     def _counts(self) -> Counts:
-        counts = self.whole.counts()
-        if len(self) == int(self.numbers[-1:].sum()) + 1:  # the first ones: views, which need no memory
-            return Counts(*(getattr(counts, name)[: len(self)] for name in COLUMNS))
-        return Counts(*(getattr(counts, name)[self.numbers] for name in COLUMNS))
+        first = len(self) == int(self.numbers[-1:].sum()) + 1  # the first ones: views, which need no memory
+        counts, chosen = self.whole.counts(), slice(len(self)) if first else self.numbers
+        return Counts(*(getattr(counts, name)[chosen] for name in COLUMNS))
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
         return self.whole.sample(int(self.numbers[index]), pass_number=pass_number)
@@ -83,8 +82,7 @@ class Subset:
 
     def content_digests(self) -> Array:
         """[N] as of ``UnifiedGenerationDataset``: a record is on the same side of a share in each subset."""
-        whole: Any = self.whole
-        digests: Array = whole.content_digests()[self.numbers]
+        digests: Array = self.whole.content_digests()[self.numbers]  # type: ignore[attr-defined]
         return digests
 
 
@@ -102,9 +100,7 @@ def subset_by(dataset: PlannedDataset, kind: type) -> Subset | None:
 
 def whole_of(dataset: PlannedDataset) -> PlannedDataset:
     """Return the source that a sample id refers to."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.whole
-    return dataset
+    return [dataset, *(subset.whole for subset in subsets(dataset))][-1]
 
 
 def record_number(dataset: PlannedDataset, index: int) -> int:
@@ -263,14 +259,11 @@ def kept_records(dataset: Any) -> Any:
     for kind in (type(one).__name__ for one in filters):
         names.append(kind if kind not in names else f"{kind}#{len(names)}")
     counts = {name: int((removed == k).sum()) for k, name in enumerate(names, start=1)}
-    report: dict[str, Any] = {
-        "records": number,
-        "removed": {**counts, **({SKIPPED: len(unusable)} if unusable else {})},
-    }
+    skipped = {SKIPPED: len(unusable)} if unusable else {}
+    report: dict[str, Any] = {"records": number, "removed": {**counts, **skipped}}
     if rules := [rule for one in filters for rule in one.rules]:
         questions = dict(zip(rules, parts.sum(axis=0).tolist(), strict=True))
-        report["questions_rated"] = questions.pop(RATED)
-        report["questions_removed"] = questions
+        report |= {"questions_rated": questions.pop(RATED), "questions_removed": questions}
     filtering = Filtering(tuple(one.settings for one in filters), report, removed, unusable)
     return Subset(dataset, np.flatnonzero(removed == 0), filtering)
 
@@ -329,9 +322,9 @@ def removal_line(report: Mapping[str, Any]) -> str:
         who, each = f"{SKIPPED} leaves out", f"see {LIST_FILE}"
     line = f"{who} {removed:,} of {records:,} records ({removed / max(records, 1):.1%}): {each}"
     if "questions_removed" in report:
-        questions = report["questions_removed"]
+        questions, rated = report["questions_removed"], report["questions_rated"]
         by_rule = ", ".join(f"{rule} {number:,}" for rule, number in questions.items())
-        line += f"; {sum(questions.values()):,} of {report['questions_rated']:,} questions by their ratings: {by_rule}"
-        if not report["questions_rated"]:
+        line += f"; {sum(questions.values()):,} of {rated:,} questions by their ratings: {by_rule}"
+        if not rated:
             line += ". RatingFilter does nothing: no record has ratings"
     return line

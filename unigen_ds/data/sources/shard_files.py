@@ -94,11 +94,7 @@ class ShardList:
 
     Copies are below ``cache_dir``, beside local data, or in the user's cache. Raises ``DataError`` where there is no
     shard, or where they cannot be listed; ``ConfigError`` for an unknown format, and for one that has no shards.
-
-    Args:
-        data_path, format, cache_dir: of the data set.
-        storage_options: of the file system of ``fsspec``.
-        attempts: of listing or fetching a shard.
+    ``storage_options``: of the file system of ``fsspec``; ``attempts``: of listing or fetching a shard.
     """
 
     def __init__(
@@ -192,9 +188,8 @@ class ShardList:
         try:
             filesystem, path = fsspec.url_to_fs(url, **settings)
         except (ImportError, ValueError) as error:  # a package of the protocol, or no such protocol
-            raise DataError(
-                f"{url}: {error}", remedy="install the package that it names, or use another protocol"
-            ) from error
+            remedy = "install the package that it names, or use another protocol"
+            raise DataError(f"{url}: {error}", remedy=remedy) from error
         return filesystem, str(path)
 
     def _facts_of(self, url: str) -> tuple[int | None, str | None]:
