@@ -71,10 +71,11 @@ class Reason:
 
 def reasons(stream: SequenceStream) -> list[Reason]:
     """In the order in which a record meets them. Those without a record are not in the list."""
-    max_tiles = getattr(stream.packer, "max_tiles", None)
-    sources = zip(stream.names, stream.fitted, strict=True)
-    both = ((*_left_out(name, fitted), *_noticed(name, fitted, max_tiles)) for name, fitted in sources)
-    return [reason for of_source in both for reason in of_source if reason.number]
+    every: list[Reason] = []
+    for name, fitted in zip(stream.names, stream.fitted, strict=True):
+        every += _left_out(name, fitted)
+        every += _noticed(name, fitted, getattr(stream.packer, "max_tiles", None))
+    return [reason for reason in every if reason.number]
 
 
 def _ids(name: str, dataset: PlannedDataset, records: Array) -> list[str]:
@@ -188,12 +189,9 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
             yield warns, f"Data, {fitted.titled(name)}: {line}."
     yield from _balance_lines(stream)
     if left := stream.num_left_out:
-        yield (
-            False,
-            f"Data: {left:,} of the {stream.order.epoch_size:,} samples of an epoch fill no whole iteration of"
-            f" {stream.sequences_per_iteration} sequences and are left out, others in each epoch"
-            " (train_dataloader.drop_last=False: none).",
-        )
+        line = f"{left:,} of the {stream.order.epoch_size:,} samples of an epoch fill no whole iteration"
+        line += f" of {stream.sequences_per_iteration} sequences and are left out, others in each epoch"
+        yield False, f"Data: {line} (train_dataloader.drop_last=False: none)."
     for name, group in group_report(stream).items():
         yield False, f"Data, {group_line(name, group)}."
 
@@ -304,8 +302,7 @@ def _describe_source(stream: SequenceStream, name: str, number: int) -> dict[str
 
 
 def _percentiles(lengths: np.ndarray) -> dict[str, float]:
-    values = np.percentile(lengths, _PERCENTILES)
-    percentiles = {f"p{p}": float(v) for p, v in zip(_PERCENTILES, values, strict=True)}
+    percentiles = {f"p{p}": float(np.percentile(lengths, p)) for p in _PERCENTILES}
     return {"min": float(lengths.min()), **percentiles, "max": float(lengths.max()), "mean": float(lengths.mean())}
 
 
@@ -325,11 +322,9 @@ def tokens_of(stream: SequenceStream, rows: Sequence[Row]) -> list[list[int]]:
 
 
 def epoch_balance(stream: SequenceStream) -> dict[str, dict[str, float]]:
-    """What an epoch has of each source: samples, by kind its tokens and targets, as far as they are trained on, and the
-    samples that have text targets, and image targets.
-
-    Whole numbers where every record is used once; in a weighted mixture the mean of a record times its samples, which
-    of a streamed source is the mean of the part that is measured.
+    """What an epoch has of each source: samples, its tokens and targets by kind as far as they are trained on, and the
+    samples that have text targets, and image targets. Whole numbers where every record is used once; in a weighted
+    mixture the mean of a record (of a streamed source, of its first shard) times its samples.
     """
     balance = {}
     for name, fitted, drawn in zip(stream.names, stream.fitted, stream.draws_per_epoch, strict=True):

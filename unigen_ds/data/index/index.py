@@ -166,7 +166,6 @@ class Index:
     ) -> Index:
         """From the cache, or by planning every record (with ``num_workers`` processes) and caching the result.
 
-        Several processes may start together: one plans, the others wait for its file where the file system has locks.
         Raises ``DataError`` where records are malformed and ``on_record_error`` is 'error'. An unreadable image is no
         error here. ``image_root``: None: the source's own; ``report``: what the source itself leaves out, in the log.
         """
