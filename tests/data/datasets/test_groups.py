@@ -68,14 +68,7 @@ def sources(folder: Path | None = None, *, images: int = 31) -> list[Any]:
 def stream(datasets: list[Any] | None = None, groups: Any = GROUPS, *, window: int = 48, **more: Any) -> SequenceStream:
     datasets = datasets or sources()
     blended = blend(datasets, [len(d) for d in datasets], groups)
-    return make_stream(
-        datasets,
-        window=window,
-        seq_length=SEQ_LENGTH,
-        weights=blended.weights,
-        blend=blended,
-        **more,
-    )
+    return make_stream(datasets, window=window, seq_length=SEQ_LENGTH, weights=blended.weights, blend=blended, **more)
 
 
 def test_weights_are_those_of_groups_then_of_sources() -> None:

