@@ -69,9 +69,7 @@ class ReportHook(Hook):
         """The folder of the demo's files. Raises ``ConfigError`` where the run has none of the demo's data."""
         roots: list[Path] = [dataset.root for dataset in run.datasets if isinstance(dataset, self.dataset)]
         if not roots:
-            raise ConfigError(
-                f"{type(self).__name__} measures what a {self.dataset.__name__} teaches, and there is none"
-            )
+            raise ConfigError(f"{type(self).__name__} needs a data set of type {self.dataset.__name__}")
         return roots[0]
 
     def after_run(self, run: Run) -> None:

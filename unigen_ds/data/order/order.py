@@ -109,7 +109,6 @@ class GlobalOrder:
     Args:
         source_sizes: records, or other units, of each source.
         weights: of each source; None: every record once an epoch.
-        seed: of the shuffles.
         first_epoch, first_pass: numbers of the first ones: an order may begin in mid-run (changed data).
         mandatory: the numbers of the sources of each mandatory group.
         rows_per_epoch: unpacked: of the whole iterations. Fewer than there are samples leave out the last ones of an
@@ -177,9 +176,8 @@ class GlobalOrder:
 
     def draws(self, epoch: int, start: int, stop: int) -> list[Draw]:
         """The draws at positions ``start .. stop`` of ``epoch``."""
-        return [
-            Draw(*row) for row in zip(*(column.tolist() for column in self.columns(epoch, start, stop)), strict=True)
-        ]
+        columns = self.columns(epoch, start, stop)
+        return [Draw(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
     def columns(self, epoch: int, start: int, stop: int, *, extra: Sequence[int] = ()) -> Columns:
         """``draws`` as three arrays: source, index, pass_number. ``extra``: additional draws of each group before."""
@@ -300,7 +298,6 @@ class Phase:
     def from_state_dict(cls, state: Mapping[str, Any]) -> Phase:
         names = {one.name for one in fields(cls)}
         if names != {*state, "mandatory"}:
-            raise CheckpointError(
-                f"a phase of the data with {', '.join(sorted(state))}", allowed=", ".join(sorted(names))
-            )
+            problem = f"a phase of the data with {', '.join(sorted(state))}"
+            raise CheckpointError(problem, allowed=", ".join(sorted(names)))
         return cls(**{name: _tuples(value) for name, value in state.items()})

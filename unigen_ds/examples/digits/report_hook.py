@@ -97,10 +97,8 @@ def evaluate(
         scans = train_images[train_labels == digit]
         for number, scan in zip(np.flatnonzero(requested == digit)[:_SHOWN], scans, strict=False):
             cells.append(Cell([_picture(drawn[number]), _picture(scan)], word, bool(classified[number] != digit)))
-    title = (
-        f"Drawn by the model (the classifier agrees on {results['prompt_accuracy']:.1%}), and a real scan. Of"
-        f" {results['captioned']} held-out scans {results['caption_accuracy']:.1%} are read correctly."
-    )
+    title = f"Drawn by the model (the classifier agrees on {results['prompt_accuracy']:.1%}), and a real scan."
+    title += f" Of {results['captioned']} held-out scans {results['caption_accuracy']:.1%} are read correctly."
     return results, contact_sheet(cells, columns=_SHOWN, title=title, side=40)
 
 

