@@ -93,9 +93,8 @@ class TrainDataloader(Section):
 
 
 class ValDataloader(Section):
-    """What is evaluated on: records of its own, or a share of the training records. One sample a sequence.
-
-    A config may have several such sections by name instead of one: ``sets`` has them.
+    """What is evaluated on: records of its own, or a share of the training records. One sample a sequence. A config may
+    have several such sections by name instead of one: ``sets`` has them.
     """
 
     dataset: Annotated[tuple[Source, ...], LISTED] = Field(

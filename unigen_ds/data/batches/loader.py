@@ -177,7 +177,6 @@ class BatchLoader:
 def _load(
     source: RowSource, processor: Processor, seed: int | None, packed: bool, rows: Sequence[Row]
 ) -> Batch | Packet:
-    """A micro-batch; ``packed``: it travels or is page-locked."""
     batch = collate(rows, source.datasets, processor, seq_length=source.seq_length, seed=seed, names=source.names)
     return Packet.packed(batch) if packed else batch
 
@@ -240,9 +239,8 @@ def pack_documents(documents: Sequence[Sequence[Loaded]], processor: Processor) 
 def load(
     draw: Draw, dataset: PlannedDataset, processor: Processor, *, seq_length: int, seed: int, name: str
 ) -> list[Loaded]:
-    """Read, truncate, drop conditions, decode. Raises ``UnreadableImage`` where the sample must be skipped.
-
-    Condition dropout draws one number for every split, droppable or not.
+    """Read, truncate, drop conditions, decode. Raises ``UnreadableImage`` where the sample must be skipped. Condition
+    dropout draws one number for every split, droppable or not.
     """
     whole = dataset.sample(draw.index, pass_number=draw.pass_number)
     sample = whole if draw.piece >= 0 else whole.truncated(seq_length)

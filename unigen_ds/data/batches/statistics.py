@@ -24,8 +24,8 @@ from unigen_ds.data.datasets.subset import (
     FirstRecords,
     Side,
     filtering_of,
-    record_number,
     removal_line,
+    sample_ids,
     subset_by,
     subsets,
     whole_of,
@@ -78,10 +78,6 @@ def reasons(stream: SequenceStream) -> list[Reason]:
     return [reason for reason in every if reason.number]
 
 
-def _ids(name: str, dataset: PlannedDataset, records: Array) -> list[str]:
-    return [f"{name}:{record_number(dataset, index)}" for index in records[:_EXAMPLES].tolist()]
-
-
 def _left_out(name: str, fitted: Fitted) -> Iterator[Reason]:
     """What is no longer in the data set that is packed, and long records."""
     title, dataset, overflow = fitted.titled(name), fitted.dataset, fitted.overflow
@@ -95,7 +91,7 @@ def _left_out(name: str, fitted: Fitted) -> Iterator[Reason]:
             continue
         for k, (rule, number) in enumerate(choice.report["removed"].items(), start=1):
             text = f"cannot be trained on ({SKIPPED})" if rule == SKIPPED else f"removed by {rule}"
-            ids = _ids(name, whole, np.flatnonzero(choice.removed == k))
+            ids = sample_ids(name, whole, np.flatnonzero(choice.removed == k)[:_EXAMPLES])
             yield Reason(title, text, number, len(choice.removed), ids, used=False)
         for rule, number in choice.report.get("questions_removed", {}).items():
             text = f"below the least {rule} rating (their records stay)"
@@ -103,7 +99,7 @@ def _left_out(name: str, fitted: Fitted) -> Iterator[Reason]:
     for action in ACTIONS:
         text = f"longer than {overflow.key} {overflow.seq_length:,}: {_ACTIONS[action]}"
         long, used = fitted.by_action[action], action in ("split", "truncate")
-        yield Reason(title, text, len(long), len(dataset), _ids(name, dataset, long), used)
+        yield Reason(title, text, len(long), len(dataset), sample_ids(name, dataset, long[:_EXAMPLES]), used)
 
 
 def _noticed(name: str, fitted: Fitted, max_tiles: int | None) -> Iterator[Reason]:
@@ -112,7 +108,7 @@ def _noticed(name: str, fitted: Fitted, max_tiles: int | None) -> Iterator[Reaso
     whole = whole_of(dataset)
 
     def reason(text: str, records: Array, of: PlannedDataset = dataset, *, used: bool = True) -> Reason:
-        return Reason(title, text, len(records), len(of), _ids(name, of, records), used)
+        return Reason(title, text, len(records), len(of), sample_ids(name, of, records[:_EXAMPLES]), used)
 
     yield reason(
         "an image that cannot be read: padding in their position", np.flatnonzero(counts.unreadable), used=False
@@ -128,7 +124,7 @@ def _noticed(name: str, fitted: Fitted, max_tiles: int | None) -> Iterator[Reaso
         text = f"more than packing.max_tiles={max_tiles} condition images: each in a sequence without another image"
         yield reason(text, np.flatnonzero(counts.tiles > max_tiles))
     text, tokens = "words that the tokenizer does not have (<unk>)", int((counts.tokens - counts.image_tokens).sum())
-    ids = _ids(name, dataset, np.flatnonzero(counts.unknown))
+    ids = sample_ids(name, dataset, np.flatnonzero(counts.unknown)[:_EXAMPLES])
     yield Reason(title, text, int(counts.unknown.sum()), tokens, ids, unit="text tokens")
 
 
@@ -188,7 +184,8 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
         for warns, line in source_lines(name, fitted, getattr(stream.packer, "max_tiles", None)):
             yield warns, f"Data, {fitted.titled(name)}: {line}."
     yield from _balance_lines(stream)
-    if left := stream.num_left_out:
+    rows = stream.phases[-1].rows_per_epoch
+    if rows is not None and (left := stream.order.stride - rows) > 0:
         line = f"{left:,} of the {stream.order.epoch_size:,} samples of an epoch fill no whole iteration"
         line += f" of {stream.sequences_per_iteration} sequences and are left out, others in each epoch"
         yield False, f"Data: {line} (train_dataloader.drop_last=False: none)."

@@ -119,9 +119,8 @@ class SequenceStream:
     def new_phase(
         self, first_epoch: int, *, first_pass: int, first_sequence: int | None, rows: int | None = None
     ) -> Phase:
-        """A phase of all the present data. ``rows``: of an unpacked epoch, where they are known.
-
-        Raises ``ConfigError`` where the data does not fill one iteration.
+        """A phase of all the present data. ``rows``: of an unpacked epoch, where they are known. Raises ``ConfigError``
+        where the data does not fill one iteration.
         """
         order, number = self.order, self.sequences_per_iteration
         whole = order.epoch_size // number
@@ -136,11 +135,6 @@ class SequenceStream:
         return Phase(first_epoch, first_pass, first_sequence, order.sizes, order.weights, rows, order.mandatory)
 
     @property
-    def num_left_out(self) -> int:
-        """Samples that no row of an epoch has, since they fill no whole iteration (``drop_last``); others in each."""
-        rows = self.phases[-1].rows_per_epoch
-        return 0 if rows is None else max(0, self.order.stride - rows)
-
     @property
     def _first_epoch_rows(self) -> int:
         """Rows of the first epoch of the first phase: exact; an estimate where a source is streamed."""
@@ -426,7 +420,6 @@ class SequenceStream:
 
     def seek(self, sequence: int) -> Cursor:
         """The cursor before a global sequence number. Packed: plans every window before it beyond the first epoch.
-
         Raises ``DataError`` for a sequence of data that was replaced.
         """
         known = [(phase.first_sequence, phase.first_epoch) for phase in self.phases]

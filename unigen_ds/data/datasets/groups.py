@@ -57,7 +57,6 @@ def blend(
     skipped: Sequence[tuple[str, str | None]] = (),
 ) -> Blend:
     """``sizes``: samples of each source; ``skipped``: name and group of each that is left out (``on_error='skip'``).
-
     Raises ``ConfigError`` where sources and groups do not fit each other, ``DataError`` where all of a group are
     skipped.
     """

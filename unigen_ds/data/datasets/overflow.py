@@ -19,7 +19,7 @@ import numpy as np
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import PlannedDataset
-from unigen_ds.data.datasets.subset import filtering_of, record_number
+from unigen_ds.data.datasets.subset import filtering_of, record_number, sample_ids
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.records.unusable import BadRecord
 from unigen_ds.data.samples.sample import COLUMNS, CONTENT, KINDS, Array, count, num_pieces, piece_bounds
@@ -115,10 +115,6 @@ class Fitted:
         """How messages call what the numbers of this source are of: a streamed one is measured in part."""
         return name
 
-    def ids(self, name: str, records: Array) -> list[str]:
-        """What messages call some records of the source."""
-        return [f"{name}:{record_number(self.dataset, index)}" for index in records.tolist()]
-
     @property
     def touched(self) -> dict[str, Action]:
         """What happens to the kinds of records that have a long one: enters the fingerprint of the data."""
@@ -163,7 +159,7 @@ class Fitted:
             "longer": len(self.longer),
             **{_DONE[action]: len(self.by_action[action]) for action in ACTIONS},
             "pieces": int(num_pieces(counts.tokens[self.by_action["split"]], self.overflow.seq_length).sum()),
-            "skipped_records": self.ids(name, self.by_action["skip"]),
+            "skipped_records": sample_ids(name, self.dataset, self.by_action["skip"]),
             **targets,
             "share_lost": sum(lost.values()) / max(int(counts.targets.sum()), 1),
         }
@@ -204,7 +200,7 @@ def check_refused(source: Fitted, name: str, title: str) -> None:
     if refused.size:
         raise DataError(
             f"{title}: {len(refused):,} of {len(source.dataset):,} records are longer than {key} {limit:,}"
-            f" ({_first(source.ids(name, refused))}), and train_dataloader.overflow is 'error'",
+            f" ({_first(sample_ids(name, source.dataset, refused))}), and train_dataloader.overflow is 'error'",
             remedy=f"{key} of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
             " 'split', 'truncate' or 'skip'",
         )

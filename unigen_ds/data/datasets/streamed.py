@@ -57,7 +57,6 @@ class Streaming(Section):
 
 class ShardSource(RecordSource):
     """The records of one shard. It is fetched when the first one is read: an index from the cache needs nothing.
-
     ``own_folder``: relative image paths start at the folder of a local shard, not of the first one.
     """
 
@@ -165,7 +164,6 @@ class Recent(Generic[_T]):
 
 class StreamedShards:
     """The shards of a data set, and the index of each. Raises ``DataError`` and ``ConfigError`` as ``ShardList``.
-
     ``layout``: without ``captions`` that of the format. ``facts``: what else decides which samples there are (filters),
     for the fingerprint. ``build``: further arguments of ``Index.build``.
     """
@@ -182,7 +180,7 @@ class StreamedShards:
         facts: Sequence[object],
         **build: Any,
     ) -> None:
-        options = {"storage_options": settings.storage_options, "attempts": settings.attempts}
+        options: dict[str, Any] = {"storage_options": settings.storage_options, "attempts": settings.attempts}
         self.listed = ShardList(data_path, format=format, cache_dir=cache_dir, **options)
         self.processor, self.settings, self._facts, self._build_options = processor, settings, tuple(facts), build
         self._layout = replace(layout, captions=layout.captions or self.listed.captions)

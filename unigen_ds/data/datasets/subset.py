@@ -110,6 +110,11 @@ def record_number(dataset: PlannedDataset, index: int) -> int:
     return getattr(whole_of(dataset), "first_number", 0) + index
 
 
+def sample_ids(name: str, dataset: PlannedDataset, records: Array) -> list[str]:
+    """Return what messages call some records of the source ``name``."""
+    return [f"{name}:{record_number(dataset, index)}" for index in records.tolist()]
+
+
 # --- num_used_data --------------------------------------------------------------------------------------------------
 
 
@@ -174,10 +179,9 @@ def division_of(datasets: Sequence[PlannedDataset]) -> Division | None:
 
 
 def divide(datasets: Sequence[PlannedDataset], division: Division) -> tuple[list[Subset], list[Subset]]:
-    """Return each source without the share, and the share of each, which may be empty.
-
-    Raises ``DataError`` where nothing would be left to train on, or nothing to validate on; ``ConfigError`` for a
-    source whose records have no digests.
+    """Return each source without the share, and the share of each, which may be empty. Raises ``DataError`` where
+    nothing would be left to train on, or nothing to validate on; ``ConfigError`` for a source whose records have no
+    digests.
     """
     training: list[Subset] = []
     validation: list[Subset] = []

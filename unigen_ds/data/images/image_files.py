@@ -178,9 +178,8 @@ def image_header(path: AnyImage) -> ImageHeader:
 
 
 def open_image(path: AnyImage) -> Image.Image:
-    """Return the decoded picture, upright, grey in 8 bits.
-
-    Raises ``UnreadableImage`` naming the path; a truncated file is refused, not greyed out.
+    """Return the decoded picture, upright, grey in 8 bits. Raises ``UnreadableImage`` naming the path; a truncated file
+    is refused, not greyed out.
     """
     return path.decoded if isinstance(path, ImageContent) else _decode(path)
 
@@ -252,10 +251,9 @@ def _orientation(image: Image.Image) -> int:
 
 
 def flatten(image: Image.Image, *, white: bool) -> Image.Image:
-    """``image`` without transparency, in RGB or L.
-
-    ``white``: as BAGEL's ``pil_img2rgb``: RGBA, and images with a transparent colour, on white; of others an alpha
-    channel is left out. Else as nanoVLM: PIL's ``convert("RGB")``, which leaves out every alpha channel.
+    """``image`` without transparency, in RGB or L. ``white``: as BAGEL's ``pil_img2rgb``: RGBA, and images with a
+    transparent colour, on white; of others an alpha channel is left out. Else as nanoVLM: PIL's ``convert("RGB")``,
+    which leaves out every alpha channel.
     """
     if white and (image.mode == "RGBA" or image.info.get("transparency") is not None):
         return on_white(image, "RGB")

@@ -164,10 +164,9 @@ class Index:
         report: bool = True,
         on_record_error: OnRecordError = "error",
     ) -> Index:
-        """From the cache, or by planning every record (with ``num_workers`` processes) and caching the result.
-
-        Raises ``DataError`` where records are malformed and ``on_record_error`` is 'error'. An unreadable image is no
-        error here. ``image_root``: None: the source's own; ``report``: what the source itself leaves out, in the log.
+        """From the cache, or by planning every record (with ``num_workers`` processes) and caching the result. Raises
+        ``DataError`` where records are malformed and ``on_record_error`` is 'error'. An unreadable image is no error
+        here. ``image_root``: None: the source's own; ``report``: what the source itself leaves out, in the log.
         """
         root = source.root if image_root is None else image_root
         layout = Layout(root) if layout is None else replace(layout, image_root=root)
@@ -206,7 +205,6 @@ class Index:
 
 def prefix_digest(records: Array, number: int, *facts: object, known: str | None = None) -> str:
     """Of the first ``number`` record digests and of ``facts``: the same for a longer file that begins with them.
-
     ``known``: the digest of all of them, where it is known.
     """
     if known is None or number != len(records):
@@ -217,7 +215,6 @@ def prefix_digest(records: Array, number: int, *facts: object, known: str | None
 
 def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRecordError) -> None:
     """Fill the arrays of ``source.scan()``, ``_PLANNED``, ``UNUSABLE`` and ``_DIGESTS``, by ``num_workers`` processes.
-
     Raises ``DataError`` where malformed records are an error and the first are all malformed: the rest is not planned.
     """
     source, scanned = plan.source, {}

@@ -35,9 +35,8 @@ _GOLDEN, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
 
 def permute_many(indices: Array, size: int, key: int) -> Array:
-    """The position of each index in the shuffle of ``range(size)`` keyed by the 64-bit ``key``: a bijection.
-
-    The network's domain is the smallest even bit width that holds ``range(size)``: at most 4 x size.
+    """The position of each index in the shuffle of ``range(size)`` keyed by the 64-bit ``key``: a bijection. The
+    network's domain is the smallest even bit width that holds ``range(size)``: at most 4 x size.
     """
     assert indices.size == 0 or (indices.min() >= 0 and indices.max() < size), size
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
@@ -164,7 +163,6 @@ class GlobalOrder:
 
     def passes_before(self, epoch: int, *, extra: int = 0) -> int:
         """A pass number that no draw before ``epoch`` has reached, of any source: without weights, ``epoch`` itself.
-
         ``extra``: the most additional draws of any mandatory group before it.
         """
         epochs = epoch - self.first_epoch

@@ -136,9 +136,8 @@ class Layout:
 
 def rated_out(record: Record, ratings: Sequence[tuple[str, int]], where: object) -> list[str | None]:
     """For each question of nanoVLM's rows the first rating that is below its least one, or None: it is kept. Other
-    layouts have none. As in nanoVLM, a rating that is missing or null keeps a question.
-
-    Raises ``DataError`` where the ratings of a record are not one number for each question.
+    layouts have none. As in nanoVLM, a rating that is missing or null keeps a question. Raises ``DataError`` where the
+    ratings of a record are not one number for each question.
     """
     texts = record.get("texts")
     if not isinstance(texts, list):
@@ -477,60 +476,52 @@ def _instruction_turns(values: Values) -> list[Turn]:
 
 
 class _Kind(NamedTuple):
-    """One layout of a record. ``fits``: whether a record, which none of the layouts before fits, has this layout;
-    ``keys``: those of which the turns are made.
-    """
+    """One layout of a record."""
 
-    title: str
-    """What messages call a record of it."""
     fits: Callable[[Record, Captions | None], bool]
+    """Whether a record, which none of the layouts before fits, has this layout."""
     keys: Callable[[Record], Sequence[str]]
+    """The keys of which the turns are made."""
     turns: Callable[[Values], list[Turn]]
 
 
 LAYOUTS: Mapping[str, _Kind] = {
     "llava": _Kind(
-        "a record of `conversations`", lambda record, _: _is_llava(record),
-        lambda record: ("conversations", _image_key(record)), _llava_turns,
+        lambda record, _: _is_llava(record), lambda record: ("conversations", _image_key(record)), _llava_turns,
     ),
     "conversations": _Kind(
-        "a record of `conversations`", lambda record, _: "conversations" in record,
-        lambda record: ("conversations",), _conversation_turns,
+        lambda record, _: "conversations" in record, lambda _: ("conversations",), _conversation_turns,
     ),
     "text_prompt": _Kind(
-        "a record of `text_prompt` and `image_path`", lambda record, _: bool({"text_prompt", "image_path"} & {*record}),
+        lambda record, _: bool({"text_prompt", "image_path"} & {*record}),
         lambda record: ("text_prompt", _drawn_key(record)),
         lambda values: _picture_turns(values, _drawn_key(values.record), "text_prompt"),
     ),
     "text": _Kind(
-        "an image with its `text`",
         lambda record, captions: "text" in record and captions is not None and record.get("image") is not None,
         lambda _: ("text", "image"), lambda values: _picture_turns(values, "image", "text"),
     ),
     "document": _Kind(
-        "a document of `text`", lambda record, _: "text" in record, lambda _: ("text",),
+        lambda record, _: "text" in record, lambda _: ("text",),
         lambda values: [Turn("assistant", "text", values.text(values.record["text"], "text"))],
     ),
     "messages": _Kind(
-        "a record of `messages`", lambda record, _: "messages" in record,
-        lambda record: ("messages", _image_key(record)), _message_turns,
+        lambda record, _: "messages" in record, lambda record: ("messages", _image_key(record)), _message_turns,
     ),
     "texts": _Kind(
-        "a record of `texts`", lambda record, _: isinstance(record.get("texts"), list),
+        lambda record, _: isinstance(record.get("texts"), list),
         lambda record: ("texts", _image_key(record)), _question_turns,
     ),
     "image_list": _Kind(
-        "a record of `image_list`", lambda record, _: "image_list" in record,
-        lambda _: ("image_list", "instruction_list"), _edit_turns,
+        lambda record, _: "image_list" in record, lambda _: ("image_list", "instruction_list"), _edit_turns,
     ),
     "instruction": _Kind(
-        "a record of `instruction`",
         lambda record, _: "instruction" in record and bool({"output_images", "output_image"} & {*record}),
         lambda record: ("instruction", _plural(record, "input_image"), _plural(record, "output_image")),
         _instruction_turns,
     ),
     "caption": _Kind(
-        "an image with its caption", lambda record, _: bool({"caption", "captions"} & {*record}),
+        lambda record, _: bool({"caption", "captions"} & {*record}),
         lambda record: ("image", _caption_key(record)),
         lambda values: _picture_turns(values, "image", _caption_key(values.record)),
     ),

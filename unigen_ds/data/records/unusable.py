@@ -123,7 +123,6 @@ def unusable_error(
     bad: Sequence[BadRecord], title: str, records: int, *, number: int | None = None, limit: float | None = None
 ) -> DataError:
     """Return the error that lists the first; what is allowed, and the remedy, once where several have the same.
-
     ``number``: of them, where ``bad`` are a part; ``limit``: of the share that may be left out; None: malformed ones
     are an error.
     """

@@ -49,10 +49,9 @@ class Loaded(Protocol):
 
 
 class Split:
-    """One unit of a sample: an immutable value, small enough to keep for every sample of a window.
-
-    Subclass it as a frozen dataclass. ``data`` calls these methods and depends on no subclass. The first four are
-    called while the records are counted, for every record.
+    """One unit of a sample: an immutable value, small enough to keep for every sample of a window. Subclass it as a
+    frozen dataclass. ``data`` calls these methods and depends on no subclass. The first four are called while the
+    records are counted, for every record.
     """
 
     error: Any = ""
@@ -101,9 +100,7 @@ class Split:
 
     def load(self, processor: Any, key: tuple[object, ...] | None) -> Loaded:
         """The split with its tensors: decoded, with its noise drawn. Every random number is keyed by ``key``; None: for
-        inference, where nothing is random.
-
-        Raises ``UnreadableImage`` where its sample must be left out.
+        inference, where nothing is random. Raises ``UnreadableImage`` where its sample must be left out.
         """
         raise NotImplementedError
 
@@ -163,10 +160,8 @@ def num_pieces(num_tokens: Any, seq_length: int) -> Any:
 
 
 def piece_bounds(num_tokens: Any, seq_length: int, piece: Any) -> tuple[Any, Any]:
-    """First token of a piece of a record, and the first one after it. Numbers, or arrays of them.
-
-    Every piece is full but the last; where that would be a single token (an end that predicts nothing), it gets the
-    token before it too.
+    """First token of a piece of a record, and the first one after it. Numbers, or arrays of them. Every piece is full
+    but the last; where that would be a single token (an end that predicts nothing), it gets the token before it too.
     """
 
     def start(number: Any) -> Any:

@@ -259,9 +259,8 @@ def count_image(tally: Tally, split: Split) -> None:
 def augmented(
     image: Tensor, of_record: Sequence[Augment], of_image: Sequence[Augment], key: tuple[object, ...] | None
 ) -> Tensor:
-    """``image`` after random changes: those of all images of its record alike, then its own.
-
-    ``key``: of its split, which ends with its number in the record; None: as it is.
+    """``image`` after random changes: those of all images of its record alike, then its own. ``key``: of its split,
+    which ends with its number in the record; None: as it is.
     """
     if key is None or not (of_record or of_image):
         return image

@@ -50,9 +50,8 @@ class FoundRecord(Protocol):
 
 
 class Row:
-    """A record whose values are known: the entry of every format but JSON.
-
-    ``unused``: what of the files is not in ``record``, by the names of ``unused.py``.
+    """A record whose values are known: the entry of every format but JSON. ``unused``: what of the files is not in
+    ``record``, by the names of ``unused.py``.
     """
 
     __slots__ = ("record", "unused", "where")

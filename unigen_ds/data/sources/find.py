@@ -16,7 +16,7 @@ from unigen_ds.core.errors import ConfigError, DataError, suggestion
 from unigen_ds.data.cache.array_cache import cache_folder
 from unigen_ds.data.records.unusable import instead_of
 from unigen_ds.data.sources.base import Joined, RecordSource
-from unigen_ds.data.sources.image_folder import METADATA, is_image_folder, visible
+from unigen_ds.data.sources.image_folder import METADATA, images_in, visible
 from unigen_ds.data.sources.tables import ParquetSource, is_saved
 from unigen_ds.data.sources.unpacked import COMPRESSED, unpacked_file
 from unigen_ds.data.sources.webdataset import IMAGES
@@ -151,7 +151,7 @@ def _format_of_folder(folder: Path) -> str:
         if num_texts:
             notice(f"{folder}: {number} files are read as {kind}, {num_texts} of text are not read.")
         return kind
-    if is_image_folder(folder):
+    if next(images_in(folder), None) is not None:
         return "image_folder"
     if num_texts:
         return TEXT
