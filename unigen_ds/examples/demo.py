@@ -59,7 +59,6 @@ class ReportHook(Hook):
     """
 
     dataset: ClassVar[Any]
-    """The class of the demo's data."""
 
     def before_run(self, run: Run) -> None:
         self.folder(run)  # refused now, not when the training is complete

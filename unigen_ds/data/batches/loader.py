@@ -53,11 +53,8 @@ class Loading(TypedDict, total=False):
     """How batches are loaded. It changes nothing of a batch."""
 
     num_workers: int
-    """Worker processes; 0 loads in this one."""
     prefetch_factor: int | None
-    """Micro-batches that each worker keeps ready."""
     pin_memory: bool
-    """Copy batches to page-locked memory (where there is an accelerator)."""
     timeout: float
     """Seconds to wait for a worker's batch before an error; 0: for ever."""
 
@@ -119,7 +116,6 @@ class RowSource:
     datasets: Sequence[PlannedDataset]
     names: Sequence[str]
     seq_length: int
-    """Tokens of a sample at most."""
 
 
 class BatchLoader:

@@ -37,7 +37,6 @@ from unigen_ds.data.samples.sample import Array, unit_tokens
 from unigen_ds.system.files import write_text_atomic
 
 _EXAMPLES = 3
-"""Sample ids of a reason."""
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _WINDOWS = 8
 IMBALANCE = 10
@@ -58,11 +57,9 @@ class Reason:
     total: int
     """Of the source, from which ``number`` were counted."""
     ids: Sequence[str] = ()
-    """Sample ids of the first of them."""
     used: bool = True
     """Whether the run uses them, in whole or in part."""
     unit: str = "records"
-    """What is counted."""
 
     def __str__(self) -> str:
         share = 100 * self.number / max(self.total, 1)

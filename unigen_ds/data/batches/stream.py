@@ -81,7 +81,6 @@ class SequenceStream:
         self.sources = tuple(whole_of(dataset) for dataset in datasets)
         """What the draws of rows point into."""
         self.sample_length = overflow.seq_length
-        """Tokens of a sample at most."""
         self.drop_last, self.sequences_per_iteration = drop_last, sequences_per_iteration
         self.blend, self.names = blend or Blend(), source_names(datasets)
         self._tokens = [source.tokens for source in self.fitted]

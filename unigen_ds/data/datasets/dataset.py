@@ -32,7 +32,6 @@ from unigen_ds.data.sources.base import FoundRecord
 from unigen_ds.data.sources.find import default_name, open_source
 
 _LISTED = 5
-"""Images that a message lists."""
 
 
 class PlannedDataset(Protocol):
@@ -235,7 +234,6 @@ class ScannedDataset:
     weight: float | None = None
     cache_folder: Path | None = None
     unk_id: int | None = None
-    """The tokenizer's id of unknown words, if it has one."""
     first_number = 0
 
     def __len__(self) -> int:

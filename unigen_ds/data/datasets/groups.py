@@ -44,7 +44,6 @@ class Blend:
     mandatory: tuple[tuple[int, ...], ...] = ()
     """Numbers of the sources of each mandatory group."""
     names: tuple[str, ...] = ()
-    """Of the mandatory groups."""
     facts: dict[str, Any] | None = None
     """For the manifest: groups and sources as given; None: there are no groups."""
 
@@ -98,11 +97,9 @@ def blend(
     settings = {name: {"weight": float(group.weight), "mandatory": group.mandatory} for name, group in groups.items()}
     each = [[group, dataset.weight] for group, dataset in zip(of_sources, datasets, strict=True)]
     return Blend(
-        tuple(shares),
-        tuple(tuple(members[name]) for name in mandatory),
-        tuple(mandatory),
+        tuple(shares), tuple(tuple(members[name]) for name in mandatory), tuple(mandatory),
         {"groups": settings, "sources": each},
-    )
+    )  # fmt: skip
 
 
 def dataset_weights(datasets: Sequence[PlannedDataset]) -> list[float] | None:
@@ -143,11 +140,8 @@ def check_mandatory(
     title = f"the mandatory groups: {', '.join(blend.names)}"
     if not hasattr(packer, "plan_with"):
         kind = "None" if packer is None else type(packer).__name__
-        raise ConfigError(
-            f"{title} must be in every sequence, and train_dataloader.packing is {kind}",
-            allowed="a packer that knows mandatory groups",
-            remedy="packing=dict(type='BestFitPacking')",
-        )
+        problem = f"{title} must be in every sequence, and train_dataloader.packing is {kind}"
+        raise ConfigError(problem, remedy="packing=dict(type='BestFitPacking'), or another packer that knows them")
     larger = "a larger seq_length, or train_dataloader.max_sample_tokens"
     limits = [("tokens", tokens, seq_length, larger)]
     if (max_tiles := getattr(packer, "max_tiles", None)) is not None:

@@ -185,7 +185,6 @@ class StreamedShards:
         self.processor, self.settings, self._facts, self._build_options = processor, settings, tuple(facts), build
         self._layout = replace(layout, captions=layout.captions or self.listed.captions)
         self.mixed = min(settings.mixed_shards, len(self))
-        """Shards whose records are shuffled together."""
         self._recent: Recent[Index] = Recent(2 * settings.mixed_shards + 1, self._build)
         self._ahead: set[int] = set()
         self._reported: set[int] = set()

@@ -216,14 +216,12 @@ class Filtering:
     """What filters have decided: the choice of a ``Subset``."""
 
     settings: tuple[str, ...]
-    """Of the filters, in words."""
     report: Mapping[str, Any]
     """Plain numbers: records, those that each filter removes (the first one that does), and questions by rating."""
     removed: Array
     """Of each record the number of the filter that removes it, from 1; 0: none. One more than there are filters: it
     cannot be trained on (``on_record_error``)."""
     unusable: Sequence[BadRecord]
-    """Those."""
 
     def facts(self, numbers: Array) -> tuple[object, ...]:
         return _FORMAT, hashlib.blake2b(numbers.astype("<i8").tobytes(), digest_size=16).hexdigest()

@@ -152,7 +152,6 @@ class UnreadableImage(DataError):
     """A picture cannot be opened or decoded. The loader turns it into a counted skip."""
 
     path = ""
-    """The file, where it is known."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,6 @@ class ImageHeader:
     size: tuple[int, int] | None
     """(width, height), upright; None: not readable."""
     error: str = ""
-    """Why it cannot be read."""
     content: ImageContent | None = field(default=None, compare=False, repr=False)
     """What it was read from, where that was the whole file."""
 

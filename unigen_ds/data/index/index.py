@@ -58,7 +58,6 @@ need seconds."""
 _UNREADABLE = COLUMNS.index("unreadable")
 _MALFORMED = record_digest(b"", (0,) * len(COLUMNS))
 _NOTHING = (*[0] * len(COLUMNS), _MALFORMED, 0, 0)
-"""``_PLANNED`` of a malformed record."""
 _CHUNK = 1024
 _MOST_LINES = 32
 """Of ``UNUSABLE`` for a chunk: where more cannot be used, it is not a few that are wrong."""
@@ -77,14 +76,9 @@ class Index:
     digest: str
     """Of data file, processor and counts."""
     folder: Path | None
-    """Where it is cached."""
     layout: Layout
     records_digest: str
-    """Of ``records``."""
-    content: str
-    """Digest of the data files."""
     unused: Array
-    """``unused_keys`` of each record."""
     unused_texts: Array
     """Texts of each record that it has as alternatives to the one that is used."""
     lines: NDArray[np.uint8]
@@ -104,9 +98,8 @@ class Index:
         """All records that cannot be trained on; those after many without their reason."""
         known = {one.number: one for one in from_array(self.lines)}
         numbers = np.union1d(self.malformed, np.flatnonzero(self.counts.unreadable)).tolist()
-        return [
-            known.get(n) or BadRecord(n, *self.source.file_of(n), None, "as those before it", True) for n in numbers
-        ]
+        others = (BadRecord(n, *self.source.file_of(n), None, "as those before it", True) for n in numbers)
+        return [known.get(one.number, one) for one in others]
 
     def forget_mended(self, processor: ConversationProcessor) -> bool:
         """Remove the file of an earlier start that has a record as unusable which can be used now. Whether it did."""
@@ -130,8 +123,7 @@ class Index:
         row = tuple(int(getattr(counts, name)[index]) for name in COLUMNS[:NUM_DIGESTED])
         if record_digest(entry.content, row) != self.records[index]:
             raise DataError(
-                f"record {index} of data file {self.source.title} was changed during the run: it is not the one of the"
-                " index",
+                f"record {index} of data file {self.source.title} is not the one of the index: it was changed",
                 remedy="restore the file, then continue with --resume; --on-data-change continues with changed data",
             )
         return entry
@@ -193,7 +185,7 @@ class Index:
         facts = (*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *layout.facts)
         digest = fingerprint(*facts, *["image_folders"] * (source.several_folders and layout.folders))
         index = cls(
-            source, arrays["records"], counts, digest, folder, layout, of_records, content, arrays[_UNUSED_KEYS],
+            source, arrays["records"], counts, digest, folder, layout, of_records, arrays[_UNUSED_KEYS],
             arrays[_UNUSED], arrays[UNUSABLE], None if made else cache,
         )  # fmt: skip
         if on_record_error == "error" and index.malformed.size:

@@ -135,7 +135,6 @@ class GlobalOrder:
         self.mandatory = tuple(tuple(group) for group in mandatory)
         assert not self.mandatory or weights is not None, "mandatory groups have weights"
         self.epoch_size = sum(self.sizes)
-        """Draws of an epoch."""
         self.stride = self.epoch_size
         """Draws of an epoch that are made: the next epoch of a weighted order begins after them."""
         if weights is not None and rows_per_epoch is not None:

@@ -83,9 +83,7 @@ class Layout:
     """How the records of a data set are read."""
 
     image_root: Path | None = None
-    """The folder of relative image paths."""
     captions: Captions | None = None
-    """As of ``parse_record``."""
     columns: tuple[tuple[str, str], ...] = ()
     """(key of the file, key of the layout): a record's keys that have other names."""
     ratings: tuple[tuple[str, int], ...] = ()
@@ -481,7 +479,6 @@ class _Kind(NamedTuple):
     fits: Callable[[Record, Captions | None], bool]
     """Whether a record, which none of the layouts before fits, has this layout."""
     keys: Callable[[Record], Sequence[str]]
-    """The keys of which the turns are made."""
     turns: Callable[[Values], list[Turn]]
 
 

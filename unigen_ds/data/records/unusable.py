@@ -87,7 +87,6 @@ class BadRecord:
     index: int
     """In its file, from 0."""
     id: str | int | None
-    """Its own, where it has one."""
     reason: str
     """Begins with its position, as of ``FoundRecord.where``."""
     malformed: bool

@@ -30,7 +30,6 @@ from unigen_ds.data.samples.sample import Loaded, Sample, Split
 from unigen_ds.data.samples.splits import ImageKind, ImageSplit, PackedBuilder
 
 _CHANGES_NO_PLAN = ("augment", "ce_reweight", "dropout", "seed", "tokenizer", "vit_augment", "vocab_size")
-"""Attributes of a processor."""
 
 
 class BatchBuilder(Protocol):

@@ -33,7 +33,6 @@ class Tally:
 
     def __init__(self, unk_id: int | None = None) -> None:
         self.unk_id = unk_id
-        """The tokenizer's id of unknown words, if it has one."""
         self.tiles = self.image_tokens = self.text_targets = self.image_targets = self.unreadable = 0
         self.images = self.unknown = self.other_targets = 0
 
@@ -193,7 +192,6 @@ class Counts:
     text_targets: Array
     image_targets: Array
     unreadable: Array
-    """Images whose header could not be read."""
     images: Array
     """Images, readable or not; one that is seen in two ways counts twice."""
     kind: Array

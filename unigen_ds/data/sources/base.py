@@ -148,7 +148,6 @@ class RecordSource:
         self.origin = self.path
         """What the config names: of an unpacked copy the compressed file."""
         self.options: Mapping[str, Any] = {}
-        """Settings of the format, as the config has them."""
         self.unread: Sequence[str] = ()
         """What of the files is not read as records, with numbers, for the log; known after ``use``."""
         self.columns: Mapping[str, str] = {}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,11 +81,7 @@ class DataShard:
 
     def is_whole(self, file: Path) -> bool:
         """Whether ``file`` is the shard, as far as its size shows it."""
-        try:
-            status = file.stat()
-        except OSError:
-            return False
-        return stat.S_ISREG(status.st_mode) and self.size in (None, status.st_size)
+        return file.is_file() and self.size in (None, file.stat().st_size)
 
 
 class ShardList:
@@ -113,8 +108,8 @@ class ShardList:
         if whole or cls is HuggingFaceSource:
             name, revision = (whole["name"], whole["revision"]) if whole else (str(paths[0]), None)
             settings = {"revision": revision, "token": self._storage.get("token"), **options}
-            # the package makes several attempts of its own
-            urls = retry(f"listing the data set {name}", min(attempts, 2), lambda: _files_of_hub(name, **settings))
+            attempts_of_hub = min(attempts, 2)  # the package makes several attempts of its own
+            urls = retry(f"listing the data set {name}", attempts_of_hub, lambda: _files_of_hub(name, **settings))
             cls, options = None, {}
         else:
             urls = retry(f"listing {', '.join(map(str, paths))}", attempts, lambda: self._urls(paths, cls))

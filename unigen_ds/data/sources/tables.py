@@ -46,7 +46,6 @@ class ArrowSource(RecordSource):
         if not self.path.is_file():  # a pipe would be waited for
             raise DataError(f"data file {self.path} does not exist, or is not a file")
         self._table = self.path
-        """The Arrow file that is read."""
         self._stops = np.empty(0, np.int64)
         self._local = threading.local()
         """What is open: it belongs to the thread and the process that opened it, both of which plan and load."""
