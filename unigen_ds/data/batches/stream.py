@@ -134,7 +134,6 @@ class SequenceStream:
         return Phase(first_epoch, first_pass, first_sequence, order.sizes, order.weights, rows, order.mandatory)
 
     @property
-    @property
     def _first_epoch_rows(self) -> int:
         """Rows of the first epoch of the first phase: exact; an estimate where a source is streamed."""
         first = self.phases[0]

@@ -123,7 +123,8 @@ class Index:
         row = tuple(int(getattr(counts, name)[index]) for name in COLUMNS[:NUM_DIGESTED])
         if record_digest(entry.content, row) != self.records[index]:
             raise DataError(
-                f"record {index} of data file {self.source.title} is not the one of the index: it was changed",
+                f"record {index} of data file {self.source.title} was changed during the run: it is not the one of the"
+                " index",
                 remedy="restore the file, then continue with --resume; --on-data-change continues with changed data",
             )
         return entry
