@@ -127,10 +127,8 @@ class SequenceStream:
             whole = -(-order.epoch_size // number)
         rows = None if self.packer is not None else rows or whole * number
         if rows == 0:
-            raise ConfigError(
-                f"{order.epoch_size} samples do not fill one iteration of {number} sequences",
-                remedy="a smaller batch_size, more data, or drop_last=False",
-            )
+            problem = f"{order.epoch_size} samples do not fill one iteration of {number} sequences"
+            raise ConfigError(problem, remedy="a smaller batch_size, more data, or drop_last=False")
         return Phase(first_epoch, first_pass, first_sequence, order.sizes, order.weights, rows, order.mandatory)
 
     @property

@@ -215,10 +215,8 @@ class UnifiedGenerationDataset:
     def content_digests(self) -> Array:
         """[N] of each record's values, whatever the order of its keys and its white space. Cached with the index."""
         if self.shards is not None:
-            raise ConfigError(
-                f"{self.name} is streamed, and val_dataloader.split needs all its records",
-                remedy="a dataset of its own for val_dataloader",
-            )
+            problem = f"{self.name} is streamed, and val_dataloader.split needs all its records"
+            raise ConfigError(problem, remedy="a dataset of its own for val_dataloader")
         return self.index.content_digests()
 
 

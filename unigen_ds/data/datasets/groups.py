@@ -109,10 +109,8 @@ def dataset_weights(datasets: Sequence[PlannedDataset]) -> list[float] | None:
     weights = [dataset.weight for dataset in datasets if dataset.weight is not None]
     if weights and len(weights) < len(datasets):
         without = [dataset.name for dataset in datasets if dataset.weight is None]
-        raise ConfigError(
-            f"data sets without a weight beside others with one: {', '.join(without)}",
-            remedy="give all of them a weight, or none",
-        )
+        problem = f"data sets without a weight beside others with one: {', '.join(without)}"
+        raise ConfigError(problem, remedy="give all of them a weight, or none")
     for dataset in datasets:
         if dataset.weight is not None and not 0 < dataset.weight < math.inf:
             raise ConfigError(

@@ -123,10 +123,8 @@ class ShardWalk:
             if stop == start:
                 self._starts[at], empty = (start, *following), empty + 1
                 if empty > 2 * self.blocks:  # the end of a pass and the beginning of the next one may be empty
-                    raise DataError(
-                        f"none of {self.num_shards:,} shards has a record that can be used",
-                        remedy="a larger seq_length, another overflow, or weaker filters",
-                    )
+                    problem = f"none of {self.num_shards:,} shards has a record that can be used"
+                    raise DataError(problem, remedy="a larger seq_length, another overflow, or weaker filters")
                 continue
             empty = 0
             if at + 1 == len(self._starts) or self._starts[at + 1][0] > stop:
@@ -268,7 +266,5 @@ def check_streamed(datasets: Sequence[PlannedDataset], *, what: str) -> None:
     """Raise ``ConfigError`` where a data set is streamed whose records must all be known for ``what``."""
     for dataset in datasets:
         if is_streamed(dataset):
-            raise ConfigError(
-                f"{what} needs the number of all records, and {dataset.name} is streamed",
-                remedy="a data set without streaming there",
-            )
+            problem = f"{what} needs the number of all records, and {dataset.name} is streamed"
+            raise ConfigError(problem, remedy="a data set without streaming there")

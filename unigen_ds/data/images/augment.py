@@ -89,9 +89,7 @@ def apply_changes(image: Tensor, changes: Sequence[Augment], key: tuple[object, 
     for number, change in enumerate(changes):
         after = change(image, generator(*key, "augment", number))
         if after.shape != image.shape:
-            raise DataError(
-                f"{type(change).__name__} returned {tuple(after.shape)} for an image of {tuple(image.shape)}",
-                allowed="the same shape: lengths are planned before an image is read",
-            )
+            problem = f"{type(change).__name__} returned {tuple(after.shape)} for an image of {tuple(image.shape)}"
+            raise DataError(problem, allowed="the same shape: lengths are planned before an image is read")
         image = after
     return image

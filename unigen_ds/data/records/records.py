@@ -99,10 +99,8 @@ class Layout:
     def named(self, record: Record, where: object) -> Record:
         """Return ``record`` with the keys of the layouts. Raises ``DataError`` where it lacks one of ``columns``."""
         if missing := [name for name, _ in self.columns if name not in record]:
-            raise DataError(
-                f"{where}: columns names {', '.join(missing)}, and the record has: {_key_names(record)}",
-                remedy="columns={'name in the file': 'key of a layout'}",
-            )
+            problem = f"{where}: columns names {', '.join(missing)}, and the record has: {_key_names(record)}"
+            raise DataError(problem, remedy="columns={'name in the file': 'key of a layout'}")
         others = {key: value for key, value in record.items() if key not in dict(self.columns)}
         return others | {key: record[name] for name, key in self.columns}
 

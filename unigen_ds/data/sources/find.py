@@ -127,10 +127,8 @@ def one_format(paths: Sequence[Path]) -> str:
     kinds = {path: _format_of_folder(path) if path.is_dir() else known.get(suffix_of(path), JSON) for path in paths}
     if len(set(kinds.values())) > 1:
         first = ", ".join(f"{path.name}: {kind}" for path, kind in list(kinds.items())[:5])
-        raise DataError(
-            f"the files of data_path have several formats ({first})",
-            remedy="a data set for each of them: train_dataloader.dataset is a list then",
-        )
+        problem = f"the files of data_path have several formats ({first})"
+        raise DataError(problem, remedy="a data set for each of them: train_dataloader.dataset is a list then")
     return kinds[paths[0]]
 
 

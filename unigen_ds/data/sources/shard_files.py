@@ -146,10 +146,8 @@ class ShardList:
         try:
             self.index_folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DataError(
-                f"the folder {self.folder} for streamed shards cannot be made: {error.strerror}",
-                remedy="cache_dir=FOLDER of the data set: a folder that can be written",
-            ) from error
+            problem = f"the folder {self.folder} for streamed shards cannot be made: {error.strerror}"
+            raise DataError(problem, remedy="cache_dir=FOLDER of the data set: a folder that can be written") from error
 
     def _urls(self, paths: Sequence[str | Path], cls: type | None) -> list[str]:
         """Paths and urls of the files, numbers in their names by their value."""
@@ -251,10 +249,8 @@ class ShardList:
 def _files_of_hub(name: str, *, split: str | None = None, config: str | None = None, **settings: Any) -> list[str]:
     """The files of a split of what ``load_dataset`` finds by ``name``, without loading them."""
     if is_saved(Path(name)):
-        raise ConfigError(
-            f"{name} is a folder of save_to_disk, whose files are read at random",
-            remedy="leave streaming out; or name its files: data_path='FOLDER/*.arrow'",
-        )
+        problem = f"{name} is a folder of save_to_disk, whose files are read at random"
+        raise ConfigError(problem, remedy="leave streaming out; or name its files: data_path='FOLDER/*.arrow'")
     what = f"the Hugging Face data set {name!r}"
     datasets = require("datasets", what)
     settings = {key: value for key, value in settings.items() if value is not None}

@@ -226,10 +226,8 @@ class HuggingFaceSource(Joined):
         except DataError:
             raise
         except Exception as error:  # the package raises anything, also what its readers of files do
-            raise DataError(
-                f"{what} cannot be loaded: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
-                remedy=download_first(str(path)) if is_hub_name(str(path)) else None,
-            ) from error
+            problem = f"{what} cannot be loaded: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise DataError(problem, remedy=download_first(str(path)) if is_hub_name(str(path)) else None) from error
         files = [Path(file["filename"]) for file in rows.cache_files]
         number = sum(arrow.ipc.open_stream(arrow.memory_map(str(file))).read_all().num_rows for file in files)
         if not files or number != len(rows):

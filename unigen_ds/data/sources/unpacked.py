@@ -56,10 +56,8 @@ def copy_of(path: Path, folder: Path | None, *, suffix: str, size: int, write: C
     folder for it, or no space.
     """
     if folder is None:
-        raise DataError(
-            f"data file {path} must be unpacked, and its folder is not writable",
-            remedy="cache_dir=FOLDER of the data set: a folder for the unpacked copy",
-        )
+        problem = f"data file {path} must be unpacked, and its folder is not writable"
+        raise DataError(problem, remedy="cache_dir=FOLDER of the data set: a folder for the unpacked copy")
     target = folder / "unpacked" / f"{path.name}-{contents_digest([path], folder, name=path.name)[:16]}{suffix}"
     target.parent.mkdir(exist_ok=True)
     if target.exists():
