@@ -15,6 +15,8 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from rich.console import Console as RichOutput
+from rich.progress import track
 
 from unigen_ds.checks.memory.counted import Outcome, in_processes
 from unigen_ds.checks.memory.traced import PHASES, Traced, fake_group, highest, trace
@@ -164,7 +166,8 @@ def trace_engines(
 
     def run(ranks: Sequence[tuple[str, int]]) -> dict[tuple[str, int], Outcome]:
         outcomes = in_processes({one: partial(trace_rank, *one) for one in ranks}, jobs=jobs)
-        return dict(outcomes)
+        console = RichOutput(stderr=True)
+        return dict(track(outcomes, "planning", total=len(ranks), console=console, disable=not console.is_terminal))
 
     outcomes = run([(name, 0) for name in engines])
     outcomes |= run(
