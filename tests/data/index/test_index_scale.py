@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.data.support import build_index, make_processor, mixed_records, write_jsonl
-from tests.data.text.chat_support import character_tokenizer
 from tests.processes import popen
 from unigen_ds.data.cache import array_cache
 from unigen_ds.data.cache.array_cache import FOLDER
