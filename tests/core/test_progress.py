@@ -65,6 +65,12 @@ class TestDuration:
 class TestRuler:
     RULER = Ruler(BIG, 99_968)
 
+    def test_refuses(self) -> None:
+        with pytest.raises(ConfigError, match="epoch, iteration, update, sequence"):
+            self.RULER.to_sequences(1, "step")
+        with pytest.raises(ConfigError, match=r"a duration of 0 iteration\(s\)"):
+            self.RULER.duration(0, "iteration")
+
     @pytest.mark.parametrize(
         ("value", "unit", "sequences"),
         [(1, "iteration", 128), (3, "update", 768), (0.5, "epoch", 49_984), (7, "sequence", 7), (2.5, "update", 640)],

@@ -79,6 +79,33 @@ def test_roles_are_the_places_of_images() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"image_roles": ["target"]}, r"image_roles is \['target'\]. Allowed: a list of 2"),
+        ({"image_roles": ["target", "both"]}, r"image_roles\[1\] is 'both'. Allowed: 'target', 'condition', 'edited'"),
+        ({"image_roles": "target"}, "image_roles is 'target'"),
+    ],
+)
+def test_malformed_roles_are_named(change: dict[str, Any], message: str) -> None:
+    item = {"input_ids": [1, 2], "labels": [1, 2], "padded_images": torch.zeros(2, 3, 8, 8), **change}
+    with pytest.raises(DataError, match=rf"list\[0\]\.{message}"):
+        DatasetAdapter([item], make_processor()).lengths()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [([3], r"lengths\(\) has 1 values"), ([3, "4"], r"lengths\(\)\[1\] is '4'"), ([3, -1], r"lengths\(\)\[1\] is -1")],
+)
+def test_malformed_lengths_are_named(lengths: Any, message: str) -> None:
+    class Own(list[Any]):
+        def lengths(self) -> Any:
+            return lengths
+
+    with pytest.raises(DataError, match=message):
+        DatasetAdapter(Own([1, 2]), make_processor()).lengths()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"padded_image": None}, r"own\[3\] has the key 'padded_image', which.*did you mean 'padded_images'"),
         ({"input_ids": [3.7, 1.0], "labels": [1, 2]}, r"own\[3\].input_ids\[0\] is 3.7. Allowed: whole numbers"),
         ({"input_ids": [1, 5000], "labels": [1, 2]}, r"own\[3\].input_ids\[1\] is 5000. Allowed: 0 to \d+, the ids of"),
