@@ -164,8 +164,8 @@ def planned(model: str, folder: Path, *, data: str, world: int, engine: str | No
     from unigen_ds.checks.resume import as_launched
     from unigen_ds.config.overrides import with_backend
     from unigen_ds.core.errors import ConfigError
-    from unigen_ds.core.quantities import size
     from unigen_ds.runner.settings.tree import load_settings
+    from unigen_ds.system.pipes import size
 
     per_node, begun, used = min(PER_NODE, world), time.perf_counter(), sum(os.times()[:4])
     given = overrides(model, folder, data=data)

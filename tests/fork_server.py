@@ -27,7 +27,7 @@ from typing import TextIO
 PRELOADED = (
     "unigen_ds.runner", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "PIL.Image",
     "transformers.tokenization_utils_tokenizers", "transformers.models.auto.tokenization_auto",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 """What training would import sooner or later; DeepSpeed alone is 2 s of a process."""
 FILES = 3

@@ -9,8 +9,6 @@ import os
 from pathlib import Path
 
 NO_PERMISSION = "this process has no permission to mount a small disk"
-MOUNTED = "mounted.json"
-"""File in which a process that mounts for others records whether it could: true or false."""
 _MNT_DETACH = 2
 
 

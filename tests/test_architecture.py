@@ -297,7 +297,8 @@ def test_no_banned_word_occurs() -> None:
     assert not problems, "\n".join(problems)
 
 
-MOST_LINES = {"unigen_ds": 42_600, "tests": 41_100}
+_SOURCES = (".py", ".toml", ".c", ".cpp")
+MOST_LINES = {"unigen_ds": 42_000, "tests": 42_000}
 """A change of these limits, and of those below, needs a sentence in ``docs/decisions.md``."""
 MOST_ENTERED = {
     "load_config": 20,
@@ -311,7 +312,11 @@ MOST_ENTERED = {
 
 @pytest.mark.parametrize("folder", MOST_LINES)
 def test_the_size_stays(folder: str) -> None:
-    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py"))
+    lines = sum(
+        len(path.read_text(encoding="utf-8").splitlines())
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in _SOURCES
+    )
     assert lines <= MOST_LINES[folder], f"{lines} lines: delete before you add"
 
 
@@ -424,10 +429,10 @@ def test_no_optimizer_and_no_model_is_built_to_be_thrown_away(tmp_path, monkeypa
     from unigen_ds.optim import optimizer
     from unigen_ds.runner import Runner
     from unigen_ds.runner.settings.tree import Settings
-    from unigen_ds.runner.start import parts, stages
+    from unigen_ds.runner.start import build
 
     settings = Settings.from_config(text_config(tmp_path, [{"text": words(4, k)} for k in range(8)]))
-    builders = ((optimizer, "construct"), (parts, "build_model"), (stages, "build_model"))
+    builders = ((optimizer, "construct"), (build, "build_model"))
     calls = counted_calls(monkeypatch, *builders)
     Runner.from_cfg(settings).backend.close()
     assert calls == {"construct": 1, "build_model": 1}

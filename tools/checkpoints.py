@@ -32,23 +32,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     from unigen_ds.checkpoint import listing  # after parsing: --help does not wait for its imports
 
-    if arguments.action == "verify":
-        return verify(arguments.directory)
-    lines = {"list": listing.table, "show": listing.describe, "best": listing.best}[arguments.action]
-    print("\n".join(lines(arguments.directory)))
-    return 0
-
-
-def verify(directory: Path) -> int:
-    """One line for each checkpoint; 1 if any is damaged."""
-    from unigen_ds.checkpoint import listing
-
-    damaged = 0
-    for checkpoint in listing.find(directory):
-        problem = listing.problems(checkpoint)
-        damaged += problem is not None
-        print(f"{checkpoint.path.name}  {problem or 'complete, every hash agrees'}", flush=True)
-    return 1 if damaged else 0
+    if arguments.action != "verify":
+        lines = {"list": listing.table, "show": listing.describe, "best": listing.best}[arguments.action]
+        print("\n".join(lines(arguments.directory)))
+        return 0
+    problems = []
+    for checkpoint in listing.find(arguments.directory):
+        problems.append(listing.problems(checkpoint))
+        print(f"{checkpoint.path.name}  {problems[-1] or 'complete, every hash agrees'}", flush=True)
+    return 1 if any(problems) else 0
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import ConfigError, raise_any
 from unigen_ds.system.pipes import add_source, ends_quietly, tool_parser
 
 
@@ -36,12 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--generation", nargs="+", default=[], metavar="K=V",
                    help="how the model answers for metrics, as EvaluateHook.generation: max_new_tokens=128\n"
                    "temperature=0.7 top_p=0.9 seed=1 flow.num_timesteps=26 flow.text_scale=4.0")  # fmt: skip
-    p.add_argument(
-        "--max-samples",
-        type=int,
-        metavar="N",
-        help="records of each kind that the model answers, at most",
-    )
+    p.add_argument("--max-samples", type=int, metavar="N", help="records of each kind that the model answers, at most")
     p.add_argument("--batch-size", type=int, metavar="N", help="of each process; default: val_dataloader's")
     p.add_argument(
         "--seq-length", type=int, metavar="N", help="tokens of a sequence at most; default: val_dataloader's"
@@ -64,13 +59,19 @@ def main(argv: list[str] | None = None) -> int:
     arguments = p.parse_args(argv)
     if (arguments.model is None) == (arguments.compare is None):
         p.error("name a checkpoint, or two files with --compare")
-    if arguments.compare is None:
-        from unigen_ds.system import dist, log  # after parsing: --help does not wait for torch
-
-        log.setup(rank=dist.env_rank())
     if arguments.compare is not None:
         return compare(*arguments.compare)
-    return run(arguments)
+    from unigen_ds.system import dist, log  # after parsing: --help does not wait for torch
+
+    log.setup(rank=dist.env_rank())
+    dist.init()
+    failed = True
+    try:
+        status = evaluate(arguments) if arguments.lmms_tasks is None else benchmark(arguments)
+        failed = False
+    finally:
+        dist.shutdown(after_error=failed)
+    return status
 
 
 def compare(a: Path, b: Path) -> int:
@@ -83,19 +84,6 @@ def compare(a: Path, b: Path) -> int:
     for refusal in refusals:
         print(f"not compared: {refusal}", file=sys.stderr)
     return 1 if refusals else 0
-
-
-def run(arguments: argparse.Namespace) -> int:
-    from unigen_ds.system import dist
-
-    dist.init()
-    failed = True
-    try:
-        status = evaluate(arguments) if arguments.lmms_tasks is None else benchmark(arguments)
-        failed = False
-    finally:
-        dist.shutdown(after_error=failed)
-    return status
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -149,16 +137,13 @@ def benchmark(arguments: argparse.Namespace) -> int:
 
 def generation(texts: Sequence[str]) -> dict[str, Any]:
     """``max_new_tokens=9 flow.num_timesteps=4`` as a mapping. Raises ``ConfigError``."""
-    from unigen_ds.config.overrides import override_path, parse_override
+    from mmengine.config import Config
 
-    settings: dict[str, Any] = {}
-    for text in texts:
-        dotted, value = parse_override(text)
-        *parents, last = override_path(dotted)
-        if [*parents] not in ([], ["flow"]):
-            raise ConfigError(f"--generation {text}", allowed="KEY=VALUE, and flow.KEY=VALUE")
-        (settings.setdefault("flow", {}) if parents else settings)[last] = value
-    return settings
+    from unigen_ds.config.overrides import apply_overrides, parse_override, plain_values
+
+    settings = Config()
+    raise_any(apply_overrides(settings, dict(map(parse_override, texts))))
+    return dict(plain_values(settings))
 
 
 def metric(text: str) -> dict[str, Any]:

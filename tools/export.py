@@ -49,29 +49,15 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def hub_repo(arguments: argparse.Namespace) -> HubRepo | None:
-    """Where to upload; None: nowhere. Raises ``ConfigError``."""
-    if arguments.push_to_hub is not None:
-        return HubRepo(arguments.push_to_hub, private=arguments.private, revision=arguments.revision)
-    for flag, value in (("--private", arguments.private), ("--revision", arguments.revision is not None)):
-        if value:
-            raise ConfigError(f"{flag} without --push-to-hub", remedy="add --push-to-hub OWNER/NAME, or leave it out")
-    return None
-
-
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    repo = hub_repo(arguments)
-    run(arguments)
-    print(arguments.out, flush=True)
-    if repo is not None:
-        print(repo.upload(arguments.out))
-    return 0
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Write OUT."""
+    repo = None
+    if arguments.push_to_hub is not None:
+        repo = HubRepo(arguments.push_to_hub, private=arguments.private, revision=arguments.revision)
+    elif arguments.private or arguments.revision is not None:
+        flag = "--private" if arguments.private else "--revision"
+        raise ConfigError(f"{flag} without --push-to-hub", remedy="add --push-to-hub OWNER/NAME, or leave it out")
     from unigen_ds.checkpoint.convert import DTYPES  # after parsing: --help does not wait for torch
     from unigen_ds.runner.open.trained import export_checkpoint, source_of
 
@@ -86,6 +72,10 @@ def run(arguments: argparse.Namespace) -> None:
         dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
         max_shard_size=arguments.max_shard_size,
     )
+    print(arguments.out, flush=True)
+    if repo is not None:
+        print(repo.upload(arguments.out))
+    return 0
 
 
 if __name__ == "__main__":

@@ -35,9 +35,6 @@ from unigen_ds.system.files import write_atomic
 from unigen_ds.system.pipes import add_source, ends_quietly, tool_parser
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from unigen_ds.evaluation.sheet import Cell
     from unigen_ds.inference.generated import Generated
 
 RESULTS = "results.jsonl"
@@ -97,15 +94,6 @@ def add_flow(p: argparse.ArgumentParser) -> None:
                    help=f"smallest factor of that limit; default: {flow.renorm_min}")  # fmt: skip
 
 
-def flow_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings of drawing that were given. Raises ``ConfigError``."""
-    from unigen_ds.config.overrides import parse_override  # which imports torch
-
-    named = {key.removeprefix("flow."): value for key, value in vars(arguments).items() if key.startswith("flow.")}
-    FlowSettings(**named)  # before the model is read
-    return {**named, **dict(map(parse_override, arguments.flow))}
-
-
 def check(arguments: argparse.Namespace) -> None:
     """Raise ``ConfigError`` for numbers that cannot work, before the model is loaded."""
     Sampling(arguments.temperature, arguments.top_p)
@@ -119,43 +107,19 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--size with --understand, which draws nothing", remedy="leave out one of the two")
 
 
-def report_unknown(tokenizer: Any, prompt: str) -> None:
-    """Log a warning if the tokenizer does not have words of the prompt."""
-    unknown = getattr(tokenizer, "unk_id", None)
-    ids = [] if unknown is None else tokenizer.encode(prompt)
-    if number := ids.count(unknown):
-        log.logger().warning(
-            "%d of %d tokens of the prompt are words that the tokenizer does not have (<unk>)", number, len(ids)
-        )
-
-
-def requests(arguments: argparse.Namespace) -> Iterator[Prompt]:
-    """From the command line, the file, or the terminal. ``--understand`` needs none. Raises ``ConfigError``."""
-    shown = tuple(arguments.image)
-    if arguments.prompt is not None:
-        yield from (Prompt(prompt, shown) for prompt in arguments.prompt)
-    elif arguments.prompts is not None:
-        found_in = [read_prompts(path, where="--prompts") for path in arguments.prompts]  # all, before the first answer
-        yield from (replace(one, images=(*shown, *one.images)) for several in found_in for one in several)
-    else:
-        found = False
-        for prompt in _typed(arguments):
-            found = True
-            yield Prompt(prompt, shown)
-        if not found and not arguments.understand:
-            raise ConfigError("there is no prompt", remedy="--prompt TEXT, --prompts FILE, or one per line on stdin")
-        if not found:
-            yield Prompt("", shown)
-
-
-def in_advance(arguments: argparse.Namespace) -> Iterable[Prompt]:
+def requests(arguments: argparse.Namespace) -> Iterable[Prompt]:
     """The prompts of the command line or of files, all read before the model is; those of a terminal one by one.
 
     Raises ``ConfigError`` for an image that does not exist.
     """
-    if arguments.prompt is None and arguments.prompts is None:
-        return requests(arguments)
-    asked = [*requests(arguments)]
+    images = tuple(arguments.image)
+    if arguments.prompt is not None:
+        asked = [Prompt(prompt, images) for prompt in arguments.prompt]
+    elif arguments.prompts is not None:
+        prompts = [prompt for path in arguments.prompts for prompt in read_prompts(path, where="--prompts")]
+        asked = [replace(prompt, images=(*images, *prompt.images)) for prompt in prompts]
+    else:
+        return _typed(arguments, images)
     missing = list(dict.fromkeys(path for one in asked for path in map(str, one.paths) if not Path(path).is_file()))
     if missing:
         more = f", and {len(missing) - 1:,} more that do not exist" if len(missing) > 1 else ""
@@ -163,16 +127,21 @@ def in_advance(arguments: argparse.Namespace) -> Iterable[Prompt]:
     return asked
 
 
-def _typed(arguments: argparse.Namespace) -> Iterator[str]:
-    """Lines of the standard input without empty ones; nothing is read from a terminal if no prompt is needed."""
-    terminal = sys.stdin is not None and sys.stdin.isatty()
+def _typed(arguments: argparse.Namespace, images: tuple[str, ...]) -> Iterator[Prompt]:
+    """Lines of the standard input without empty ones; ``--understand`` needs none, and asks no terminal."""
+    terminal, number = sys.stdin is not None and sys.stdin.isatty(), 0
     while sys.stdin is not None and not (terminal and arguments.understand):
         try:
             prompt = input("prompt> " if terminal else "").strip()
         except EOFError:
-            return
+            break
         if prompt:
-            yield prompt
+            number += 1
+            yield Prompt(prompt, images)
+    if not number and not arguments.understand:
+        raise ConfigError("there is no prompt", remedy="--prompt TEXT, --prompts FILE, or one per line on stdin")
+    if not number:
+        yield Prompt("", images)
 
 
 class Output:
@@ -203,33 +172,26 @@ class Output:
         self.next += 1
         return row
 
-    def add_sheet(self, sheet: Image, *, first: int) -> Path:
-        """Write the contact sheet of the answers from number ``first`` on."""
-        path = self.folder / f"grid-{first:05d}.png"
-        write_atomic(path, lambda path: sheet.save(path, format="PNG"))
-        return path
-
 
 def generate(arguments: argparse.Namespace) -> None:
     check(arguments)
     import torch  # after parsing: --help and a wrong argument do not wait for torch
 
     from unigen_ds.checkpoint.convert import DTYPES
-    from unigen_ds.evaluation.sheet import contact_sheet
+    from unigen_ds.config.overrides import parse_override
+    from unigen_ds.evaluation.sheet import Cell, contact_sheet
     from unigen_ds.runner.open.trained import check_device, open_inferencer, source_of
     from unigen_ds.runner.settings.family_settings import family_of_model
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
-    flow, asked, output = flow_of(arguments), in_advance(arguments), Output(arguments.out)
+    flow = {key.removeprefix("flow."): value for key, value in vars(arguments).items() if key.startswith("flow.")}
+    FlowSettings(**flow)  # refused before the model is read
+    flow |= dict(map(parse_override, arguments.flow))
+    asked, output = requests(arguments), Output(arguments.out)
     dtype = arguments.dtype or ("fp32" if device == "cpu" else "bf16")
-    inferencer = open_inferencer(
-        arguments.model,
-        raw=arguments.raw,
-        **source_of(arguments),
-        device=device,
-        dtype=DTYPES[dtype],
-    )
+    source = source_of(arguments)
+    inferencer = open_inferencer(arguments.model, raw=arguments.raw, **source, device=device, dtype=DTYPES[dtype])
     sheet: list[Cell] = []
     first = output.next
     drawing, draws = None, "image" in getattr(inferencer, "answers", ()) and not arguments.understand
@@ -241,7 +203,12 @@ def generate(arguments: argparse.Namespace) -> None:
             log.logger().info("drawn with %s", ", ".join(f"{key} {value}" for key, value in vars(drawing).items()))
     for number, request in enumerate(each for each in asked for _ in range(arguments.samples)):
         seed = arguments.seed + number
-        report_unknown(getattr(inferencer.processor, "tokenizer", None), request.text)
+        tokenizer: Any = getattr(inferencer.processor, "tokenizer", None)
+        unknown = getattr(tokenizer, "unk_id", None)
+        ids = [] if unknown is None else tokenizer.encode(request.text)
+        if number_unknown := ids.count(unknown):
+            text = "%d of %d tokens of the prompt are words that the tokenizer does not have (<unk>)"
+            log.logger().warning(text, number_unknown, len(ids))
         made = inferencer.unified_generate(
             request.prompt,
             understand=arguments.understand,
@@ -257,14 +224,16 @@ def generate(arguments: argparse.Namespace) -> None:
         with writes(arguments.out):
             row = output.add(request, made, seed=seed)
         if arguments.grid:
-            sheet.append(cell_of(inferencer.processor, request, made))
-        print(
-            "  ".join(part for part in (row["file"] and str(arguments.out / row["file"]), row["text"]) if part),
-            flush=True,
-        )
+            images = [inferencer.processor.read_image(path) for path in request.paths]
+            text = "\n".join(line for line in (request.text, made.text and f"> {made.text}") if line)
+            sheet.append(Cell([*images, *made.images], text))
+        path = row["file"] and str(arguments.out / row["file"])
+        print("  ".join(part for part in (path, row["text"]) if part), flush=True)
     if arguments.grid:
         with writes(arguments.out):
-            print(output.add_sheet(contact_sheet(sheet, columns=arguments.columns), first=first))
+            grid = contact_sheet(sheet, columns=arguments.columns)
+            write_atomic(path := arguments.out / f"grid-{first:05d}.png", lambda path: grid.save(path, format="PNG"))
+            print(path)
 
 
 @contextmanager
@@ -276,15 +245,6 @@ def writes(folder: Path) -> Iterator[None]:
         raise UnigenError(
             f"--out {folder} cannot be written: {error}", remedy="free disk space, or choose another --out"
         ) from error
-
-
-def cell_of(processor: Any, request: Prompt, made: Generated) -> Cell:
-    """An answer with the images that were shown before the prompt."""
-    from unigen_ds.evaluation.sheet import Cell
-
-    shown = [processor.read_image(path) for path in request.paths]
-    text = "\n".join(line for line in (request.text, made.text and f"> {made.text}") if line)
-    return Cell([*shown, *made.images], text)
 
 
 @ends_quietly

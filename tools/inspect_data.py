@@ -27,7 +27,7 @@ if not __package__:
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.system.journals import read_lines, sample_digest
-from unigen_ds.system.pipes import add_config, ends_quietly, tool_parser
+from unigen_ds.system.pipes import add_config, ends_quietly, positive, tool_parser
 
 if TYPE_CHECKING:
     from unigen_ds.data.batches.stream import SequenceStream
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--sequences", type=_range, metavar="A:B", help="the sample ids of sequences A .. B-1 of the run")
     what.add_argument("--ledger", type=Path, metavar="FILE", help="check every valid line of a run's ledger.jsonl")
     p.add_argument("--html", type=Path, metavar="OUT", help="write the page; with --sequences it shows those")
-    p.add_argument("--num", type=_number, metavar="N",
+    p.add_argument("--num", type=positive, metavar="N",
                    help=f"sequences that the page shows, 1 to {MOST_SEQUENCES} (default {NUM_SEQUENCES})")  # fmt: skip
     p.add_argument("--work-dir", type=Path, metavar="DIR",
                    help="folder of the run (default: the ledger's): its newest checkpoint stores the length of an\n"
@@ -61,14 +61,11 @@ def parser() -> argparse.ArgumentParser:
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    if problem := _misused(arguments):
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
-    from unigen_ds.data.batches.statistics import describe  # after parsing: --help does not wait for torch
+    _check(arguments)
+    from unigen_ds.data.batches.statistics import derive, describe  # after parsing: --help does not wait for torch
     from unigen_ds.system.log import pending_notices
 
     config = data_sections(arguments.config, arguments.cfg_options)
-    _check_there(arguments)
     work_dir = arguments.work_dir or (arguments.ledger.parent if arguments.ledger else None)
     manifest = newest_manifest(work_dir) if work_dir else None
     settings, data = build_inspected(config, world_size=arguments.world_size, manifest=manifest)
@@ -76,11 +73,15 @@ def main(argv: list[str] | None = None) -> int:
     for text in pending_notices():
         print(f"note: {text}", file=sys.stderr)
     if arguments.html:
-        report = write_html(settings, data, arguments.html, _range_of(arguments, stream), arguments.config)
+        first = stream.phases[0].first_sequence or 0
+        sequences = arguments.sequences or (first, first + (arguments.num or NUM_SEQUENCES))
+        report = write_html(settings, data, arguments.html, sequences, arguments.config)
     elif arguments.ledger:
         report = check_ledger(stream, arguments.ledger, manifest=manifest)
     elif arguments.sequences:
-        report = list_samples(stream, *arguments.sequences)
+        rows = derive(stream, *arguments.sequences)
+        digest = sample_digest(id for row in rows for id in row)
+        report = {"sequences": [*arguments.sequences], "samples": rows, "digest": digest}
     else:
         report = {**describe(stream), "skipped_sources": [asdict(one) for one in data.skipped]}
         report["refused"] = refused(data, settings.train_dataloader.max_skipped_fraction)
@@ -95,42 +96,25 @@ def _range(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def _number(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_SEQUENCES:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: 1 to {MOST_SEQUENCES}")
-    return int(text)
-
-
-def _misused(arguments: argparse.Namespace) -> str | None:
-    """A combination of options that has no meaning."""
-    if arguments.html is None:
-        return "--num N is the number of sequences of a page: give --html OUT, too" if arguments.num else None
-    if arguments.ledger is not None:
-        return "--html and --ledger are two questions: ask one after the other"
-    if arguments.sequences is None:
-        return None
-    if arguments.num is not None:
-        return "--num and --sequences both choose the sequences of the page: give one of them"
-    first, stop = arguments.sequences
-    return None if stop - first <= MOST_SEQUENCES else f"a page shows at most {MOST_SEQUENCES} sequences"
-
-
-def _check_there(arguments: argparse.Namespace) -> None:
-    """Raise ``DataError`` where the run that is named does not exist."""
-    if arguments.ledger and not arguments.ledger.is_file():
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` for options that contradict each other, and ``DataError`` where the run does not exist."""
+    ledger, sequences, num = arguments.ledger, arguments.sequences, arguments.num
+    problem = None
+    if arguments.html is None and num:
+        problem = "--num N is the number of sequences of a page: give --html OUT, too"
+    elif arguments.html is not None and ledger is not None:
+        problem = "--html and --ledger are two questions: ask one after the other"
+    elif arguments.html is not None and sequences is not None and num is not None:
+        problem = "--num and --sequences both choose the sequences of the page: give one of them"
+    elif max(num or 0, sequences[1] - sequences[0] if arguments.html and sequences else 0) > MOST_SEQUENCES:
+        problem = f"a page shows at most {MOST_SEQUENCES} sequences"
+    if problem:
+        raise ConfigError(problem)
+    if ledger and not ledger.is_file():
         remedy = "name the ledger.jsonl of a run that trained"
-        raise DataError(f"--ledger {arguments.ledger}: there is no such file", remedy=remedy)
+        raise DataError(f"--ledger {ledger}: there is no such file", remedy=remedy)
     if arguments.work_dir and not arguments.work_dir.is_dir():
         raise DataError(f"--work-dir {arguments.work_dir}: there is no such folder", allowed="the folder of a run")
-
-
-def _range_of(arguments: argparse.Namespace, stream: SequenceStream) -> tuple[int, int]:
-    """The sequences of the page: the given ones, or the first ones of the present data."""
-    if arguments.sequences is not None:
-        sequences: tuple[int, int] = arguments.sequences
-        return sequences
-    first = stream.phases[0].first_sequence or 0
-    return first, first + (arguments.num or NUM_SEQUENCES)
 
 
 def newest_manifest(work_dir: Path) -> Manifest | None:
@@ -205,14 +189,6 @@ def write_html(settings: Settings, data: Data, out: Path, sequences: tuple[int, 
     return {"html": str(out), "sequences": [first, stop]}
 
 
-def list_samples(stream: SequenceStream, first: int, stop: int) -> dict[str, Any]:
-    """The samples of the global sequences ``first .. stop``, and the digest of all of them."""
-    from unigen_ds.data.batches.statistics import derive
-
-    rows = derive(stream, first, stop)
-    return {"sequences": [first, stop], "samples": rows, "digest": sample_digest(id for row in rows for id in row)}
-
-
 def check_ledger(stream: SequenceStream, path: Path, *, manifest: Manifest | None) -> dict[str, Any]:
     """Recompute every valid line. ``problem`` describes the first that differs, is missing or occurs twice.
 
@@ -285,26 +261,22 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
     if "html" in report:
         yield report["html"]
     elif "ledger" in report:
-        yield from _ledger_lines(report)
+        first, stop = report["sequences"]
+        what = f"{report['ledger']}: {report['updates']:,} updates, sequences {first}:{stop}"
+        if number := report["replaced"]:
+            yield f"{report['ledger']}: {number:,} updates before the data was replaced cannot be recomputed."
+        if report["agrees"]:
+            yield f"{what}, {report['samples']:,} samples: each occurs once, every digest agrees."
+            return
+        yield f"{what}. Update {report['update']}: {report['problem']}."
+        if not report["same_data"]:
+            yield "The data, processor, packing or seed is not that of the checkpoint in the ledger's folder."
     elif "digest" in report:
         first, stop = report["sequences"]
         yield from (f"{n}: {' '.join(row) or '(empty)'}" for n, row in enumerate(report["samples"], start=first))
         yield f"digest of {first}:{stop}: {report['digest']}"
     else:
         yield from _statistics_lines(report)
-
-
-def _ledger_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    first, stop = report["sequences"]
-    what = f"{report['updates']:,} updates, sequences {first}:{stop}"
-    if report["replaced"]:
-        yield f"{report['ledger']}: {report['replaced']:,} updates before the data was replaced cannot be recomputed."
-    if report["agrees"]:
-        yield f"{report['ledger']}: {what}, {report['samples']:,} samples: each occurs once, every digest agrees."
-        return
-    yield f"{report['ledger']}: {what}. Update {report['update']}: {report['problem']}."
-    if not report["same_data"]:
-        yield "The data, its processor, its packing or the seed is not that of the checkpoint in the ledger's folder."
 
 
 def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -19,9 +19,8 @@ import sys
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.quantities import positive, share, size
 from unigen_ds.system.machine import environment
-from unigen_ds.system.pipes import add_config, ends_quietly, tool_parser
+from unigen_ds.system.pipes import add_config, ends_quietly, positive, share, size, tool_parser
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,14 +63,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     with as_launched(world_size, per_node=per_node):
         settings = Settings.from_config(config)
     report = plan_memory(settings, world_size=world_size, per_node=per_node, alternatives=not arguments.only)
-    reserve = Reserve(
-        arguments.device_reserve,
-        arguments.fragmentation,
-        arguments.host_reserve,
-        arguments.device_memory,
-        arguments.host_memory,
-    )
-    values = report_values(report, reserve)
+    names = ("device_reserve", "fragmentation", "host_reserve", "device_memory", "host_memory")
+    values = report_values(report, Reserve(*(getattr(arguments, name) for name in names)))
     print(json.dumps(values, indent=1) if arguments.json else "\n".join(report_lines(values)))
     chosen = values["engines"][0]
     return 0 if chosen["problem"] is None and chosen["fits"] is not False else 1

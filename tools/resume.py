@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.checks.resume import inspect_resume  # after parsing: see train.py
+    from unigen_ds.checks.resume import inspect_resume, train_command  # after parsing: see train.py
     from unigen_ds.config.overrides import overrides_of
     from unigen_ds.resume import finding
     from unigen_ds.runner.settings.tree import load_settings
@@ -50,24 +50,17 @@ def main(argv: list[str] | None = None) -> int:
     if inspection.blocked:
         print("The resume is blocked: see above.", file=sys.stderr)
         return 3
-    if arguments.run:
-        start(arguments, str(inspection.plan.checkpoint), world_size=inspection.geometry.dp_size)
-    return 0
-
-
-def start(arguments: argparse.Namespace, checkpoint: str, *, world_size: int) -> None:
-    """Replace this process by the training."""
-    from unigen_ds.checks.resume import train_command
-
-    words = [arguments.config, "--resume", checkpoint]
+    if not arguments.run:
+        return 0
+    words = [arguments.config, "--resume", str(inspection.plan.checkpoint)]
     for flag in ("work_dir", "checkpoint_dir", "backend", "on_batch_change", "on_data_change"):
         if getattr(arguments, flag) is not None:
             words += ["--" + flag.replace("_", "-"), getattr(arguments, flag)]
     if arguments.cfg_options:
         words += ["--cfg-options", *arguments.cfg_options]
-    command = train_command(words, world_size=world_size)
+    command = train_command(words, world_size=inspection.geometry.dp_size)
     print(shlex.join(command), file=sys.stderr, flush=True)
-    os.execv(command[0], command)
+    os.execv(command[0], command)  # replaces this process by the training
 
 
 if __name__ == "__main__":

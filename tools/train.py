@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 from typing import Any
 
@@ -22,10 +21,9 @@ if not __package__:
 
 from unigen_ds.core.choices import AUTO, LAUNCHERS
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.quantities import positive
 from unigen_ds.system import machine
 from unigen_ds.system.log import quiet_libraries
-from unigen_ds.system.pipes import add_config, ends_quietly, tool_parser
+from unigen_ds.system.pipes import add_config, ends_quietly, positive, tool_parser
 
 STOPPED_BY_SIGNAL = 143
 
@@ -65,7 +63,7 @@ DRY = ("world_size", "per_node", "num_batches", "skip")
 def main(argv: list[str] | None = None) -> int:
     p = parser()
     arguments = p.parse_args(argv)
-    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    rank = machine.env_number("RANK", machine.env_number("SLURM_PROCID", 0))
     quiet_libraries(rank)
     given = [name for name in DRY if getattr(arguments, name) is not None] + ["json"] * arguments.json
     if given and not arguments.dry_run:
@@ -74,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         machine.check_versions()
     except ConfigError as error:
         reported = False
-        if not arguments.dry_run and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if not arguments.dry_run and machine.env_number("WORLD_SIZE", 1) > 1:
             with contextlib.suppress(ImportError):  # other ranks may have these packages
                 from unigen_ds.system import announced
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 
 import pytest
@@ -115,7 +114,7 @@ def test_an_update_is_torchs_own(monkeypatch):
          "weight_decay": 0.1},
         {"params": [p for n, p in twin.named_parameters() if n.startswith("last")], "lr": 1e-3, "weight_decay": 0.0},
     ]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     for number in range(3):
         result = train(backend, number)
         twin(inputs(number)).square().sum().backward()
@@ -141,21 +140,6 @@ def test_gradients_of_micro_batches_add_up(precision, rel, atol):
     assert norms[0] == pytest.approx(norms[1], rel=rel)
     for mine, theirs in zip(backend.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.allclose(mine, theirs, atol=atol)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("updates_before", [0, 2])
-def test_gradients_that_are_not_finite_change_nothing(bad, updates_before):
-    backend = make(max_norm=1.0)
-    train(backend, *range(updates_before))
-    backend.model.eval()
-    before = state(backend)
-    result = train(backend, 9, scale=bad)
-    assert result.applied is False and not math.isfinite(result.grad_norm)
-    assert_equal(state(backend), before)
-    assert all(p.grad is None for p in backend.model.parameters())
-    assert train(backend, 9).applied is True
-    assert not torch.equal(state(backend)["first.weight"], before["first.weight"])
 
 
 def test_an_absent_gradient_counts_as_zero():
@@ -305,24 +289,6 @@ def test_swapped_restores_after_an_error(error):
 
 
 # ---- save and load --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_round_trip_goes_on_to_the_last_bit(tmp_path, precision):
-    backend = make(precision=precision)
-    train(backend, 0, 1, 2, scale=1e-3)
-    assert write_state(backend, tmp_path) == "safetensors"
-    straight = [train(backend, n, scale=1e-3) for n in (3, 4)]
-
-    other = make(precision=precision, seed=1)
-    train(other, 7)  # has a state of its own, to be replaced
-    parameters = [name for name, _ in other.model.named_parameters()]
-    other.load_tensors(SafetensorsReader(tmp_path, parameters=parameters))
-    resumed = [train(other, n, scale=1e-3) for n in (3, 4)]
-    assert [float(r.grad_norm) for r in resumed] == [float(r.grad_norm) for r in straight]
-    assert_equal(state(other), state(backend))
-    if precision == "fp16":
-        assert other._scale == backend._scale
 
 
 def test_before_the_first_applied_update_there_are_no_moments(tmp_path):

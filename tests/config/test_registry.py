@@ -21,12 +21,6 @@ class Window:
         self.size, self.stride = size, stride
 
 
-@THINGS.register_module()
-class Open:
-    def __init__(self, **options: int) -> None:
-        self.options = options
-
-
 class OwnLogger(LoggerHook):
     """A user's own, unregistered."""
 
@@ -54,10 +48,6 @@ def test_any_other_class_is_itself() -> None:
     assert registered_name("mmengine.hooks.SyncBuffersHook") is registered_name("LoggerHook") is None
     with pytest.raises(ConfigError, match=r"type is 'mmengine\.hooks\.SyncBuffersHook'"):
         resolve(HOOKS, {"type": "mmengine.hooks.SyncBuffersHook"}, where="w")
-
-
-def test_any_argument_where_the_class_takes_all() -> None:
-    assert build(THINGS, {"type": "Open", "anything": 1}, where="w").options == {"anything": 1}
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ class TestGeometry:
     def test_100_000_samples_on_two_gpus(self) -> None:
         """64 x 2 accumulated twice: effective batch 256, 781 iterations an epoch, 6,248 iterations = 3,124 updates."""
         assert BIG.sequences_per_iteration == 128 and BIG.global_batch_size == 256
+        assert str(BIG) == "64 per device x 2 process(es) x 2 accumulated = 256"
+        assert Progress(sequences=15).iteration(Geometry(8)) == 1
         iterations_per_epoch = 100_000 // BIG.sequences_per_iteration
         assert iterations_per_epoch == 781
         ruler = Ruler(BIG, iterations_per_epoch * BIG.sequences_per_iteration)
@@ -35,23 +37,11 @@ class TestGeometry:
         assert end.sequences == total and end.iteration(BIG) == 6248 and end.updates == 3124
         assert Duration(total).reached(end) and not Duration(total).reached(run(BIG, 3123)[-1])
 
-    def test_text_names_all_three(self) -> None:
-        assert str(BIG) == "64 per device x 2 process(es) x 2 accumulated = 256"
-
     @pytest.mark.parametrize("value", [0, 2.0, True])
     @pytest.mark.parametrize("field", ["batch_size", "accumulative_counts", "dp_size"])
     def test_refuses(self, field: str, value) -> None:
         with pytest.raises(ConfigError, match=f"{field} is {value!r}"):
             Geometry(**{"batch_size": 1, field: value})
-
-
-class TestProgress:
-    def test_an_iteration_is_a_view(self) -> None:
-        progress = Progress(sequences=3000 * 256)
-        assert progress.iteration(Geometry(128, 1, 2)) == 3000
-        assert progress.iteration(Geometry(64, 2, 2)) == 6000
-        assert progress.iteration(Geometry(128, 1, 4)) == 1500
-        assert Progress(sequences=15).iteration(Geometry(8)) == 1
 
 
 class TestDuration:
@@ -75,6 +65,12 @@ class TestDuration:
 class TestRuler:
     RULER = Ruler(BIG, 99_968)
 
+    def test_refuses(self) -> None:
+        with pytest.raises(ConfigError, match="epoch, iteration, update, sequence"):
+            self.RULER.to_sequences(1, "step")
+        with pytest.raises(ConfigError, match=r"a duration of 0 iteration\(s\)"):
+            self.RULER.duration(0, "iteration")
+
     @pytest.mark.parametrize(
         ("value", "unit", "sequences"),
         [(1, "iteration", 128), (3, "update", 768), (0.5, "epoch", 49_984), (7, "sequence", 7), (2.5, "update", 640)],
@@ -88,9 +84,3 @@ class TestRuler:
         assert self.RULER.duration(1000, unit) == Duration(1000, unit)
         with pytest.raises(ConfigError, match=f"unit '{unit}' cannot be expressed"):
             self.RULER.to_sequences(1000, unit)
-
-    def test_refuses(self) -> None:
-        with pytest.raises(ConfigError, match="epoch, iteration, update, sequence"):
-            self.RULER.to_sequences(1, "step")
-        with pytest.raises(ConfigError, match=r"a duration of 0 iteration\(s\)"):
-            self.RULER.duration(0, "iteration")

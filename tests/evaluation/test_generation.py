@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from unigen_ds.data.samples.sample import Sample
 from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.evaluation.generation import NO_ANSWER, TOO_LONG, UNREADABLE, Records, ask, question_of
-from unigen_ds.evaluation.sheet import Cell, contact_sheet
 from unigen_ds.inference.together import AnotherRankFailed, TrainedModel
 from unigen_ds.system import dist
 
@@ -92,15 +90,3 @@ def test_a_failure_or_a_call_without_a_partner_ends_all(
     with pytest.raises(AnotherRankFailed, match=message):
         model.draw()
     assert not engine.calls and not model.shares
-
-
-def test_a_sheet_has_a_row_for_so_many_columns_and_shortens_long_texts() -> None:
-    cells = [
-        Cell([Image.new("RGB", (8, 4), "red")], "a"),
-        Cell([], "word " * 400),
-        Cell([Image.new("L", (900, 300))], ""),
-    ]
-    one, two = contact_sheet(cells, columns=1, title="t"), contact_sheet(cells, columns=2)
-    assert one.size[0] * 2 == two.size[0] and one.size[1] > two.size[1]
-    assert one.getpixel((12, 40)) == (255, 0, 0)
-    assert contact_sheet([Cell([], "x" * 5000)]).size[1] < 200

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import DataError
 from unigen_ds.examples.emoji.catalogue import OBJECTS, PEOPLE, Variant, edits, variants
 from unigen_ds.examples.emoji.dataset import LIMIT, EmojiClassifier, stored_picture, write_emoji
 from unigen_ds.examples.emoji.model import CosineAutoencoder
@@ -92,19 +92,6 @@ def lines(root: Path, name: str) -> list[str]:
 
 def conversation(line: str) -> list[str]:
     return [turn.get("content") or turn["image_path"] for turn in json.loads(line)["conversations"]]
-
-
-def test_the_files_are_the_same_each_time(root: Path, tmp_path: Path) -> None:
-    again = write_emoji(tmp_path / "emoji")
-    first, second = ({p.relative_to(r): p.read_bytes() for p in r.rglob("*") if p.is_file()} for r in (root, again))
-    assert first == second and len(first) == 240 + 6 + 2
-    assert len({content for path, content in first.items() if path.suffix == ".png"}) == 240, "no two are equal"
-    stamp = (root / "draw_train.jsonl").stat().st_mtime_ns
-    assert write_emoji(root) == root and (root / "draw_train.jsonl").stat().st_mtime_ns == stamp, "written once"
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "file").touch()
-    with pytest.raises(ConfigError, match=r"EmojiDataset\.root .* cannot be written: .* exists"):
-        write_emoji(tmp_path / "other")
 
 
 def test_the_classifier_refuses_wrong_pictures(classifier: EmojiClassifier, root: Path) -> None:

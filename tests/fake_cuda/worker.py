@@ -1,43 +1,42 @@
-"""Runs all cases, each in a process of its own: ``python -m tests.fake_cuda.worker LIBRARY OUT [CASE ...]``.
+"""Trains a case on the pretended device: ``python -m tests.fake_cuda.worker CASE OUT LIBRARY``.
 
-Imports are done once, then every case is forked: two at a time. Out: ``OUT/<case>.json`` (what the case found, or
-``{"error": traceback}``) and ``OUT/<case>.log``.
+Out: ``OUT/<case>.json``: the waits and collectives of each phase of the run, and the device and dtype of everything
+that it holds. Without ``LIBRARY``: the ordinary run whose checkpoint a ``resume`` case starts from.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import os
 import sys
-import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-AT_ONCE = 2
-PRELOADED = (
-    "unigen_ds.runner", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint",
-    "torch.testing._internal.distributed.fake_pg", "torch.nn.attention.flex_attention",
-    "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_tokenizers",
-)  # fmt: skip
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-    os.environ.pop(_name, None)
+import torch
+import torch.distributed as td
+from torch import Tensor
+from torch.distributed import device_mesh, fsdp
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import flex_attention
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.fake_cuda import cases, device
+from tests.fake_cuda.device import replaced
+from tests.fake_cuda.recorder import Recorder
+from unigen_ds.checkpoint import saver
+from unigen_ds.hooks.evaluate.ema import ema_of
+from unigen_ds.runner.loop.runner import Runner
+from unigen_ds.system import dist
+
+Found = dict[str, Any]
 
 
-def run_case(case: Any, library: Path, out: Path) -> dict[str, Any]:
-    """Train a case on the pretended device. Changes this process for good."""
-    from tests.fake_cuda import cases, device, report
-    from tests.fake_cuda.recorder import Recorder
-    from unigen_ds.runner import Runner
-    from unigen_ds.system import dist
-    from unigen_ds.system.journals import read_lines
-
+def run_case(case: cases.Case, library: Path, out: Path) -> Found:
+    """Changes this process for good."""
+    resume = {"resume": str(next((out / f"{case.name}-cpu").glob("*.pth")))} if case.kind == "resume" else {}
     if case.world > 1:
         os.environ.update(
             RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(case.world), LOCAL_WORLD_SIZE=str(case.world),
@@ -45,40 +44,32 @@ def run_case(case: Any, library: Path, out: Path) -> dict[str, Any]:
         )  # fmt: skip
     device.install(library)
     recorder = Recorder()
-    found: dict[str, Any] = {"groups": 0, "whole_parameters": []}
-    resume = {"resume": str(out / f"{case.name}-cpu" / "last")} if case.kind == "resume" else {}
+    found: Found = {"groups": 0, "whole_parameters": []}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(fake_processes(found))
-        stack.enter_context(report.sharding(found))
-        stack.enter_context(flex_stand_in(found))
-        stack.enter_context(report.saving_ends_here(found))
-        stack.enter_context(report.phases(recorder, found))
+        for replacement in (fake_processes, sharding, flex_stand_in, saving_ends_here):
+            stack.enter_context(replacement(found))
+        stack.enter_context(phases(recorder))
         stack.enter_context(recorder)
-        config = cases.config(case, out / case.name, out / "data", **resume)
-        runner = Runner.from_cfg(config, max_updates=cases.UPDATES)
+        runner = Runner.from_cfg(cases.config(case, out / case.name, out / "data", **resume), max_updates=cases.UPDATES)
         recorder.phase = "restore"
         found["restored"] = runner.progress.updates
-        with report.steps(runner):
+        with replaced(runner.backend, "step", functools.partial(step, runner, recorder, runner.backend.step)):
             runner.train()
-            found["tensors"] = report.tensors(runner)
-            found["stale"] = report.stale_masters(runner)
+            found["tensors"] = tensors(runner)
+            found["stale"] = stale_masters(runner)
     found["waits"] = [[*key, number] for key, number in sorted(recorder.waits.items())]
     found["collectives"] = [[*key, number] for key, number in sorted(recorder.collectives.items())]
     found["updates"] = runner.progress.updates
     found["fused"] = bool(runner.backend._optimizer.defaults.get("fused"))  # type: ignore[attr-defined]
-    found["lines"] = [line for line in read_lines(out / case.name / "metrics.jsonl") if "loss" in line]
-    found["log"] = (out / case.name / "train.log").read_text()
     return found
 
 
-@contextlib.contextmanager
-def fake_processes(found: dict[str, Any]) -> Iterator[None]:
-    """Process groups of torch's "fake" kind: this process is rank 0, the others are pretended."""
-    import torch.distributed as td
-    from torch.distributed import device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+# ---- what is replaced -----------------------------------------------------------------------------------------------
 
-    from tests.fake_cuda.device import replaced
+
+@contextlib.contextmanager
+def fake_processes(found: Found) -> Iterator[None]:
+    """Process groups of torch's "fake" kind: this process is rank 0, the others are pretended."""
 
     def init_process_group(backend: str, **options: Any) -> None:
         found["init_process_group"] = {"backend": backend, **{k: str(options.get(k)) for k in ("device_id", "timeout")}}
@@ -98,23 +89,35 @@ def fake_processes(found: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def flex_stand_in(found: dict[str, Any]) -> Iterator[None]:
+def sharding(found: Found) -> Iterator[None]:
+    """Note how many whole parameters are on the device when the next unit is sharded."""
+
+    def shard(module: Any, **settings: Any) -> Any:
+        whole = [p for p in module.parameters() if not isinstance(p, DTensor) and p.device.type == "cuda"]
+        found["whole_parameters"].append(len(whole))
+        return real(module, **settings)
+
+    with replaced(fsdp, "fully_shard", shard) as real:
+        yield
+
+
+class Attention(torch.autograd.Function):
+    """Of the shapes of the compiled attention."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        assert all(x.dtype == grad.dtype and x.device == grad.device for x in ctx.saved_tensors)
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+@contextlib.contextmanager
+def flex_stand_in(found: Found) -> Iterator[None]:
     """``torch.compile`` cannot finish for "cuda": the compiled attention checks its arguments and has their shapes."""
-    import torch
-    from torch.nn.attention.flex_attention import flex_attention
-
-    from tests.fake_cuda.device import replaced
-
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
-            ctx.save_for_backward(q, k, v)
-            return torch.empty_like(q)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Any) -> Any:
-            assert all(x.dtype == grad.dtype and x.device == grad.device for x in ctx.saved_tensors)
-            return tuple(map(torch.empty_like, ctx.saved_tensors))
 
     def attend(q: Any, k: Any, v: Any, *, block_mask: Any, enable_gqa: bool) -> Any:
         assert enable_gqa and q.shape[1] % k.shape[1] == 0 and q.dtype == k.dtype == v.dtype
@@ -135,62 +138,100 @@ def flex_stand_in(found: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def cpu_run(case: Any, out: Path) -> None:
-    """The ordinary run whose checkpoint a ``resume`` case starts from."""
-    from tests.fake_cuda import cases
-    from unigen_ds.runner import Runner
+@contextlib.contextmanager
+def saving_ends_here(found: Found) -> Iterator[None]:
+    """Saving ends where the shards are handed over to be written: no file gets a value of the pretended device."""
 
-    folder = out / f"{case.name}-cpu"
-    Runner.from_cfg(cases.config(case, folder, out / "data", on_cpu=True), max_updates=cases.RESUMED_AT).train()
-    name = (folder / "last_checkpoint").read_text().strip()
-    (folder / "last").symlink_to(folder / name)
+    def save(work_dir: Any, name: str, *, backend: Any, hook_shards: Any, **_: Any) -> Any:
+        found["saved"] = {
+            "masters": sorted({described(shard.data) for shard in backend.master_shards()}),
+            "hooks": {key: sorted({described(s.data) for s in shards}) for key, shards in hook_shards.items()},
+        }
+        return work_dir / name
+
+    with replaced(saver, "save", save):
+        yield
 
 
-def _child(name: str, job: Any, out: Path) -> int:
-    """Fork: the child runs ``job`` and writes what it returns."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
-        return child
-    log = os.open(out / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    try:
-        start = time.monotonic()
-        found = job() or {}
-        found["seconds"] = round(time.monotonic() - start, 1)
-    except BaseException:
-        found = {"error": traceback.format_exc()}
-    (out / f"{name}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+@contextlib.contextmanager
+def phases(recorder: Recorder) -> Iterator[None]:
+    """Name what the loop is doing: ``update 2, micro-batch 1``, ``update 2, hooks``."""
+
+    def called(self: Runner, point: str, *arguments: Any) -> None:
+        number = self.progress.updates + (0 if point == "after_update" else 1)
+        if point in ("before_update", "after_update"):
+            recorder.phase = f"update {number}, hooks"
+        elif point in ("after_train", "after_run"):
+            recorder.phase = "end"
+        elif point == "before_train_iter":
+            recorder.phase = f"update {number}, micro-batch {arguments[0]}"
+        real(self, point, *arguments)
+
+    with replaced(Runner, "_call", called) as real:
+        yield
+
+
+def step(runner: Runner, recorder: Recorder, real: Any) -> Any:
+    """The optimizer's step is a phase: ``update 2, step``."""
+    recorder.phase = f"update {runner.progress.updates + 1}, step"
+    return real()
+
+
+# ---- what a run holds -----------------------------------------------------------------------------------------------
+
+
+def described(tensor: Tensor) -> str:
+    """``cuda float32``, of the local part of a DTensor; ``pinned`` where it is page-locked."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    pinned = local.device.type == "cpu" and local.numel() > 0 and local.is_pinned()
+    return f"{local.device.type} {str(local.dtype).removeprefix('torch.')}" + " pinned" * pinned
+
+
+def tensors(runner: Runner) -> dict[str, dict[str, str]]:
+    """Device and dtype of every parameter, master, moment, step, average and buffer, by name."""
+    backend: Any = runner.backend
+    state = {
+        (kind, name): value
+        for name in backend._trainable
+        for kind, value in backend._optimizer.state[backend._masters[name]].items()
+    }
+    ema = ema_of(runner)
+    return {
+        "parameters": {name: described(p) for name, p in backend.model.named_parameters()},
+        "trainable": {name: "" for name, p in backend.model.named_parameters() if p.requires_grad},
+        "masters": {shard.name: described(shard.data) for shard in backend.master_shards()},
+        "moments": {f"{k}|{n}": described(t) for (k, n), t in state.items() if k != "step"},
+        "steps": {n: described(t) for (k, n), t in state.items() if k == "step"},
+        "ema": {shard.name: described(shard.data) for shard in ema.average.shards} if ema else {},
+        "buffers": {name: described(b) for name, b in backend.model.named_buffers()},
+        "other": {
+            f"{name}.{key}": described(value)
+            for name, module in backend.model.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, Tensor)
+        },
+    }
+
+
+def stale_masters(runner: Runner) -> int | None:
+    """Masters whose memory is no longer that which ``master_data`` collected at the start; None on the device, where
+    tensors have no address.
+    """
+    collected, now = runner.backend.master_data(), [shard.data for shard in runner.backend.master_shards()]
+    if any(tensor.device.type == "cuda" for tensor in now):
+        return None
+    return sum(a.data_ptr() != b.data_ptr() for a, b in zip(collected, now, strict=True))
 
 
 def main() -> None:
-    for name in PRELOADED:
-        importlib.import_module(name)
-    import torch
-
-    from tests.fake_cuda import cases
-
     torch.set_num_threads(1)
-    library, out, wanted = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-    cases.write_data(out / "data")
-    chosen = [case for case in cases.CASES if not wanted or case.name in wanted]
-    jobs: list[tuple[str, Any]] = [
-        (f"{case.name}-cpu", functools.partial(cpu_run, case, out)) for case in chosen if case.kind == "resume"
-    ]
-    jobs += [(case.name, functools.partial(run_case, case, library, out)) for case in chosen]
-    running: dict[int, str] = {}
-    done: set[str] = set()
-    while jobs or running:
-        ready = [job for job in jobs if not job[0].endswith("-resume") or f"{job[0]}-cpu" in done]
-        if ready and len(running) < AT_ONCE:
-            jobs.remove(ready[0])
-            running[_child(*ready[0], out)] = ready[0][0]
-        else:
-            done.add(running.pop(os.wait()[0]))
+    name, out, *library = sys.argv[1:]
+    case = next(case for case in cases.CASES if case.name == name)
+    if library:
+        (Path(out) / f"{name}.json").write_text(json.dumps(run_case(case, Path(library[0]), Path(out))))
+    else:
+        given = cases.config(case, Path(out) / f"{name}-cpu", Path(out) / "data", on_cpu=True)
+        Runner.from_cfg(given, max_updates=cases.RESUMED_AT).train()
 
 
 if __name__ == "__main__":

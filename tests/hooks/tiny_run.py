@@ -62,6 +62,7 @@ class TinyRun:
         applied: bool = True,
         scale_fell: bool = False,
         tokens: int = 100,
+        grad_norm: float = 1.5,
     ) -> UpdateResult:
         """One update, with sums ``text`` over 3 targets and ``image`` over ``image_count``."""
         first, samples = self.progress.sequences, 4
@@ -70,7 +71,7 @@ class TinyRun:
             local_sums={"text": torch.tensor(text), "image": torch.tensor(image)},
             counts={"text": 3.0, "image": image_count},
             loss_weights={"text": 1.0, "image": 0.5},
-            grad_norm=torch.tensor(1.5 if applied else float("nan")),
+            grad_norm=torch.tensor(grad_norm if applied else float("nan")),
             applied=applied,
             loss_scale=4.0 if scale_fell else None,
             scale_fell=scale_fell,

@@ -22,7 +22,7 @@ from unigen_ds.models.attention import (
     AttentionPlan,
     FlexPlan,
     SDPAPlan,
-    compile_attention,
+    compiled_attention,
     plan_attention,
     plan_full_attention,
 )
@@ -171,7 +171,7 @@ def test_the_compiled_function_serves_all_that_a_run_asks_of_it() -> None:
     variants than torch's own limit of 8, beyond which it would run uncompiled without a message.
     """
     torch._dynamo.reset()  # without this, graphs compiled by another test would be used
-    compiled = compile_attention(torch.nn.attention.flex_attention.flex_attention, backend="aot_eager")
+    compiled = compiled_attention(backend="aot_eager")
     before = counters["stats"]["unique_graphs"]
     lengths = [max(2, n % 60) for n in long_tailed(64)]
     rows = BestFitPacking().plan(lengths, [0] * len(lengths), 200, 0)

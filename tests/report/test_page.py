@@ -21,7 +21,7 @@ from tests.tiny import tiny_config
 from tools.report import main
 from unigen_ds.evaluation.provenance import REQUIRED, Result, write_results
 from unigen_ds.report.charts import MOST_POINTS, moving_average, reduce_points
-from unigen_ds.report.goodput import PARTS, spent_by_start
+from unigen_ds.report.page import PARTS, spent_by_start
 from unigen_ds.report.reading import mask_secrets, read_work_dir
 from unigen_ds.runner import Runner
 
@@ -277,44 +277,6 @@ def test_validation_metrics_and_their_provenance(runs: Runs, tmp_path: Path) -> 
     assert "step_9.json" in everything and "1.25update 6" in everything
 
 
-def test_results_of_other_processes_are_shown_once_and_by_the_rules_of_the_hook(tmp_path: Path) -> None:
-    """Logged or not yet, of every form; what the hook refused is named instead, and ``Last`` is of the last update."""
-    folder = tmp_path / "run"
-    results = folder / "eval_results" / "run"
-    results.mkdir(parents=True)
-    (folder / "evaluations").mkdir()
-    known = dict.fromkeys(REQUIRED, "known")
-    write_results(folder / "evaluations" / "20.json", [Result({"bleu": 12.5}, {**known, "metric": "BLEU 2.0"})])
-    for update, value in ((20, 0.5), (5, 0.25), (10, 0.75)):
-        given = {"global_step": update, "results": {"mm": {"average": value, "alias": "x", "huge": 10**400}}}
-        (results / f"step_{update}.json").write_text(json.dumps(given))
-    refused = {15: {"mm": 0.3}, 16: {"results": {"mm": "x"}}, 17: {"results": {"mm": 0.3}, "global_step": 1}}
-    for update, given in refused.items():
-        (results / f"step_{update}.json").write_text(json.dumps(given))
-    write_results(results / "step_30.json", [Result({"rouge": 0.25}, {**known, "metric": "ROUGE 7.0"})])
-    event = {"event": "async_evaluation"}
-    lines: list[dict[str, Any]] = [
-        {**event, "update": 20, "own/mm/average": 0.5}, {**event, "update": 5, "own/mm/average": 0.25},
-        {"event": "evaluation", "update": 20, "val/bleu": 12.5, "val/loss": 2.0},
-        {**event, "update": 30, "own/rouge": 0.25},
-    ]  # fmt: skip
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = report(folder)
-    rows = [row[:6] for row in page.tables["validation"][0][1:]]
-    assert sorted(rows) == [
-        ["own/mm/average", "3", "0.25", "0.75", "0.5", "20"], ["own/rouge", "1", "0.25", "0.25", "0.25", "30"],
-        ["val/bleu", "1", "12.5", "12.5", "12.5", "20"], ["val/loss", "1", "2", "2", "2", "20"],
-    ]  # fmt: skip
-    everything = "".join(page.texts.values())
-    for update, why in (
-        (15, 'it has no object under "results"'),
-        (16, "it has no number"),
-        (17, 'its "global_step" is 1'),
-    ):
-        assert f"step_{update}.json is not logged by AsyncEvaluateHook: {why}" in everything
-    assert "BLEU 2.0" in everything and "ROUGE 7.0" in everything and "No provenance is stored" not in everything
-
-
 def test_everything_from_files_is_escaped(runs: Runs, tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
     folder = copied(runs.killed, tmp_path / "run <b>&")
@@ -408,19 +370,6 @@ def test_goodput_of_known_events(tmp_path: Path) -> None:
     assert widths[0] == "width:42.500%" and widths[-1] == "width:18.750%"
 
 
-def test_work_is_repeated_from_any_later_start(tmp_path: Path) -> None:
-    """A third start goes back to update 2, so of the second one nothing counts, and of the first one two updates."""
-    third = {"event": "start", "update": 2, "start_up": 1.0}
-    folder = timeline(
-        tmp_path / "run", FIRST, event("time", 4, 20.0, data=4.0), SECOND, event("end", 10, 30.0, data=3.0),
-        third, event("end", 10, 16.0),
-    )  # fmt: skip
-    spent = spent_by_start(read_work_dir(folder).starts)
-    assert (spent[0].training, spent[0].data) == (8.0, 2.0)
-    assert (spent[1].training, spent[1].repeated, spent[1].start_up) == (0.0, 30.0, 5.0)
-    assert (spent[2].training, spent[2].repeated) == (16.0, 0.0)
-
-
 # ---- damage ---------------------------------------------------------------------------------------------------------
 
 DAMAGES = [
@@ -445,15 +394,16 @@ def test_damaged_and_missing_files_leave_the_rest(runs: Runs, tmp_path: Path) ->
              "best_checkpoint", "last_checkpoint", "results.json",
              "iter_12.pth/manifest.json", "iter_12.pth/hooks.json", "eval_results/1.json"]  # fmt: skip
     (folder / "eval_results").mkdir()
+    before = {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
+    for round_ in range(len(DAMAGES)):  # all files at once, each with another damage
+        for number, name in enumerate(names):
+            (folder / name).write_bytes(DAMAGES[(number + round_) % len(DAMAGES)])
+        assert report(folder).tables, round_
     for name in names:
-        before = (folder / name).read_bytes() if (folder / name).exists() else None
-        for damage in DAMAGES:
-            (folder / name).write_bytes(damage)
-            assert report(folder).tables, (name, damage)
         (folder / name).unlink()
-        assert report(folder).tables, name
-        if before is not None:
-            (folder / name).write_bytes(before)
+    assert report(folder).tables
+    for name, content in before.items():
+        (folder / name).write_bytes(content)
     lines = (folder / "metrics.jsonl").read_bytes()
     (folder / "metrics.jsonl").write_bytes(lines[:-10] + b"\n")
     (folder / "gone.png").symlink_to("nowhere")

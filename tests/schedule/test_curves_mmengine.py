@@ -175,10 +175,7 @@ def test_equal_to_mmengine(name: str) -> None:
 )
 @pytest.mark.parametrize("eta_min", [0.0, 1e-5])
 def test_warmup_and_cosine_grid(warmup: float, epoch_length: int, eta_min: float) -> None:
-    specs = [
-        epochs("LinearLR", 0, warmup, start_factor=1e-5),
-        epochs("CosineAnnealingLR", warmup, 2, eta_min=eta_min),
-    ]
+    specs = [epochs("LinearLR", 0, warmup, start_factor=1e-5), epochs("CosineAnnealingLR", warmup, 2, eta_min=eta_min)]
     run = dict(iterations=2 * epoch_length, epoch_length=epoch_length)
     assert_equal(our_run(specs, **run), mmengine_run(specs, **run))
 

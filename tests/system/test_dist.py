@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from tests.processes import run
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.system import dist
 
 CODE = """
 import atexit, threading, time
@@ -25,3 +27,9 @@ def test_one_of_several_processes_leaves_at_once(world: str, status: int, said: 
     ended = run([sys.executable, "-c", CODE], env={**os.environ, **variables}, text=True)
     assert ended.returncode == status, ended.stderr
     assert ended.stdout.split("\n") == ["registered before", ""] if world == "2" else said in ended.stdout
+
+
+def test_a_variable_of_a_launcher_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="environment variable WORLD_SIZE is 'two'"):
+        dist.env_world_size()

@@ -18,7 +18,6 @@ from unigen_ds.optim.optimizer import (
     ParamGroup,
     build_torch_optimizer,
     check_state,
-    default_fused,
     initialize_state,
     step_count,
 )
@@ -43,7 +42,8 @@ class TorchOptimizerBackend(Backend):
         self._scale: LossScale | None = LossScale(**cfg.loss_scale) if cfg.precision == "fp16" else None
         self._master_data: list[Tensor] | None = None
         self._state_checked = False
-        if cfg.fused and default_fused(cfg.type, cfg.arguments):
+        kernels = {key for key, value in cfg.arguments.items() if value is not None}
+        if cfg.type == "AdamW" and not {"fused", "foreach", "capturable", "differentiable"} & kernels:
             cfg = replace(cfg, arguments={**cfg.arguments, "fused": True})
         self._optimizer = build_torch_optimizer(cfg, [(g, [masters[name] for name in g.parameters]) for g in groups])
 

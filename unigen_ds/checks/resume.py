@@ -106,23 +106,6 @@ def train_command(arguments: Sequence[str], *, world_size: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size), *train]
 
 
-def memory_commands(arguments: Sequence[str], memory: Sequence[MemoryPlan]) -> list[str]:
-    """Each plan as a command to run: the same arguments, resumed, with the plan's keys set after the user's own.
-
-    Before the first save ``--resume`` begins as the arguments state.
-
-    Several nodes: start the same ``tools/train.py`` line by your own launcher.
-    """
-    lines = []
-    for plan in memory:
-        extra = ["--resume"] + (["--backend", plan.backend] if plan.backend else [])
-        if plan.overrides:
-            extra += ["--cfg-options", *(f"{key}={value}" for key, value in plan.overrides.items())]
-        command = train_command([*arguments, *extra], world_size=plan.geometry.dp_size)
-        lines.append(f"plan {plan.name} ({plan.words}): {shlex.join(command)}")
-    return lines
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the memory of a device or of the host ran out. On the CPU torch raises a plain ``RuntimeError``."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -137,11 +120,18 @@ def plans_of(settings: Settings, geometry: Geometry, backend: Backend) -> list[M
 
 
 def advice(config: Any, arguments: Sequence[str]) -> str:
-    """The out-of-memory plans as commands, for a run that was started with these arguments."""
+    """The out-of-memory plans as commands, for a run that was started with these arguments: the same ones, resumed,
+    with the plan's keys set after the user's own. Before the first save ``--resume`` begins as the arguments state.
+
+    Several nodes: start the same ``tools/train.py`` line by your own launcher.
+    """
     settings = Settings.from_config(config)
     backend, geometry = build_engine(settings)
-    plans = plans_of(settings, geometry, backend)
-    lines = [
-        f"Out of memory at {geometry}. Each of these resumes from the newest checkpoint at the same effective batch:"
-    ]
-    return "\n  ".join([*lines, *memory_commands(arguments, plans)])
+    text = f"Out of memory at {geometry}. Each of these resumes from the newest checkpoint at the same effective batch:"
+    for plan in plans_of(settings, geometry, backend):
+        extra = ["--resume"] + (["--backend", plan.backend] if plan.backend else [])
+        if plan.overrides:
+            extra += ["--cfg-options", *(f"{key}={value}" for key, value in plan.overrides.items())]
+        command = train_command([*arguments, *extra], world_size=plan.geometry.dp_size)
+        text += f"\n  plan {plan.name} ({plan.words}): {shlex.join(command)}"
+    return text

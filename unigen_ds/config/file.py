@@ -22,9 +22,7 @@ from unigen_ds.config.paths import PACKAGE
 from unigen_ds.core.errors import ConfigError
 
 _BASE = "_base_"
-_PLACEHOLDER = re.compile(r"\{\{\s*_base_\.(\w+)")
-_ALL_NAMES = {"globals", "locals", "vars", "eval", "exec"}
-"""A file that calls one of these may read any of its names."""
+_OF_A_BASE = re.compile(r"_base_\.(\w+)")
 
 
 class _Loader(yaml.SafeLoader):
@@ -60,10 +58,8 @@ def read_file(path: Path) -> Config:
     """The file with its bases. Raises ``ConfigError`` that names it, whatever its code raises."""
     try:
         with _mmengine():
-            try:
-                return Config.fromfile(
-                    str(path), import_custom_modules=False
-                )  # Settings imports them, by its own rules
+            try:  # Settings imports custom modules, by its own rules
+                return Config.fromfile(str(path), import_custom_modules=False)
             except RuntimeError as error:
                 if str(error):
                     raise
@@ -82,64 +78,45 @@ def read_file(path: Path) -> Config:
 
 
 def unread_names(path: Path) -> set[str]:
-    """Names that a config file or one of its bases assigns to and nothing reads.
-
-    A name of a base counts as read where a file has ``_base_.name``. In YAML and JSON nothing can read a name.
+    """Names that a config file or one of its bases assigns to, which neither this file nor ``_base_.name`` reads. In
+    YAML and JSON nothing else can read a name.
     """
     unread, read_of_bases = set[str](), set[str]()
     for file in with_bases(path):
+        text = file.read_text(encoding="utf-8")
+        read_of_bases |= {*_OF_A_BASE.findall(text)}
         if file.suffix != ".py":
             unread |= {*_values(file)}
             continue
-        text = file.read_text(encoding="utf-8")
         nodes = [*ast.walk(ast.parse(text))]
         names = [node for node in nodes if isinstance(node, ast.Name)]
         read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
-        unread |= {node.id for node in names} - read if not read & _ALL_NAMES else set()
-        read_of_bases |= {*_PLACEHOLDER.findall(text)}
-        attributes = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
-        read_of_bases |= {
-            node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == _BASE
-        }
+        unread |= {node.id for node in names} - read
         if any(isinstance(node, ast.With) for node in nodes):  # mmengine's lazy style: a base's names are this file's
             read_of_bases |= read
-    return unread - read_of_bases - {_BASE}
+    return unread - read_of_bases
 
 
 def with_bases(path: Path) -> list[Path]:
-    """A config file and all files below it, each once."""
-    files = {path: None}
-    for base in bases_of(path):
-        files |= dict.fromkeys(with_bases(base))
-    return [*files]
-
-
-def bases_of(path: Path) -> list[Path]:
-    """The files that a config file names as its bases, as far as that can be read without executing it."""
+    """A config file and all files below it, each once, as far as that can be read without executing any."""
+    names: Any = ()
     if path.suffix == ".py":
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        bases = [base for node in ast.walk(tree) for base in _bases_in(node, path.parent)]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == _BASE:
+                with suppress(ValueError):  # computed
+                    names = ast.literal_eval(node.value)
+            elif isinstance(node, ast.With):  # mmengine's lazy style: ``with read_base(): from .base import *``
+                imports = [one for one in node.body if isinstance(one, ast.ImportFrom) and one.level]
+                names = ["../" * (one.level - 1) + f"{one.module or ''}".replace(".", "/") + ".py" for one in imports]
     else:
-        bases = _paths(_values(path).get(_BASE) or (), path.parent)
-    return [base for base in bases if base.is_file()]
+        names = _values(path).get(_BASE) or ()
+    files = {path: None}
+    for name in [names] if isinstance(names, str) else names:
+        if (base := path.parent / Path(name).expanduser()).is_file():
+            files |= dict.fromkeys(with_bases(base))
+    return [*files]
 
 
 def _values(path: Path) -> dict[str, Any]:
     with _mmengine():
         return dict(load(str(path)))
-
-
-def _bases_in(node: ast.AST, folder: Path) -> list[Path]:
-    """The files that ``_base_ = ...`` names as text, or that are imported ``with read_base()``."""
-    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == _BASE:
-        with suppress(ValueError):
-            return _paths(ast.literal_eval(node.value), folder)
-    if isinstance(node, ast.With):
-        imports = [inner for inner in node.body if isinstance(inner, ast.ImportFrom) and inner.level]
-        above = [folder, *folder.parents]
-        return [above[one.level - 1] / ((one.module or "").replace(".", "/") + ".py") for one in imports]
-    return []
-
-
-def _paths(names: Any, folder: Path) -> list[Path]:
-    return [folder / Path(name).expanduser() for name in ([names] if isinstance(names, str) else names)]

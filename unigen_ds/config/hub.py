@@ -83,14 +83,15 @@ class HubRepo:
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-        allowed = "OWNER/NAME with letters, digits, '-', '_' and '.'"
+        owner, _, name = self.name.partition("/")
+        problem = "" if owner and name else "its owner is missing"
         try:
             validate_repo_id(self.name)
         except HFValidationError as error:
-            raise ConfigError(f"{self.name!r} is no repository of the hub: {error}", allowed=allowed) from error
-        owner, _, name = self.name.partition("/")
-        if not (owner and name):
-            raise ConfigError(f"{self.name!r} is no repository of the hub: its owner is missing", allowed=allowed)
+            problem = str(error)
+        if problem:
+            allowed = "OWNER/NAME with letters, digits, '-', '_' and '.'"
+            raise ConfigError(f"{self.name!r} is no repository of the hub: {problem}", allowed=allowed)
         if self.revision is not None and (not self.revision or any(c.isspace() for c in self.revision)):
             raise ConfigError(f"{self.revision!r} is no revision of {self.name}", allowed="the name of a branch")
 

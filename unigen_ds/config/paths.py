@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,23 @@ def expand(path: str, *, where: str) -> str:
     return expanded
 
 
-def expand_paths(config: Any, *, where: str = "", is_path: bool = False) -> None:
-    """``expand`` every path of a config, in place; nothing else does."""
-    pairs = config.items() if hasattr(config, "items") else enumerate(config)
-    for key, value in [*pairs]:
-        name = f"{where}.{key}" if where else str(key)
-        path = is_path or key in PATH_KEYS
+def paths_in(
+    config: Any, keys: Collection[str] = PATH_KEYS, *, where: str = "", is_path: bool = False
+) -> Iterator[tuple[Any, Any, str]]:
+    """(mapping or list, its key, dotted name) of every text below one of ``keys``, at any depth."""
+    for key, value in [*(config.items() if hasattr(config, "items") else enumerate(config))]:
+        name, below = f"{where}.{key}" if where else str(key), is_path or key in keys
         if isinstance(value, (Mapping, list, tuple)):
-            expand_paths(value, where=name, is_path=path)
-        elif path and isinstance(value, str) and not isinstance(config, tuple):
-            config[key] = expand(value, where=name)
+            yield from paths_in(value, keys, where=name, is_path=below)
+        elif below and isinstance(value, str):
+            yield config, key, name
+
+
+def expand_paths(config: Any) -> None:
+    """``expand`` every path of a config, in place; nothing else does."""
+    for node, key, name in paths_in(config):
+        if not isinstance(node, tuple):
+            node[key] = expand(node[key], where=name)
 
 
 def is_hub_name(path: str) -> bool:
@@ -66,11 +73,5 @@ def tool(name: str) -> list[str]:
 
 def ds_configs_dir() -> Path:
     """The folder of the shipped DeepSpeed configs (``zero2.json`` and others)."""
-    candidates = (PACKAGE / "ds_configs", PACKAGE.parent / "ds_configs")
-    for folder in candidates:
-        if any(folder.glob("*.json")):
-            return folder
-    raise ConfigError(
-        "the shipped DeepSpeed configs were not found in " + " or ".join(map(str, candidates)),
-        remedy="re-install unigen_ds, or give the path of a JSON file",
-    )
+    of_wheel = PACKAGE / "ds_configs"
+    return of_wheel if of_wheel.is_dir() else PACKAGE.parent / "ds_configs"

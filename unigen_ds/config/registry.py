@@ -47,24 +47,18 @@ REGISTRIES = (
     MODELS, FAMILIES, AUTOENCODERS, TOKENIZERS, DATASETS, PACKERS, TRANSFORMS, CURVES, HOOKS, WRITERS, BACKENDS,
     OPTIMIZERS, LAYOUTS, METRICS, SOURCES, FILTERS, RESUME_CHECKS, DRY_RUN_CHECKS, FOREIGN_STATES,
 )  # fmt: skip
-_TRANSFORMERS_TOKENIZER = "dict(type='PretrainedTokenizer', path='DIR'), or ChatTokenizer for a VLM"
-_INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
-    MODELS: (("forward",), "a torch.nn.Module that returns LossTerms, or dict(type='DecoderLM', pretrained='DIR')"),
-    AUTOENCODERS: (("encode",), "a torch.nn.Module with encode(images, noise), and decode(latents) to draw"),
-    TOKENIZERS: (("encode", "decode"), _TRANSFORMERS_TOKENIZER),
-    DATASETS: (("lengths", "sample"), "a class with lengths() and sample(index); dict(type='DatasetAdapter', "
-                                      "dataset=dict(type=...)) wraps a map-style data set"),
-    SOURCES: (("scan", "use", "read"), "a subclass of unigen_ds.data.sources.base.RecordSource"),
-    FILTERS: (("keeps",), "a subclass of unigen_ds.data.datasets.filters.RecordFilter"),
-    PACKERS: (("plan",), "a class with plan(lengths, tiles, seq_length, key)"),
-    CURVES: (("place", "evaluate"), "a subclass of unigen_ds.schedule.curves.Curve"),
-    HOOKS: (("after_update", "load_shards"), "a subclass of unigen_ds.hooks.base.Hook"),
-    WRITERS: (("open", "write", "close"), "a subclass of unigen_ds.tracking.writer.Writer"),
-    BACKENDS: (("prepare", "load_tensors"), "a subclass of unigen_ds.backends.base.Backend"),
-    OPTIMIZERS: (("step", "add_param_group"), "a subclass of torch.optim.Optimizer that declares element_wise"),
-    METRICS: (("update", "compute"), "a subclass of unigen_ds.evaluation.metrics.Metric"),
+_METHODS: dict[Registry, tuple[str, ...]] = {
+    MODELS: ("forward",), AUTOENCODERS: ("encode",), TOKENIZERS: ("encode", "decode"), DATASETS: ("lengths", "sample"),
+    SOURCES: ("scan", "use", "read"), FILTERS: ("keeps",), PACKERS: ("plan",), CURVES: ("place", "evaluate"),
+    HOOKS: ("after_update", "load_shards"), WRITERS: ("open", "write", "close"), BACKENDS: ("prepare", "load_tensors"),
+    OPTIMIZERS: ("step", "add_param_group"), METRICS: ("update", "compute"),
 }  # fmt: skip
-"""Methods that a class of each kind has, checked before anything of it is called, and what to write instead."""
+"""Methods that a class of each kind has, checked before anything of it is called."""
+_INSTEAD = {
+    TOKENIZERS: "write dict(type='PretrainedTokenizer', path='DIR'), or ChatTokenizer for a VLM",
+    DATASETS: "dict(type='DatasetAdapter', dataset=dict(type=...)) wraps a map-style data set",
+}
+"""What to write in place of a class of another library."""
 FOREIGN = ("mmengine", "xtuner")
 """Packages whose classes are replaced by ours of the same name: their configs import them."""
 
@@ -107,14 +101,13 @@ def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
             allowed = f"--backend {BACKEND_WORDS}" if registry is BACKENDS else None
             remedy = nearest(kind, [*registry.module_dict, *own])
             raise ConfigError(f"{where}.type is {kind!r}", allowed=allowed, remedy=remedy)
-    methods, instead = _INTERFACES.get(registry, ((), "a registered name or a class"))
-    cls = cls or kind
+    cls, remedy = cls or kind, _INSTEAD.get(registry, "docs/extending.md has what a class of each kind defines")
     if not isinstance(cls, type):
         what = f"the function {_path(cls)}, which is not called" if callable(cls) else repr(cls)
-        raise ConfigError(f"{where}.type is {what}", allowed="a registered name or a class", remedy=f"write {instead}")
-    missing = [name for name in methods if not hasattr(cls, name)]
+        raise ConfigError(f"{where}.type is {what}", allowed="a registered name or a class", remedy=remedy)
+    missing = [name for name in _METHODS.get(registry, ()) if not hasattr(cls, name)]
     if missing:
-        raise ConfigError(f"{where}.type is {_path(cls)}, which has no {', '.join(missing)}", remedy=f"write {instead}")
+        raise ConfigError(f"{where}.type is {_path(cls)}, which has no {', '.join(missing)}", remedy=remedy)
     return cls
 
 

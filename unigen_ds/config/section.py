@@ -255,9 +255,11 @@ def section_of(info: FieldInfo) -> type[Section] | None:
 
 def keys(section: type[Section]) -> dict[str, Any]:
     """The keys of a section: those below it where a key is a section itself, else None."""
-    closed = {name: inner for name, info in section.model_fields.items() if (inner := section_of(info))}
-    closed = {name: inner for name, inner in closed.items() if inner.model_config.get("extra") == "forbid"}
-    return {name: keys(closed[name]) if name in closed else None for name in section.model_fields}
+    names = dict[str, Any].fromkeys(section.model_fields)
+    for name, info in section.model_fields.items():
+        if (inner := section_of(info)) and inner.model_config.get("extra") == "forbid":
+            names[name] = keys(inner)
+    return names
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------

@@ -18,16 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, Predicate
-from pydantic import (
-    AfterValidator,
-    AllowInfNan,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    InstanceOf,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, InstanceOf, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 _WORDS = {
@@ -42,23 +33,15 @@ class Allowed(str):
     """Metadata of a field: what is allowed, in words, where its hint does not state it."""
 
 
-def _not_nan(value: float) -> float:
-    if math.isnan(value):
-        raise ValueError("not a number")
-    return value
-
-
 def as_tuple(value: Any) -> Any:
     """A list as a tuple; everything else as it is."""
     return tuple(value) if isinstance(value, list) else value
 
 
-Number = Annotated[float, AfterValidator(_not_nan)]
-"""A number of a section; a whole one is one, too."""
-
-
 Rule = Predicate
 """Metadata of a hint: a function of the value that is true where it is allowed. With ``Allowed``."""
+Number = Annotated[float, Rule(lambda value: not math.isnan(value))]
+"""A number of a section; a whole one is one, too."""
 Share = Annotated[float, Ge(0), Le(1)]
 NotNegative = Annotated[float, Ge(0), AllowInfNan(False)]
 

@@ -102,19 +102,14 @@ class UnknownKey(ConfigError):
         super().__init__(problem or f"unknown config key {self.path!r}", remedy=self.hint or valid_names(valid))
 
 
-def several(errors: Sequence[ConfigError]) -> ConfigError:
-    """One error for all of ``errors``, a line for each."""
-    if len(errors) == 1:
-        return errors[0]
-    combined = ConfigError(f"{len(errors)} problems in the config:\n  " + "\n  ".join(map(str, errors)))
-    combined.parts = errors
-    return combined
-
-
 def raise_any(errors: Sequence[ConfigError]) -> None:
-    """Raise ``several(errors)`` where there are any."""
+    """Raise one error for all of ``errors``, a line for each, where there are any."""
+    if len(errors) == 1:
+        raise errors[0]
     if errors:
-        raise several(errors) from errors[0].__cause__
+        combined = ConfigError(f"{len(errors)} problems in the config:\n  " + "\n  ".join(map(str, errors)))
+        combined.parts = errors
+        raise combined from errors[0].__cause__
 
 
 def close(name: str, valid: Iterable[str], *, cutoff: float = 0.7) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from unigen_ds.core.errors import CheckpointError
 
 
 def as_text(value: Any) -> Any:
-    """A value that JSON does not have, by its text: how a manifest keeps a config."""
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    """A value that JSON does not have, by its text without an address: how a manifest keeps a config."""
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return value if plain else re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def by_name(value: Any) -> Any:

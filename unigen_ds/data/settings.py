@@ -82,20 +82,16 @@ class TrainDataloader(Section):
     @model_validator(mode="after")
     def _check_size(self) -> TrainDataloader:
         if self.batch_size is None and self.global_batch_size is None:
-            allowed = "sequences per device per iteration"
-            raise ConfigError("train_dataloader has no batch_size", allowed=allowed)
+            raise ConfigError("train_dataloader has no batch_size", allowed="sequences per device per iteration")
         if self.max_sample_tokens is not None and self.max_sample_tokens > self.seq_length:
-            raise ConfigError(
-                f"train_dataloader.max_sample_tokens is {self.max_sample_tokens}",
-                allowed=f"at most seq_length, {self.seq_length}",
-            )
+            problem = f"train_dataloader.max_sample_tokens is {self.max_sample_tokens}"
+            raise ConfigError(problem, allowed=f"at most seq_length, {self.seq_length}")
         return self
 
 
 class ValDataloader(Section):
-    """What is evaluated on: records of its own, or a share of the training records. One sample a sequence.
-
-    A config may have several such sections by name instead of one: ``sets`` has them.
+    """What is evaluated on: records of its own, or a share of the training records. One sample a sequence. A config may
+    have several such sections by name instead of one: ``sets`` has them.
     """
 
     dataset: Annotated[tuple[Source, ...], LISTED] = Field(

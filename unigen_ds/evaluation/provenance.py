@@ -7,14 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.system.files import write_text_atomic
 
-FORMAT = 1
 REQUIRED = ("metric", "version", "settings", "resize", "precision", "seed", "model", "num_samples", "checkpoint")
 """Of every stored provenance."""
 COMPARED = "checkpoint"
@@ -30,18 +29,6 @@ class Result:
     provenance: Mapping[str, str]
     """``REQUIRED``, and what else the metric and its caller record."""
 
-    def with_prefix(self, set_name: str) -> Result:
-        """The same, with ``set_name`` before all names: of one of several sets of validation data."""
-        return Result(
-            {f"{set_name}{name}": value for name, value in self.values.items()},
-            {**self.provenance, "metric": f"{set_name}{self.provenance['metric']}"},
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values; a number that is not finite is null, which JSON has."""
-        values = {name: float(value) if math.isfinite(value) else None for name, value in self.values.items()}
-        return {"values": values, "provenance": dict(self.provenance)}
-
 
 class _StoredResult(BaseModel, strict=True):
     values: dict[str, float | None]
@@ -54,9 +41,15 @@ class _StoredFile(BaseModel, strict=True):
 
 
 def write_results(path: Path, results: Sequence[Result]) -> None:
-    """Store results in one file, completely or not at all."""
-    content = {"format": FORMAT, "results": [result.as_json() for result in results]}
-    write_text_atomic(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    """Store results in one file, completely or not at all. A number that is not finite is null, which JSON has."""
+    stored = [
+        {
+            "values": {name: float(value) if math.isfinite(value) else None for name, value in result.values.items()},
+            "provenance": dict(result.provenance),
+        }
+        for result in results
+    ]
+    write_text_atomic(path, json.dumps({"format": 1, "results": stored}, indent=1, allow_nan=False) + "\n")
 
 
 def read_results(path: Path) -> list[Result]:

@@ -131,8 +131,8 @@ def evaluate(
         for validation in sets:
             own = of_set(validation, metrics)
             values = validation.losses(backend, max_batches=max_batches)
-            provenance = _loss_provenance(validation, max_batches=max_batches, checkpoint=checkpoint,
-                                          precision=str((made_by or {}).get("precision")))  # fmt: skip
+            provenance = loss_provenance(validation, max_batches=max_batches, checkpoint=checkpoint,
+                                         precision=str((made_by or {}).get("precision")))  # fmt: skip
             num_samples += int(provenance["num_samples"])
             results.append(Result(values, provenance))
             limit = max_samples
@@ -160,7 +160,9 @@ def evaluate(
                     result = _score(metric, replies[metric.predicts], checkpoint=checkpoint,
                                     made_by={**answering.facts(), **(made_by or {})})  # fmt: skip
                 if isinstance(result, Result):
-                    results.append(result.with_prefix(validation.own))
+                    own_values = {f"{validation.own}{name}": value for name, value in result.values.items()}
+                    own_metric = f"{validation.own}{result.provenance['metric']}"
+                    results.append(Result(own_values, {**result.provenance, "metric": own_metric}))
                     continue
                 failed[f"{validation.own}{metric.name}"] = result
                 if dist.is_main():
@@ -168,9 +170,10 @@ def evaluate(
     return Evaluation(results, failed, num_samples)
 
 
-def _loss_provenance(
+def loss_provenance(
     validation: Validation, *, max_batches: int | None, checkpoint: str, precision: str
 ) -> dict[str, str]:
+    """Where ``val/loss`` of a set and its parts come from; ``max_batches`` as of ``Validation.losses``."""
     data = validation.data
     settings = {"loss_weights": dict(validation.loss_weights), "max_batches": max_batches,
                 "seq_length": data.seq_length}  # fmt: skip
@@ -188,29 +191,6 @@ def _loss_provenance(
         "samples": sample_digest([*chosen, *(source.fingerprint for source in data.sources)]),
         "checkpoint": checkpoint,
     }
-
-
-def provenance_of(
-    name: str,
-    validation: Validation,
-    metrics: Sequence[Metric],
-    *,
-    max_batches: int | None,
-    max_samples: int | None,
-    answering: Answering,
-    made_by: Mapping[str, str],
-) -> dict[str, str]:
-    """Where the values ``name`` of all evaluations of a run come from, known before the first: values of two runs are
-    alike where ``unlike`` finds no difference. Rank 0.
-    """
-    losses = _loss_provenance(validation, max_batches=max_batches, checkpoint="", precision=made_by["precision"])
-    own = name.removeprefix(f"val/{validation.own}")
-    candidates = [metric for metric in of_set(validation, metrics) if own.startswith(metric.name)]
-    if not candidates:
-        return {**losses, **made_by}
-    metric = max(candidates, key=lambda one: len(one.name))
-    data = {key: losses[key] for key in ("num_samples", "samples")}
-    return {**metric.provenance, **data, **answering.facts(), "max_samples": str(max_samples), **made_by}
 
 
 def _kinds(metrics: Sequence[Metric]) -> dict[Kind, str]:

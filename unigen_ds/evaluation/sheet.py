@@ -53,9 +53,7 @@ def contact_sheet(
 
 
 def _draw_cell(cell: Cell, font: Any, width: int, side: int) -> Image.Image:
-    """A cell with what is free around its parts, without its frame. A small picture is scaled by a whole factor; a text
-    is wrapped into at most ``_LINES`` lines, and words that are too long are broken.
-    """
+    """A cell without its frame. A small picture is scaled by a whole factor; long words of the text are broken."""
     pictures = []
     for picture in cell.pictures:
         scale = side / max(picture.size)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from unigen_ds.backends.base import Backend
@@ -86,36 +86,27 @@ class Validation:
 @contextmanager
 def evaluating(backend: Backend) -> Iterator[None]:
     """Inside, the model computes without gradients and dropout, with the running statistics that a checkpoint would
-    store. Afterwards each module is in its mode again, and torch, numpy and Python draw the numbers that they would
-    have drawn. Collective.
+    store: rank 0's. Afterwards each module is in its mode again, and torch, numpy and Python draw the numbers that they
+    would have drawn. Collective.
     """
-    modes = [(module, module.training) for module in backend.model.modules()]
+    modules = [*backend.model.modules()]
+    modes, statistics = [module.training for module in modules], list[Tensor]()
+    if dist.world_size() > 1:
+        norms = [each for each in modules if isinstance(each, _NormBase) and each.track_running_stats]
+        statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+    own = [buffer.clone() for buffer in statistics]
     with kept_generators():
         backend.model.eval()
         try:
-            with torch.no_grad(), _stored_statistics(backend.model):
+            with torch.no_grad():
+                if statistics:  # each rank's own differ, because each saw other data
+                    of_main = dist.broadcast_object([buffer.cpu() for buffer in statistics])
+                    for buffer, value in zip(statistics, of_main, strict=True):
+                        buffer.copy_(value)
                 yield
         finally:
-            for module, training in modes:
+            for module, training in zip(modules, modes, strict=True):
                 module.training = training
-
-
-@contextmanager
-def _stored_statistics(model: nn.Module) -> Iterator[None]:
-    """Inside, running statistics (BatchNorm) are rank 0's on every rank, as a checkpoint stores them. Collective.
-
-    Each rank's own differ, because each saw other data; with them the losses would not be those after a resume.
-    """
-    parts = [part for part in model.modules() if isinstance(part, _NormBase) and part.track_running_stats]
-    own = [buffer for part in parts for buffer in part.buffers(recurse=False)]
-    if not own or dist.world_size() == 1:
-        yield
-        return
-    former = [buffer.clone() for buffer in own]
-    for buffer, value in zip(own, dist.broadcast_object([buffer.cpu() for buffer in own]), strict=True):
-        buffer.copy_(value)
-    try:
-        yield
-    finally:
-        for buffer, value in zip(own, former, strict=True):
-            buffer.copy_(value)
+            with torch.no_grad():
+                for buffer, value in zip(statistics, own, strict=True):
+                    buffer.copy_(value)

@@ -21,10 +21,9 @@ _MARKER = "complete"
 
 
 def prepare(root: Path, write: Callable[[Path], None], *, argument: str) -> Path:
-    """Call ``write`` with a folder that becomes ``root``, unless ``root`` is there; returns ``root``.
-
-    The folder appears complete or not at all, and where several processes start together the first one succeeds.
-    Raises ``ConfigError`` that names ``argument`` where ``root`` holds something else.
+    """Call ``write`` with a folder that becomes ``root``, unless ``root`` is there; returns ``root``. The folder
+    appears complete or not at all, and where several processes start together the first one succeeds. Raises
+    ``ConfigError`` that names ``argument`` where ``root`` holds something else.
     """
     marker = root / _MARKER
     if not marker.exists():
@@ -60,7 +59,6 @@ class ReportHook(Hook):
     """
 
     dataset: ClassVar[Any]
-    """The class of the demo's data."""
 
     def before_run(self, run: Run) -> None:
         self.folder(run)  # refused now, not when the training is complete
@@ -69,9 +67,7 @@ class ReportHook(Hook):
         """The folder of the demo's files. Raises ``ConfigError`` where the run has none of the demo's data."""
         roots: list[Path] = [dataset.root for dataset in run.datasets if isinstance(dataset, self.dataset)]
         if not roots:
-            raise ConfigError(
-                f"{type(self).__name__} measures what a {self.dataset.__name__} teaches, and there is none"
-            )
+            raise ConfigError(f"{type(self).__name__} needs a data set of type {self.dataset.__name__}")
         return roots[0]
 
     def after_run(self, run: Run) -> None:

@@ -166,19 +166,18 @@ class Draft:
         def quote(line: str) -> str:
             return _plain(line).replace("\\", "\\\\").replace('"""', "'''")
 
-        lines = [
-            f'"""{quote(self.what)}, translated by tools/migrate.py. Train with it:',
-            "",
-            f"    {quote(start)}",
-            "",
-        ]
-        lines += [line for note in self.notes for line in _wrap(f"* {quote(note)}", following="  ")]
+        def wrap(line: str, following: str) -> list[str]:
+            return textwrap.wrap(line, 110, subsequent_indent=following, break_long_words=False, break_on_hyphens=False)
+
+        title = f'"""{quote(self.what)}, translated by tools/migrate.py. Train with it:'
+        lines = [title, "", f"    {quote(start)}", ""]
+        lines += [line for note in self.notes for line in wrap(f"* {quote(note)}", "  ")]
         lines += ['"""', ""]
         if self.omissions:
             lines += [f"# NOT CARRIED OVER ({len(self.omissions)}):"]
             for source, why in self.omissions:
-                lines += _wrap(f"# {_plain(source)}", following="#   ")
-                lines += _wrap(f"#     {_plain(why)}", following="#     ")
+                lines += wrap(f"# {_plain(source)}", "#   ")
+                lines += wrap(f"#     {_plain(why)}", "#     ")
             lines += [""]
         for key in sorted(self.values, key=lambda key: SECTIONS.index(key) if key in SECTIONS else len(SECTIONS)):
             lines.append(f"{key} = {python_text(self.values[key])}")
@@ -194,7 +193,3 @@ def assignment(path: str, value: Any) -> str:
 def _plain(line: str) -> str:
     """One line."""
     return " ".join(line.split()).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
-
-
-def _wrap(line: str, *, following: str) -> list[str]:
-    return textwrap.wrap(line, 110, subsequent_indent=following, break_long_words=False, break_on_hyphens=False)

@@ -325,16 +325,6 @@ def train_flags(command: Command) -> Draft:
     longest = "train_dataloader.max_sample_tokens"
     if (draft.get(longest) or 0) > draft.get("train_dataloader.seq_length"):
         draft.drop(longest, "a sample has at most the tokens of a sequence: seq_length is smaller")
-    _nanovlm_data(draft)
-    _nanovlm_hooks(draft)
-    return draft.finish({
-        "val_size": "validation is a share of the records, not a number: val_dataloader.split",
-        "num_gpus": "the launcher sets the number of processes",
-    })  # fmt: skip
-
-
-def _nanovlm_data(draft: Draft) -> None:
-    """A data set, or one for each configuration; one that cannot be opened is skipped, as there."""
     dataset = draft.get("train_dataloader.dataset")
     if not draft.carry("train_dataloader.dataset.data_path", "train_dataset_path"):
         draft.notes.append("train_dataset_path is not given: edit train_dataloader.dataset.data_path.")
@@ -346,6 +336,11 @@ def _nanovlm_data(draft: Draft) -> None:
         datasets = [{**dataset, "format": {"type": "huggingface", "config": name}, "on_error": "skip", "name": name}
                     for name in names]  # fmt: skip
         draft.set("train_dataloader.dataset", datasets)
+    _nanovlm_hooks(draft)
+    return draft.finish({
+        "val_size": "validation is a share of the records, not a number: val_dataloader.split",
+        "num_gpus": "the launcher sets the number of processes",
+    })  # fmt: skip
 
 
 def _names(value: Any) -> list[str]:

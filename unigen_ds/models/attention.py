@@ -222,7 +222,8 @@ def plan_flex(
     some = documents.meets(seen_bys) & (last[:, None] >= first) | images.meets(images)
     every = documents.equals(seen_bys) & (first[:, None] >= last) | images.equals(images)
     mask = BlockMask.from_kv_blocks(*_listed(some & ~every), *_listed(every), BLOCK_SIZE=BLOCK, mask_mod=visible)
-    return FlexPlan(mask, _attention(document.is_cuda))
+    # on a CPU the dense reference, for tests
+    return FlexPlan(mask, compiled_attention() if document.is_cuda else flex_attention)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -263,19 +264,12 @@ limit is 8, after which it would run the dense reference without a message."""
 
 
 @cache
-def _attention(compiled: bool) -> Callable[..., Tensor]:
-    """Compiled at the first plan on CUDA, for any number of tokens; on a CPU the dense reference, for tests.
-
-    ``fullgraph``: beyond ``VARIANTS`` torch raises instead of running uncompiled.
+def compiled_attention(**options: Any) -> Callable[..., Tensor]:
+    """FlexAttention, compiled for any number of tokens; beyond ``VARIANTS`` torch raises instead of running uncompiled
+    (``fullgraph``). ``options``: another backend, for tests.
     """
-    attention: Callable[..., Any] = flex_attention
-    return compile_attention(attention) if compiled else attention
-
-
-def compile_attention(attention: Callable[..., Any], **options: Any) -> Callable[..., Tensor]:
-    """``torch.compile`` with our settings; ``options``: another backend, for tests."""
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options |= {"recompile_limit": VARIANTS, "isolate_recompiles": True}
     else:  # an older torch has one limit for the whole process
         torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
-    return torch.compile(attention, dynamic=True, fullgraph=True, **options)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, **options)

@@ -6,6 +6,7 @@ Shape suffixes: V patches of all images, D width, H heads, E head width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -62,12 +63,6 @@ class VisionEmbeddings(nn.Module):
         return self.patch_embedding(patches) + self.position_embedding(position_ids)
 
 
-class VisionEncoder(nn.Module):
-    def __init__(self, layers: Sequence[VisionLayer]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-
 class VisionTransformer(nn.Module):
     """``embeddings``, ``encoder.layers``, ``post_layernorm``."""
 
@@ -86,12 +81,11 @@ class VisionTransformer(nn.Module):
         super().__init__()
         side = image_size // patch_size
         self.embeddings = VisionEmbeddings(num_channels * patch_size**2, hidden_size, side * side)
-        self.encoder = VisionEncoder(
-            [
-                VisionLayer(hidden_size, intermediate_size, num_attention_heads, layer_norm_eps)
-                for _ in range(num_hidden_layers)
-            ]
+        layers = (
+            VisionLayer(hidden_size, intermediate_size, num_attention_heads, layer_norm_eps)
+            for _ in range(num_hidden_layers)
         )
+        self.encoder: Any = nn.ModuleDict({"layers": nn.ModuleList(layers)})
         self.post_layernorm = nn.LayerNorm(hidden_size, eps=layer_norm_eps)
         self.activation_checkpointing = False
 

@@ -53,8 +53,6 @@ class OptimizerConfig:
     precision: str = "fp32"
     loss_scale: Mapping[str, Any] = field(default_factory=dict)
     """Of fp16: ``scale``, the first one, and ``growth_interval``, where they are set (``LossScale``)."""
-    fused: bool = False
-    """The run's choice where ``arguments`` make none: torch's fused kernel, if the engine steps tensor by tensor."""
     adamw: Mapping[str, Any] = field(default_factory=dict)
     """The same as ``arguments``, of AdamW for the groups with ``by_adamw``."""
 
@@ -138,12 +136,6 @@ def default_weight_decay(kind: OptimizerKind) -> float:
     """The class's own default, where the config has none: 0.01 for AdamW, 0.1 for Muon, 0 for Adam and SGD."""
     parameter = inspect.signature(optimizer_class(kind)).parameters.get("weight_decay")
     return float(parameter.default) if parameter is not None and isinstance(parameter.default, (int, float)) else 0.0
-
-
-def default_fused(name: OptimizerKind, arguments: Mapping[str, Any]) -> bool:
-    """Whether a new run uses torch's fused kernel: for AdamW, where no argument chooses another implementation."""
-    set_keys = {key for key, value in arguments.items() if value is not None}
-    return name == "AdamW" and not {"fused", "foreach", "capturable", "differentiable"} & set_keys
 
 
 class JoinedOptimizer(torch.optim.Optimizer):

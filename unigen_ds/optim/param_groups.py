@@ -35,9 +35,7 @@ _INPUT_OR_OUTPUT = re.compile(r"emb|^w[tp]e$|(^|_)(head|logits|classifier)$", re
 
 
 def build_param_groups(
-    named_parameters: Iterable[tuple[str, Parameter]],
-    optimizer: Optimizer,
-    paramwise: Paramwise | None = None,
+    named_parameters: Iterable[tuple[str, Parameter]], optimizer: Optimizer, paramwise: Paramwise | None = None
 ) -> list[ParamGroup]:
     """Groups of the trainable parameters: ``default`` first, then ``paramwise_cfg.groups`` in order; none is empty.
 
@@ -166,7 +164,10 @@ def _split(
     """The group of a rule, without its norms and biases where they have a multiplier, and these."""
     parts: dict[str, list[str]] = {"": [], "norm": [], "bias": []}
     for name in names:
-        part = _part(name, trainable[name])
+        *modules, leaf = name.split(".")
+        part = "bias" if leaf == "bias" or leaf.endswith("_bias") else ""
+        if _dimensions(trainable[name]) == 1 and (leaf == "weight" or (modules and _NORM.search(modules[-1]))):
+            part = "norm"  # whatever the layer is called; a norm's bias counts as norm, as in mmengine
         parts["" if not part or mults.get(part, 1.0) == 1.0 else part].append(name)
     return [
         ParamGroup(
@@ -177,14 +178,6 @@ def _split(
         )
         for part, members in parts.items()
     ]
-
-
-def _part(name: str, parameter: Parameter) -> str:
-    """``norm``, ``bias`` or neither. A norm's bias counts as norm, as in mmengine."""
-    *modules, leaf = name.split(".")
-    if _dimensions(parameter) == 1 and (leaf == "weight" or (modules and _NORM.search(modules[-1]))):
-        return "norm"  # a layer's 1-D weight is a norm's, whatever the layer is called
-    return "bias" if leaf == "bias" or leaf.endswith("_bias") else ""
 
 
 def _dimensions(parameter: Parameter) -> int:

@@ -7,7 +7,7 @@ percent. The numbers are in the page once more as JSON, for the values under the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,31 +55,6 @@ class Mark:
     text: str
 
 
-@dataclass(frozen=True)
-class Figure:
-    """What the template draws. Shapes are in units of the SVG, labels at percent of its width or height."""
-
-    title: str
-    spoken: str
-    """The description for a screen reader."""
-    notes: Sequence[str]
-    legend: Sequence[tuple[str, str]]
-    """CSS class and name of each curve."""
-    grid: Sequence[str]
-    y_labels: Sequence[tuple[str, str]]
-    """Text and percent."""
-    x_labels: Sequence[tuple[str, str]]
-    values: Mapping[str, Any]
-    """What the script displays under the pointer."""
-    compact: bool
-    marks: Sequence[tuple[str, str]]
-    """x and kind."""
-    flags: Sequence[tuple[str, Mark]]
-    """Percent and mark of those with a label."""
-    paths: Sequence[tuple[str, str]]
-    """Path and CSS class."""
-
-
 def chart(
     title: str,
     series: Sequence[Series],
@@ -89,9 +64,11 @@ def chart(
     unit: str = "",
     log: bool | None = None,
     compact: bool = True,
-) -> Figure | None:
-    """A line chart; None where no series has a point. ``log``: the scale of y, which needs values above 0; None chooses
-    it from the values.
+) -> dict[str, Any] | None:
+    """What the macro ``chart`` of the template draws; None where no series has a point. Shapes are in units of the SVG,
+    labels at percent of its width or height.
+
+    ``log``: the scale of y, which needs values above 0; None chooses it from the values.
     """
     curves = [one for one in series if one.points]
     if not curves:
@@ -117,6 +94,7 @@ def chart(
         return "M" + "L".join(ends) + ("h0" if len(ends) == 1 else "")
 
     paths: list[tuple[str, str]] = []
+    legend = [("faint" if one.style == "faint" else one.css, one.name) for one in curves]
     for one in curves:
         css = f"{one.css} {one.style}".strip()
         if one.smooth and one.style != "faint" and len(one.points) >= _LONG:
@@ -144,20 +122,20 @@ def chart(
         f"extremes of {MOST_POINTS // 2} intervals of up to {grouped(most)} values" if most > MOST_POINTS else "",
     ]
     first, last = number_text(curves[0].points[0][1]), number_text(curves[0].points[-1][1])
-    return Figure(
-        title=title,
-        spoken=f"{title}: {curves[0].name} from {first} to {last}",
-        notes=[note for note in notes if note],
-        legend=[("faint" if one.style == "faint" else one.css, one.name) for one in curves] if len(curves) > 1 else [],
-        grid=[f"{down(y):.1f}" for y in y_ticks],
-        y_labels=[(_tick(y), f"{100 * down(y) / HEIGHT:.2f}") for y in y_ticks],
-        x_labels=[(_tick(x), f"{across(x) / WIDTH:.2%}"[:-1]) for x in x_ticks],
-        values={"x": x_label, "left": left, "right": right, "series": values},
-        compact=compact,
-        marks=[(f"{across(one.x):.1f}", one.kind) for one in marks if left <= one.x <= right],
-        flags=flags,
-        paths=paths,
-    )
+    return {
+        "title": title,
+        "spoken": f"{title}: {curves[0].name} from {first} to {last}",
+        "notes": [note for note in notes if note],
+        "legend": legend if len(legend) > 1 else [],
+        "grid": [f"{down(y):.1f}" for y in y_ticks],
+        "y_labels": [(_tick(y), f"{100 * down(y) / HEIGHT:.2f}") for y in y_ticks],
+        "x_labels": [(_tick(x), f"{across(x) / WIDTH:.2%}"[:-1]) for x in x_ticks],
+        "data": {"x": x_label, "left": left, "right": right, "series": values},
+        "compact": compact,
+        "marks": [(f"{across(one.x):.1f}", one.kind) for one in marks if left <= one.x <= right],
+        "flags": flags,
+        "paths": paths,
+    }
 
 
 def moving_average(points: Points) -> list[tuple[float, float]]:

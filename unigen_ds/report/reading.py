@@ -24,7 +24,6 @@ from unigen_ds.checkpoint.store import Lineage
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import member_names
 from unigen_ds.evaluation.jobs.evaluation_job import RESULT, numbers_of, read_result
-from unigen_ds.evaluation.metric_lines import Line, lines_of_updates, number, validation_losses, well_formed
 from unigen_ds.system.journals import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, TIMELINE_FILE, in_effect, parse_lines
 
 BEST_HINT, LOG_FILE, PREVIEWS, RESULTS = "best_checkpoint", "train.log", "previews", "eval_results"
@@ -36,6 +35,8 @@ _OF_A_RUN = (METRICS_FILE, TIMELINE_FILE, LEDGER_FILE, LOG_FILE, CONFIG_FILE, SC
 _PARTS = ("geometry", "topology", "machine", "git", "versions", "config")
 _POSITION = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "updates"}
 _SECRET = re.compile(r"(?i)(api_?key|password|passwd|secret|access_token)$")
+Line = dict[str, Any]
+"""A line of a file of JSON lines."""
 Problems = list[tuple[str, str]]
 """Names of files and what is wrong with them."""
 T = TypeVar("T")
@@ -190,12 +191,38 @@ def mask_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 def _journal(path: Path, problems: Problems) -> list[Line]:
     nothing: tuple[list[Line], int] = ([], 0)
     parsed, damaged = attempt(path.name, lambda: parse_lines(path), nothing, problems)
-    lines, wrong = well_formed(parsed)
-    if damaged + wrong:
-        problems.append((path.name, f"{damaged + wrong} of {len(parsed) + damaged} lines are damaged and left out"))
+    lines = [
+        one for one in parsed if is_count(one.get("updates") if one.get("event") == "resume" else one.get("update", 0))
+    ]
+    if wrong := damaged + len(parsed) - len(lines):
+        problems.append((path.name, f"{wrong} of {len(parsed) + damaged} lines are damaged and left out"))
     if not path.exists():
         problems.append((path.name, "is missing"))
     return lines
+
+
+def number(value: object) -> float | None:
+    """Return a finite number as float, and None for everything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e300 < value < 1e300:
+        return None
+    return float(value)
+
+
+def lines_of_updates(lines: Iterable[Line]) -> list[Line]:
+    """The last line of each update, in the order of updates."""
+    of_updates = (one for one in lines if "event" not in one and "loss" in one and is_count(one.get("update")))
+    latest = {line["update"]: line for line in of_updates}
+    return [latest[update] for update in sorted(latest)]
+
+
+def validation_losses(keys: Iterable[str]) -> list[str]:
+    """Those of the keys that are the whole loss of a set: ``val/loss``, or ``val/<set>/loss`` of each of several."""
+    return [key for key in dict.fromkeys(keys) if re.fullmatch(r"val/([^/]+/)?loss", key)]
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is a number of updates."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _by_start(lines: Iterable[Line]) -> list[tuple[int, list[Line]]]:
@@ -324,3 +351,19 @@ def attempt(name: str, read: Callable[[], T], default: T, problems: Problems) ->
     except (OSError, ValueError, RecursionError) as error:
         problems.append((name, f"cannot be read: {type(error).__name__}: {error}"[:300]))
     return default
+
+
+def changes(starts: Sequence[RunStart]) -> list[dict[str, tuple[Any, Any]]]:
+    """For each start what differs from the one before: ``geometry.batch_size -> (before, now)``, of the effective
+    batch, the engine and its processes, the code and the versions.
+    """
+    identities = []
+    for record in (start.record for start in starts):
+        parts = {name: record[name] for name in ("geometry", "topology", "versions", "git")}
+        values = {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
+        commits = {k: v.get("commit") for k, v in values.items() if k.startswith("git.") and isinstance(v, Mapping)}
+        identities.append({**values, **commits, "machine.device": record["machine"].get("device")})
+    return [
+        {key: (a.get(key), b.get(key)) for key in sorted({*a, *b}) if a.get(key) != b.get(key)}
+        for a, b in zip(identities[:1] + identities, identities, strict=False)
+    ]

@@ -1,18 +1,8 @@
 """Which checkpoint a run resumes from, and whether it may.
 
-=====================  ==================  ==========================================================
-``resume``             ``load_from``       what happens
-=====================  ==================  ==========================================================
-False                  None                a fresh run; refused where the work dir holds checkpoints
-True                   None                the newest valid checkpoint of the work dir; none: fresh
-True                   CKPT                full resume from CKPT
-CKPT                   None                the same
-False                  CKPT                weights only, progress from zero; refused as a fresh run is
-``'auto'``             any                 the newest valid checkpoint of the work dir; none: as with False
-=====================  ==================  ==========================================================
-
-``load_cfg`` lists what may differ where weights alone are loaded; ``True`` and CKPT refuse it. A bare ``--resume`` sets
-``'auto'``: the same command begins a run and continues it, also one that began with ``load_from``.
+docs/architecture.md (The checkpoint) has the table of ``resume`` and ``load_from``. ``load_cfg`` lists what may differ
+where weights alone are loaded; ``True`` and CKPT refuse it. A bare ``--resume`` sets ``'auto'``: the same command
+begins a run and continues it, also one that began with ``load_from``.
 Called on rank 0, which sends the result to the others: a checkpoint is read completely, for its hashes.
 """
 
@@ -63,11 +53,6 @@ class ResumePlan:
     home: Path = Path()
     """The folder of the checkpoints of this run."""
 
-    @property
-    def stored_precision(self) -> str | None:
-        """That of the checkpoint to resume from."""
-        return self.manifest.topology.get("precision") if self.mode == "resume" and self.manifest is not None else None
-
 
 def plan_resume(
     work_dir: Path,
@@ -77,7 +62,7 @@ def plan_resume(
     load_cfg: LoadSettings | None = None,
     hashes: bool = True,
 ) -> ResumePlan:
-    """Decide by the table above. Reads files only; without ``hashes`` their sizes, not their content.
+    """Decide by that table. Reads files only; without ``hashes`` their sizes, not their content.
 
     Raises ``ConfigError`` for a fresh start over existing checkpoints, and ``CheckpointError`` when checkpoints exist
     but none is usable, or the one named is not.

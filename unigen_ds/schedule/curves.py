@@ -120,6 +120,8 @@ class Curve:
     unit: Literal["epoch", "iteration", "update", "sequence", "token"] | None = None
 
     default_unit: ClassVar[str] = "epoch"
+    needs_end: ClassVar[bool] = True
+    """Whether the curve's form depends on its end."""
 
     def __post_init__(self) -> None:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -149,11 +151,6 @@ class Curve:
     @property
     def staircase(self) -> bool:
         return self.counted_in == "epoch" and not self.convert_to_iter_based
-
-    @property
-    def needs_end(self) -> bool:
-        """Whether the curve's form depends on its end."""
-        return True
 
     def place(self, *, ruler: Ruler, total_sequences: float) -> PlacedCurve:
         """This curve in sequences (tokens stay tokens), with the geometry of the first start."""
@@ -251,10 +248,7 @@ class ConstantLR(Curve):
     """
 
     factor: Share = 1.0 / 3
-
-    @property
-    def needs_end(self) -> bool:
-        return False
+    needs_end: ClassVar[bool] = False
 
     @staticmethod
     def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
@@ -286,7 +280,7 @@ class CosineAnnealingLR(Curve):
             )
 
     @property
-    def needs_end(self) -> bool:
+    def needs_end(self) -> bool:  # type: ignore[override]
         return self.T_max is None
 
     def arguments(self, to_data: Callable[[float], float]) -> dict[str, Any]:
@@ -339,10 +333,7 @@ class MultiStepLR(Curve):
 
     milestones: tuple[NotNegative, ...]
     gamma: NotNegative = 0.1
-
-    @property
-    def needs_end(self) -> bool:
-        return False
+    needs_end: ClassVar[bool] = False
 
     def arguments(self, to_data: Callable[[float], float]) -> dict[str, Any]:
         return {"milestones": [to_data(m) for m in self.milestones], "gamma": self.gamma}

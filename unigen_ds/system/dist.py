@@ -19,6 +19,7 @@ import torch.distributed as td
 
 from unigen_ds.core.choices import LAUNCHERS
 from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.system.machine import env_number
 
 T = TypeVar("T")
 _timeout: timedelta | None = None
@@ -61,7 +62,7 @@ def launcher_environment(launcher: str) -> None:
 
 def env_rank() -> int:
     """Rank as the launcher announces it, before any process group exists."""
-    return int(os.environ.get("RANK", "0"))
+    return env_number("RANK", 0)
 
 
 def env_processes_per_node() -> int | None:
@@ -75,7 +76,7 @@ def env_processes_per_node() -> int | None:
 
 def env_world_size() -> int:
     """Process count as the launcher announces it, before any process group exists."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return env_number("WORLD_SIZE", 1)
 
 
 def is_joined() -> bool:
@@ -89,7 +90,7 @@ def init(*, timeout_s: float = 1800.0) -> None:
         return
     backend = "gloo"
     if torch.cuda.is_available():
-        index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        index, count = env_number("LOCAL_RANK", 0), torch.cuda.device_count()
         if count > 1 and index >= count:
             raise ConfigError(
                 f"LOCAL_RANK is {index} and there are {count} CUDA devices",
@@ -115,7 +116,7 @@ def open_store(*, timeout_s: float) -> Any:
     several = env_world_size() > 1 and {"RANK", "MASTER_ADDR"} <= os.environ.keys()
     if _store is None and several and not td.is_initialized():
         check_port()
-        address, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
+        address, port = os.environ["MASTER_ADDR"], env_number("MASTER_PORT", 29500)
         store = _TCP(address, port, is_master=has_store(), timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
         _store = _PREFIX(f"unigen_ds/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     return _store
@@ -157,7 +158,7 @@ def check_port() -> None:
     """Raise ``ConfigError`` where another job uses MASTER_PORT, which rank 0 opens unless torchrun has."""
     if not has_store() or "WORLD_SIZE" not in os.environ or _store is not None:
         return
-    port = int(os.environ.get("MASTER_PORT", "29500"))
+    port = env_number("MASTER_PORT", 29500)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -27,17 +27,15 @@ TOKENIZERS = "TOKENIZERS_PARALLELISM"
 """The variable that decides whether a tokenizer uses threads of its own."""
 
 
-def description() -> dict[str, Any]:
+def description(*, processes: int) -> dict[str, Any]:
     """Host, system, processes, devices and command line of this process, for the record of a start."""
     import torch
-
-    from unigen_ds.system import dist
 
     cuda = torch.cuda.is_available()
     return {
         "host": platform.node(),
         "system": platform.platform(),
-        "processes": dist.world_size(),
+        "processes": processes,
         "cpu_cores": num_cores(),
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "threads": torch.get_num_threads(),
@@ -95,21 +93,24 @@ def source_digest(file: Path = Path(__file__).parents[1] / "__init__.py") -> str
     return digest.hexdigest()[:16]
 
 
-def version_problems(allowed: Mapping[str, str] = ALLOWED) -> Iterator[ConfigError]:
-    """An error for each package that is missing or has another version."""
+def check_versions(allowed: Mapping[str, str] = ALLOWED) -> None:
+    """Raise one ``ConfigError`` for all packages that are missing or have another version."""
+    problems = []
     for package, versions in allowed.items():
         present = installed(package)
         if present is None or not SpecifierSet(versions).contains(present, prereleases=True):
-            yield ConfigError(
-                f"{package} {present} is installed" if present else f"{package} is not installed",
-                allowed=f"{package} {versions}",
-                remedy=f"pip install '{package}{versions}'",
-            )
+            problem = f"{package} {present} is installed" if present else f"{package} is not installed"
+            remedy = f"pip install '{package}{versions}'"
+            problems.append(ConfigError(problem, allowed=f"{package} {versions}", remedy=remedy))
+    raise_any(problems)
 
 
-def check_versions() -> None:
-    """Raises one ``ConfigError`` for all packages of another version."""
-    raise_any([*version_problems()])
+def env_number(name: str, default: int) -> int:
+    """A number that the launcher has set. Raises ``ConfigError`` where the variable is none."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError(f"the environment variable {name} is {text!r}", allowed="a whole number, as launchers set it")
+    return int(text)
 
 
 @contextmanager

@@ -12,16 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.data.support import (
-    NumberTokenizer,
-    image,
-    make_processor,
-    mixed_dataset,
-    picture,
-    talk,
-    text,
-    write_jsonl,
-)
+from tests.data.support import NumberTokenizer, image, make_processor, mixed_dataset, picture, talk, text, write_jsonl
 from tests.golden_files import BAGEL, BAGEL_META, read_json
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
 from unigen_ds.data.batches.loader import collate

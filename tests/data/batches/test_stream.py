@@ -105,18 +105,6 @@ def test_unpacked_epochs_longer_than_one_chunk(data: Any, monkeypatch: pytest.Mo
     assert take(make_stream([data]), 100) == whole
 
 
-def test_going_to_a_cursor_plans_one_window(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = make_stream([data], window=8, sequences_per_epoch=10)
-    far = Cursor(1000, 3, 1, 99999)
-    planned: list[tuple[int, int]] = []
-    plan = SequenceStream.window_rows
-    monkeypatch.setattr(SequenceStream, "window_rows", lambda self, e, w: planned.append((e, w)) or plan(self, e, w))
-    row, after = next(stream.rows(far))
-    rows = plan(stream, 1000, 3)
-    assert planned == [(1000, 3)] and row == rows[1]
-    assert after == (Cursor(1000, 3, 2, 100000) if len(rows) > 2 else Cursor(1000, 4, 0, 100000))
-
-
 def test_foreign_cursors_are_refused(data: Any) -> None:
     packed, single = make_stream([data], window=16), make_stream([data])
     for stream, cursor in ((packed, Cursor(0, 3)), (packed, Cursor(0, 0, 99)), (single, Cursor(0, 0, 41))):

@@ -106,10 +106,7 @@ def test_malformed_lengths_are_named(lengths: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"padded_image": None},
-            r"own\[3\] has the key 'padded_image', which.*did you mean 'padded_images'",
-        ),
+        ({"padded_image": None}, r"own\[3\] has the key 'padded_image', which.*did you mean 'padded_images'"),
         ({"input_ids": [3.7, 1.0], "labels": [1, 2]}, r"own\[3\].input_ids\[0\] is 3.7. Allowed: whole numbers"),
         ({"input_ids": [1, 5000], "labels": [1, 2]}, r"own\[3\].input_ids\[1\] is 5000. Allowed: 0 to \d+, the ids of"),
         ({"input_ids": [1, -3], "labels": [1, 2]}, r"own\[3\].input_ids\[1\] is -3"),

@@ -181,15 +181,6 @@ def test_a_filter_that_was_edited_is_changed_data_where_it_keeps_others(
         Runner.from_cfg(config(tmp_path, data, filters=limits, resume=True), max_updates=2).train()
 
 
-def test_a_record_is_checked_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = [{"type": "AtLeastTwoTurns", "turns": 3}, {"type": "NotLong"}]
-    first = apply_filters(UnifiedGenerationDataset(data, make_processor(), filters=limits))
-    monkeypatch.setattr(RecordFilter, "keeps", lambda *_: pytest.fail("checked again"))
-    monkeypatch.setattr(AtLeastTwoTurns, "keeps", lambda *_: pytest.fail("checked again"))
-    again = apply_filters(UnifiedGenerationDataset(data, make_processor(), filters=limits))
-    assert again.numbers.tolist() == first.numbers.tolist() and again.fingerprint == first.fingerprint
-
-
 def test_appended_records_and_a_share_for_validation(data: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(data.parent, tmp_path / "data", ignore=shutil.ignore_patterns(".*"))) / data.name
     val = {"split": 0.4}

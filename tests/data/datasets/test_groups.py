@@ -16,7 +16,6 @@ import pytest
 from tests.data.support import make_stream
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError, ResumeBlocked
 from unigen_ds.data.batches.change import compare, continue_stream
-from unigen_ds.data.batches.statistics import describe, group_report, start_lines
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.datasets.dataset import ScannedDataset
@@ -68,14 +67,7 @@ def sources(folder: Path | None = None, *, images: int = 31) -> list[Any]:
 def stream(datasets: list[Any] | None = None, groups: Any = GROUPS, *, window: int = 48, **more: Any) -> SequenceStream:
     datasets = datasets or sources()
     blended = blend(datasets, [len(d) for d in datasets], groups)
-    return make_stream(
-        datasets,
-        window=window,
-        seq_length=SEQ_LENGTH,
-        weights=blended.weights,
-        blend=blended,
-        **more,
-    )
+    return make_stream(datasets, window=window, seq_length=SEQ_LENGTH, weights=blended.weights, blend=blended, **more)
 
 
 def test_weights_are_those_of_groups_then_of_sources() -> None:
@@ -86,20 +78,6 @@ def test_weights_are_those_of_groups_then_of_sources() -> None:
         "groups": {"images": {"weight": 0.5, "mandatory": True}, "texts": {"weight": 9.5, "mandatory": False}},
         "sources": [["images", None], ["images", None], ["texts", 2], ["texts", 1]],
     }
-
-
-def test_groups_and_sources_that_do_not_fit_each_other() -> None:
-    for datasets, groups, message in (
-        (sources(), {}, "drawn has group='images'. Allowed: train_dataloader.groups"),
-        (sources()[:1], GROUPS, "no data set has group='texts'"),
-        ([*sources(), Lengths("more", [3])], GROUPS, "more has group=None. Allowed: a group of .*: images, texts"),
-        ([*sources(), Lengths("more", [3], group="texts")], GROUPS, "without a weight beside others with one: more"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            blend(datasets, [len(d) for d in datasets], groups)
-    for weight in (0, -1, float("inf"), "much"):
-        with pytest.raises(Exception, match="weight"):
-            DataGroup.model_validate({"weight": weight})
 
 
 @pytest.mark.parametrize("group", [None, "g"])
@@ -146,45 +124,15 @@ def once_each_pass_after_pass(drawn: list[Draw], made: SequenceStream) -> None:
 
 def test_a_resume_anywhere_continues_with_the_same_rows(tmp_path: Path) -> None:
     whole = list(islice(stream(sources(tmp_path)).rows(), 400))
-    planned: list[Any] = []
     for at in (1, 37, 150, 151, 333):
         fresh = stream(sources(tmp_path), sequences_per_epoch=55)
-        fresh._plan = lambda *w, plan=fresh._plan: (planned.append(w), plan(*w))[1]
         cursor = Cursor.from_state_dict(json.loads(json.dumps(whole[at - 1][1].state_dict())))
         assert cursor == whole[at - 1][1]
-        planned.clear()
         assert list(islice(fresh.rows(cursor), 20)) == whole[at : at + 20]
-        assert min(planned) >= (cursor.epoch, cursor.window), "nothing before the window is planned"
         assert fresh.seek(at) == Cursor(*(getattr(cursor, k) for k in ("epoch", "window", "row", "sequences")))
         assert list(islice(fresh.rows(fresh.seek(at)), 20)) == whole[at : at + 20]
     with pytest.raises(CheckpointError, match="additional draws"):
         list(islice(stream().rows(Cursor(0, 2, 0, 30, extra=(3, 4))), 1))
-
-
-def test_the_first_epoch_is_planned_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = stream(sources(tmp_path))
-    expected = first.sequences_per_epoch, first.draws_per_epoch, [r for r, _ in islice(first.rows(), 300)]
-    again = stream(sources(tmp_path))
-    plan = SequenceStream._plan
-    monkeypatch.setattr(SequenceStream, "_plan", lambda *_: pytest.fail("planned again"))
-    assert (again.sequences_per_epoch, again.draws_per_epoch) == expected[:2]
-    monkeypatch.setattr(SequenceStream, "_plan", plan)
-    assert [r for r, _ in islice(again.rows(), 300)] == expected[2]
-
-
-def test_the_share_is_reported() -> None:
-    made = stream()
-    report = group_report(made)["images"]
-    rows = [row for w in range(made.num_windows(0)) for row in made.window_rows(0, w)]
-    drawn = Counter(d.source for row in rows for d in row)
-    assert report["draws_per_epoch"] == drawn[0] + drawn[1] > report["draws_by_weight"]
-    assert report["share"] == pytest.approx(report["draws_per_epoch"] / sum(drawn.values()))
-    (line,) = (text for _, text in start_lines(made) if "mandatory group" in text)
-    assert f"{report['draws_per_epoch']:,} samples an epoch" in line and "more than by its weight" in line
-    assert describe(made)["groups"]["images"] == report
-    assert made.tokens_per_sequence == pytest.approx(
-        sum(made._tokens[d.source][d.index] for row in rows for d in row) / len(rows), rel=0.05
-    )
 
 
 def test_what_cannot_be_in_every_sequence_is_refused() -> None:

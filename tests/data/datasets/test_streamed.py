@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.data.support import make_processor, write_jsonl
-from tests.end_to_end.data.test_formats import SAMPLES, write_parquet
+from tests.end_to_end.data.test_formats import write_parquet
 from tests.end_to_end.data.test_mixtures import train_and_kill
 from tests.shard_server import Fault, Served, serving
 from tests.text_run import KeepBatches, text_config, trained, words
@@ -39,7 +39,6 @@ SIZES = (13, 4, 9, 1, 22, 7, 11)
 """Records of each shard."""
 KIND = "UnifiedGenerationDataset"
 MIXED = {"mixed_shards": 2}
-PICTURE = (SAMPLES / "images" / sorted(path.name for path in (SAMPLES / "images").iterdir())[0]).read_bytes()
 
 
 def write_shards(folder: Path, sizes: tuple[int, ...] = SIZES) -> Path:

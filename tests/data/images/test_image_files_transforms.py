@@ -12,13 +12,7 @@ from safetensors.torch import load_file
 
 from tests.data.support import picture
 from tests.golden_files import BAGEL, BAGEL_META, atol, read_json
-from unigen_ds.data.images.image_files import (
-    ImageTransform,
-    UnreadableImage,
-    image_header,
-    open_image,
-    patchify,
-)
+from unigen_ds.data.images.image_files import ImageTransform, UnreadableImage, image_header, open_image, patchify
 
 VAE, VIT = (64, 32, 16), (84, 28, 14)
 

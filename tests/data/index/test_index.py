@@ -25,7 +25,6 @@ from tests.data.support import (
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import FOLDER, load_or_make
 from unigen_ds.data.index import index as index_module
-from unigen_ds.data.text.tokenizers import WordTokenizer
 
 OTHER = type("Other", (ByteTokenizer,), {"fingerprint": "other"})
 
@@ -156,21 +155,6 @@ def test_moved_data_keeps_its_digest_and_other_sizes_change_it(tmp_path: Path) -
     for cache in caches(tmp_path / "two"):
         os.remove(cache)
     assert build_index(tmp_path / "two" / "t.jsonl").digest != digests[0]
-
-
-def test_texts_are_tokenized_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call for 256 records, the file is opened once; the ids are those of separate calls."""
-    words = WordTokenizer(words=["zero", "one", "two"])
-    texts = [" ".join(["zero", "one", "<|im_end|>", "two"][: 1 + i % 4]) for i in range(600)]
-    path = write_jsonl(tmp_path / "t.jsonl", [talk(text("user", "one"), text("assistant", t)) for t in texts])
-    calls: list[int] = []
-    together = WordTokenizer.encode_texts
-    monkeypatch.setattr(WordTokenizer, "encode_texts", lambda self, t: calls.append(len(t)) or together(self, t))
-    monkeypatch.setattr("unigen_ds.data.index.index.Index.read", lambda *_: pytest.fail("opened for one record"))
-    counts = build_index(path, make_processor(tokenizer=words)).counts
-    assert calls == [512, 512, 176]
-    monkeypatch.undo()
-    assert counts.tokens.tolist() == [len(words.encode("one")) + len(words.encode(t)) + 4 for t in texts]
 
 
 def planned_by(monkeypatch: pytest.MonkeyPatch, folder: Path, then: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""The mapped index and its memory, kills and two processes at once; images loaded by threads."""
+"""The mapped index on a full disk, killed while it is built, and built by two processes at once."""
 
 from __future__ import annotations
 
@@ -12,27 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.data.support import (
-    build_index,
-    make_processor,
-    mixed_records,
-    write_jsonl,
-)
-from tests.data.text.chat_support import character_tokenizer
+from tests.data.support import build_index, make_processor, mixed_records, write_jsonl
 from tests.processes import popen
 from unigen_ds.data.cache import array_cache
 from unigen_ds.data.cache.array_cache import FOLDER
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.text.tokenizers import ChatTokenizer
-from unigen_ds.families.nanovlm.processor import VLMProcessor
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def vlm_processor(folder: Path) -> VLMProcessor:
-    character_tokenizer().save_pretrained(folder / "tokenizer")
-    tokenizer = ChatTokenizer(path=str(folder / "tokenizer"))
-    return VLMProcessor(tokenizer, tile_size=16, vit_patch_size=4, pixel_shuffle_factor=2, max_image_size=48)
 
 
 def test_a_full_disk_costs_the_cache_alone(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +90,3 @@ def test_two_processes_build_it_once(tmp_path: Path) -> None:
     assert outputs[0].splitlines()[-1] == outputs[1].splitlines()[-1]
     assert sum(output.count("chunk") for output in outputs) == 6, "one of them plans"
     assert len(list((tmp_path / FOLDER).glob("*.arrays"))) == 1
-
-
-# ------------------------------------------------------------------------------------------------ images

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
 
-from unigen_ds.data.order import mixture
-from unigen_ds.data.order.mixture import MAX_PERIOD, Mixture, exact
+from unigen_ds.data.order.mixture import Mixture, exact
 from unigen_ds.data.order.order import Draw, GlobalOrder
 
 KINDS = {
@@ -73,29 +70,6 @@ def test_any_slice_is_the_same_as_from_the_start(kind: str) -> None:
             for epoch in (2, 0, 1):
                 alone = GlobalOrder(order.sizes, order.weights, seed=2).draws(epoch, start, stop)
                 assert alone == whole[epoch * size + start : epoch * size + stop]
-
-
-def test_a_late_position_costs_no_more_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 10**8 draws as at 0: no step of the order is made for it. A long period needs the state of a checkpoint."""
-    steps: list[int] = []
-    follow = mixture.follow
-    counted: Any = lambda *given, **more: (steps.append(given[2]), follow(*given, **more))[1]  # noqa: E731
-    monkeypatch.setattr(mixture, "follow", counted)
-    order = GlobalOrder([10**6, 10**6], [0.35, 0.65], seed=1)
-    first = time.process_time()
-    order.draws(0, 0, 1000)
-    first, steps[:] = time.process_time() - first, []
-    later = time.process_time()
-    draws = order.draws(50, 0, 1000)
-    assert not steps and time.process_time() - later < 5 * first + 0.1
-    assert [draw.source for draw in draws] == [draw.source for draw in order.draws(0, 0, 1000)]
-    long = Mixture([Fraction(1234567), Fraction(7654321)])
-    assert long.is_long and long.period > MAX_PERIOD
-    state = long.state(3 * 10**5)
-    fresh, steps[:] = Mixture([Fraction(1234567), Fraction(7654321)]), []
-    assert fresh.remember(3 * 10**5, state) and not fresh.remember(3 * 10**5, (state[0] + 3, state[1] - 3))
-    assert fresh.draws(3 * 10**5, 3 * 10**5 + 50)[0].tolist() == long.draws(3 * 10**5, 3 * 10**5 + 50)[0].tolist()
-    assert sum(steps) < 5000 and long.counts(7 * long.period + 10)[0] == 7 * long.parts[0] + long.counts(10)[0]
 
 
 def test_the_number_that_is_meant() -> None:

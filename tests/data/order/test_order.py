@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
-from unigen_ds.data.order.order import Draw, GlobalOrder, permute_many, shares
+from unigen_ds.data.order.order import GlobalOrder, permute_many, shares
 
 
 @pytest.mark.parametrize("size", [*range(1, 40), 63, 64, 65, 255, 256, 257, 1000, 4097])
@@ -63,27 +61,3 @@ def test_shares() -> None:
     assert shares(5, [1000, 1, 1]) == [3, 1, 1]
     for weights in ([1, 2, 3], [0.3, 0.3, 0.3], [1e-9, 1, 5]):
         assert sum(shares(17, weights)) == 17
-
-
-def test_a_small_source_repeats_only_after_all_its_records_came() -> None:
-    sizes, weights = [40, 6, 10], [0.2, 0.5, 0.3]
-    order = GlobalOrder(sizes, weights, seed=9)
-    assert order.counts == (11, 28, 17)
-    drawn: list[list[Draw]] = [[], [], []]
-    epochs = 8
-    for epoch in range(epochs):
-        draws = order.draws(epoch, 0, order.epoch_size)
-        counts = [sum(d.source == k for d in draws) for k in range(3)]
-        assert all(abs(count - share) <= 1 for count, share in zip(counts, order.counts, strict=True))
-        for draw in draws:
-            drawn[draw.source].append(draw)
-    for k, size in enumerate(sizes):
-        by_pass = Counter(d.pass_number for d in drawn[k])
-        whole, rest = divmod(len(drawn[k]), size)
-        assert [by_pass[p] for p in range(whole)] == [size] * whole
-        assert by_pass[whole] == rest and max(by_pass) <= whole
-        for p in by_pass:  # within a pass no record occurs twice, also across the end of an epoch
-            records = [d.index for d in drawn[k] if d.pass_number == p]
-            assert len(set(records)) == len(records)
-    # the large source continues where it stopped: its first 40 draws are all its records
-    assert {d.index for d in drawn[0] if d.pass_number == 0} == set(range(40))

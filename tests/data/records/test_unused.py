@@ -17,7 +17,6 @@ from tools.inspect_data import main as inspect_data
 from unigen_ds.config.overrides import plain_values
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.records.records import LAYOUTS
 from unigen_ds.data.records.unused import unused_records
 from unigen_ds.runner import Runner, train_config
 
@@ -27,8 +26,8 @@ RECORDS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
     ({"image": "1.png", "caption": "one", "text": "this is two"}, [("document", "image"), ("document", "caption")]),
     ({"text": "this is one", "messages": MESSAGES}, [("document", "messages")]),
     ({"file_name": "1.png", "text": "this is two"}, [("document", "file_name")]),
-    ({"conversations": TALK, "system": "this is", "id": 7, "image": None}, [("conversations", "system")]),
-    ({"conversations": TALK, "messages": MESSAGES, "images": []}, [("conversations", "messages")]),
+    ({"conversations": TALK, "system": "this is", "id": 7, "image": None}, [("llava", "system")]),
+    ({"conversations": TALK, "messages": MESSAGES, "images": []}, [("llava", "messages")]),
     ({"instruction": "this", "input_image": "1.png", "input_images": ["1.png", "1.png"], "output_image": "1.png"},
      [("instruction", "input_image")]),
     ({"image": "1.png", "caption": "one", "captions": ["two"]}, [("caption", "caption")]),
@@ -51,7 +50,7 @@ def inspected(made: Any, folder: Path, capsys: pytest.CaptureFixture[str], *opti
 
 
 def words(layout: str, key: str) -> str:
-    return f"{key if ' ' in key else f'`{key}`'}, which {LAYOUTS[layout].title} does not use"
+    return f"{key if ' ' in key else f'`{key}`'}, which the layout `{layout}` does not use"
 
 
 def unused(dataset: UnifiedGenerationDataset) -> dict[str, int]:
@@ -71,7 +70,7 @@ def test_keys_of_another_layout_are_counted(tmp_path: Path, capsys: pytest.Captu
     noticed = {one["reason"]: one["number"] for one in report["sources"]["rows"]["noticed"]}
     assert {text for text, number in noticed.items() if "does not use" in text and number == 2} == expected
     status, _ = inspected(made, tmp_path, capsys, "--html", str(tmp_path / "page.html"))
-    assert "which a document of `text` does not use" in (tmp_path / "page.html").read_text()
+    assert "which the layout `document` does not use" in (tmp_path / "page.html").read_text()
 
 
 def test_a_renamed_key_and_captions_decide_what_is_used(tmp_path: Path) -> None:

@@ -89,7 +89,6 @@ def test_lines_are_found_as_one_after_the_other_would(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"texts": "x"}, r"w: texts is 'x'\. Allowed: nanoVLM's list"),
         ({"text": ["x"]}, r"w: text is \['x'\]"),
         ({"text": "ab\ud83d"}, r"w: text, character 2 is '\\ud83d'.*without unpaired surrogates"),
         ({"text_prompt": "x"}, r"w: image_path is missing"),

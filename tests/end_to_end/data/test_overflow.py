@@ -116,7 +116,7 @@ def test_an_error_where_the_config_asks_for_one(tmp_path: Path) -> None:
         Runner.from_cfg(text_config(tmp_path, documents(), train_dataloader__overflow="error"))
     with pytest.raises(ConfigError, match=r"overflow is 'cut'.*'split', 'truncate', 'skip', 'error'"):
         Runner.from_cfg(text_config(tmp_path, documents(), train_dataloader__overflow="cut"))
-    with pytest.raises(DataError, match="all 1 records are longer than seq_length 16 and are skipped"):
+    with pytest.raises(DataError, match="all 1 records are longer than seq_length 16"):
         Runner.from_cfg(text_config(tmp_path, [conversation(40)]))
 
 

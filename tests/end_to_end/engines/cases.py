@@ -234,14 +234,8 @@ def _elastic(precision: str, name: str, cut: dict[int, tuple[int, int]], updates
         model = {"model__type": "FaultyModel", "model__bad_update": OVERFLOW_AT, "model__bad_rank": 0}
         model["custom_imports"] = {"imports": ["tests.end_to_end.engines.fp16_on_cpu"]}
         hooks.append("FaultHook")
-    overrides = config(
-        engine,
-        int(world),
-        geometry=cut[int(world)],
-        optim_wrapper__paramwise_cfg={"groups": groups},
-        optim_wrapper__precision=precision,
-        **model,
-    )
+    model |= {"optim_wrapper__paramwise_cfg": {"groups": groups}, "optim_wrapper__precision": precision}
+    overrides = config(engine, int(world), geometry=cut[int(world)], **model)
     overrides["custom_hooks"] = [*overrides["custom_hooks"], *({"type": hook} for hook in hooks)]
     return Phase(int(world), overrides, updates)
 
@@ -256,12 +250,11 @@ def full_disk(*, full: bool) -> list[Job]:
     jobs = []
     for engine in ODD_ENGINES:
         world, overrides = _odd(engine)
-        hook = {"type": "FullDiskHook", "at_update": FAULTS_AT}
-        overrides = {
-            **overrides,
+        overrides |= {
             "default_hooks__checkpoint__interval": 2 * GEOMETRY[world][1],
             "default_hooks__checkpoint__max_keep_ckpts": -1,
         }
+        hook = {"type": "FullDiskHook", "at_update": FAULTS_AT}
         faults = {**overrides, "custom_hooks": [*overrides["custom_hooks"], hook]}
         jobs.append(Job(f"full_disk/{engine}@{world}", [Phase(world, faults, ODD_UPDATES)]))
         overrides |= {"default_hooks__checkpoint__async_save": True}
@@ -280,16 +273,9 @@ def faulty(*, full: bool) -> list[Job]:
     runs += [("zero1", 2, "bf16"), ("zero2_offload", 2, "bf16")]
     runs += [(e, 2, "bf16") for e in ENGINES if e not in ("zero1", "zero2_offload")] if full else []
     for engine, world, precision in runs:
-        overrides = config(
-            engine,
-            world,
-            model__type="FaultyModel",
-            model__bad_update=BAD_UPDATE,
-            model__bad_rank=world - 1,
-            default_hooks__checkpoint__interval=2,
-            default_hooks__checkpoint__max_keep_ckpts=-1,
-            optim_wrapper__precision=precision,
-        )
+        model = {"model__type": "FaultyModel", "model__bad_update": BAD_UPDATE, "model__bad_rank": world - 1}
+        saves = {"default_hooks__checkpoint__interval": 2, "default_hooks__checkpoint__max_keep_ckpts": -1}
+        overrides = config(engine, world, optim_wrapper__precision=precision, **model, **saves)
         overrides["custom_hooks"] = [*overrides["custom_hooks"], {"type": "FaultHook"}]
         jobs.append(Job(f"faulty/{engine}@{world}-{precision}", [Phase(world, overrides, BAD_UPDATES)]))
     return jobs
@@ -404,7 +390,12 @@ MEMORY = (("single", 1), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("FULL_SHARD"
 
 
 def memory() -> list[Job]:
-    """Larger, so that a batch's own tensors do not count; three updates of one or two sequences an iteration."""
+    """Larger, so that a batch's own tensors do not count; three updates of one or two sequences an iteration.
+
+    DeepSpeed's communication buckets are small: by default one alone is 500 million elements.
+    """
+    stages = {"zero1": {"stage": 1}, "zero2": {"stage": 2}, "zero3": {"stage": 3, **_WHOLE}}
+    buckets = {"reduce_bucket_size": 20000, "allgather_bucket_size": 20000}
     sizes = {
         "model__llm__hidden_size": 128, "model__llm__intermediate_size": 512, "model__llm__num_hidden_layers": 3,
         "model__freeze": ["vae", "vit"], "custom_hooks": [{"type": "CountedBytesHook"}, {"type": "MemoryHook"}],
@@ -413,21 +404,10 @@ def memory() -> list[Job]:
     for engine, world in MEMORY:
         geometry = (2, 2) if engine == "zero2" else (1, 2)  # with one sequence its ranks need the same
         overrides = {**config(engine, world, geometry=geometry), **sizes}
-        buckets = {"reduce_bucket_size": 20000, "allgather_bucket_size": 20000}
-        overrides["backend"] = with_buckets(ALL[engine], buckets)
+        if engine in stages:
+            overrides["backend"] = {"type": "deepspeed", "config": {"zero_optimization": {**stages[engine], **buckets}}}
         jobs.append(Job(f"memory/{engine}@{world}", [Phase(world, overrides, 3)]))
     return jobs
-
-
-def with_buckets(backend: dict[str, Any], buckets: dict[str, int]) -> dict[str, Any]:
-    """A DeepSpeed preset with small communication buckets: by default one alone is 500 million elements."""
-    if backend["type"] != "deepspeed":
-        return backend
-    given = backend["config"]
-    presets = {"zero1": {"stage": 1}, "zero2": {"stage": 2}}
-    presets["zero2_offload"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    zero = presets[given] if isinstance(given, str) else given["zero_optimization"]
-    return {**backend, "config": {"zero_optimization": {**zero, **buckets}}}
 
 
 NEW_WORDS = ("red", "green", "blue", "upside", "down")
@@ -453,17 +433,13 @@ def partial() -> list[Job]:
 
 def layouts() -> list[Job]:
     """Small checkpoints of the user's own model, for the tests of the readers."""
-    runs = [("zero1", 2, "fp32"), ("zero1", 2, "bf16"), ("zero2", 2, "fp32"), ("zero2", 2, "bf16")]
-    runs += [("zero3", 2, "fp32"), ("zero3", 2, "bf16"), ("FULL_SHARD", 2, "fp32"), ("FULL_SHARD", 2, "bf16")]
-    runs += [("NO_SHARD", 2, "fp32")]
+    runs = [(engine, low) for engine in ("zero1", "zero2", "zero3", "FULL_SHARD") for low in ("fp32", "bf16")]
+    model = {
+        "model": {"type": "OddModel"},
+        "optim_wrapper__paramwise_cfg": {"groups": [{"pattern": "connector", "lr": 5e-3}]},
+    }
     jobs = []
-    for engine, world, precision in runs:
-        overrides = config(
-            engine,
-            world,
-            model={"type": "OddModel"},
-            optim_wrapper__paramwise_cfg={"groups": [{"pattern": "connector", "lr": 5e-3}]},
-            optim_wrapper__precision=precision,
-        )
-        jobs.append(Job(f"layouts/{engine}@{world}-{precision}", [Phase(world, overrides, 2)]))
+    for engine, precision in [*runs, ("NO_SHARD", "fp32")]:
+        overrides = config(engine, 2, optim_wrapper__precision=precision, **model)
+        jobs.append(Job(f"layouts/{engine}@2-{precision}", [Phase(2, overrides, 2)]))
     return jobs

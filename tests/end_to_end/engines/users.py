@@ -32,8 +32,9 @@ from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.models.flux_vae import FluxAutoencoder
+from unigen_ds.models.vae import FluxAutoencoder
 from unigen_ds.system import dist
+from unigen_ds.system.files import write_text_atomic
 from unigen_ds.system.outputs import write_output
 
 NUM_RECORDS = 104
@@ -389,7 +390,8 @@ class KillHook(Hook):
     def _write_and_die(self, directory: Path, output: Any) -> None:
         write_output(directory, output)
         left = sorted(path.name for path in directory.rglob("*") if path.is_file())
-        (directory.parent / "half_saved.json").write_text(json.dumps([directory.name, left]), encoding="utf-8")
+        text = json.dumps([directory.name, left])
+        write_text_atomic(directory.parent / "half_saved.json", text)  # a save writes several files at a time
         os.killpg(0, signal.SIGKILL)
 
 

@@ -25,7 +25,6 @@ from unigen_ds.system.journals import read_lines
 FLOW = {"num_timesteps": 2}
 GENERATION = {"max_new_tokens": 3, "flow": FLOW}
 DRAWN = {"role": "assistant", "type": "image", "image_path": "seen.png"}
-ORDERS = ("text first", "picture first")
 
 
 @METRICS.register_module(force=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,7 @@ class RegisteredBackend(SingleBackend):
         return {**super().topology(), "engine": "registered"}
 
     def state_files(self) -> StateFiles:
-        state = super().state_files()
-        return StateFiles(LAYOUT, state.files, state.index)
+        return replace(super().state_files(), layout=LAYOUT)
 
 
 @PACKERS.register_module()

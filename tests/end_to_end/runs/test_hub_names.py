@@ -19,7 +19,7 @@ from tools.zero_to_fp32 import main as merge
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.hub import folder_of
 from unigen_ds.data.text.tokenizers import WordTokenizer
-from unigen_ds.evaluation.metrics.local_model import LocalModel
+from unigen_ds.evaluation.metrics.base import LocalModel
 
 SHA, OLDER = "a" * 40, "b" * 40
 

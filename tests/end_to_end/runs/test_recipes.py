@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ import pytest
 import torch
 
 from tests.data.text.chat_support import character_tokenizer
-from tests.end_to_end.engines.pictures import write_drawings, write_talks
+from tests.end_to_end.engines.pictures import write_talks
 from tests.end_to_end.engines.texts import write_decoder
-from tests.golden_files import BAGEL, NANOVLM
-from unigen_ds.core.errors import CheckpointError, ConfigError
+from tests.golden_files import NANOVLM
 from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model
@@ -30,23 +28,7 @@ SMALL = {
     "default_hooks.logger.interval": 1,
     "backend": {"type": "single"},
 }
-SMALL_IMAGES = {
-    "processor.vae_transform.max_size": 32, "processor.vae_transform.min_size": 16,
-    "processor.vit_transform.max_size": 28, "processor.vit_transform.min_size": 14,
-}  # fmt: skip
 TEMPLATE = json.loads((NANOVLM / "config.json").read_text(encoding="utf-8"))["lm_chat_template"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """BAGEL's directory, nanoVLM's template, and records with pictures."""
-    folder = tmp_path_factory.mktemp("recipes")
-    write_drawings(folder / "drawings")
-    write_talks(folder / "talks")
-    character_tokenizer("{% if messages %}a{% endif %}" + TEMPLATE).save_pretrained(folder / "chat")
-    shutil.copytree(BAGEL, folder / "bagel")
-    WordTokenizer(words=WORDS).save_pretrained(str(folder / "bagel"))
-    return folder
 
 
 def trained(name: str, tmp_path: Path, changes: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
@@ -57,12 +39,14 @@ def trained(name: str, tmp_path: Path, changes: dict[str, Any]) -> tuple[list[di
     return lines, (tmp_path / "run" / "train.log").read_text()
 
 
-def test_a_recipe_of_nanovlm_trains(data: Path, tmp_path: Path) -> None:
+def test_a_recipe_of_nanovlm_trains(tmp_path: Path) -> None:
     """With nanoVLM's own chat template; each checkpoint also is a directory that nanoVLM loads."""
+    write_talks(tmp_path / "talks")
+    character_tokenizer("{% if messages %}a{% endif %}" + TEMPLATE).save_pretrained(tmp_path / "chat")
     lines, log = trained("nanovlm_460m", tmp_path, {
         "model.pretrained": str(NANOVLM), "model.llm": None, "model.vit": None, "model.pixel_shuffle_factor": None,
-        "tokenizer.path": str(data / "chat"),
-        "train_dataloader.dataset.data_path": str(data / "talks" / "mixed.jsonl"),
+        "tokenizer.path": str(tmp_path / "chat"),
+        "train_dataloader.dataset.data_path": str(tmp_path / "talks" / "mixed.jsonl"),
         "train_dataloader.dataset.filters": None,
         "train_dataloader.seq_length": 400, "train_dataloader.batch_size": 1,
         "processor.max_image_size": 64, "optim_wrapper.accumulative_counts": 1,
@@ -73,31 +57,6 @@ def test_a_recipe_of_nanovlm_trains(data: Path, tmp_path: Path) -> None:
     assert json.loads((written / "config.json").read_text(encoding="utf-8"))["lm_chat_template"] == TEMPLATE
     model, again = (open_model(path)[0].state_dict() for path in (tmp_path / "run", written))
     assert model.keys() == again.keys() and all(torch.equal(model[key], again[key]) for key in model)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "match"),
-    [
-        ("bagel_7b_fsdp", {"model.pretrained": "{data}/bagel", "tokenizer.path": "{data}/bagel",
-                           "model.llm": {"num_hidden_layers": 3}, **SMALL_IMAGES},
-         r"missing: language_model\.model\.layers\.2\."),
-        ("bagel_7b_fsdp", {"model.pretrained": str(NANOVLM), "tokenizer.path": "{data}/bagel"},
-         r"nanoVLM's directory, and not for model\.type 'UnifiedModel'.*Remedy: model\.type='VLM'\.$"),
-        ("decoder_lm_90m", {"model.pretrained": "{data}/llama", "tokenizer.path": "{data}/bagel"},
-         r"does not fit the model: .*Remedy: leave sizes out"),
-    ],
-)  # fmt: skip
-def test_sizes_of_a_recipe_that_contradict_its_weights_are_named(
-    data: Path, tmp_path: Path, name: str, changes: dict[str, Any], match: str
-) -> None:
-    given = {key: v.format(data=data) if isinstance(v, str) else v for key, v in changes.items()}
-    drawn = name.startswith("bagel")
-    given["train_dataloader.dataset.data_path"] = str(data / ("drawings" if drawn else "talks") / "mixed.jsonl")
-    if name == "decoder_lm_90m":
-        write_decoder(data / "llama")
-        given["train_dataloader.dataset.data_path"] = str(data / "talks" / "texts.jsonl")
-    with pytest.raises((ConfigError, CheckpointError), match=match):
-        Runner.from_cfg(load_config(name, {**SMALL, **given, "work_dir": str(tmp_path / "run")}))
 
 
 def test_the_larger_decoder_trains(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.tiny import tiny_config
-from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.errors import UnigenError
 from unigen_ds.runner import Runner
 
 DELETED = object()
@@ -65,28 +65,6 @@ def test_a_wrong_value_is_an_error_of_ours(config: Any, path: tuple[Any, ...]) -
             assert str(error)
             refused += 1
     assert refused, "not one of these values was looked at"
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "said"),
-    [
-        (("train_dataloader", "num_workers"), "2", "train_dataloader.num_workers is '2'. Allowed: a whole number"),
-        (("optim_wrapper",), "AdamW", "optim_wrapper is 'AdamW'. Allowed: dict(optimizer="),
-        (("optim_wrapper", "optimizer"), None, "the config has no optim_wrapper.optimizer"),
-        (
-            ("custom_hooks", 0, "momentum"),
-            -1,
-            "custom_hooks[0].momentum is -1. Allowed: a number above 0 and below 1; the decay is 1 - momentum",
-        ),
-        (("randomness", "seed"), True, "randomness.seed is True. Allowed: a whole number"),
-    ],
-)
-def test_the_error_names_the_place_the_value_and_what_is_allowed(
-    config: Any, path: tuple[Any, ...], value: Any, said: str
-) -> None:
-    with pytest.raises(ConfigError) as raised:
-        Runner.from_cfg(changed(config, path, value), max_updates=1)
-    assert said in str(raised.value)
 
 
 def test_an_empty_default_hook_is_the_default_and_none_removes_it(config: Any) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.tiny import tiny_config
-from tools.export import main as export
 from tools.generate import main as generate
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.config.registry import HOOKS
@@ -57,27 +55,6 @@ def ran(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     marker = checkpoint.parent / f"{MODULE}.ran"
     marker.unlink(missing_ok=True)
     return marker
-
-
-@pytest.mark.parametrize("tool", ["generate", "export"])
-def test_a_checkpoints_modules_are_imported_on_request_alone(
-    tool: str, checkpoint: Path, ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main: Callable[[list[str]], int] = generate if tool == "generate" else export
-    arguments = [str(checkpoint)]
-    arguments += (
-        ["--prompt", "draw a zero", "--size", "8", "8", "--num-timesteps", "2", "--out", str(tmp_path / "pictures")]
-        if tool == "generate"
-        else [str(tmp_path / "exported")]
-    )
-    assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert f"imports {MODULE} (custom_imports), which would execute" in said and "--allow-custom-imports" in said
-    assert not ran.exists()
-
-    status = main([*arguments, "--allow-custom-imports"])
-    assert ran.exists(), capsys.readouterr().err
-    assert status == 0 or tool == "export", "a PixelAutoencoder may not be exportable"
 
 
 def test_modules_of_this_package_need_no_permission(

@@ -163,32 +163,6 @@ def test_a_component_is_compared_with_its_registry_before_it_is_called(
     assert "write dict(type='PretrainedTokenizer', path='DIR')" in said and not CALLED
 
 
-# --- several problems -------------------------------------------------------------------------------------------------
-
-
-def test_all_problems_are_one_message(
-    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wrong = json.loads(json.dumps(plain))
-    wrong["optim_wrapper"] |= {"foo": 1, "bar": 2, "acumulative_counts": 2}
-    wrong["train_dataloader"]["num_workers"] = "2"
-    wrong["tokenizer"] |= {"sorted": True, "lower": True}
-    wrong["custom_hooks"] = [{"type": "EMAHok"}]
-    wrong |= {"unet": 1}
-    said = words(capsys, write(tmp_path, "yaml", wrong), "--cfg-options", "train_cfg.max_epoch=3")
-    for line in (
-        "unknown config key 'train_cfg.max_epoch'. Remedy: did you mean 'max_epochs'?",
-        "'optim_wrapper.acumulative_counts'. Remedy: did you mean 'accumulative_counts'?",
-        "'optim_wrapper.foo'. Remedy: valid: accumulative_counts, clip_grad, loss_scale, optimizer,",
-        "train_dataloader.num_workers is '2'. Allowed: a whole number",
-        "tokenizer has no key 'sorted' (WordTokenizer). Remedy: valid: words",
-        "custom_hooks[0].type is 'EMAHok'. Remedy: did you mean 'EMAHook'?",
-        "unknown config key 'unet'. Remedy: valid: backend",
-    ):
-        assert said.count(line) == 1, line
-    assert said.startswith("error: 9 problems in the config:") and said.count("\n") == 10
-
-
 # --- what other trainers call things ----------------------------------------------------------------------------------
 
 HINTS = [

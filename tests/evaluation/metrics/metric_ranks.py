@@ -15,7 +15,7 @@ import torch
 import torch.distributed as td
 
 from tests.evaluation.tiny_models import WORDS, Convolution, noise
-from unigen_ds.evaluation.metrics import Metric, evaluated, local_model, text_metrics
+from unigen_ds.evaluation.metrics import Metric, base, evaluated, text_metrics
 from unigen_ds.evaluation.metrics.picture_metrics import FID, CLIPScore, MultimodalConsistency
 from unigen_ds.evaluation.metrics.text_metrics import BLEU, ROUGE, BERTScore, ExactMatch
 from unigen_ds.system import dist
@@ -58,7 +58,7 @@ def values(folder: Path, *, rank: int, world_size: int, batch_size: int) -> dict
     """Of this rank's share, three samples at a time; the same on every rank."""
     share = [one for n, one in enumerate(samples()) if n % 7 in SHARES[world_size][rank]]
     found: dict[str, Any] = {}
-    local_model.BATCH_SIZE = text_metrics.BATCH_SIZE = batch_size
+    base.BATCH_SIZE = text_metrics.BATCH_SIZE = batch_size
     for metric, prediction, reference in metrics(folder):
         for n in range(0, len(share), 3):
             part = share[n : n + 3]
@@ -67,7 +67,7 @@ def values(folder: Path, *, rank: int, world_size: int, batch_size: int) -> dict
         result = evaluated(metric, checkpoint="iter_8.pth")
         found |= result.values
         if batch_size == 1:
-            found[f"result of {metric.name}"] = result.as_json()
+            found[f"result of {metric.name}"] = {"values": dict(result.values), "provenance": dict(result.provenance)}
     return found
 
 

@@ -23,7 +23,6 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import Sample
-from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.data.text.tokenizers import ModelTokenizer
 from unigen_ds.families.auto.family import AutoDirectory
 from unigen_ds.families.auto.model import CausalLM, ImageTextToText
@@ -73,10 +72,6 @@ def talks(folder: Path, kind: str) -> list[list[Turn]]:
 
 def batch_of(samples: Sequence[Sample], processor: Any) -> Any:
     return pack_documents([[split.load(processor, None) for split in s.splits] for s in samples], processor)
-
-
-def text_batch(documents: Sequence[Sequence[int]], processor: Any) -> Any:
-    return pack_documents([[TokenSplit.unlearned(ids)] for ids in documents], processor)
 
 
 def tokens(sample: Sample) -> tuple[list[int], list[int]]:

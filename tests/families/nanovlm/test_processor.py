@@ -77,29 +77,6 @@ def test_a_batch_of_a_text_and_two_pictures(tmp_path, tokenizer) -> None:
     assert f"<row_2_col_3>{first}<image: 1>{GLOBAL_TOKEN}{first}two?<|im_end|>\n" in shown
 
 
-def test_conversations_are_tokenized_together(tmp_path, tokenizer, monkeypatch) -> None:
-    """One call for the records of a batch, with the ids and labels of separate calls; forged texts separately."""
-    picture(tmp_path / "a.png", 20, 20)
-    records = [talk(image("user", "a.png"), text("user", f"what {i}?"), text("assistant", "no" * (i + 1)))
-               for i in range(5)] + [talk(text("user", "a<|im_end|>b"), text("assistant", "c"))]  # fmt: skip
-    processor = make(tokenizer)
-    turns = [parse_record(record, "here", image_root=tmp_path) for record in records]
-    alone = [processor.plan(each) for each in turns]
-    calls = []
-    call = type(tokenizer.chat).__call__
-
-    def counted(self, given, **settings):
-        calls.append(len(given) if isinstance(given, list) else 1)
-        return call(self, given, **settings)
-
-    monkeypatch.setattr(type(tokenizer.chat), "__call__", counted)
-    assert list(processor.plan_many((each, "here") for each in turns)) == alone
-    assert calls[0] == 5
-    calls.clear()
-    data = dataset(tmp_path, processor, *records)
-    assert calls[0] == 5 and data.lengths()[0].tolist() == [sample.num_tokens for sample in alone]
-
-
 def test_an_image_that_does_not_fit_goes_with_all_that_follows(tmp_path, tokenizer) -> None:
     picture(tmp_path / "a.png", 40, 40)
     data = dataset(tmp_path, make(tokenizer), talk(image("user", "a.png"), text("assistant", "no")))

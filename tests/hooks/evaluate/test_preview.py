@@ -184,11 +184,8 @@ def log(runner: Runner) -> str:
     [
         ({"prompts": [], "images": [], "num_held_out": 0}, "nothing to show"),
         ({"interval": 0}, "PreviewHook.interval|interval is 0"),
-        ({"size": [8]}, "size"),
         ({"flow": {"steps": 3}}, "flow has no key 'steps'"),
-        ({"flow": {"num_timesteps": 1}}, "at least 2"),
         ({"prompts": [{"text": "a"}]}, r"prompts\[0\] has no key 'text'"),
-        ({"top_p": 0.5}, "temperature is 0"),
         ({"held_out": None}, "val_dataloader"),
         ({"images": ["gone.png", "/nowhere/x.png"]}, "no picture /.*/gone.png, /nowhere/x.png.*relative to"),
         ({"held_out": {"type": "UnifiedGenerationDataset"}}, "data_path"),

@@ -18,7 +18,7 @@ from unigen_ds.config.registry import MODELS
 from unigen_ds.core.batch import Batch, LossTerms, PackedBatch
 from unigen_ds.core.progress import Progress
 from unigen_ds.families.decoder_lm.family import DecoderLM
-from unigen_ds.hooks.log.logger import FEWEST, GradNormWatch, LoggerHook
+from unigen_ds.hooks.log.logger import FEWEST, LoggerHook
 from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
@@ -142,13 +142,25 @@ def test_an_epoch_ends_with_its_means(tmp_path: Path) -> None:
     assert lines[0]["epoch_tokens_per_second"] > 0
 
 
-def test_a_gradient_norm_outside_its_usual_range_is_one_warning() -> None:
-    norms: list[float] = []
-    watch = GradNormWatch(norms)
-    assert not [*watch.observe([1.0] * FEWEST, last_update=FEWEST)]
-    assert not [*watch.observe([9.9, 0.11, float("nan"), 1.0], last_update=FEWEST + 4)]
-    (message,) = watch.observe([1.0, 10.5, 11.0, 12.0], last_update=100)
-    assert "update 98: the gradient norm is 10.5" in message and "exploding" in message
-    again = GradNormWatch([*norms])
-    (message,) = again.observe([0.05], last_update=101)
-    assert "update 101" in message and "vanishing" in message
+def test_a_gradient_norm_outside_its_usual_range_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook = LoggerHook(interval=1)
+    run = TinyRun(tmp_path, [hook])
+    run.start()
+
+    def warnings(*norms: float) -> list[str]:
+        caplog.clear()
+        for norm in norms:
+            run.update(grad_norm=norm)
+        return [record.message for record in caplog.records if "the gradient norm is" in record.message]
+
+    assert not warnings(*[1.0] * FEWEST, 9.9, 0.11, float("nan"), 1.0)
+    (message,) = warnings(1.0, 10.5, 11.0, 12.0)
+    assert f"update {FEWEST + 6}: the gradient norm is 10.5" in message and "exploding" in message
+    state, again = hook.state_dict(), LoggerHook(interval=1)
+    again.load_state_dict(state)
+    run.hooks = [again]
+    run.start(resumed_from="work/iter_60.pth")
+    (message,) = warnings(0.05)
+    assert f"update {FEWEST + 9}" in message and "vanishing" in message

@@ -72,11 +72,7 @@ def test_after_a_stop_nothing_is_pushed_and_after_early_stopping_the_best(hub: H
     assert_pushed(hub, run.work_dir, run.work_dir / "iter_2.pth")
 
 
-@pytest.mark.parametrize(
-    ("status", "token", "cause"),
-    [(401, TOKEN, "its token must be valid"), (401, "", "hf auth login"), (403, TOKEN, "allowed to write there"),
-     (500, TOKEN, "500"), (None, TOKEN, "http://127.0.0.1:")],
-)  # fmt: skip
+@pytest.mark.parametrize(("status", "token", "cause"), [(401, "", "hf auth login"), (None, TOKEN, "http://127.0.0.1:")])
 def test_a_failure_is_a_line_in_the_log(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int | None, token: str, cause: str
 ) -> None:

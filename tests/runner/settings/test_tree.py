@@ -22,7 +22,7 @@ from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
-from unigen_ds.models.flux_vae import FluxAutoencoder
+from unigen_ds.models.vae import FluxAutoencoder
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import Settings, load_config, load_settings
 from unigen_ds.schedule.curves import LinearLR

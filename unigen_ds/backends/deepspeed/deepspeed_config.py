@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.config.paths import ds_configs_dir
-from unigen_ds.core.errors import ConfigError, nearest, raise_any
+from unigen_ds.core.errors import ConfigError, nearest
 from unigen_ds.core.progress import Geometry
 from unigen_ds.optim.optimizer import OptimizerConfig
 from unigen_ds.system.dist import env_rank
 from unigen_ds.system.log import logger
-from unigen_ds.system.machine import version_problems
+from unigen_ds.system.machine import check_versions
 
 AUTO = "auto"
 TESTED_VERSION = "0.19.8"
@@ -32,7 +32,7 @@ _READ_LATER = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
 
 def check_version() -> None:
     """Raises ``ConfigError`` where no DeepSpeed is installed, or one outside of ``ALLOWED_VERSIONS``."""
-    raise_any([*version_problems({"deepspeed": ALLOWED_VERSIONS})])
+    check_versions({"deepspeed": ALLOWED_VERSIONS})
 
 
 def load_ds_config(spec: str | Path | Mapping[str, Any]) -> dict[str, Any]:

@@ -16,22 +16,19 @@ from functools import partial
 from itertools import islice, zip_longest
 from typing import Any
 
-from rich.console import Console as RichOutput
-from rich.progress import track
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unigen_ds.checks.dry_run.known import Checked, FirstBatches, Kind, Known, ok, problem, unchecked, warning
 from unigen_ds.checks.memory.counted import PLAIN, CountedBytes, in_processes, tensors_of
 from unigen_ds.checks.memory.planned import preload
-from unigen_ds.checks.memory.traced import copy_batch, fake_group, one_update, prepare, without_compile
+from unigen_ds.checks.memory.traced import fake_group, one_update, prepare, without_compile
 from unigen_ds.core.batch import Batch, check_counts
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.loader import BatchLoader, RowSource
 from unigen_ds.data.records.unusable import exceeds
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.build import build_optimizer_config
 from unigen_ds.runner.start.stages import build_engine
 from unigen_ds.system.machine import num_cores
 
@@ -53,9 +50,8 @@ def check_batches(known: Known) -> Iterator[Checked]:
         num_workers=min(loading.num_workers, num_cores()), prefetch_factor=loading.prefetch_factor,
         timeout=loading.timeout,
     )  # fmt: skip
-    console = RichOutput(stderr=True)
     try:
-        for i in track(range(len(of_ranks)), "micro-batches", console=console, disable=not console.is_terminal):
+        for i in range(len(of_ranks)):
             try:
                 batch = loader.next()
                 check_counts(batch.target_counts(), of="Batch", declared=settings.term_weights)
@@ -122,12 +118,11 @@ def record_calls(settings: Settings, processor: Any, batches: Sequence[Batch], g
 
     def update(batch: Batch) -> list[str]:
         with _RecordedCalls() as recorded:
-            one_update(backend, [copy_batch(batch)], settings.term_weights)
+            one_update(backend, [batch.changed(Tensor.clone)], settings.term_weights)
         return recorded.calls
 
     with fake_group(geometry.dp_size), counted, without_compile():
-        optimizer_cfg = build_optimizer_config(settings)
-        prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
+        prepare(counted, settings, backend, processor, geometry=geometry)
         for batch in batches:
             if not calls or first_difference(calls[-1], calls[0]):  # an engine has learnt another order
                 last = [update(batches[0]) for _ in range(_WARM_UP)]

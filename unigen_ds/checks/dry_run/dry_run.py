@@ -52,7 +52,7 @@ def check_engine(known: Known) -> Iterator[Checked]:
                 remedy="optim_wrapper.precision='fp16', 'fp32', or 'auto'",
             )
         if settings.optim_wrapper.precision == AUTO_PRECISION:
-            settings = known.settings = settings.with_precision("fp16")
+            settings = known.settings = settings.settled(seed=settings.randomness.seed, precision="fp16")
     known.backend, known.geometry = build_engine(settings)
     engine = known.backend.topology()["engine"]
     yield ok(f"{engine}, {settings.optim_wrapper.precision}; {known.geometry} sequences per update")
@@ -164,7 +164,7 @@ def _results(known: Known, checks: Mapping[str, Check], names: Iterable[str]) ->
                 for result in checks[name](known):
                     results.append(result)  # also of a check that raises later
         except Unknown as missing:
-            results.append(unchecked(f"needs {missing}"))
+            results.append(unchecked(f"needs {missing}, which an earlier check could not build"))
         except Exception as error:  # of a user's own class, too: the other checks continue
             results += problems_of(error)
         yield from (replace(result, check=name) for result in results)

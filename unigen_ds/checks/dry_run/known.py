@@ -12,7 +12,6 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.checks.memory.traced import copy_batch
 from unigen_ds.config.overrides import ConfigValues
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import UnigenError
@@ -128,7 +127,7 @@ class FirstBatches:
         self.numbers.update(samples=batch.num_samples, tokens=batch.num_tokens, images=batch.num_images)
         self.skipped += batch.skipped
         if kind not in self.examples:
-            self.examples[kind] = copy_batch(batch)
+            self.examples[kind] = batch.changed(Tensor.clone)
 
 
 @dataclass
@@ -153,16 +152,5 @@ class Known:
         """The value ``name``. Raises ``Unknown`` where no check could build it."""
         value = getattr(self, name)
         if value is None:
-            raise Unknown(_NAMES[name])
+            raise Unknown(name)
         return value
-
-
-_NAMES = {
-    "settings": "a config without problems",
-    "backend": "an engine that can be used",
-    "geometry": "an engine that can be used",
-    "start": "data and, on a resume, a checkpoint without problems",
-    "model": "a model that can be built",
-    "batches": "the first micro-batches",
-}
-"""What a user calls each value."""

@@ -9,14 +9,13 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from unigen_ds.checks.dry_run.known import Checked, Hardware, Known, ok, problem, problems_of, unchecked, warning
 from unigen_ds.checks.memory.counted import in_processes
 from unigen_ds.config.overrides import stated_world_size
-from unigen_ds.config.paths import PATH_KEYS, is_hub_name
+from unigen_ds.config.paths import PATH_KEYS, is_hub_name, paths_in
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.runner.settings.naming import PLACE
@@ -106,7 +105,7 @@ _READ = PATH_KEYS - {"work_dir", "checkpoint_dir", "cache_dir", "save_dir", "roo
 
 def check_paths(known: Known) -> Iterator[Checked]:
     """Files and folders that are read."""
-    paths = [*_paths(known.config.values)]
+    paths = [(name, node[key]) for node, key, name in paths_in(known.config.values, _READ) if node[key]]
     if isinstance(resume := known.config.values.get("resume"), str) and resume != AUTO:
         paths.append(("resume", resume))
     for where, text in paths:
@@ -118,16 +117,6 @@ def check_paths(known: Known) -> Iterator[Checked]:
             remedy = f"check the path and its permissions; a relative one begins at {Path.cwd()}"
             yield problem(f"{where} is {path!r}, and it is not there or cannot be read", remedy=remedy)
     yield ok(f"{len(paths)} paths of the config were looked for")
-
-
-def _paths(config: Any, *, where: str = "", is_path: bool = False) -> Iterator[tuple[str, str]]:
-    """(dotted key, path) of every path that is read, at any depth."""
-    for key, value in config.items() if isinstance(config, Mapping) else enumerate(config):
-        name = f"{where}.{key}" if where else str(key)
-        if isinstance(value, (Mapping, list, tuple)):
-            yield from _paths(value, where=name, is_path=is_path or key in _READ)
-        elif (is_path or key in _READ) and isinstance(value, str) and value:
-            yield name, value
 
 
 def check_folders(known: Known) -> Iterator[Checked]:

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing import connection
 from typing import Any, TypeVar
 from unittest import mock
@@ -125,23 +126,17 @@ class CountedBytes(TorchDispatchMode):
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 
-    def add(self, tensor: Tensor) -> None:
-        """Count the storage of a tensor, once."""
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._held:
-            return
-        self._held[key] = (weakref.ref(storage, lambda _: self._free(key)), storage.nbytes())
-        self._change(storage.nbytes())
-
     def add_all(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that no operation has returned: made from numpy's, for instance."""
+        """Count the storage of each tensor, once: also of those that no operation has returned (numpy's)."""
         for tensor in tensors:
-            self.add(tensor)
+            if tensor.layout is torch.strided and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self._held:
+                    self._held[key] = (weakref.ref(storage, partial(self._free, key)), storage.nbytes())
+                    self._change(storage.nbytes())
 
-    def _free(self, key: int) -> None:
+    def _free(self, key: int, _: Any) -> None:
         nbytes = self._held.pop(key)[1]
         if key in self._on_host:
             self._on_host.discard(key)

@@ -200,30 +200,24 @@ class Reserve:
     node_memory: int | None = None
 
 
-def phase_bytes(traced: Traced, reserve: Reserve) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of one device, and of one process on the host, in each phase, with the reserve.
-
-    Of the host: the model while it is built, what offload holds, and one tensor at a time while a checkpoint is saved
-    or read.
-    """
-    device = {phase: round(traced.device[phase] * (1 + reserve.fragmentation)) + reserve.device for phase in PHASES}
-    host = dict.fromkeys(PHASES, traced.host)
-    host["load"] = max(traced.built, traced.host)
-    host["save"] = traced.host + traced.largest
-    host["resume"] = max(traced.built, host["save"])
-    return device, {phase: nbytes + reserve.process for phase, nbytes in host.items()}
-
-
 def report_values(report: MemoryReport, reserve: Reserve) -> dict[str, Any]:
-    """Plain JSON values, in bytes. ``fits`` is None where no memory was given, or there is no plan."""
+    """Plain JSON values, in bytes. ``fits`` is None where no memory was given, or there is no plan.
+
+    ``device`` and ``host`` have the reserve. Of the host: the model while it is built, what offload holds, and one
+    tensor at a time while a checkpoint is saved or read.
+    """
     engines = []
     on_node = min(report.per_node, report.world_size)
     for plan in report.plans:
         values: dict[str, Any] = {"engine": plan.engine, "topology": plan.topology, "problem": plan.problem}
         values["fits"] = None
         if plan.traced is not None:
-            device, host = phase_bytes(plan.traced, reserve)
-            values |= {"device": device, "host": host, "traced": vars(plan.traced), "step_of_rank": {**plan.ranks}}
+            traced, gaps = plan.traced, 1 + reserve.fragmentation
+            device = {phase: round(traced.device[phase] * gaps) + reserve.device for phase in PHASES}
+            built, saved = max(traced.built, traced.host), traced.host + traced.largest
+            host = {"load": built, "save": saved, "resume": max(built, saved)}
+            host = {phase: host.get(phase, traced.host) + reserve.process for phase in PHASES}
+            values |= {"device": device, "host": host, "traced": vars(traced), "step_of_rank": {**plan.ranks}}
             if reserve.device_memory is not None or reserve.node_memory is not None:
                 on_device = max(device.values()) <= (reserve.device_memory or float("inf"))
                 values["fits"] = on_device and on_node * max(host.values()) <= (reserve.node_memory or float("inf"))

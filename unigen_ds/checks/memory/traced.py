@@ -23,15 +23,9 @@ from unigen_ds.core.batch import Batch
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import BUFFER, MASTER, Shard
 from unigen_ds.hooks.evaluate.ema import EMAHook
-from unigen_ds.optim.optimizer import OptimizerConfig, construct, optimizer_class
+from unigen_ds.optim.optimizer import construct, optimizer_class
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.build import (
-    build_groups,
-    build_model,
-    build_optimizer_config,
-    named_parameters,
-    prepare_engine,
-)
+from unigen_ds.runner.start import build
 from unigen_ds.system.machine import environment
 
 PHASES = ("load", "step", "evaluate", "save", "resume")
@@ -86,7 +80,7 @@ def trace(
     ``fake``: without memory; False: the same with memory, on one process alone. Raises what the model or engine raises.
     """
     counted = CountedBytes(fake=fake)
-    optimizer_cfg = build_optimizer_config(settings)
+    optimizer_cfg = build.build_optimizer_config(settings)
     matrix = nn.Parameter(torch.zeros(2, 2))  # one update of it makes the state that has the shape of the weights
     optimizer = construct(
         optimizer_class(optimizer_cfg.type), [{"params": [matrix], "lr": 1.0}], optimizer_cfg.arguments
@@ -111,7 +105,7 @@ def trace(
         device[phase] = max(counted.device_peak, device[phase])
 
     with counted, without_compile():
-        built = prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
+        built = prepare(counted, settings, backend, processor, geometry=geometry)
         backend.load_tensors(_Zeros(backend, ()), weights_only=True)
         end("load", moments=())  # the first update makes them
         copies = [[t.detach().clone() for t in backend.master_data()] for _ in range(averages)]
@@ -132,7 +126,7 @@ def trace(
         average = [Shard(s.name, s.shape, s.flat_start, s.data) for s in backend.master_shards()]
         with backend.swapped(average) if copies else nullcontext(), torch.no_grad():
             for batch in batches:
-                backend.model(copy_batch(batch))
+                backend.model(batch.changed(Tensor.clone))
         del average
         end("evaluate")
         backend.model.train()
@@ -161,23 +155,15 @@ def trace(
     return result
 
 
-def prepare(
-    counted: CountedBytes,
-    settings: Settings,
-    backend: Backend,
-    processor: Any,
-    optimizer_cfg: OptimizerConfig,
-    *,
-    geometry: Geometry,
-) -> int:
+def prepare(counted: CountedBytes, settings: Settings, backend: Backend, processor: Any, *, geometry: Geometry) -> int:
     """Build the model and pass it to the engine, inside of ``counted``. Returns the highest sum while it was built."""
-    model: Any = build_model(settings, processor, seed=settings.seed, stream=True)
+    model: Any = build.build_model(settings, processor, seed=settings.seed, stream=True)
     if counted.is_fake:
         counted.without_memory(model)
     counted.add_all([*model.parameters(), *model.buffers()])
     built = counted.peak
-    groups = build_groups(settings, named_parameters(model))
-    prepare_engine(backend, model, groups, optimizer_cfg, geometry=geometry)
+    groups = build.build_groups(settings, build.named_parameters(model))
+    build.prepare_engine(backend, model, groups, build.build_optimizer_config(settings), geometry=geometry)
     return built
 
 
@@ -211,15 +197,10 @@ def one_update(backend: Backend, micro_batches: Sequence[Batch], loss_weights: M
     terms: Any = None
     for i, batch in enumerate(micro_batches):
         with backend.accumulate(last=i == len(micro_batches) - 1):
-            terms = backend.model(copy_batch(batch))
+            terms = backend.model(batch.changed(Tensor.clone))
             backend.backward(terms.weighted(loss_weights, dict.fromkeys(terms.sums, 1.0)))
     del terms
     backend.step()
-
-
-def copy_batch(batch: Batch) -> Batch:
-    """With new tensors, which are counted, and whose memory no loader uses again."""
-    return batch.changed(Tensor.clone)
 
 
 @contextmanager

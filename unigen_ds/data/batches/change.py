@@ -54,9 +54,7 @@ class DataChange:
     def holds_out_trained(self) -> bool:
         """Whether records may be held out that were trained on. A smaller share is a part of a larger one."""
         was, now = self.division or (None, None)
-        if now is None:
-            return False
-        return was is None or was["seed"] != now["seed"] or was["share"] < now["share"]
+        return now is not None and (was is None or was["seed"] != now["seed"] or was["share"] < now["share"])
 
     def __str__(self) -> str:
         return "; ".join(text for _, text in self.differences)
@@ -125,15 +123,14 @@ def _weights(facts: Mapping[str, Any]) -> tuple[Any, Any]:
 def continue_stream(
     stored: Mapping[str, Any], stream: SequenceStream, *, on_change: OnDataChange = "refuse"
 ) -> tuple[SequenceStream, Cursor]:
-    """The stream in the phases of the run, and the cursor to continue at.
+    """The stream in the phases of the run, and the cursor to continue at. Raises ``ResumeBlocked`` where the data
+    differs and the choice does not allow it.
 
     Args:
         stored: the ``loader`` of a manifest: ``SequenceStream.identity`` and ``cursor``.
-        stream: of the present config, built with the run's ``sequences_per_epoch`` and the
-            ``sequences_per_iteration`` of its first start.
+        stream: of the present config, built with the run's ``sequences_per_epoch`` and the ``sequences_per_iteration``
+            of its first start.
         on_change: what to do where the data differs. Without a difference it has no effect.
-
-    Raises ``ResumeBlocked`` where the data differs and the choice does not allow it.
     """
     change, cursor = compare(stored, stream), Cursor.from_state_dict(stored["cursor"])
     phases = tuple(Phase.from_state_dict(state) for state in stored["phases"])
@@ -168,6 +165,6 @@ def continue_stream(
     appended = "--on-data-change append (finish this epoch with the old records, then use all) or "
     raise ResumeBlocked(
         f"the training data differs from that of the checkpoint: {change}",
-        remedy=f"restore it, or choose {appended if change.only_appended else ''}--on-data-change restart (begin a new"
-        " epoch of the new data)",
+        remedy=f"restore it, or choose {appended * change.only_appended}--on-data-change restart (begin a new epoch of"
+        " the new data)",
     )

@@ -53,11 +53,8 @@ class Loading(TypedDict, total=False):
     """How batches are loaded. It changes nothing of a batch."""
 
     num_workers: int
-    """Worker processes; 0 loads in this one."""
     prefetch_factor: int | None
-    """Micro-batches that each worker keeps ready."""
     pin_memory: bool
-    """Copy batches to page-locked memory (where there is an accelerator)."""
     timeout: float
     """Seconds to wait for a worker's batch before an error; 0: for ever."""
 
@@ -66,13 +63,9 @@ class UpdateLoader:
     """Endless updates. Iterate once; ``close`` when done.
 
     Args:
-        stream: the sequences.
-        processor: turns records into tensors.
         geometry: batch size, accumulation and ranks; changes nothing about the order.
-        dp_rank: which of the ranks.
         cursor: where to continue.
         seed: of noise and condition dropout; the processor's by default.
-        loading: how batches are loaded.
     """
 
     def __init__(
@@ -123,7 +116,6 @@ class RowSource:
     datasets: Sequence[PlannedDataset]
     names: Sequence[str]
     seq_length: int
-    """Tokens of a sample at most."""
 
 
 class BatchLoader:
@@ -131,9 +123,7 @@ class BatchLoader:
 
     Args:
         source: what the rows point into.
-        processor: turns records into tensors.
         iterations: the rows of each batch. Workers read ahead, so it is iterated faster than ``next`` is called.
-        seed: as of ``UpdateLoader``.
         num_workers, prefetch_factor, pin_memory, timeout: ``Loading``.
     """
 
@@ -183,7 +173,6 @@ class BatchLoader:
 def _load(
     source: RowSource, processor: Processor, seed: int | None, packed: bool, rows: Sequence[Row]
 ) -> Batch | Packet:
-    """A micro-batch; ``packed``: it travels or is page-locked."""
     batch = collate(rows, source.datasets, processor, seq_length=source.seq_length, seed=seed, names=source.names)
     return Packet.packed(batch) if packed else batch
 
@@ -203,8 +192,7 @@ def collate(
     """One micro-batch.
 
     Args:
-        rows: the sequences, as ``SequenceStream`` returns them.
-        datasets: the sources that the draws point into.
+        datasets: the sources that the draws of ``rows`` point into.
         processor: sizes and ids; ``seed`` and ``names`` default to the processor's and the data sets' own.
         seq_length: each sample is truncated to it.
     """
@@ -247,9 +235,8 @@ def pack_documents(documents: Sequence[Sequence[Loaded]], processor: Processor) 
 def load(
     draw: Draw, dataset: PlannedDataset, processor: Processor, *, seq_length: int, seed: int, name: str
 ) -> list[Loaded]:
-    """Read, truncate, drop conditions, decode. Raises ``UnreadableImage`` where the sample must be skipped.
-
-    Condition dropout draws one number for every split, droppable or not.
+    """Read, truncate, drop conditions, decode. Raises ``UnreadableImage`` where the sample must be skipped. Condition
+    dropout draws one number for every split, droppable or not.
     """
     whole = dataset.sample(draw.index, pass_number=draw.pass_number)
     sample = whole if draw.piece >= 0 else whole.truncated(seq_length)

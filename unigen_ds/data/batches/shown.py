@@ -56,7 +56,6 @@ class ShownSample:
     """'' for what fills a sequence without a sample."""
     num_tokens: int
     targets: Mapping[str, int]
-    """Of each loss term."""
     skipped: str
     """Why padding is in its position; '' where it was loaded."""
     parts: Sequence[ShownToken | ShownImage] = field(repr=False, default=())

@@ -24,8 +24,8 @@ from unigen_ds.data.datasets.subset import (
     FirstRecords,
     Side,
     filtering_of,
-    record_number,
     removal_line,
+    sample_ids,
     subset_by,
     subsets,
     whole_of,
@@ -37,7 +37,6 @@ from unigen_ds.data.samples.sample import Array, unit_tokens
 from unigen_ds.system.files import write_text_atomic
 
 _EXAMPLES = 3
-"""Sample ids of a reason."""
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _WINDOWS = 8
 IMBALANCE = 10
@@ -58,11 +57,9 @@ class Reason:
     total: int
     """Of the source, from which ``number`` were counted."""
     ids: Sequence[str] = ()
-    """Sample ids of the first of them."""
     used: bool = True
     """Whether the run uses them, in whole or in part."""
     unit: str = "records"
-    """What is counted."""
 
     def __str__(self) -> str:
         share = 100 * self.number / max(self.total, 1)
@@ -71,14 +68,11 @@ class Reason:
 
 def reasons(stream: SequenceStream) -> list[Reason]:
     """In the order in which a record meets them. Those without a record are not in the list."""
-    max_tiles = getattr(stream.packer, "max_tiles", None)
-    sources = zip(stream.names, stream.fitted, strict=True)
-    both = ((*_left_out(name, fitted), *_noticed(name, fitted, max_tiles)) for name, fitted in sources)
-    return [reason for of_source in both for reason in of_source if reason.number]
-
-
-def _ids(name: str, dataset: PlannedDataset, records: Array) -> list[str]:
-    return [f"{name}:{record_number(dataset, index)}" for index in records[:_EXAMPLES].tolist()]
+    every: list[Reason] = []
+    for name, fitted in zip(stream.names, stream.fitted, strict=True):
+        every += _left_out(name, fitted)
+        every += _noticed(name, fitted, getattr(stream.packer, "max_tiles", None))
+    return [reason for reason in every if reason.number]
 
 
 def _left_out(name: str, fitted: Fitted) -> Iterator[Reason]:
@@ -94,7 +88,7 @@ def _left_out(name: str, fitted: Fitted) -> Iterator[Reason]:
             continue
         for k, (rule, number) in enumerate(choice.report["removed"].items(), start=1):
             text = f"cannot be trained on ({SKIPPED})" if rule == SKIPPED else f"removed by {rule}"
-            ids = _ids(name, whole, np.flatnonzero(choice.removed == k))
+            ids = sample_ids(name, whole, np.flatnonzero(choice.removed == k)[:_EXAMPLES])
             yield Reason(title, text, number, len(choice.removed), ids, used=False)
         for rule, number in choice.report.get("questions_removed", {}).items():
             text = f"below the least {rule} rating (their records stay)"
@@ -102,7 +96,7 @@ def _left_out(name: str, fitted: Fitted) -> Iterator[Reason]:
     for action in ACTIONS:
         text = f"longer than {overflow.key} {overflow.seq_length:,}: {_ACTIONS[action]}"
         long, used = fitted.by_action[action], action in ("split", "truncate")
-        yield Reason(title, text, len(long), len(dataset), _ids(name, dataset, long), used)
+        yield Reason(title, text, len(long), len(dataset), sample_ids(name, dataset, long[:_EXAMPLES]), used)
 
 
 def _noticed(name: str, fitted: Fitted, max_tiles: int | None) -> Iterator[Reason]:
@@ -111,7 +105,7 @@ def _noticed(name: str, fitted: Fitted, max_tiles: int | None) -> Iterator[Reaso
     whole = whole_of(dataset)
 
     def reason(text: str, records: Array, of: PlannedDataset = dataset, *, used: bool = True) -> Reason:
-        return Reason(title, text, len(records), len(of), _ids(name, of, records), used)
+        return Reason(title, text, len(records), len(of), sample_ids(name, of, records[:_EXAMPLES]), used)
 
     yield reason(
         "an image that cannot be read: padding in their position", np.flatnonzero(counts.unreadable), used=False
@@ -127,7 +121,7 @@ def _noticed(name: str, fitted: Fitted, max_tiles: int | None) -> Iterator[Reaso
         text = f"more than packing.max_tiles={max_tiles} condition images: each in a sequence without another image"
         yield reason(text, np.flatnonzero(counts.tiles > max_tiles))
     text, tokens = "words that the tokenizer does not have (<unk>)", int((counts.tokens - counts.image_tokens).sum())
-    ids = _ids(name, dataset, np.flatnonzero(counts.unknown))
+    ids = sample_ids(name, dataset, np.flatnonzero(counts.unknown)[:_EXAMPLES])
     yield Reason(title, text, int(counts.unknown.sum()), tokens, ids, unit="text tokens")
 
 
@@ -187,13 +181,11 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
         for warns, line in source_lines(name, fitted, getattr(stream.packer, "max_tiles", None)):
             yield warns, f"Data, {fitted.titled(name)}: {line}."
     yield from _balance_lines(stream)
-    if left := stream.num_left_out:
-        yield (
-            False,
-            f"Data: {left:,} of the {stream.order.epoch_size:,} samples of an epoch fill no whole iteration of"
-            f" {stream.sequences_per_iteration} sequences and are left out, others in each epoch"
-            " (train_dataloader.drop_last=False: none).",
-        )
+    rows = stream.phases[-1].rows_per_epoch
+    if rows is not None and (left := stream.order.stride - rows) > 0:
+        line = f"{left:,} of the {stream.order.epoch_size:,} samples of an epoch fill no whole iteration"
+        line += f" of {stream.sequences_per_iteration} sequences and are left out, others in each epoch"
+        yield False, f"Data: {line} (train_dataloader.drop_last=False: none)."
     for name, group in group_report(stream).items():
         yield False, f"Data, {group_line(name, group)}."
 
@@ -304,8 +296,7 @@ def _describe_source(stream: SequenceStream, name: str, number: int) -> dict[str
 
 
 def _percentiles(lengths: np.ndarray) -> dict[str, float]:
-    values = np.percentile(lengths, _PERCENTILES)
-    percentiles = {f"p{p}": float(v) for p, v in zip(_PERCENTILES, values, strict=True)}
+    percentiles = {f"p{p}": float(np.percentile(lengths, p)) for p in _PERCENTILES}
     return {"min": float(lengths.min()), **percentiles, "max": float(lengths.max()), "mean": float(lengths.mean())}
 
 
@@ -325,11 +316,9 @@ def tokens_of(stream: SequenceStream, rows: Sequence[Row]) -> list[list[int]]:
 
 
 def epoch_balance(stream: SequenceStream) -> dict[str, dict[str, float]]:
-    """What an epoch has of each source: samples, by kind its tokens and targets, as far as they are trained on, and the
-    samples that have text targets, and image targets.
-
-    Whole numbers where every record is used once; in a weighted mixture the mean of a record times its samples, which
-    of a streamed source is the mean of the part that is measured.
+    """What an epoch has of each source: samples, its tokens and targets by kind as far as they are trained on, and the
+    samples that have text targets, and image targets. Whole numbers where every record is used once; in a weighted
+    mixture the mean of a record (of a streamed source, of its first shard) times its samples.
     """
     balance = {}
     for name, fitted, drawn in zip(stream.names, stream.fitted, stream.draws_per_epoch, strict=True):

@@ -51,10 +51,8 @@ class SequenceStream:
     """All sequences of a run, in order.
 
     Args:
-        datasets: the sources, in the order of ``order``'s sizes.
-        order: the global order of their units (``overflow.Fitted``).
+        order: the global order of the units (``overflow.Fitted``) of ``datasets``.
         packer: groups samples into sequences; None: one sample a sequence.
-        seq_length: tokens of a sequence at most.
         overflow: what happens to longer records; None: the default.
         drop_last: unpacked only: an epoch leaves out the samples that fill no whole iteration; otherwise empty rows
             fill up the last one. A packed epoch always keeps all.
@@ -83,7 +81,6 @@ class SequenceStream:
         self.sources = tuple(whole_of(dataset) for dataset in datasets)
         """What the draws of rows point into."""
         self.sample_length = overflow.seq_length
-        """Tokens of a sample at most."""
         self.drop_last, self.sequences_per_iteration = drop_last, sequences_per_iteration
         self.blend, self.names = blend or Blend(), source_names(datasets)
         self._tokens = [source.tokens for source in self.fitted]
@@ -121,9 +118,8 @@ class SequenceStream:
     def new_phase(
         self, first_epoch: int, *, first_pass: int, first_sequence: int | None, rows: int | None = None
     ) -> Phase:
-        """A phase of all the present data. ``rows``: of an unpacked epoch, where they are known.
-
-        Raises ``ConfigError`` where the data does not fill one iteration.
+        """A phase of all the present data. ``rows``: of an unpacked epoch, where they are known. Raises ``ConfigError``
+        where the data does not fill one iteration.
         """
         order, number = self.order, self.sequences_per_iteration
         whole = order.epoch_size // number
@@ -131,17 +127,9 @@ class SequenceStream:
             whole = -(-order.epoch_size // number)
         rows = None if self.packer is not None else rows or whole * number
         if rows == 0:
-            raise ConfigError(
-                f"{order.epoch_size} samples do not fill one iteration of {number} sequences",
-                remedy="a smaller batch_size, more data, or drop_last=False",
-            )
+            problem = f"{order.epoch_size} samples do not fill one iteration of {number} sequences"
+            raise ConfigError(problem, remedy="a smaller batch_size, more data, or drop_last=False")
         return Phase(first_epoch, first_pass, first_sequence, order.sizes, order.weights, rows, order.mandatory)
-
-    @property
-    def num_left_out(self) -> int:
-        """Samples that no row of an epoch has, since they fill no whole iteration (``drop_last``); others in each."""
-        rows = self.phases[-1].rows_per_epoch
-        return 0 if rows is None else max(0, self.order.stride - rows)
 
     @property
     def _first_epoch_rows(self) -> int:
@@ -204,13 +192,14 @@ class SequenceStream:
         """The data by name, so that a resume can report what changed. Plain values."""
         filtering = {name: filtering_of(dataset) for name, dataset in zip(self.names, self.datasets, strict=True)}
         filters = {name: list(one.settings) for name, one in filtering.items() if one is not None and one.settings}
+        shards = {self.names[k]: walk.num_shards for k, walk in self.walks.items()}
         return {
             **self._facts_of_order,
             **({"filters": filters} if filters else {}),
             "records": [dataset.prefix_digest(len(dataset)) for dataset in self.datasets],
             "overflow": self.fitted[0].overflow.actions,
             "units": list(self.order.sizes),
-            **({"shards": {self.names[k]: walk.num_shards for k, walk in self.walks.items()}} if self.walks else {}),
+            **({"shards": shards} if shards else {}),
         }
 
     @property
@@ -367,10 +356,8 @@ class SequenceStream:
                 start, pass_number, block = cursor.blocks[3 * i : 3 * i + 3]
                 fits = fits and start <= drawn[k] and walk.remember((start, pass_number, block))
         if not fits or len(cursor.extra) not in (0, len(order.mandatory)):
-            raise _wrong_cursor(
-                f"has {list(cursor.extra)} additional draws, the state {list(cursor.drawn)} and the blocks"
-                f" {list(cursor.blocks)}"
-            )
+            state = f"the state {list(cursor.drawn)} and the blocks {list(cursor.blocks)}"
+            raise _wrong_cursor(f"has {list(cursor.extra)} additional draws, {state}")
 
     def _state(self, epoch: int, window: int, row: int) -> dict[str, Any]:
         """``extra``, ``drawn`` and ``blocks`` of a cursor at a window (unpacked: at a row)."""
@@ -429,7 +416,6 @@ class SequenceStream:
 
     def seek(self, sequence: int) -> Cursor:
         """The cursor before a global sequence number. Packed: plans every window before it beyond the first epoch.
-
         Raises ``DataError`` for a sequence of data that was replaced.
         """
         known = [(phase.first_sequence, phase.first_epoch) for phase in self.phases]

@@ -33,20 +33,17 @@ class ValidationBatch:
     source: str
     """The name of the source that all its samples are of."""
     batch: Batch
-    """This rank's part, on the CPU."""
 
 
 class ValidationData:
     """What is evaluated on. Every rank has one; nothing is collective.
 
     Args:
-        fitted: the sources.
         names: of the sources, as in sample ids and metrics.
         name: of this set, where a run has several.
         processor: turns records into tensors; condition dropout and augmentation are left out.
         seed: of noise and time steps.
         batch_size: sequences per device.
-        loading: how batches are loaded; workers live for one evaluation.
     """
 
     def __init__(

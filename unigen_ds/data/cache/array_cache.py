@@ -37,9 +37,8 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class ArrayFile:
-    """Arrays of a known size that are filled piece by piece in a new file; ``finish`` writes its table.
-
-    Written with calls: a full disk would end a process that writes to mapped memory.
+    """Arrays of a known size that are filled piece by piece in a new file; ``finish`` writes its table. Written with
+    calls: a full disk would end a process that writes to mapped memory.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -100,9 +99,8 @@ def fingerprint(*facts: object) -> str:
 
 
 def cache_folder(path: Path, cache_dir: Path | None) -> Path | None:
-    """The folder for cached arrays of a data file: beside it, else ``cache_dir``, else none (with a warning).
-
-    An existing read-only folder beside it is the last choice: it may hold what somebody else prepared.
+    """The folder for cached arrays of a data file: beside it, else ``cache_dir``, else none (with a warning). An
+    existing read-only folder beside it is the last choice: it may hold what somebody else prepared.
     """
     beside = path.parent / FOLDER
     for folder in (beside, cache_dir):
@@ -137,7 +135,6 @@ def load_or_make(cache: Path | None, key: str, make: Callable[[], Mapping[str, N
 
 def load_or_fill(cache: Path | None, key: str, fill: Callable[[ArrayFile], None]) -> Arrays:
     """Return the arrays of ``cache`` where it has those of ``key``, else those that ``fill`` makes, then written there.
-
     Several processes may ask for it together: one makes it, the others wait where the file system has locks. It gets
     its name when it is complete and on disk; what a killed process leaves is removed by the next one.
     """

@@ -24,9 +24,8 @@ _SETTLED_NS = 2_000_000_000
 
 
 def contents_digest(files: Sequence[Path], folder: Path | None, *, name: str) -> str:
-    """Return the digest of every byte of ``files``; of several also of their order and their names.
-
-    ``folder``: where it may be kept, as that of ``name``.
+    """Return the digest of every byte of ``files``; of several also of their order and their names. ``folder``: where
+    it may be kept, as that of ``name``.
     """
     top = os.path.commonpath([file.parent for file in files]) if files else ""
     labels = [os.path.relpath(file, top) for file in files] if len(files) > 1 else [""] * len(files)

@@ -7,7 +7,7 @@ order, packing, resume and ledger work for it too. Without ``lengths()`` a start
 from __future__ import annotations
 
 import hashlib
-import importlib
+import pkgutil
 import random
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,10 +115,10 @@ class DatasetAdapter(ScannedDataset):
         if self._bad and self.on_record_error == "error":
             raise unusable_error(self._bad, self.name, len(self))
         if not counts.targets.any():
-            raise DataError(
-                f"{self.name}: none of its {len(self):,} items has a target: labels are -100, and no image is drawn",
-                allowed="labels aligned with input_ids; the first one is not used",
+            problem = (
+                f"{self.name}: none of its {len(self):,} items has a target: labels are -100, and no image is drawn"
             )
+            raise DataError(problem, allowed="labels aligned with input_ids; the first one is not used")
         return counts, records, digest
 
     def _sample_or_none(self, index: int) -> Sample:
@@ -140,9 +140,8 @@ class DatasetAdapter(ScannedDataset):
         """``_scan`` of the data set's own ``lengths()``. Every token but the first counts as a target."""
         lengths, rows = self.dataset.lengths(), []
         if len(lengths) != len(self):
-            raise DataError(
-                f"{self.name}.lengths() has {len(lengths)} values", allowed=f"one for each of {len(self)} items"
-            )
+            allowed = f"one for each of {len(self)} items"
+            raise DataError(f"{self.name}.lengths() has {len(lengths)} values", allowed=allowed)
         for i, value in enumerate(lengths):
             where = f"{self.name}.lengths()[{i}]"
             tokens, images = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, ())
@@ -174,15 +173,13 @@ class DatasetAdapter(ScannedDataset):
         tokens = _token_split(item, where, getattr(self.processor, "vocab_size", None))
         tensors, roles = _images(item, where), item.get("image_roles")
         if roles is not None and (not isinstance(roles, (list, tuple)) or len(roles) != len(tensors)):
-            raise DataError(
-                f"{where}.image_roles is {roles!r}", allowed=f"a list of {len(tensors)}, one for each image"
-            )
-        before: list[Split] = []
-        after: list[Split] = []
+            allowed = f"a list of {len(tensors)}, one for each image"
+            raise DataError(f"{where}.image_roles is {roles!r}", allowed=allowed)
+        images = []
         for i, tensor in enumerate(tensors):
             kind = self._kind(roles[i] if roles else None, f"{where}.image_roles[{i}]")
-            image = self.processor.ready_image(tensor, kind, f"{where}.padded_images[{i}]")
-            (after if kind == "noise" else before).append(image)
+            images.append(self.processor.ready_image(tensor, kind, f"{where}.padded_images[{i}]"))
+        before, after = ([one for one in images if one.drawn is drawn] for drawn in (False, True))
         document = not tensors and all(label >= 0 for label in tokens.labels[:-1])
         return Sample((*before, tokens, *after), plain=document)
 
@@ -234,13 +231,11 @@ class _Tokens(Split):
 
 def _make(spec: Mapping[str, Any]) -> Any:
     kind = spec.get("type")
-    if isinstance(kind, str):
-        module, _, name = kind.rpartition(".")
-        try:
-            kind = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            problem = f"DatasetAdapter.dataset.type {kind!r} cannot be imported: {error}"
-            raise ConfigError(problem, allowed="'my.module.name'") from error
+    try:
+        kind = pkgutil.resolve_name(kind) if isinstance(kind, str) else kind
+    except (ImportError, AttributeError, ValueError) as error:
+        problem = f"DatasetAdapter.dataset.type {kind!r} cannot be imported: {error}"
+        raise ConfigError(problem, allowed="'my.module.name'") from error
     if not callable(kind):
         raise ConfigError(f"DatasetAdapter.dataset.type is {kind!r}", allowed="a class or 'module.Class'")
     arguments = {key: value for key, value in spec.items() if key != "type"}
@@ -269,10 +264,8 @@ def _token_split(item: Mapping[str, Any], where: str, vocab_size: int | None) ->
     labels = _numbers(item, "labels", where)
     mask = _numbers(item, "attention_mask", where) if item.get("attention_mask") is not None else [1] * len(ids)
     if not len(ids) == len(labels) == len(mask):
-        raise DataError(
-            f"{where}: input_ids, labels and attention_mask have {len(ids)}, {len(labels)} and {len(mask)} positions",
-            allowed="the same length",
-        )
+        sizes = f"{len(ids)}, {len(labels)} and {len(mask)} positions"
+        raise DataError(f"{where}: input_ids, labels and attention_mask have {sizes}", allowed="the same length")
     kept = [i for i, seen in enumerate(mask) if seen]
     for name, values, positions, lowest in (("input_ids", ids, kept, 0), ("labels", labels, kept[1:], None)):
         for i in positions:
@@ -291,9 +284,8 @@ def _numbers(item: Mapping[str, Any], key: str, where: str) -> list[int]:
     if isinstance(value, Sequence) and len(value) == 1 and isinstance(value[0], (list, tuple)):
         value = value[0]  # [1, T], as tokenizers return it
     if not isinstance(value, Sequence) or not all(isinstance(v, (int, float)) for v in value):
-        raise DataError(
-            f"{where}.{key} is {'missing' if value is None else type(value).__name__}", allowed="[T] numbers"
-        )
+        kind = "missing" if value is None else type(value).__name__
+        raise DataError(f"{where}.{key} is {kind}", allowed="[T] numbers")
     if fractions := [i for i, v in enumerate(value) if isinstance(v, float) and not v.is_integer()]:
         raise DataError(f"{where}.{key}[{fractions[0]}] is {value[fractions[0]]}", allowed="whole numbers")
     return [int(v) for v in value]
@@ -304,9 +296,8 @@ def _images(item: Mapping[str, Any], where: str) -> Sequence[Tensor]:
     images = item.get("padded_images")
     if isinstance(images, Tensor) and images.ndim in (3, 4):
         images = [images] if images.ndim == 3 else [*images]
-    if not isinstance(images, (list, tuple, NoneType)) or not all(
-        isinstance(one, Tensor) and one.ndim == 3 for one in images or ()
-    ):
+    several = isinstance(images, (list, tuple, NoneType))
+    if not several or not all(isinstance(one, Tensor) and one.ndim == 3 for one in images or ()):
         allowed = "None, [C, H, W], [n, C, H, W] or a list of [C, H, W]"
         raise DataError(f"{where}.padded_images is {type(images).__name__}", allowed=allowed)
     for i, image in enumerate(images or ()):

@@ -32,7 +32,6 @@ from unigen_ds.data.sources.base import FoundRecord
 from unigen_ds.data.sources.find import default_name, open_source
 
 _LISTED = 5
-"""Images that a message lists."""
 
 
 class PlannedDataset(Protocol):
@@ -148,9 +147,8 @@ class UnifiedGenerationDataset:
         else:
             source = open_source(data_path, format=format, cache_dir=cache, columns=columns)
             self.path, layout = source.origin, replace(layout, captions=captions or source.captions)
-            self.index = Index.build(
-                source, processor, image_root=root, cache_dir=cache, layout=layout, **build_options
-            )
+            build_options |= {"image_root": root, "cache_dir": cache, "layout": layout}
+            self.index = Index.build(source, processor, **build_options)
         self.image_root = self.index.source.root if root is None else root
         self.cache_folder = self.index.folder
 
@@ -187,13 +185,11 @@ class UnifiedGenerationDataset:
         return self._read(index)[1]
 
     def _read(self, index: int) -> tuple[FoundRecord, list[Turn]]:
-        """A record, and its turns."""
         own_index, position = self._find(index)
         entry = own_index.read(position)
         return entry, own_index.layout.at(entry).learned_turns(entry.record, entry.where)
 
     def _find(self, index: int) -> tuple[Index, int]:
-        """The index that has a record, and its position there."""
         if self.shards is None:
             return self.index, index
         return self.shards.index(index // SPAN), index % SPAN
@@ -219,10 +215,8 @@ class UnifiedGenerationDataset:
     def content_digests(self) -> Array:
         """[N] of each record's values, whatever the order of its keys and its white space. Cached with the index."""
         if self.shards is not None:
-            raise ConfigError(
-                f"{self.name} is streamed, and val_dataloader.split needs all its records",
-                remedy="a dataset of its own for val_dataloader",
-            )
+            problem = f"{self.name} is streamed, and val_dataloader.split needs all its records"
+            raise ConfigError(problem, remedy="a dataset of its own for val_dataloader")
         return self.index.content_digests()
 
 
@@ -238,7 +232,6 @@ class ScannedDataset:
     weight: float | None = None
     cache_folder: Path | None = None
     unk_id: int | None = None
-    """The tokenizer's id of unknown words, if it has one."""
     first_number = 0
 
     def __len__(self) -> int:

@@ -72,7 +72,6 @@ class RecordFilter:
     rules: ClassVar[Sequence[str]] = ()
     """Names of what ``removed_parts`` counts."""
     ratings: tuple[tuple[str, int], ...] = ()
-    """As of ``records.Layout``."""
 
     def keeps(self, record: CheckedRecord) -> bool:
         """Whether the record is used. A function of the record alone: it is called once, in any process."""

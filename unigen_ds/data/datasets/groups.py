@@ -44,7 +44,6 @@ class Blend:
     mandatory: tuple[tuple[int, ...], ...] = ()
     """Numbers of the sources of each mandatory group."""
     names: tuple[str, ...] = ()
-    """Of the mandatory groups."""
     facts: dict[str, Any] | None = None
     """For the manifest: groups and sources as given; None: there are no groups."""
 
@@ -57,7 +56,6 @@ def blend(
     skipped: Sequence[tuple[str, str | None]] = (),
 ) -> Blend:
     """``sizes``: samples of each source; ``skipped``: name and group of each that is left out (``on_error='skip'``).
-
     Raises ``ConfigError`` where sources and groups do not fit each other, ``DataError`` where all of a group are
     skipped.
     """
@@ -99,11 +97,9 @@ def blend(
     settings = {name: {"weight": float(group.weight), "mandatory": group.mandatory} for name, group in groups.items()}
     each = [[group, dataset.weight] for group, dataset in zip(of_sources, datasets, strict=True)]
     return Blend(
-        tuple(shares),
-        tuple(tuple(members[name]) for name in mandatory),
-        tuple(mandatory),
+        tuple(shares), tuple(tuple(members[name]) for name in mandatory), tuple(mandatory),
         {"groups": settings, "sources": each},
-    )
+    )  # fmt: skip
 
 
 def dataset_weights(datasets: Sequence[PlannedDataset]) -> list[float] | None:
@@ -113,10 +109,8 @@ def dataset_weights(datasets: Sequence[PlannedDataset]) -> list[float] | None:
     weights = [dataset.weight for dataset in datasets if dataset.weight is not None]
     if weights and len(weights) < len(datasets):
         without = [dataset.name for dataset in datasets if dataset.weight is None]
-        raise ConfigError(
-            f"data sets without a weight beside others with one: {', '.join(without)}",
-            remedy="give all of them a weight, or none",
-        )
+        problem = f"data sets without a weight beside others with one: {', '.join(without)}"
+        raise ConfigError(problem, remedy="give all of them a weight, or none")
     for dataset in datasets:
         if dataset.weight is not None and not 0 < dataset.weight < math.inf:
             raise ConfigError(
@@ -144,11 +138,8 @@ def check_mandatory(
     title = f"the mandatory groups: {', '.join(blend.names)}"
     if not hasattr(packer, "plan_with"):
         kind = "None" if packer is None else type(packer).__name__
-        raise ConfigError(
-            f"{title} must be in every sequence, and train_dataloader.packing is {kind}",
-            allowed="a packer that knows mandatory groups",
-            remedy="packing=dict(type='BestFitPacking')",
-        )
+        problem = f"{title} must be in every sequence, and train_dataloader.packing is {kind}"
+        raise ConfigError(problem, remedy="packing=dict(type='BestFitPacking'), or another packer that knows them")
     larger = "a larger seq_length, or train_dataloader.max_sample_tokens"
     limits = [("tokens", tokens, seq_length, larger)]
     if (max_tiles := getattr(packer, "max_tiles", None)) is not None:

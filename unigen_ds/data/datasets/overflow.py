@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import PlannedDataset
-from unigen_ds.data.datasets.subset import filtering_of, record_number
+from unigen_ds.data.datasets.subset import filtering_of, record_number, sample_ids
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.records.unusable import BadRecord
 from unigen_ds.data.samples.sample import COLUMNS, CONTENT, KINDS, Array, count, num_pieces, piece_bounds
@@ -48,10 +48,6 @@ class Overflow:
     seq_length: int
     setting: str | None = None
     key: str = "seq_length"
-
-    def __post_init__(self) -> None:
-        if self.setting not in _BY_KIND:
-            raise ConfigError(f"train_dataloader.overflow is {self.setting!r}", allowed=", ".join(ACTIONS))
 
     @property
     def actions(self) -> dict[str, Action]:
@@ -119,10 +115,6 @@ class Fitted:
         """How messages call what the numbers of this source are of: a streamed one is measured in part."""
         return name
 
-    def ids(self, name: str, records: Array) -> list[str]:
-        """What messages call some records of the source."""
-        return [f"{name}:{record_number(self.dataset, index)}" for index in records.tolist()]
-
     @property
     def touched(self) -> dict[str, Action]:
         """What happens to the kinds of records that have a long one: enters the fingerprint of the data."""
@@ -167,17 +159,15 @@ class Fitted:
             "longer": len(self.longer),
             **{_DONE[action]: len(self.by_action[action]) for action in ACTIONS},
             "pieces": int(num_pieces(counts.tokens[self.by_action["split"]], self.overflow.seq_length).sum()),
-            "skipped_records": self.ids(name, self.by_action["skip"]),
+            "skipped_records": sample_ids(name, self.dataset, self.by_action["skip"]),
             **targets,
             "share_lost": sum(lost.values()) / max(int(counts.targets.sum()), 1),
         }
 
     def line(self, name: str) -> str:
         """``report`` as a sentence."""
-        overflow = self.overflow
-        return overflow_line(
-            self.report(name), records=len(self.dataset), seq_length=overflow.seq_length, key=overflow.key
-        )
+        limit, key = self.overflow.seq_length, self.overflow.key
+        return overflow_line(self.report(name), records=len(self.dataset), seq_length=limit, key=key)
 
 
 _DONE: dict[Action, str] = {"split": "split", "truncate": "truncated", "error": "refused", "skip": "skipped"}
@@ -210,7 +200,7 @@ def check_refused(source: Fitted, name: str, title: str) -> None:
     if refused.size:
         raise DataError(
             f"{title}: {len(refused):,} of {len(source.dataset):,} records are longer than {key} {limit:,}"
-            f" ({_first(source.ids(name, refused))}), and train_dataloader.overflow is 'error'",
+            f" ({_first(sample_ids(name, source.dataset, refused))}), and train_dataloader.overflow is 'error'",
             remedy=f"{key} of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
             " 'split', 'truncate' or 'skip'",
         )
@@ -226,8 +216,9 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
         if not len(source):
             if KINDS.index("images") not in counts.kind:
                 remedy += ", or train_dataloader.overflow='split'"
-            problem = f"{title}: all {len(source.dataset):,} records are longer than {key} {limit:,} and are skipped"
-            raise DataError(problem, remedy=remedy)
+            raise DataError(
+                f"{title}: all {len(source.dataset):,} records are longer than {key} {limit:,}", remedy=remedy
+            )
         total, lost = int(counts.image_targets.sum()), source.lost["image"]
         if lost > _MOST_LOST * total:
             raise DataError(
@@ -248,8 +239,7 @@ def check_positions(sources: Sequence[Fitted], names: Sequence[str], *, limit: i
         if limit is not None and longest > limit:
             number = int((source.tokens > limit).sum())
             raise DataError(
-                f"{source.titled(name)}: {number:,} of {len(source.tokens):,} samples have more tokens"
-                f" (up to {longest:,}) than the model has"
-                f" positions, model.llm.max_position_embeddings {limit:,}",
+                f"{source.titled(name)}: {number:,} of {len(source.tokens):,} samples have more tokens (up to"
+                f" {longest:,}) than the model has positions, model.llm.max_position_embeddings {limit:,}",
                 remedy=f"train_dataloader.seq_length of at most {limit:,}: longer texts are split",
             )

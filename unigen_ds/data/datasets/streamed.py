@@ -57,7 +57,6 @@ class Streaming(Section):
 
 class ShardSource(RecordSource):
     """The records of one shard. It is fetched when the first one is read: an index from the cache needs nothing.
-
     ``own_folder``: relative image paths start at the folder of a local shard, not of the first one.
     """
 
@@ -165,14 +164,8 @@ class Recent(Generic[_T]):
 
 class StreamedShards:
     """The shards of a data set, and the index of each. Raises ``DataError`` and ``ConfigError`` as ``ShardList``.
-
-    Args:
-        data_path, format, cache_dir: of the data set.
-        processor: plans the records.
-        layout: without ``captions`` that of the format.
-        settings: of the config.
-        facts: what else decides which samples there are (filters), for the fingerprint.
-        build: further arguments of ``Index.build``.
+    ``layout``: without ``captions`` that of the format. ``facts``: what else decides which samples there are (filters),
+    for the fingerprint. ``build``: further arguments of ``Index.build``.
     """
 
     def __init__(
@@ -187,14 +180,11 @@ class StreamedShards:
         facts: Sequence[object],
         **build: Any,
     ) -> None:
-        options, attempts = settings.storage_options, settings.attempts
-        self.listed = ShardList(
-            data_path, format=format, cache_dir=cache_dir, storage_options=options, attempts=attempts
-        )
+        options: dict[str, Any] = {"storage_options": settings.storage_options, "attempts": settings.attempts}
+        self.listed = ShardList(data_path, format=format, cache_dir=cache_dir, **options)
         self.processor, self.settings, self._facts, self._build_options = processor, settings, tuple(facts), build
         self._layout = replace(layout, captions=layout.captions or self.listed.captions)
         self.mixed = min(settings.mixed_shards, len(self))
-        """Shards whose records are shuffled together."""
         self._recent: Recent[Index] = Recent(2 * settings.mixed_shards + 1, self._build)
         self._ahead: set[int] = set()
         self._reported: set[int] = set()
@@ -206,7 +196,7 @@ class StreamedShards:
 
     @property
     def measured(self) -> str:
-        """The part that a start measures: lengths, images, and all that it reports of records are of it."""
+        """The part that a start measures: all that it reports of records is of it."""
         return f"shard {self.listed.shards[0].name} (1 of {len(self):,})"
 
     def titled(self, name: str) -> str:
@@ -255,5 +245,5 @@ class StreamedShards:
         report = parent_process() is None and shard not in self._reported
         self._reported.add(shard)
         source = ShardSource(self.listed.shards[shard], self.listed, own_folder=self._layout.folders)
-        options = self._build_options
-        return Index.build(source, processor or self.processor, layout=self._layout, report=report, **options)
+        processor = processor or self.processor
+        return Index.build(source, processor, layout=self._layout, report=report, **self._build_options)

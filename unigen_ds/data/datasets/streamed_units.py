@@ -37,16 +37,13 @@ Start = tuple[int, int, int]
 
 
 class ShardWalk:
-    """The endless order of one source.
+    """The endless order of one source, whose number is ``source``.
 
     Args:
         num_shards: of a pass.
         units: of a shard; it may take long, where the shard must be fetched.
         prepare: is called with shards that come next.
         mixed: shards of a block.
-        seed: of the shuffles.
-        source: its number.
-        first_pass: number of the first pass.
     """
 
     def __init__(
@@ -119,16 +116,15 @@ class ShardWalk:
         while True:
             start, pass_number, block = self._starts[at]
             following = (pass_number, block + 1) if block + 1 < self.blocks else (pass_number + 1, 0)
-            self._prepare([*self.shards(pass_number, block), *self.shards(*following)])
-            sizes = np.asarray([self._units(shard) for shard in self.shards(pass_number, block)], dtype=np.int64)
+            shards = self.shards(pass_number, block)
+            self._prepare([*shards, *self.shards(*following)])
+            sizes = np.asarray([self._units(shard) for shard in shards], dtype=np.int64)
             stop = start + int(sizes.sum())
             if stop == start:
                 self._starts[at], empty = (start, *following), empty + 1
                 if empty > 2 * self.blocks:  # the end of a pass and the beginning of the next one may be empty
-                    raise DataError(
-                        f"none of {self.num_shards:,} shards has a record that can be used",
-                        remedy="a larger seq_length, another overflow, or weaker filters",
-                    )
+                    problem = f"none of {self.num_shards:,} shards has a record that can be used"
+                    raise DataError(problem, remedy="a larger seq_length, another overflow, or weaker filters")
                 continue
             empty = 0
             if at + 1 == len(self._starts) or self._starts[at + 1][0] > stop:
@@ -184,9 +180,7 @@ class StreamedFitted(Fitted):
             raise unusable_error(self._unusable, name, self._num_records, limit=self.limit)
 
     def __len__(self) -> int:
-        """Units of a pass, as far as can be known: those of the first shard times the number of shards, or in
-        proportion to the bytes of all. It is the same in every process and at every start.
-        """
+        """Units of a pass, estimated from the first shard by the bytes of all, or by their number."""
         first, size, whole = len(self.tokens), self.shards.listed.shards[0].size, self.shards.size
         return first * whole // size if size and whole else first * len(self.shards)
 
@@ -212,9 +206,7 @@ class StreamedFitted(Fitted):
         return self._part(shard).record(unit._replace(index=position))
 
     def _part(self, shard: int) -> Fitted:
-        """The units of a shard, which is checked and reported when it is reached. Raises ``DataError`` where overflow
-        is 'error'.
-        """
+        """The units of a shard, which is checked and reported when it is reached."""
         part = self._recent[shard]
         if shard in self._reported:
             return part
@@ -225,10 +217,11 @@ class StreamedFitted(Fitted):
         check_positions([part], [title], limit=self.positions)
         self.count_unusable(part)
         filtering = filtering_of(part.dataset)
-        if filtering is not None and sum(filtering.report["removed"].values()) and dist.env_rank() == 0:
-            logger().info("Data, %s: %s.", title, removal_line(filtering.report))
-        if part.longer.size and dist.env_rank() == 0:
-            logger().warning("Data, %s: %s.", title, part.line(name))
+        if dist.env_rank() == 0:
+            if filtering is not None and sum(filtering.report["removed"].values()):
+                logger().info("Data, %s: %s.", title, removal_line(filtering.report))
+            if part.longer.size:
+                logger().warning("Data, %s: %s.", title, part.line(name))
         return part
 
 
@@ -273,7 +266,5 @@ def check_streamed(datasets: Sequence[PlannedDataset], *, what: str) -> None:
     """Raise ``ConfigError`` where a data set is streamed whose records must all be known for ``what``."""
     for dataset in datasets:
         if is_streamed(dataset):
-            raise ConfigError(
-                f"{what} needs the number of all records, and {dataset.name} is streamed",
-                remedy="a data set without streaming there",
-            )
+            problem = f"{what} needs the number of all records, and {dataset.name} is streamed"
+            raise ConfigError(problem, remedy="a data set without streaming there")

@@ -62,10 +62,9 @@ class Subset:
 
     @cached_property
     def _counts(self) -> Counts:
-        counts = self.whole.counts()
-        if len(self) == int(self.numbers[-1:].sum()) + 1:  # the first ones: views, which need no memory
-            return Counts(*(getattr(counts, name)[: len(self)] for name in COLUMNS))
-        return Counts(*(getattr(counts, name)[self.numbers] for name in COLUMNS))
+        first = len(self) == int(self.numbers[-1:].sum()) + 1  # the first ones: views, which need no memory
+        counts, chosen = self.whole.counts(), slice(len(self)) if first else self.numbers
+        return Counts(*(getattr(counts, name)[chosen] for name in COLUMNS))
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
         return self.whole.sample(int(self.numbers[index]), pass_number=pass_number)
@@ -83,8 +82,7 @@ class Subset:
 
     def content_digests(self) -> Array:
         """[N] as of ``UnifiedGenerationDataset``: a record is on the same side of a share in each subset."""
-        whole: Any = self.whole
-        digests: Array = whole.content_digests()[self.numbers]
+        digests: Array = self.whole.content_digests()[self.numbers]  # type: ignore[attr-defined]
         return digests
 
 
@@ -102,9 +100,7 @@ def subset_by(dataset: PlannedDataset, kind: type) -> Subset | None:
 
 def whole_of(dataset: PlannedDataset) -> PlannedDataset:
     """Return the source that a sample id refers to."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.whole
-    return dataset
+    return [dataset, *(subset.whole for subset in subsets(dataset))][-1]
 
 
 def record_number(dataset: PlannedDataset, index: int) -> int:
@@ -112,6 +108,11 @@ def record_number(dataset: PlannedDataset, index: int) -> int:
     for subset in subsets(dataset):
         index = int(subset.numbers[index])
     return getattr(whole_of(dataset), "first_number", 0) + index
+
+
+def sample_ids(name: str, dataset: PlannedDataset, records: Array) -> list[str]:
+    """Return what messages call some records of the source ``name``."""
+    return [f"{name}:{record_number(dataset, index)}" for index in records.tolist()]
 
 
 # --- num_used_data --------------------------------------------------------------------------------------------------
@@ -178,10 +179,9 @@ def division_of(datasets: Sequence[PlannedDataset]) -> Division | None:
 
 
 def divide(datasets: Sequence[PlannedDataset], division: Division) -> tuple[list[Subset], list[Subset]]:
-    """Return each source without the share, and the share of each, which may be empty.
-
-    Raises ``DataError`` where nothing would be left to train on, or nothing to validate on; ``ConfigError`` for a
-    source whose records have no digests.
+    """Return each source without the share, and the share of each, which may be empty. Raises ``DataError`` where
+    nothing would be left to train on, or nothing to validate on; ``ConfigError`` for a source whose records have no
+    digests.
     """
     training: list[Subset] = []
     validation: list[Subset] = []
@@ -216,14 +216,12 @@ class Filtering:
     """What filters have decided: the choice of a ``Subset``."""
 
     settings: tuple[str, ...]
-    """Of the filters, in words."""
     report: Mapping[str, Any]
     """Plain numbers: records, those that each filter removes (the first one that does), and questions by rating."""
     removed: Array
     """Of each record the number of the filter that removes it, from 1; 0: none. One more than there are filters: it
     cannot be trained on (``on_record_error``)."""
     unusable: Sequence[BadRecord]
-    """Those."""
 
     def facts(self, numbers: Array) -> tuple[object, ...]:
         return _FORMAT, hashlib.blake2b(numbers.astype("<i8").tobytes(), digest_size=16).hexdigest()
@@ -263,14 +261,11 @@ def kept_records(dataset: Any) -> Any:
     for kind in (type(one).__name__ for one in filters):
         names.append(kind if kind not in names else f"{kind}#{len(names)}")
     counts = {name: int((removed == k).sum()) for k, name in enumerate(names, start=1)}
-    report: dict[str, Any] = {
-        "records": number,
-        "removed": {**counts, **({SKIPPED: len(unusable)} if unusable else {})},
-    }
+    skipped = {SKIPPED: len(unusable)} if unusable else {}
+    report: dict[str, Any] = {"records": number, "removed": {**counts, **skipped}}
     if rules := [rule for one in filters for rule in one.rules]:
         questions = dict(zip(rules, parts.sum(axis=0).tolist(), strict=True))
-        report["questions_rated"] = questions.pop(RATED)
-        report["questions_removed"] = questions
+        report |= {"questions_rated": questions.pop(RATED), "questions_removed": questions}
     filtering = Filtering(tuple(one.settings for one in filters), report, removed, unusable)
     return Subset(dataset, np.flatnonzero(removed == 0), filtering)
 
@@ -329,9 +324,9 @@ def removal_line(report: Mapping[str, Any]) -> str:
         who, each = f"{SKIPPED} leaves out", f"see {LIST_FILE}"
     line = f"{who} {removed:,} of {records:,} records ({removed / max(records, 1):.1%}): {each}"
     if "questions_removed" in report:
-        questions = report["questions_removed"]
+        questions, rated = report["questions_removed"], report["questions_rated"]
         by_rule = ", ".join(f"{rule} {number:,}" for rule, number in questions.items())
-        line += f"; {sum(questions.values()):,} of {report['questions_rated']:,} questions by their ratings: {by_rule}"
-        if not report["questions_rated"]:
+        line += f"; {sum(questions.values()):,} of {rated:,} questions by their ratings: {by_rule}"
+        if not rated:
             line += ". RatingFilter does nothing: no record has ratings"
     return line

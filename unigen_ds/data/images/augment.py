@@ -83,16 +83,13 @@ def transform_problems(cls: type, where: str, *, changes: bool) -> list[ConfigEr
 
 
 def apply_changes(image: Tensor, changes: Sequence[Augment], key: tuple[object, ...]) -> Tensor:
-    """``image`` after the changes, each keyed by ``key`` and its number.
-
-    Raises ``DataError`` where a change of a user's own returns another shape.
+    """``image`` after the changes, each keyed by ``key`` and its number. Raises ``DataError`` where a change of a
+    user's own returns another shape.
     """
     for number, change in enumerate(changes):
         after = change(image, generator(*key, "augment", number))
         if after.shape != image.shape:
-            raise DataError(
-                f"{type(change).__name__} returned {tuple(after.shape)} for an image of {tuple(image.shape)}",
-                allowed="the same shape: lengths are planned before an image is read",
-            )
+            problem = f"{type(change).__name__} returned {tuple(after.shape)} for an image of {tuple(image.shape)}"
+            raise DataError(problem, allowed="the same shape: lengths are planned before an image is read")
         image = after
     return image

@@ -37,20 +37,13 @@ FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JP
 """What is opened, whatever the file is called. PIL has more: an EPS, for one, is drawn by starting Ghostscript."""
 MAX_PIXELS = 178_956_970
 """Pixels of an image at most, checked before any is decoded: a small file may claim a size that fills the memory."""
-_LONG = 400
-"""Characters of a path in a message."""
 _ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
 _ORIENTATION = 0x0112
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+_TURNS = dict(enumerate((
+    Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.ROTATE_180, Image.Transpose.FLIP_TOP_BOTTOM,
+    Image.Transpose.TRANSPOSE, Image.Transpose.ROTATE_270, Image.Transpose.TRANSVERSE, Image.Transpose.ROTATE_90,
+), start=2))  # fmt: skip
 """EXIF orientation -> what brings the picture upright."""
 _TEXT_VARIABLE = "UNIGEN_DS_PNG_TEXT_BYTES"
 """Of this project's own processes: those that a run starts have its limit."""
@@ -140,10 +133,8 @@ class ImageContent:
     @cached_property
     def data(self) -> bytes:
         """The bytes of the file. Raises ``ValueError`` where reading may never end: a pipe, a socket, a device."""
-        if isinstance(self.path, StoredImage):
-            return self.path.read()
-        _check_no_device(self.path)
-        return Path(self.path).read_bytes()
+        with _bytes_of(self.path) as stream:
+            return stream.read()
 
     @cached_property
     def decoded(self) -> Image.Image:
@@ -161,7 +152,6 @@ class UnreadableImage(DataError):
     """A picture cannot be opened or decoded. The loader turns it into a counted skip."""
 
     path = ""
-    """The file, where it is known."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +161,6 @@ class ImageHeader:
     size: tuple[int, int] | None
     """(width, height), upright; None: not readable."""
     error: str = ""
-    """Why it cannot be read."""
     content: ImageContent | None = field(default=None, compare=False, repr=False)
     """What it was read from, where that was the whole file."""
 
@@ -187,9 +176,8 @@ def image_header(path: AnyImage) -> ImageHeader:
 
 
 def open_image(path: AnyImage) -> Image.Image:
-    """Return the decoded picture, upright, grey in 8 bits.
-
-    Raises ``UnreadableImage`` naming the path; a truncated file is refused, not greyed out.
+    """Return the decoded picture, upright, grey in 8 bits. Raises ``UnreadableImage`` naming the path; a truncated file
+    is refused, not greyed out.
     """
     return path.decoded if isinstance(path, ImageContent) else _decode(path)
 
@@ -230,20 +218,16 @@ def _open_header(path: AnyImage, what: str) -> Iterator[Image.Image]:
 def _bytes_of(path: AnyImage) -> IO[bytes]:
     if isinstance(path, StoredImage | ImageContent):
         return BytesIO(path.data if isinstance(path, ImageContent) else path.read())
-    _check_no_device(path)
-    return open(path, "rb")
-
-
-def _check_no_device(path: str | Path) -> None:
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise ValueError("it is a pipe, a socket or a device, not a file")
+    return open(path, "rb")
 
 
 def _shorten(value: object) -> str:
     """The beginning and the end of a long text: a record may have anything where a path is expected."""
     text = str(value)
-    return text if len(text) <= _LONG else f"{text[: _LONG // 2]} ... {text[-_LONG // 4 :]}"
+    return text if len(text) <= 400 else f"{text[:200]} ... {text[-100:]}"
 
 
 @cache
@@ -265,10 +249,9 @@ def _orientation(image: Image.Image) -> int:
 
 
 def flatten(image: Image.Image, *, white: bool) -> Image.Image:
-    """``image`` without transparency, in RGB or L.
-
-    ``white``: as BAGEL's ``pil_img2rgb``: RGBA, and images with a transparent colour, on white; of others an alpha
-    channel is left out. Else as nanoVLM: PIL's ``convert("RGB")``, which leaves out every alpha channel.
+    """``image`` without transparency, in RGB or L. ``white``: as BAGEL's ``pil_img2rgb``: RGBA, and images with a
+    transparent colour, on white; of others an alpha channel is left out. Else as nanoVLM: PIL's ``convert("RGB")``,
+    which leaves out every alpha channel.
     """
     if white and (image.mode == "RGBA" or image.info.get("transparency") is not None):
         return on_white(image, "RGB")
@@ -314,10 +297,8 @@ class ImageTransform:
         mode: Literal["RGB", "L"] = "RGB",
     ) -> None:
         if min_size > max_size or stride > max_size:
-            raise ConfigError(
-                f"image transform of max_size {max_size}, min_size {min_size}, stride {stride}",
-                allowed="min_size and stride of at most max_size",
-            )
+            problem = f"image transform of max_size {max_size}, min_size {min_size}, stride {stride}"
+            raise ConfigError(problem, allowed="min_size and stride of at most max_size")
         self.max_size, self.min_size, self.stride, self.mode = max_size, min_size, stride, mode
 
     @property
@@ -336,8 +317,7 @@ class ImageTransform:
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Return (width, height) after the transform, by the rule at the top of this file."""
-        scale = min(self.max_size / max(width, height), 1.0)
-        scale = max(scale, self.min_size / min(width, height))
+        scale = max(min(self.max_size / max(width, height), 1.0), self.min_size / min(width, height))
         width, height = _rounded(width * scale, self.stride), _rounded(height * scale, self.stride)
         if max(width, height) > self.max_size:
             scale = self.max_size / max(width, height)
@@ -368,7 +348,6 @@ def normalize(pixels: NDArray[np.uint8]) -> Tensor:
 
 def patchify(image: Tensor, patch_size: int) -> Tensor:
     """[C, H, W] -> [H/p * W/p, p * p * C]: patches row by row; (row, column, channel) inside a patch."""
-    channels, height, width = image.shape
-    p = patch_size
+    (channels, height, width), p = image.shape, patch_size
     blocks = image.reshape(channels, height // p, p, width // p, p)
     return blocks.permute(1, 3, 2, 4, 0).reshape(-1, p * p * channels)

@@ -52,10 +52,8 @@ class Tiling:
     def __post_init__(self) -> None:
         tile, largest = self.tile_size, self.tile_size * MAX_TILES_PER_SIDE
         if tile < 1 or self.max_size % tile or not 0 < self.max_size <= largest:
-            raise ConfigError(
-                f"processor.max_image_size is {self.max_size}, and model.vit.image_size (a tile) {tile}",
-                allowed=f"a multiple of the tile, up to {MAX_TILES_PER_SIDE} tiles",
-            )
+            problem = f"processor.max_image_size is {self.max_size}, and model.vit.image_size (a tile) {tile}"
+            raise ConfigError(problem, allowed=f"a multiple of the tile, up to {MAX_TILES_PER_SIDE} tiles")
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """(rows, columns) of tiles of a picture of that size."""

@@ -58,7 +58,6 @@ need seconds."""
 _UNREADABLE = COLUMNS.index("unreadable")
 _MALFORMED = record_digest(b"", (0,) * len(COLUMNS))
 _NOTHING = (*[0] * len(COLUMNS), _MALFORMED, 0, 0)
-"""``_PLANNED`` of a malformed record."""
 _CHUNK = 1024
 _MOST_LINES = 32
 """Of ``UNUSABLE`` for a chunk: where more cannot be used, it is not a few that are wrong."""
@@ -77,14 +76,9 @@ class Index:
     digest: str
     """Of data file, processor and counts."""
     folder: Path | None
-    """Where it is cached."""
     layout: Layout
     records_digest: str
-    """Of ``records``."""
-    content: str
-    """Digest of the data files."""
     unused: Array
-    """``unused_keys`` of each record."""
     unused_texts: Array
     """Texts of each record that it has as alternatives to the one that is used."""
     lines: NDArray[np.uint8]
@@ -104,9 +98,8 @@ class Index:
         """All records that cannot be trained on; those after many without their reason."""
         known = {one.number: one for one in from_array(self.lines)}
         numbers = np.union1d(self.malformed, np.flatnonzero(self.counts.unreadable)).tolist()
-        return [
-            known.get(n) or BadRecord(n, *self.source.file_of(n), None, "as those before it", True) for n in numbers
-        ]
+        others = (BadRecord(n, *self.source.file_of(n), None, "as those before it", True) for n in numbers)
+        return [known.get(one.number, one) for one in others]
 
     def forget_mended(self, processor: ConversationProcessor) -> bool:
         """Remove the file of an earlier start that has a record as unusable which can be used now. Whether it did."""
@@ -164,11 +157,9 @@ class Index:
         report: bool = True,
         on_record_error: OnRecordError = "error",
     ) -> Index:
-        """From the cache, or by planning every record (with ``num_workers`` processes) and caching the result.
-
-        Several processes may start together: one plans, the others wait for its file where the file system has locks.
-        Raises ``DataError`` where records are malformed and ``on_record_error`` is 'error'. An unreadable image is no
-        error here. ``image_root``: None: the source's own; ``report``: what the source itself leaves out, in the log.
+        """From the cache, or by planning every record (with ``num_workers`` processes) and caching the result. Raises
+        ``DataError`` where records are malformed and ``on_record_error`` is 'error'. An unreadable image is no error
+        here. ``image_root``: None: the source's own; ``report``: what the source itself leaves out, in the log.
         """
         root = source.root if image_root is None else image_root
         layout = Layout(root) if layout is None else replace(layout, image_root=root)
@@ -195,7 +186,7 @@ class Index:
         facts = (*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *layout.facts)
         digest = fingerprint(*facts, *["image_folders"] * (source.several_folders and layout.folders))
         index = cls(
-            source, arrays["records"], counts, digest, folder, layout, of_records, content, arrays[_UNUSED_KEYS],
+            source, arrays["records"], counts, digest, folder, layout, of_records, arrays[_UNUSED_KEYS],
             arrays[_UNUSED], arrays[UNUSABLE], None if made else cache,
         )  # fmt: skip
         if on_record_error == "error" and index.malformed.size:
@@ -207,7 +198,6 @@ class Index:
 
 def prefix_digest(records: Array, number: int, *facts: object, known: str | None = None) -> str:
     """Of the first ``number`` record digests and of ``facts``: the same for a longer file that begins with them.
-
     ``known``: the digest of all of them, where it is known.
     """
     if known is None or number != len(records):
@@ -218,7 +208,6 @@ def prefix_digest(records: Array, number: int, *facts: object, known: str | None
 
 def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRecordError) -> None:
     """Fill the arrays of ``source.scan()``, ``_PLANNED``, ``UNUSABLE`` and ``_DIGESTS``, by ``num_workers`` processes.
-
     Raises ``DataError`` where malformed records are an error and the first are all malformed: the rest is not planned.
     """
     source, scanned = plan.source, {}

@@ -35,9 +35,8 @@ _GOLDEN, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
 
 def permute_many(indices: Array, size: int, key: int) -> Array:
-    """The position of each index in the shuffle of ``range(size)`` keyed by the 64-bit ``key``: a bijection.
-
-    The network's domain is the smallest even bit width that holds ``range(size)``: at most 4 x size.
+    """The position of each index in the shuffle of ``range(size)`` keyed by the 64-bit ``key``: a bijection. The
+    network's domain is the smallest even bit width that holds ``range(size)``: at most 4 x size.
     """
     assert indices.size == 0 or (indices.min() >= 0 and indices.max() < size), size
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
@@ -109,7 +108,6 @@ class GlobalOrder:
     Args:
         source_sizes: records, or other units, of each source.
         weights: of each source; None: every record once an epoch.
-        seed: of the shuffles.
         first_epoch, first_pass: numbers of the first ones: an order may begin in mid-run (changed data).
         mandatory: the numbers of the sources of each mandatory group.
         rows_per_epoch: unpacked: of the whole iterations. Fewer than there are samples leave out the last ones of an
@@ -137,7 +135,6 @@ class GlobalOrder:
         self.mandatory = tuple(tuple(group) for group in mandatory)
         assert not self.mandatory or weights is not None, "mandatory groups have weights"
         self.epoch_size = sum(self.sizes)
-        """Draws of an epoch."""
         self.stride = self.epoch_size
         """Draws of an epoch that are made: the next epoch of a weighted order begins after them."""
         if weights is not None and rows_per_epoch is not None:
@@ -165,7 +162,6 @@ class GlobalOrder:
 
     def passes_before(self, epoch: int, *, extra: int = 0) -> int:
         """A pass number that no draw before ``epoch`` has reached, of any source: without weights, ``epoch`` itself.
-
         ``extra``: the most additional draws of any mandatory group before it.
         """
         epochs = epoch - self.first_epoch
@@ -177,9 +173,8 @@ class GlobalOrder:
 
     def draws(self, epoch: int, start: int, stop: int) -> list[Draw]:
         """The draws at positions ``start .. stop`` of ``epoch``."""
-        return [
-            Draw(*row) for row in zip(*(column.tolist() for column in self.columns(epoch, start, stop)), strict=True)
-        ]
+        columns = self.columns(epoch, start, stop)
+        return [Draw(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
     def columns(self, epoch: int, start: int, stop: int, *, extra: Sequence[int] = ()) -> Columns:
         """``draws`` as three arrays: source, index, pass_number. ``extra``: additional draws of each group before."""
@@ -300,7 +295,6 @@ class Phase:
     def from_state_dict(cls, state: Mapping[str, Any]) -> Phase:
         names = {one.name for one in fields(cls)}
         if names != {*state, "mandatory"}:
-            raise CheckpointError(
-                f"a phase of the data with {', '.join(sorted(state))}", allowed=", ".join(sorted(names))
-            )
+            problem = f"a phase of the data with {', '.join(sorted(state))}"
+            raise CheckpointError(problem, allowed=", ".join(sorted(names)))
         return cls(**{name: _tuples(value) for name, value in state.items()})

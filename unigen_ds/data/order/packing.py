@@ -73,11 +73,9 @@ class BestFitPacking:
         return f"FastPacking-1/{self.window}/{self.max_tiles}"  # the algorithm's name in files, whatever the class's
 
     def plan(self, lengths: Sequence[int], tiles: Sequence[int], seq_length: int, key: int) -> list[list[int]]:
-        """Positions in the window, grouped into sequences; each position once.
-
-        A longer sample counts as ``seq_length`` (it is truncated); one with more images than ``max_tiles`` gets
-        no other sample with images beside it. Inside a sequence positions ascend; the order of the sequences is
-        shuffled with ``key``.
+        """Positions in the window, grouped into sequences; each position once. A longer sample counts as ``seq_length``
+        (it is truncated); one with more images than ``max_tiles`` gets no other sample with images beside it. Inside a
+        sequence positions ascend; the order of the sequences is shuffled with ``key``.
         """
         samples = _Samples(lengths, tiles, seq_length, self.max_tiles)
         _, sequences = samples.best(samples.least, samples.least + samples.least // _GOOD)
@@ -93,9 +91,8 @@ class BestFitPacking:
         groups: Sequence[Sequence[int]],
     ) -> tuple[list[list[int]], list[int]]:
         """``plan`` with a sample of each of ``groups`` (positions in the window) in every sequence; or no plan, and how
-        many samples more of each group it needs.
-
-        One sample of each group must fit a sequence, and beside them any sample of none (``groups.check_mandatory``).
+        many samples more of each group it needs. One sample of each group must fit a sequence, and beside them any
+        sample of none (``groups.check_mandatory``).
         """
         samples = _Samples(lengths, tiles, seq_length, self.max_tiles)
         members = [samples.largest_first(np.asarray(group, dtype=np.int64)) for group in groups]
@@ -144,7 +141,6 @@ class _Samples:
 
     def packed(self, number: int, share: float, begun: Sequence[Array] = ()) -> tuple[int, Array]:
         """``number`` sequences, and more where these do not suffice: how many, and [n] the sequence of each sample.
-
         ``share``: of the samples, that is spread first. ``begun``: samples, one for each sequence, that are in it.
         """
         sequences = np.full(len(self.sizes), -1, dtype=np.int64)

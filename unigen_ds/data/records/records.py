@@ -37,9 +37,7 @@ PLACEHOLDER = "<image>"
 """What some layouts have in a text where an image belongs."""
 _ROLES: dict[str, Role] = {
     "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "system": "system",
-}  # fmt: skip
-_OPENAI_ROLES: dict[str, Role] = {
-    "user": "user", "assistant": "assistant", "system": "system", "developer": "system",
+    "developer": "system",
 }  # fmt: skip
 RATINGS = ("relevance", "image_correspondence", "visual_dependency", "formatting")
 """nanoVLM's ratings of a question and its answer; a record has them as ``relevance_ratings`` and so on."""
@@ -85,9 +83,7 @@ class Layout:
     """How the records of a data set are read."""
 
     image_root: Path | None = None
-    """The folder of relative image paths."""
     captions: Captions | None = None
-    """As of ``parse_record``."""
     columns: tuple[tuple[str, str], ...] = ()
     """(key of the file, key of the layout): a record's keys that have other names."""
     ratings: tuple[tuple[str, int], ...] = ()
@@ -103,10 +99,8 @@ class Layout:
     def named(self, record: Record, where: object) -> Record:
         """Return ``record`` with the keys of the layouts. Raises ``DataError`` where it lacks one of ``columns``."""
         if missing := [name for name, _ in self.columns if name not in record]:
-            raise DataError(
-                f"{where}: columns names {', '.join(missing)}, and the record has: {_key_names(record)}",
-                remedy="columns={'name in the file': 'key of a layout'}",
-            )
+            problem = f"{where}: columns names {', '.join(missing)}, and the record has: {_key_names(record)}"
+            raise DataError(problem, remedy="columns={'name in the file': 'key of a layout'}")
         others = {key: value for key, value in record.items() if key not in dict(self.columns)}
         return others | {key: record[name] for name, key in self.columns}
 
@@ -138,9 +132,8 @@ class Layout:
 
 def rated_out(record: Record, ratings: Sequence[tuple[str, int]], where: object) -> list[str | None]:
     """For each question of nanoVLM's rows the first rating that is below its least one, or None: it is kept. Other
-    layouts have none. As in nanoVLM, a rating that is missing or null keeps a question.
-
-    Raises ``DataError`` where the ratings of a record are not one number for each question.
+    layouts have none. As in nanoVLM, a rating that is missing or null keeps a question. Raises ``DataError`` where the
+    ratings of a record are not one number for each question.
     """
     texts = record.get("texts")
     if not isinstance(texts, list):
@@ -166,17 +159,14 @@ def parse_record(
     """Return the turns of a record.
 
     Args:
-        record: with the keys of the layouts.
         where: file and line; every error begins with it.
         image_root: the folder of relative image paths; None: they stay as they are.
-        captions: what an image with a text teaches: ``generate`` (text, then the image; also None) or ``understand``.
-            None: ``{image, text}`` is a document, as it always was in JSON.
+        captions: what an image with a text teaches: ``generate`` (text, then the image) or ``understand``. None:
+            ``generate``, and ``{image, text}`` is a document.
     """
     values, name = Values(record, where, image_root, captions), layout_of(record, captions)
     if name:
         return LAYOUTS[name].turns(values)
-    if "texts" in record:
-        raise values.wrong("texts", record["texts"], "nanoVLM's list of {user, assistant}; a document is {text}")
     raise DataError(
         f"{where}: conversations is missing (the record has: {_key_names(record) or 'nothing'})",
         allowed="{conversations: [...]}, {text_prompt, image_path}, {text}, LLaVA's {image, conversations},"
@@ -203,13 +193,9 @@ class Values:
         """Return the error for a value that is none of ``allowed``; of a key that is missing with the record's keys."""
         if value is not None:
             return DataError(f"{self.where}: {field} is {format_value(value)}", allowed=allowed)
-        if not field.isidentifier():  # a part of the value of a key
-            return DataError(f"{self.where}: {field} is missing", allowed=allowed)
-        return DataError(
-            f"{self.where}: {field} is missing (the record has: {_key_names(self.record)})",
-            allowed=allowed,
-            remedy=f"another name: columns={{'name in the file': {field!r}}}",
-        )
+        problem = f"{self.where}: {field} is missing (the record has: {_key_names(self.record)})"
+        remedy = f"another name: columns={{'name in the file': {field!r}}}" if field.isidentifier() else None
+        return DataError(problem, allowed=allowed, remedy=remedy)
 
     def items(self, field: str, allowed: str) -> Iterator[tuple[str, Record]]:
         """Each object of a list with its name in messages. Raises ``DataError`` for anything else."""
@@ -221,11 +207,11 @@ class Values:
                 raise self.wrong(f"{field}[{i}]", item, f"an object {allowed}")
             yield f"{field}[{i}]", item
 
-    def role(self, value: Any, field: str, roles: Mapping[str, Role] = _ROLES) -> Role:
+    def role(self, value: Any, field: str) -> Role:
         """Return the role that a name means."""
-        if not isinstance(value, str) or value not in roles:
-            raise self.wrong(field, value, ", ".join(roles))
-        return roles[value]
+        if not isinstance(value, str) or value not in _ROLES:
+            raise self.wrong(field, value, ", ".join(_ROLES))
+        return _ROLES[value]
 
     def learned(self, message: Record, role: Role, field: str) -> bool:
         """False of an assistant message with OpenAI's ``weight`` of 0. Raises ``DataError`` where it is not 0 or 1."""
@@ -251,25 +237,17 @@ class Values:
 
     def image(self, value: Any, field: str) -> str:
         """Return the path of an image, under ``image_root`` where it is relative, or the image that the record has:
-        bytes, or base64 as ``data:image/png;base64,...``. Raises ``DataError`` for everything else.
+        bytes, or base64 as ``data:image/png;base64,...``. Raises ``DataError`` for everything else: nothing is
+        downloaded.
         """
         if isinstance(value, StoredImage):
             return value
-        if not isinstance(value, str) or not value:
-            raise self.wrong(field, value, "the path of an image")
-        if value.startswith("data:image/"):
-            return self._decoded(value, field)
-        return value if self.image_root is None else str(self.image_root / value)
-
-    def linked_image(self, value: Any, field: str) -> str:
-        """Return the image of a url: a path, or base64. Nothing is downloaded."""
-        if not isinstance(value, str) or isinstance(value, StoredImage):
-            return self.image(value, field)
-        if value.startswith(("http://", "https://")):
-            raise self.wrong(field, value, "a path, or data:image/...;base64,...: nothing is downloaded")
+        if not isinstance(value, str) or not value or value.startswith(("http://", "https://")):
+            raise self.wrong(field, value, "the path of an image, or data:image/...;base64,...: nothing is downloaded")
         if value.startswith("data:"):
             return self._decoded(value, field)
-        return self.image(value.removeprefix("file://"), field)
+        value = value.removeprefix("file://")
+        return value if self.image_root is None else str(self.image_root / value)
 
     def images(self, key: str) -> list[str]:
         """Return the images of a key: one, a list of them, or none where it is missing or null."""
@@ -363,7 +341,7 @@ def _message_turns(values: Values) -> list[Turn]:
     images = values.images(_image_key(values.record))
     chat = _Chat(images)
     for field, message in values.items("messages", "{role, content}"):
-        role = values.role(message.get("role"), f"{field}.role", _OPENAI_ROLES)
+        role = values.role(message.get("role"), f"{field}.role")
         learned, content = values.learned(message, role, field), message.get("content")
         asks = bool(images) and role == "user"
         if not isinstance(content, list):
@@ -381,7 +359,7 @@ def _message_turns(values: Values) -> list[Turn]:
             if value is None and kind == "image":
                 chat.add_image(role, learned=learned)
             else:
-                chat.turns.append(Turn(role, "image", values.linked_image(value, f"{at}.{kind}"), learned))
+                chat.turns.append(Turn(role, "image", values.image(value, f"{at}.{kind}"), learned))
     chat.check(values.where, "the messages ask", f"one {PLACEHOLDER}, or one part {{type: image}}, for each image")
     return chat.turns
 
@@ -389,10 +367,7 @@ def _message_turns(values: Values) -> list[Turn]:
 def _question_turns(values: Values) -> list[Turn]:
     """All images, then questions and answers."""
     turns = [Turn("user", "image", image) for image in values.images(_image_key(values.record))]
-    for i, pair in enumerate(values.record["texts"]):
-        field = f"texts[{i}]"
-        if not isinstance(pair, Mapping):
-            raise values.wrong(field, pair, "an object {user, assistant}")
+    for field, pair in values.items("texts", "{user, assistant}"):
         turns.append(Turn("user", "text", values.text(pair.get("user"), f"{field}.user")))
         turns.append(Turn("assistant", "text", values.text(pair.get("assistant"), f"{field}.assistant")))
     return turns
@@ -499,58 +474,49 @@ def _instruction_turns(values: Values) -> list[Turn]:
 class _Kind(NamedTuple):
     """One layout of a record."""
 
-    title: str
-    """What messages call a record of it."""
     fits: Callable[[Record, Captions | None], bool]
     """Whether a record, which none of the layouts before fits, has this layout."""
     keys: Callable[[Record], Sequence[str]]
-    """The keys of which the turns are made."""
     turns: Callable[[Values], list[Turn]]
 
 
 LAYOUTS: Mapping[str, _Kind] = {
     "llava": _Kind(
-        "a record of `conversations`", lambda record, _: _is_llava(record),
-        lambda record: ("conversations", _image_key(record)), _llava_turns,
+        lambda record, _: _is_llava(record), lambda record: ("conversations", _image_key(record)), _llava_turns,
     ),
     "conversations": _Kind(
-        "a record of `conversations`", lambda record, _: "conversations" in record,
-        lambda record: ("conversations",), _conversation_turns,
+        lambda record, _: "conversations" in record, lambda _: ("conversations",), _conversation_turns,
     ),
     "text_prompt": _Kind(
-        "a record of `text_prompt` and `image_path`", lambda record, _: bool({"text_prompt", "image_path"} & {*record}),
+        lambda record, _: bool({"text_prompt", "image_path"} & {*record}),
         lambda record: ("text_prompt", _drawn_key(record)),
         lambda values: _picture_turns(values, _drawn_key(values.record), "text_prompt"),
     ),
     "text": _Kind(
-        "an image with its `text`",
         lambda record, captions: "text" in record and captions is not None and record.get("image") is not None,
         lambda _: ("text", "image"), lambda values: _picture_turns(values, "image", "text"),
     ),
     "document": _Kind(
-        "a document of `text`", lambda record, _: "text" in record, lambda _: ("text",),
+        lambda record, _: "text" in record, lambda _: ("text",),
         lambda values: [Turn("assistant", "text", values.text(values.record["text"], "text"))],
     ),
     "messages": _Kind(
-        "a record of `messages`", lambda record, _: "messages" in record,
-        lambda record: ("messages", _image_key(record)), _message_turns,
+        lambda record, _: "messages" in record, lambda record: ("messages", _image_key(record)), _message_turns,
     ),
     "texts": _Kind(
-        "a record of `texts`", lambda record, _: isinstance(record.get("texts"), list),
+        lambda record, _: isinstance(record.get("texts"), list),
         lambda record: ("texts", _image_key(record)), _question_turns,
     ),
     "image_list": _Kind(
-        "a record of `image_list`", lambda record, _: "image_list" in record,
-        lambda _: ("image_list", "instruction_list"), _edit_turns,
+        lambda record, _: "image_list" in record, lambda _: ("image_list", "instruction_list"), _edit_turns,
     ),
     "instruction": _Kind(
-        "a record of `instruction`",
         lambda record, _: "instruction" in record and bool({"output_images", "output_image"} & {*record}),
         lambda record: ("instruction", _plural(record, "input_image"), _plural(record, "output_image")),
         _instruction_turns,
     ),
     "caption": _Kind(
-        "an image with its caption", lambda record, _: bool({"caption", "captions"} & {*record}),
+        lambda record, _: bool({"caption", "captions"} & {*record}),
         lambda record: ("image", _caption_key(record)),
         lambda values: _picture_turns(values, "image", _caption_key(values.record)),
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import log
 from pathlib import Path
@@ -87,16 +87,13 @@ class BadRecord:
     index: int
     """In its file, from 0."""
     id: str | int | None
-    """Its own, where it has one."""
     reason: str
     """Begins with its position, as of ``FoundRecord.where``."""
     malformed: bool
     """False: only an image of it cannot be read."""
 
     @classmethod
-    def of(
-        cls, number: int, file: str, index: int, record: Mapping[str, Any], reason: str, *, image: bool
-    ) -> BadRecord:
+    def of(cls, number: int, file: str, index: int, record: Any, reason: str, *, image: bool) -> BadRecord:
         """``record``: its values, as far as they are known."""
         own = record.get("id")
         own = own if own is None or isinstance(own, (str, int)) else format_value(own)
@@ -125,7 +122,6 @@ def unusable_error(
     bad: Sequence[BadRecord], title: str, records: int, *, number: int | None = None, limit: float | None = None
 ) -> DataError:
     """Return the error that lists the first; what is allowed, and the remedy, once where several have the same.
-
     ``number``: of them, where ``bad`` are a part; ``limit``: of the share that may be left out; None: malformed ones
     are an error.
     """
@@ -151,10 +147,8 @@ def share_above(number: int, total: int, limit: float) -> str:
 
 
 def exceeds(number: int, total: int, limit: float) -> bool:
-    """Whether ``number`` of ``total`` drawn samples show that more than a share ``limit`` of all is unusable.
-
-    Their share is above it, and a true share of half of it would have so many with less than the probability of 5 sigma
-    (Chernoff's bound of the binomial distribution).
+    """Whether ``number`` of ``total`` samples show that more than a share ``limit`` of all is unusable: a true share of
+    half of it would have so many with less than the probability of 5 sigma (Chernoff's bound of the binomial).
     """
     if not number or number <= limit * total:
         return False

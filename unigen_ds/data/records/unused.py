@@ -54,15 +54,14 @@ def unused_keys(record: Mapping[str, Any], layout: Layout, beside: Sequence[str]
 
 def unused_records(codes: Array) -> dict[str, Array]:
     """Return what the records of a source do not use, as words, and the numbers of the records; most records first.
-
     ``codes`` [N]: ``unused_keys`` of each record.
     """
     known, inverse = np.unique(codes, return_inverse=True)
     records = {}
-    for name, kind in LAYOUTS.items():
+    for number, name in enumerate(_NAMES, start=1):
         for bit, key in enumerate(_KEYS):
-            here = ((known & (1 << _SHIFT) - 1) == 1 + _NAMES.index(name)) & (known >> _SHIFT + bit & 1 == 1)
+            here = ((known & (1 << _SHIFT) - 1) == number) & (known >> _SHIFT + bit & 1 == 1)
             if here.any():
                 text = key if "`" in key or " " in key else f"`{key}`"
-                records[f"{text}, which {kind.title} does not use"] = np.flatnonzero(here[inverse])
+                records[f"{text}, which the layout `{name}` does not use"] = np.flatnonzero(here[inverse])
     return dict(sorted(records.items(), key=lambda one: -len(one[1])))

@@ -30,7 +30,6 @@ from unigen_ds.data.samples.sample import Loaded, Sample, Split
 from unigen_ds.data.samples.splits import ImageKind, ImageSplit, PackedBuilder
 
 _CHANGES_NO_PLAN = ("augment", "ce_reweight", "dropout", "seed", "tokenizer", "vit_augment", "vocab_size")
-"""Attributes of a processor."""
 
 
 class BatchBuilder(Protocol):
@@ -66,10 +65,9 @@ class Processor(Protocol):
 
 
 class ConversationProcessor:
-    """Conversations of texts and images as a ``PackedBatch``: what processors of such models share.
-
-    A subclass has ``splits_of``; or, where whole conversations are tokenized by a chat template, ``plan_many``. Sizes
-    that its model does not have keep their defaults.
+    """Conversations of texts and images as a ``PackedBatch``: what processors of such models share. A subclass has
+    ``splits_of``; or, where whole conversations are tokenized by a chat template, ``plan_many``. Sizes that its model
+    does not have keep their defaults.
     """
 
     on_white: ClassVar[bool] = True
@@ -108,10 +106,8 @@ class ConversationProcessor:
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the plan of a record may change; dropout, weights and seed change none.
-
-        By default with the class, the tokenizer, and each public attribute that is a plain value or has a
-        ``fingerprint``.
+        """Changes whenever the plan of a record may change; dropout, weights and seed change none. By default with the
+        class, the tokenizer, and each public attribute that is a plain value or has a ``fingerprint``.
         """
         names = ("bos_id", "eos_id", "image_start_id", "image_end_id")
         facts: list[object] = [f"{type(self).__module__}.{type(self).__qualname__}", self.tokenizer.fingerprint]
@@ -137,9 +133,8 @@ class ConversationProcessor:
         return image_header(ImageContent(path) if keep else path)
 
     def plan(self, turns: Sequence[Turn], where: object = "", *, keep_images: bool = False) -> Sample:
-        """The splits of a conversation. ``where`` begins errors; ``keep_images``: they are decoded next.
-
-        An image whose header cannot be read does not raise: its split carries the reason and the smallest size.
+        """The splits of a conversation. ``where`` begins errors; ``keep_images``: they are decoded next. An image whose
+        header cannot be read does not raise: its split carries the reason and the smallest size.
         """
         return next(self.plan_many([(turns, where)], keep_images=keep_images))
 

@@ -33,7 +33,6 @@ class Tally:
 
     def __init__(self, unk_id: int | None = None) -> None:
         self.unk_id = unk_id
-        """The tokenizer's id of unknown words, if it has one."""
         self.tiles = self.image_tokens = self.text_targets = self.image_targets = self.unreadable = 0
         self.images = self.unknown = self.other_targets = 0
 
@@ -49,10 +48,9 @@ class Loaded(Protocol):
 
 
 class Split:
-    """One unit of a sample: an immutable value, small enough to keep for every sample of a window.
-
-    Subclass it as a frozen dataclass. ``data`` calls these methods and depends on no subclass. The first four are
-    called while the records are counted, for every record.
+    """One unit of a sample: an immutable value, small enough to keep for every sample of a window. Subclass it as a
+    frozen dataclass. ``data`` calls these methods and depends on no subclass. The first four are called while the
+    records are counted, for every record.
     """
 
     error: Any = ""
@@ -101,9 +99,7 @@ class Split:
 
     def load(self, processor: Any, key: tuple[object, ...] | None) -> Loaded:
         """The split with its tensors: decoded, with its noise drawn. Every random number is keyed by ``key``; None: for
-        inference, where nothing is random.
-
-        Raises ``UnreadableImage`` where its sample must be left out.
+        inference, where nothing is random. Raises ``UnreadableImage`` where its sample must be left out.
         """
         raise NotImplementedError
 
@@ -163,10 +159,8 @@ def num_pieces(num_tokens: Any, seq_length: int) -> Any:
 
 
 def piece_bounds(num_tokens: Any, seq_length: int, piece: Any) -> tuple[Any, Any]:
-    """First token of a piece of a record, and the first one after it. Numbers, or arrays of them.
-
-    Every piece is full but the last; where that would be a single token (an end that predicts nothing), it gets the
-    token before it too.
+    """First token of a piece of a record, and the first one after it. Numbers, or arrays of them. Every piece is full
+    but the last; where that would be a single token (an end that predicts nothing), it gets the token before it too.
     """
 
     def start(number: Any) -> Any:
@@ -198,7 +192,6 @@ class Counts:
     text_targets: Array
     image_targets: Array
     unreadable: Array
-    """Images whose header could not be read."""
     images: Array
     """Images, readable or not; one that is seen in two ways counts twice."""
     kind: Array

@@ -259,9 +259,8 @@ def count_image(tally: Tally, split: Split) -> None:
 def augmented(
     image: Tensor, of_record: Sequence[Augment], of_image: Sequence[Augment], key: tuple[object, ...] | None
 ) -> Tensor:
-    """``image`` after random changes: those of all images of its record alike, then its own.
-
-    ``key``: of its split, which ends with its number in the record; None: as it is.
+    """``image`` after random changes: those of all images of its record alike, then its own. ``key``: of its split,
+    which ends with its number in the record; None: as it is.
     """
     if key is None or not (of_record or of_image):
         return image
@@ -285,9 +284,8 @@ class PackedBuilder:
     """
 
     def __init__(self, processor: Any) -> None:
-        self.processor = processor
+        self.processor, self.num_tokens = processor, 0
         self.tokenizer: TextTokenizer = processor.tokenizer
-        self.num_tokens = 0
         self._positions: list[Tensor] = []
         self._document_lengths: list[int] = []
         self._split_lengths: list[int] = []
@@ -405,9 +403,7 @@ def _integers(values: Sequence[int]) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _grid_positions(grid: tuple[int, int], table: int) -> Tensor:
-    """Positions of the patches of a whole image in a table of a model. Read only: the same tensor for each image of
-    that grid.
-    """
+    """Positions of the patches of a whole image in a table of a model: one tensor of each grid, which is only read."""
     rows, columns = torch.arange(grid[0]), torch.arange(grid[1])
     return (rows[:, None] * table + columns).flatten()
 

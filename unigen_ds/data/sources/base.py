@@ -50,9 +50,8 @@ class FoundRecord(Protocol):
 
 
 class Row:
-    """A record whose values are known: the entry of every format but JSON.
-
-    ``unused``: what of the files is not in ``record``, by the names of ``unused.py``.
+    """A record whose values are known: the entry of every format but JSON. ``unused``: what of the files is not in
+    ``record``, by the names of ``unused.py``.
     """
 
     __slots__ = ("record", "unused", "where")
@@ -69,8 +68,6 @@ class Row:
 
 class InFolder:
     """A record of one of several files, with the folder of its own file."""
-
-    __slots__ = ("_entry", "folder")
 
     def __init__(self, entry: FoundRecord, folder: Path) -> None:
         self._entry, self.folder = entry, folder
@@ -103,10 +100,7 @@ def _plain(value: Any) -> Any:
 
 
 class Names(Sequence[str]):
-    """Many short texts as two arrays, as the index keeps them: names of files, of members of a tar.
-
-    ``letters``: all of them as bytes; ``ends``: [N] where each of them ends.
-    """
+    """Many short texts as two arrays, as the index keeps them: names of files, of members of a tar."""
 
     def __init__(self, letters: NDArray[Any], ends: NDArray[Any]) -> None:
         self._letters, self._ends = letters, ends
@@ -154,7 +148,6 @@ class RecordSource:
         self.origin = self.path
         """What the config names: of an unpacked copy the compressed file."""
         self.options: Mapping[str, Any] = {}
-        """Settings of the format, as the config has them."""
         self.unread: Sequence[str] = ()
         """What of the files is not read as records, with numbers, for the log; known after ``use``."""
         self.columns: Mapping[str, str] = {}
@@ -271,7 +264,7 @@ class Joined(RecordSource):
             scans.append(source.scan())
             source.use(scans[-1])
         joined: dict[str, NDArray[Any]] = {}
-        for name in sorted({name for arrays in scans for name in arrays}):
+        for name in sorted(set().union(*scans)):
             parts = [arrays.get(name, np.empty(0, np.int64)) for arrays in scans]
             joined[name] = np.concatenate(parts)
             joined[f"{name}_of_each"] = np.asarray([len(part) for part in parts], np.int64)

@@ -16,7 +16,7 @@ from unigen_ds.core.errors import ConfigError, DataError, suggestion
 from unigen_ds.data.cache.array_cache import cache_folder
 from unigen_ds.data.records.unusable import instead_of
 from unigen_ds.data.sources.base import Joined, RecordSource
-from unigen_ds.data.sources.image_folder import METADATA, is_image_folder, visible
+from unigen_ds.data.sources.image_folder import METADATA, images_in, visible
 from unigen_ds.data.sources.tables import ParquetSource, is_saved
 from unigen_ds.data.sources.unpacked import COMPRESSED, unpacked_file
 from unigen_ds.data.sources.webdataset import IMAGES
@@ -52,11 +52,8 @@ def open_source(
     paths, spec = requested_format(data_path, format)
     is_hub = spec.get("type") == "huggingface"
     if not is_hub and (urls := [str(path) for path in paths if "://" in str(path)]):
-        raise ConfigError(
-            f"data_path {urls[0]!r} is a url",
-            allowed="files and folders of this machine; urls with streaming=True",
-            remedy="streaming=True of the data set",
-        )
+        allowed = "files and folders of this machine; urls with streaming=True"
+        raise ConfigError(f"data_path {urls[0]!r} is a url", allowed=allowed, remedy="streaming=True of the data set")
     matches = [Path(path) for path in paths] if is_hub else [one for path in paths for one in matching(path)]
     if not matches:
         raise ConfigError("data_path is an empty list", allowed="a file, a folder, a pattern, or a list of files")
@@ -74,10 +71,7 @@ def open_source(
 def requested_format(
     data_path: DataPath, format: str | Mapping[str, Any] | None
 ) -> tuple[list[str | Path], dict[str, Any]]:
-    """Return the paths, and the format as ``dict(type=..., **settings)``, as far as the config has it.
-
-    Raises ``ConfigError`` for an unknown format.
-    """
+    """Return the paths, and the format as ``dict(type=..., **settings)``. Raises ``ConfigError`` for an unknown one."""
     spec = {"type": format} if isinstance(format, str) else dict(format or {})
     kind = spec.get("type")
     if isinstance(kind, str) and kind not in SOURCES.module_dict:
@@ -133,10 +127,8 @@ def one_format(paths: Sequence[Path]) -> str:
     kinds = {path: _format_of_folder(path) if path.is_dir() else known.get(suffix_of(path), JSON) for path in paths}
     if len(set(kinds.values())) > 1:
         first = ", ".join(f"{path.name}: {kind}" for path, kind in list(kinds.items())[:5])
-        raise DataError(
-            f"the files of data_path have several formats ({first})",
-            remedy="a data set for each of them: train_dataloader.dataset is a list then",
-        )
+        problem = f"the files of data_path have several formats ({first})"
+        raise DataError(problem, remedy="a data set for each of them: train_dataloader.dataset is a list then")
     return kinds[paths[0]]
 
 
@@ -157,7 +149,7 @@ def _format_of_folder(folder: Path) -> str:
         if num_texts:
             notice(f"{folder}: {number} files are read as {kind}, {num_texts} of text are not read.")
         return kind
-    if is_image_folder(folder):
+    if next(images_in(folder), None) is not None:
         return "image_folder"
     if num_texts:
         return TEXT
@@ -172,13 +164,11 @@ def files_of(path: Path, cls: type) -> list[Path]:
     """Return the files of a format in a folder; any other path is itself."""
     suffixes = getattr(cls, "suffixes", ())
     if suffixes and not path.exists():
-        is_name = not path.suffix and is_hub_name(str(path))
-        of_hub = f"; format='huggingface' for the data set {path} of the hub" if is_name else ""
-        raise DataError(
-            f"data file {path} does not exist",
-            allowed=f"a file with the suffix {' or '.join(suffixes)}",
-            remedy=instead_of(path, suffixes) + of_hub,
-        )
+        remedy = instead_of(path, suffixes)
+        if not path.suffix and is_hub_name(str(path)):
+            remedy += f"; format='huggingface' for the data set {path} of the hub"
+        allowed = f"a file with the suffix {' or '.join(suffixes)}"
+        raise DataError(f"data file {path} does not exist", allowed=allowed, remedy=remedy)
     if not suffixes or not path.is_dir():
         return [path]
     inside = [file for file in visible(path) if file.is_file()]

@@ -24,8 +24,6 @@ METADATA = ("metadata.csv", "metadata.jsonl")
 _CAPTIONS = ("text", "prompt", "text_prompt")
 _LAYOUTS = ("conversations", "messages", "texts", "captions", "caption")
 _FILE_NAME = "file_name"
-_TEXTS = (".txt", ".TXT")
-"""Suffixes of captions."""
 
 
 def visible(folder: Path) -> Iterator[Path]:
@@ -35,12 +33,8 @@ def visible(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def is_image_folder(folder: Path) -> bool:
-    """Whether a folder has images, or metadata of images."""
-    return any((folder / name).is_file() for name in METADATA) or next(_images(folder), None) is not None
-
-
-def _images(folder: Path) -> Iterator[Path]:
+def images_in(folder: Path) -> Iterator[Path]:
+    """Yield the images of a folder and of those below it."""
     for path in visible(folder):
         if path.suffix[1:].lower() in IMAGES and path.is_file():
             yield path
@@ -64,8 +58,8 @@ class ImageFolderSource(RecordSource):
         self._captions: dict[str, Path] = {}
         """The file of the caption of each image that has one."""
         if not metadata:
-            for image in sorted(_images(self.path), key=self._relative):
-                texts = [text for suffix in _TEXTS if (text := image.with_suffix(suffix)).is_file()]
+            for image in sorted(images_in(self.path), key=self._relative):
+                texts = [text for suffix in (".txt", ".TXT") if (text := image.with_suffix(suffix)).is_file()]
                 if texts:
                     self._captions[self._relative(image)] = texts[0]
 
@@ -81,7 +75,7 @@ class ImageFolderSource(RecordSource):
         return self._rows.files if self._rows is not None else tuple(sorted(self._captions.values()))
 
     def scan(self) -> Arrays:
-        images = sorted(map(self._relative, _images(self.path)))
+        images = sorted(map(self._relative, images_in(self.path)))
         if self._rows is not None:
             rows, arrays = self._rows, self._rows.scan()
             rows.use(arrays)
@@ -92,7 +86,6 @@ class ImageFolderSource(RecordSource):
                 raise DataError(
                     f"folder {self.path} has {len(images):,} images and no captions",
                     allowed=f"a .txt file beside each image, or {' or '.join(METADATA)} with file_name and text",
-                    remedy="a caption has the name of its image: photos/1.txt beside photos/1.jpg",
                 )
             arrays = Names.to_arrays([*self._captions], "image")
             others, why = len(images) - len(self._captions), "have no caption beside them"

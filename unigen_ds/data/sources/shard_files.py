@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,11 +81,7 @@ class DataShard:
 
     def is_whole(self, file: Path) -> bool:
         """Whether ``file`` is the shard, as far as its size shows it."""
-        try:
-            status = file.stat()
-        except OSError:
-            return False
-        return stat.S_ISREG(status.st_mode) and self.size in (None, status.st_size)
+        return file.is_file() and self.size in (None, file.stat().st_size)
 
 
 class ShardList:
@@ -94,11 +89,7 @@ class ShardList:
 
     Copies are below ``cache_dir``, beside local data, or in the user's cache. Raises ``DataError`` where there is no
     shard, or where they cannot be listed; ``ConfigError`` for an unknown format, and for one that has no shards.
-
-    Args:
-        data_path, format, cache_dir: of the data set.
-        storage_options: of the file system of ``fsspec``.
-        attempts: of listing or fetching a shard.
+    ``storage_options``: of the file system of ``fsspec``; ``attempts``: of listing or fetching a shard.
     """
 
     def __init__(
@@ -117,8 +108,8 @@ class ShardList:
         if whole or cls is HuggingFaceSource:
             name, revision = (whole["name"], whole["revision"]) if whole else (str(paths[0]), None)
             settings = {"revision": revision, "token": self._storage.get("token"), **options}
-            # the package makes several attempts of its own
-            urls = retry(f"listing the data set {name}", min(attempts, 2), lambda: _files_of_hub(name, **settings))
+            attempts_of_hub = min(attempts, 2)  # the package makes several attempts of its own
+            urls = retry(f"listing the data set {name}", attempts_of_hub, lambda: _files_of_hub(name, **settings))
             cls, options = None, {}
         else:
             urls = retry(f"listing {', '.join(map(str, paths))}", attempts, lambda: self._urls(paths, cls))
@@ -155,10 +146,8 @@ class ShardList:
         try:
             self.index_folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DataError(
-                f"the folder {self.folder} for streamed shards cannot be made: {error.strerror}",
-                remedy="cache_dir=FOLDER of the data set: a folder that can be written",
-            ) from error
+            problem = f"the folder {self.folder} for streamed shards cannot be made: {error.strerror}"
+            raise DataError(problem, remedy="cache_dir=FOLDER of the data set: a folder that can be written") from error
 
     def _urls(self, paths: Sequence[str | Path], cls: type | None) -> list[str]:
         """Paths and urls of the files, numbers in their names by their value."""
@@ -192,9 +181,8 @@ class ShardList:
         try:
             filesystem, path = fsspec.url_to_fs(url, **settings)
         except (ImportError, ValueError) as error:  # a package of the protocol, or no such protocol
-            raise DataError(
-                f"{url}: {error}", remedy="install the package that it names, or use another protocol"
-            ) from error
+            remedy = "install the package that it names, or use another protocol"
+            raise DataError(f"{url}: {error}", remedy=remedy) from error
         return filesystem, str(path)
 
     def _facts_of(self, url: str) -> tuple[int | None, str | None]:
@@ -261,10 +249,8 @@ class ShardList:
 def _files_of_hub(name: str, *, split: str | None = None, config: str | None = None, **settings: Any) -> list[str]:
     """The files of a split of what ``load_dataset`` finds by ``name``, without loading them."""
     if is_saved(Path(name)):
-        raise ConfigError(
-            f"{name} is a folder of save_to_disk, whose files are read at random",
-            remedy="leave streaming out; or name its files: data_path='FOLDER/*.arrow'",
-        )
+        problem = f"{name} is a folder of save_to_disk, whose files are read at random"
+        raise ConfigError(problem, remedy="leave streaming out; or name its files: data_path='FOLDER/*.arrow'")
     what = f"the Hugging Face data set {name!r}"
     datasets = require("datasets", what)
     settings = {key: value for key, value in settings.items() if value is not None}
@@ -304,9 +290,8 @@ def _names(urls: Sequence[str]) -> list[str]:
 
 
 def retry(what: str, attempts: int, act: Callable[[], _T]) -> _T:
-    """Return ``act()``, which is tried again after an error, with a message that counts.
-
-    Raises ``DataError`` after the last attempt, or at once where a file does not exist or may not be read.
+    """Return ``act()``, which is tried again after an error, with a message that counts. Raises ``DataError`` after the
+    last attempt, or at once where a file does not exist or may not be read.
     """
     for attempt in range(1, attempts + 1):
         try:

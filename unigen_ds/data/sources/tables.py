@@ -3,10 +3,9 @@
 A value that is binary, or a struct ``{bytes, path}`` as Hugging Face's ``datasets`` has it, is an image: what a record
 has of it is a ``StoredImage``, or the path where there are no bytes. Nothing is decoded here.
 
-Arrow files (IPC and Feather files, and streams as ``datasets`` writes them) are mapped into memory, so one record is
-read without the others. Of a Parquet file a whole group of rows must be unpacked for each record, so it is copied once
-as Arrow, into the index's folder. Data sets of Hugging Face (folders of ``save_to_disk``, and what ``load_dataset``
-finds by a name or makes of files) are Arrow files in the end; no code of a data set is executed.
+Arrow files (IPC and Feather files, and streams as ``datasets`` writes them) are mapped into memory. Of a Parquet file a
+whole group of rows must be unpacked for each record, so it is copied once as Arrow, into the index's folder. Data sets
+of Hugging Face are Arrow files in the end; no code of a data set is executed.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class ArrowSource(RecordSource):
         if not self.path.is_file():  # a pipe would be waited for
             raise DataError(f"data file {self.path} does not exist, or is not a file")
         self._table = self.path
-        """The Arrow file that is read."""
         self._stops = np.empty(0, np.int64)
         self._local = threading.local()
         """What is open: it belongs to the thread and the process that opened it, both of which plan and load."""
@@ -193,7 +191,7 @@ def is_saved(folder: Path) -> bool:
 
 @SOURCES.register_module(name="huggingface")
 class HuggingFaceSource(Joined):
-    """One split of a data set.
+    """One split of a data set. Raises ``DataError`` where it cannot be loaded.
 
     Args:
         path: a folder of ``save_to_disk``, a name of the hub, or the first argument of ``load_dataset``.
@@ -201,8 +199,6 @@ class HuggingFaceSource(Joined):
         config: the configuration's name (``name`` of ``load_dataset``).
         data_files: as of ``load_dataset``.
         revision: as of ``load_dataset``.
-
-    Raises ``DataError`` where it cannot be loaded.
     """
 
     def __init__(
@@ -220,19 +216,18 @@ class HuggingFaceSource(Joined):
         datasets, arrow = require("datasets", what), require("pyarrow", what)
         options = {"name": config, "data_files": data_files, "revision": revision}
         try:
-            if saved:
-                rows = datasets.load_from_disk(str(path))
-            else:
-                rows = datasets.load_dataset(str(path), split=split, **options)
+            rows = (
+                datasets.load_from_disk(str(path))
+                if saved
+                else datasets.load_dataset(str(path), split=split, **options)
+            )
             if isinstance(rows, Mapping):
                 rows = rows[choose_split(split, list(rows), str(path))]
         except DataError:
             raise
         except Exception as error:  # the package raises anything, also what its readers of files do
-            raise DataError(
-                f"{what} cannot be loaded: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
-                remedy=download_first(str(path)) if is_hub_name(str(path)) else None,
-            ) from error
+            problem = f"{what} cannot be loaded: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise DataError(problem, remedy=download_first(str(path)) if is_hub_name(str(path)) else None) from error
         files = [Path(file["filename"]) for file in rows.cache_files]
         number = sum(arrow.ipc.open_stream(arrow.memory_map(str(file))).read_all().num_rows for file in files)
         if not files or number != len(rows):
@@ -250,11 +245,8 @@ def choose_split(split: str | None, splits: Sequence[str], what: str) -> str:
     """Return the split that is asked for, or ``train``, or the only one. Raises ``DataError`` where there is none."""
     chosen = split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
     if chosen not in splits:
-        raise DataError(
-            f"{what} has no split {chosen!r}",
-            allowed=", ".join(splits),
-            remedy="format=dict(type='huggingface', split=...)",
-        )
+        remedy = "format=dict(type='huggingface', split=...)"
+        raise DataError(f"{what} has no split {chosen!r}", allowed=", ".join(splits), remedy=remedy)
     return chosen
 
 

@@ -66,9 +66,7 @@ class Position(NamedTuple):
 
 
 class RangeSource(RecordSource):
-    """Records of a text file, each a range of its bytes. A subclass finds them (``spans``: offset and length of each)
-    and reads one (``entry``).
-    """
+    """Records of a text file, each a range of its bytes: a subclass has ``spans`` and ``entry``."""
 
     def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
         super().__init__(path, label=label, folder=folder)
@@ -82,10 +80,8 @@ class RangeSource(RecordSource):
     def scan(self) -> Arrays:
         table = np.fromiter(chain.from_iterable(self.spans()), np.int64).reshape(-1, 2)  # a file may have millions
         if not len(table):
-            raise DataError(
-                f"data file {self.path} holds no record",
-                remedy="fill it, or name another data_path; a data set without records is left out of the config",
-            )
+            remedy = "fill it, or name another data_path; a data set without records is left out of the config"
+            raise DataError(f"data file {self.path} holds no record", remedy=remedy)
         return {"offsets": table[:, 0].copy(), "lengths": table[:, 1].copy()}
 
     def use(self, arrays: Arrays) -> None:
@@ -198,9 +194,7 @@ class JsonSource(RangeSource):
         return ()
 
     def spans(self) -> Iterable[tuple[int, int]]:
-        """Of the lines of a JSONL file, or the elements of an array: the first character decides which of the two it
-        is, not the name of the file.
-        """
+        """Of the lines of a JSONL file, or the elements of an array: the first character decides which it is."""
         with self.path.open("rb") as stream:
             first = next((text for line in stream if (text := line.removeprefix(_BOM).strip())), b"")
         return _element_spans(self.path) if first.startswith(b"[") else line_spans(self.path)
@@ -280,9 +274,8 @@ class CsvSource(RangeSource):
         except csv.Error as error:
             raise MalformedRecord(f"{position}: no valid CSV: {error}") from error
         if len(cells) != len(self.names):
-            raise MalformedRecord(
-                f"{position}: the row has {len(cells)} cells", allowed=f"{len(self.names)}, as the first row"
-            )
+            allowed = f"{len(self.names)}, as the first row"
+            raise MalformedRecord(f"{position}: the row has {len(cells)} cells", allowed=allowed)
         record: dict[str, Any] = dict(zip(self.names, cells, strict=True))
         for name in filter(record.__contains__, _NESTED):
             try:

@@ -52,15 +52,12 @@ def _unpacking(path: Path) -> Any:
 
 
 def copy_of(path: Path, folder: Path | None, *, suffix: str, size: int, write: Callable[[Path], None]) -> Path:
-    """The copy of ``path`` that ``write`` makes, once. ``size``: about how many bytes it has.
-
-    Raises ``DataError`` where there is no folder for it, or no space.
+    """The copy of ``path`` that ``write`` makes, once, of about ``size`` bytes. Raises ``DataError`` where there is no
+    folder for it, or no space.
     """
     if folder is None:
-        raise DataError(
-            f"data file {path} must be unpacked, and its folder is not writable",
-            remedy="cache_dir=FOLDER of the data set: a folder for the unpacked copy",
-        )
+        problem = f"data file {path} must be unpacked, and its folder is not writable"
+        raise DataError(problem, remedy="cache_dir=FOLDER of the data set: a folder for the unpacked copy")
     target = folder / "unpacked" / f"{path.name}-{contents_digest([path], folder, name=path.name)[:16]}{suffix}"
     target.parent.mkdir(exist_ok=True)
     if target.exists():
@@ -73,9 +70,8 @@ def copy_of(path: Path, folder: Path | None, *, suffix: str, size: int, write: C
 
 
 def write_where_space(target: Path, size: int, write: Callable[[Path], None], problem: str) -> None:
-    """Make a file by ``write``, whole or not at all. ``size``: about how many bytes it has.
-
-    Raises ``DataError``, which begins with ``problem``, where the disk has no space for it.
+    """Make a file of about ``size`` bytes by ``write``, whole or not at all. Raises ``DataError``, which begins with
+    ``problem``, where the disk has no space for it.
     """
     free, reason = shutil.disk_usage(target.parent).free, ""
     if free < size + _SPARE:
@@ -104,7 +100,5 @@ def require(module: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
-        raise DataError(
-            f"{what} needs the package {package}: {error}", remedy="pip install 'unigen_ds[data]'"
-        ) from error
+        problem = f"{what} needs the package {module.partition('.')[0]}: {error}"
+        raise DataError(problem, remedy="pip install 'unigen_ds[data]'") from error

@@ -29,8 +29,6 @@ from unigen_ds.data.sources.unpacked import AGAIN
 IMAGES = frozenset((
     "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif", "ico", "tga", "pcx", "qoi",
 ))  # fmt: skip
-"""Last suffixes of images."""
-PICKLED = frozenset(("pyd", "pkl", "pickle", "pth", "pt", "joblib", "dill"))
 _MOST_REASONS = 5
 _IMAGE_KEYS = (
     "image", "images", "image_path", "image_list", "input_image", "input_images", "output_image", "output_images",
@@ -61,16 +59,13 @@ class WebDatasetSource(RecordSource):
             last = suffix.rpartition(".")[2].lower()
             if not member.isreg() or member.issparse():
                 left_out["folders, links and other special members"] += not member.isdir()
-            elif last in PICKLED:
-                left_out[f"pickled (.{last}), never loaded"] += 1
             elif not stem or not suffix:
                 left_out["without a suffix"] += 1
             elif last not in IMAGES and last not in ("json", "txt"):
-                left_out[f"of another kind (.{last})"] += 1
+                left_out[f"of another kind (.{last}), never loaded"] += 1
             elif suffix in groups.setdefault(key, {}):
-                raise DataError(
-                    f"{self.label} has the member {member.name} twice", remedy="write the tar again, without one"
-                )
+                problem = f"{self.label} has the member {member.name} twice"
+                raise DataError(problem, remedy="write the tar again, without one")
             else:
                 groups[key][suffix] = (member.offset_data, member.size)
         most = [f"{number} {reason}" for reason, number in left_out.most_common(_MOST_REASONS) if number]
@@ -107,10 +102,11 @@ class WebDatasetSource(RecordSource):
             rest = any(any(block) for block in iter(lambda: stream.read(1 << 20), b""))
         if len(first) < tarfile.BLOCKSIZE:
             problem = f"ends at byte {end:,} without the end mark of a tar: a part of it is missing"
-            raise DataError(f"data file {self.path} {problem}", remedy=AGAIN)
-        if any(first) or rest:
+        elif any(first) or rest:
             problem = f"has bytes that are no member after byte {last:,}: a damaged header, or several tars in one file"
-            raise DataError(f"data file {self.path} {problem}", remedy=f"{AGAIN}; give several tars as several files")
+        else:
+            return
+        raise DataError(f"data file {self.path} {problem}", remedy=f"{AGAIN}; give several tars as several files")
 
     def use(self, arrays: Arrays) -> None:
         self._spans = arrays["member_spans"].reshape(-1, 2)

@@ -107,10 +107,9 @@ def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[Encoded]:
 
 
 def encode_chats(tokenizer: Any, chats: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[Encoded]:
-    """Each of some rendered conversations, by a ``ChatTokenizer`` or ``ModelTokenizer``.
-
-    ``chats``: the text, and the signs in it for special tokens that users spelled (``Special.encode_shielded``). Those
-    without signs are tokenized in one call.
+    """Each of some rendered conversations, by a ``ChatTokenizer`` or ``ModelTokenizer``. ``chats``: the text, and the
+    signs in it for special tokens that users spelled (``Special.encode_shielded``). Those without signs are tokenized
+    in one call.
     """
     together = iter(encode_rendered(tokenizer.chat, [text for text, signs in chats if not signs]))
     for text, signs in chats:

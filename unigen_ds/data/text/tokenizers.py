@@ -117,11 +117,11 @@ class _Tokenizer:
         """That of transformers, for its chat template and offsets."""
         self.bos_id, self.eos_id, self.image_start_id, self.image_end_id = ids
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
-        # many byte-level tokenizers name an unknown token that their model never returns, often their end token
         model = tokenizer.backend_tokenizer.model
         unknown = type(model).__name__ == "Unigram" or getattr(model, "unk_token", None) is not None
         self.unk_id: int | None = tokenizer.unk_token_id if unknown else None
-        """The id of words that the vocabulary does not have; None where every text has ids of its own (bytes)."""
+        """The id of words that the vocabulary does not have; None where every text has ids of its own (bytes), though
+        the tokenizer may name an unknown token."""
         self.fingerprint = hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest()
         # which its file may turn on, and transformers turns off in each call
         tokenizer.backend_tokenizer.no_truncation()
@@ -269,7 +269,6 @@ class ModelTokenizer(_Tokenizer):
         if tokenizer.eos_token is None:
             raise ConfigError(f"the tokenizer {path!r} has no end token", remedy="eos_token in tokenizer_config.json")
         self.files = {name: (folder / name).read_bytes() for name in PROCESSOR_FILES if (folder / name).is_file()}
-        """Those of ``PROCESSOR_FILES`` that there are."""
         self.name, self.learn = path, learn
         own = self._read_json("chat_template.json").get("chat_template")
         template = chat_template or tokenizer.chat_template or own

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from unigen_ds.config.registry import METRICS, MODELS, build
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.evaluation.metrics.base import NOT_USED, Metric, pictures, text
-from unigen_ds.evaluation.metrics.local_model import LocalModel, device, pool, vectors_of
+from unigen_ds.evaluation.metrics.base import NOT_USED, LocalModel, Metric, device, pictures, pool, text, vectors_of
 from unigen_ds.system.log import logger
 
 WEIGHT = 2.5

@@ -16,8 +16,7 @@ from annotated_types import Ge
 
 from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.metrics.base import Metric, package, text_pairs
-from unigen_ds.evaluation.metrics.local_model import BATCH_SIZE, LocalModel, device, exact
+from unigen_ds.evaluation.metrics.base import BATCH_SIZE, LocalModel, Metric, device, exact, package, text_pairs
 from unigen_ds.system.log import logger
 
 
@@ -186,9 +185,8 @@ class BERTScore(Metric):
         layers = int(getattr(model.config, "num_hidden_layers", 0))
         if self._layer is not None and layers and self._layer > layers:
             raise ConfigError(f"BERTScore.layer is {self._layer}", allowed=f"1 to {layers}, the layers of the model")
-        unused = getattr(
-            getattr(model, "embeddings", None), "padding_idx", None
-        )  # RoBERTa's first position is after it
+        # RoBERTa's first position is after it
+        unused = getattr(getattr(model, "embeddings", None), "padding_idx", None)
         positions = getattr(model.config, "max_position_embeddings", 512) - (0 if unused is None else unused + 1)
         limit = min(int(tokenizer.model_max_length), int(positions))
         long = sum(len(tokenizer(text)["input_ids"]) > limit for text in {*predictions, *references})

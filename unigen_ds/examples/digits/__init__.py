@@ -1,7 +1,7 @@
 """Learn scikit-learn's handwritten digits, to draw them and to read them: ``custom_imports`` of ``unified_digits``.
 
-``dataset.py`` writes and reads the digits, ``report_hook.py`` measures a model on them at the end of a
-run. Importing this package registers ``DigitsDataset`` and ``DigitsReportHook``.
+``dataset.py`` writes and reads the digits, ``report_hook.py`` measures a model on them at the end of a run. Importing
+this package registers ``DigitsDataset`` and ``DigitsReportHook``.
 """
 
 from unigen_ds.examples.digits.dataset import DigitsDataset as DigitsDataset

@@ -1,7 +1,6 @@
 """Scikit-learn's 1,797 real handwritten digits as a data set: 8 x 8 grey PNG files and conversations about them.
 
-A real task, small enough for every test and every first run: draw a named digit, and name a drawn one. The files are
-written once, in about a second, through the same formats as a user's own data.
+A real task, small enough for every test and every first run: draw a named digit, and name a drawn one.
 """
 
 from __future__ import annotations
@@ -60,10 +59,9 @@ class DigitsDataset(UnifiedGenerationDataset):
         weight: float | None = None,
         name: str | None = None,
     ) -> None:
-        self.root = folder = write_digits(Path(root))
-        super().__init__(
-            folder / f"{split}{_TASKS[task]}.jsonl", processor, weight=weight, name=name or f"digits_{split}"
-        )
+        self.root = write_digits(Path(root))
+        path = self.root / f"{split}{_TASKS[task]}.jsonl"
+        super().__init__(path, processor, weight=weight, name=name or f"digits_{split}")
 
 
 def write_digits(root: Path) -> Path:

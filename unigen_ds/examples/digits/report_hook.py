@@ -18,14 +18,7 @@ from PIL import Image
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
 from unigen_ds.examples.demo import ReportHook, average_of
-from unigen_ds.examples.digits.dataset import (
-    TRAIN_SIZE,
-    WORDS,
-    DigitsDataset,
-    caption,
-    draw_prompt,
-    read_split,
-)
+from unigen_ds.examples.digits.dataset import TRAIN_SIZE, WORDS, DigitsDataset, caption, draw_prompt, read_split
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import draw, read
@@ -50,13 +43,7 @@ class DigitsReportHook(ReportHook):
     dataset = DigitsDataset
 
     @checked()
-    def __init__(
-        self,
-        *,
-        num_timesteps: Annotated[int, Ge(2)] = 26,
-        text_scale: float = 2.0,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, *, num_timesteps: Annotated[int, Ge(2)] = 26, text_scale: float = 2.0, seed: int = 0) -> None:
         self.flow = FlowSettings(num_timesteps=num_timesteps, text_scale=text_scale)
         self.seed = seed
 
@@ -79,10 +66,9 @@ class DigitsReportHook(ReportHook):
 def evaluate(
     model: Any, processor: UnifiedProcessor, root: Path, *, flow: FlowSettings, seed: int
 ) -> tuple[dict[str, Any], Image.Image]:
-    """Draw 20 of each digit and read the 297 held-out images. The model is in eval mode, on its device.
-
-    Out: the results, and a sheet of ten drawings of each digit, each beside a real scan of it; a red frame: classified
-    as another digit.
+    """Draw 20 of each digit and read the 297 held-out images. The model is in eval mode, on its device. Out: the
+    results, and a sheet of ten drawings of each digit, each beside a real scan of it; a red frame: classified as
+    another digit.
     """
     train_images, train_labels = read_split(root, "train")
     held_images, held_labels = read_split(root, "val")
@@ -110,10 +96,8 @@ def evaluate(
         scans = train_images[train_labels == digit]
         for number, scan in zip(np.flatnonzero(requested == digit)[:_SHOWN], scans, strict=False):
             cells.append(Cell([_picture(drawn[number]), _picture(scan)], word, bool(classified[number] != digit)))
-    title = (
-        f"Drawn by the model (the classifier agrees on {results['prompt_accuracy']:.1%}), and a real scan. Of"
-        f" {results['captioned']} held-out scans {results['caption_accuracy']:.1%} are read correctly."
-    )
+    title = f"Drawn by the model (the classifier agrees on {results['prompt_accuracy']:.1%}), and a real scan."
+    title += f" Of {results['captioned']} held-out scans {results['caption_accuracy']:.1%} are read correctly."
     return results, contact_sheet(cells, columns=_SHOWN, title=title, side=40)
 
 

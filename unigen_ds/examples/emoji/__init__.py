@@ -1,8 +1,7 @@
 """Draw, read and edit emoji in colour: ``custom_imports`` of ``unified_emoji``.
 
-``catalogue.py`` lists emoji, looks and words, ``dataset.py`` writes and reads their pictures and decides
-whether a picture is right, ``model.py`` has the demo's own model and autoencoder, ``report_hook.py`` asks for all of
-them at the end of a run. Importing this package registers its components, as a user's own package does.
+``catalogue.py`` lists emoji, looks and words, ``dataset.py`` writes and reads their pictures and decides whether a
+picture is right, ``model.py`` has the demo's own model and autoencoder, ``report_hook.py`` measures a finished run.
 """
 
 from unigen_ds.examples.emoji.dataset import EmojiAccuracy as EmojiAccuracy

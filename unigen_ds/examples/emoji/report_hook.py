@@ -27,7 +27,6 @@ class Task:
     """``draw``, ``draw_new``, ``edit_new``, ``read`` or ``read_new``; new: the picture of ``asked`` is held out."""
     asked: Variant
     before: Variant | None = None
-    """The picture before an edit."""
 
 
 @dataclass(frozen=True)

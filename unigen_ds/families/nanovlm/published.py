@@ -266,7 +266,3 @@ def _rename(name: str, *, inwards: bool) -> str:
                 rest = rest.replace(old_part, new_part)
             return new + rest
     raise CheckpointError(f"{name!r} is no name of {'nanoVLM' if inwards else 'VLM'}")
-
-
-_CHAT = ("lm_tokenizer", "lm_chat_template", "max_img_size")
-"""Keys of nanoVLM since its models read tiles in a chat."""

@@ -143,13 +143,26 @@ class EvaluateHook(Hook):
         )
 
     def provenance(self, run: Run, name: str) -> Mapping[str, str]:
-        """Where its values ``name`` come from; the same in all evaluations of this run and on all ranks. Collective."""
-        precision, weights = str(run.backend.topology().get("precision")), "EMA" if self.use_ema else "trained"
-        sets = [one for one in run.validation if name.startswith(f"val/{one.own}")] or run.validation
-        return dist.on_main(lambda: scoring.provenance_of(
-            name, sets[0], self._metrics, max_batches=self.max_batches, max_samples=self.max_samples,
-            answering=self._answering, made_by={"precision": precision, "weights": weights},
-        ))  # fmt: skip
+        """Where its values ``name`` come from, known before the first: those of two runs are alike where ``unlike``
+        finds no difference. Collective; the same on all ranks.
+        """
+        precision = str(run.backend.topology().get("precision"))
+        made_by = {"precision": precision, "weights": "EMA" if self.use_ema else "trained"}
+        validation = next((one for one in run.validation if name.startswith(f"val/{one.own}")), run.validation[0])
+        own = name.removeprefix(f"val/{validation.own}")
+        metrics = [one for one in scoring.of_set(validation, self._metrics) if own.startswith(one.name)]
+
+        def on_main() -> dict[str, str]:
+            losses = scoring.loss_provenance(
+                validation, max_batches=self.max_batches, checkpoint="", precision=precision
+            )
+            if not metrics:
+                return {**losses, **made_by}
+            metric = max(metrics, key=lambda one: len(one.name))
+            data = {key: losses[key] for key in ("num_samples", "samples")} | self._answering.facts()
+            return {**metric.provenance, **data, "max_samples": str(self.max_samples), **made_by}
+
+        return dist.on_main(on_main)
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         """Results of updates that the run has gone back from are not among the others."""
@@ -178,8 +191,7 @@ class EvaluateHook(Hook):
                 torch.cuda.empty_cache()
         values = evaluation.values
         self._evaluated = (run.progress.updates, values)
-        if dist.is_main():
-            logger().info("Evaluation: %d samples in %.1f s.", evaluation.num_samples, time.perf_counter() - begun)
+        logger().info("Evaluation: %d samples in %.1f s.", evaluation.num_samples, time.perf_counter() - begun)
         for hook in run.hooks:
             hook.after_val(run, values)
         return values

@@ -208,7 +208,7 @@ class TimelineHook(JournalHook):
             "geometry": asdict(run.geometry),
             "topology": run.backend.topology(),
             "findings": self._manifest.get("findings", ()),
-            "machine": machine.description(),
+            "machine": machine.description(processes=dist.world_size()),
             "git": machine.git_commits(),
             "versions": current_versions(),
             "config": run.config,

@@ -14,7 +14,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -95,16 +95,22 @@ class LoggerHook(JournalHook):
         self._bar: RichBar | None = None
         self._last: UpdateResult | None = None
         self._logged_update: int | None = None
-        self._norms: list[torch.Tensor | float] = []
+        self._norms: list[Tensor | float] = []
+        """Gradient norms that are not read from the device yet."""
+        self._norm_outside = False
+        self._local_sums: dict[str, Tensor] = {}
+        """This rank's sum of each loss term of the epoch that is not in ``epoch`` yet, on the device."""
+        self._epoch_tokens, self._epoch_since = 0, time.perf_counter()
         self.run_ids: dict[str, str] = {}
         """Id of the run in each tracker, by the writer's name."""
         self.grad_norms: list[float] = []
+        """The last ``WINDOW`` of them."""
         self.epoch: dict[str, dict[str, float]] = {"sums": {}, "counts": {}}
-        self._watch, self._epoch = GradNormWatch(self.grad_norms), EpochMeans(self.epoch)
+        """Of each loss term since the epoch began, over all ranks. Without times: a resumed run has the same state."""
 
     def before_train(self, run: Run) -> None:
         super().before_train(run)
-        self._watch, self._epoch = GradNormWatch(self.grad_norms), EpochMeans(self.epoch)
+        self._epoch_since = time.perf_counter()
         if self._log_metric_by_epoch:
             logger().warning("LoggerHook.log_metric_by_epoch has no effect: each line has update, iteration and epoch")
         if dist.is_main() and self._writers:
@@ -118,9 +124,14 @@ class LoggerHook(JournalHook):
     def after_update(self, run: Run, result: UpdateResult) -> None:
         first, self._last = self._last is None, result
         self._norms.append(result.grad_norm)
-        self._epoch.add(result)
+        if result.applied:  # the sums of a skipped update may not be finite
+            for name, value in result.local_sums.items():
+                self._local_sums[name] = self._local_sums[name] + value if name in self._local_sums else value.double()
+            for name, count in result.counts.items():
+                self.epoch["counts"][name] = self.epoch["counts"].get(name, 0.0) + count
+        self._epoch_tokens += result.tokens
         ended = run.progress.epoch != run.previous.epoch  # before the checkpoint, which then begins with a new epoch
-        of_epoch = self._epoch.finish(result.loss_weights) if ended else {}
+        of_epoch = self._end_epoch(result.loss_weights) if ended else {}
         if first or ended or run.ruler.duration(self._interval, self._unit).every(run.progress, run.previous):
             self._log(run, result, of_epoch)
         statistics = run.ruler.duration(self._statistics_interval, "update")
@@ -128,7 +139,7 @@ class LoggerHook(JournalHook):
             self.log(run, timer.statistics_over_ranks(), update=run.progress.updates, event=STATISTICS)
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
-        self._epoch.settle()
+        self._sum_over_ranks()
         if run.done:  # the last line is there before the last checkpoint
             self.after_train(run)
         self._read_norms(run)
@@ -220,9 +231,45 @@ class LoggerHook(JournalHook):
         """The gradient norms since the last call, on rank 0; a warning where one leaves the usual range."""
         tensors, self._norms = self._norms, []
         norms = list(map(float, tensors)) if dist.is_main() else []
-        for sentence in self._watch.observe(norms, last_update=run.progress.updates):
-            logger().warning(sentence)
+        for update, norm in enumerate(norms, start=run.progress.updates - len(norms) + 1):
+            if not math.isfinite(norm):  # the NanGuardHook's
+                continue
+            usual = statistics.median(self.grad_norms) if len(self.grad_norms) >= FEWEST else norm
+            outside = not usual / FACTOR <= norm <= usual * FACTOR
+            if outside and not self._norm_outside:
+                logger().warning(
+                    "update %d: the gradient norm is %.4g; usual is %.4g to %.4g (%.4g is the median of the last %d"
+                    " updates). If it stays there, gradients are %s: look at the samples of this update"
+                    " (tools/inspect_data.py) and at the learning rate.",
+                    update, norm, usual / FACTOR, usual * FACTOR, usual, len(self.grad_norms),
+                    "exploding" if norm > usual else "vanishing",
+                )  # fmt: skip
+            self._norm_outside = outside
+            self.grad_norms = [*self.grad_norms, norm][-WINDOW:]
         return norms
+
+    def _sum_over_ranks(self) -> None:
+        """Add the sums that are on the device to those of the epoch. Collective."""
+        names, sums = sorted(self.epoch["counts"]), self.epoch["sums"]
+        local = [float(self._local_sums.get(name, 0.0)) for name in names]
+        for name, value in zip(names, dist.sum_floats(local), strict=True):
+            sums[name] = sums.get(name, 0.0) + value
+        self._local_sums = {}
+
+    def _end_epoch(self, loss_weights: Mapping[str, float]) -> dict[str, float]:
+        """Return ``epoch_loss``, ``epoch_loss/<term>``, the means over all targets of the epoch, of terms with targets,
+        and ``epoch_tokens_per_second`` of this process; the next epoch begins. Collective.
+        """
+        self._sum_over_ranks()
+        sums, counts = self.epoch["sums"], self.epoch["counts"]
+        means = {name: sums.get(name, 0.0) / count for name, count in sorted(counts.items()) if count}
+        values = {f"epoch_loss/{name}": mean for name, mean in means.items()}
+        if means:
+            values["epoch_loss"] = sum(loss_weights.get(n, DEFAULT_WEIGHT) * mean for n, mean in means.items())
+        now = time.perf_counter()
+        values["epoch_tokens_per_second"] = self._epoch_tokens / (now - self._epoch_since)
+        self.epoch, self._epoch_tokens, self._epoch_since = {"sums": {}, "counts": {}}, 0, now
+        return values
 
     def _display(self, line: str, sequences: int, total: float) -> None:
         """A bar over the sequences of the run with the line beside it, where standard error is a terminal; else a log
@@ -291,87 +338,6 @@ def global_losses(result: UpdateResult) -> dict[str, float | None]:
         if mean is not None:
             total = (total or 0.0) + result.loss_weights.get(term, DEFAULT_WEIGHT) * mean
     return {"loss": total, **losses}
-
-
-class EpochMeans:
-    """The losses of a whole epoch, across kills, and its throughput.
-
-    ``state``: the sums that ``settle`` has read and the counts, over all ranks: those of before a resume.
-    Without times, so a resumed run has the same state as one that was never killed.
-    """
-
-    def __init__(self, state: Mapping[str, dict[str, float]]) -> None:
-        self._local: dict[str, Tensor] = {}
-        """This rank's sum of each term since the last ``settle``, on the device."""
-        self._sums, self._counts = state["sums"], state["counts"]
-        self._tokens = 0
-        self._since = time.perf_counter()
-
-    def add(self, result: UpdateResult) -> None:
-        if result.applied:  # the sums of a skipped update may not be finite
-            for name, value in result.local_sums.items():
-                self._local[name] = self._local[name] + value if name in self._local else value.double()
-            for name, count in result.counts.items():
-                self._counts[name] = self._counts.get(name, 0.0) + count
-        self._tokens += result.tokens
-
-    def settle(self) -> None:
-        """Read the device and sum over ranks. Collective."""
-        names = sorted(self._counts)
-        local = [float(self._local.get(name, 0.0)) for name in names]
-        for name, value in zip(names, dist.sum_floats(local), strict=True):
-            self._sums[name] = self._sums.get(name, 0.0) + value
-        self._local = {}
-
-    def finish(self, loss_weights: Mapping[str, float]) -> dict[str, float]:
-        """Return ``epoch_loss``, ``epoch_loss/<term>`` and ``epoch_tokens_per_second``; the next epoch begins.
-        Collective.
-
-        Means over all targets of the epoch; terms without targets are left out. The throughput is that of this process.
-        """
-        self.settle()
-        means = {name: self._sums.get(name, 0.0) / count for name, count in sorted(self._counts.items()) if count}
-        values = {f"epoch_loss/{name}": mean for name, mean in means.items()}
-        if means:
-            values["epoch_loss"] = sum(loss_weights.get(n, DEFAULT_WEIGHT) * mean for n, mean in means.items())
-        values["epoch_tokens_per_second"] = self._tokens / (time.perf_counter() - self._since)
-        self._sums.clear()
-        self._counts.clear()
-        self._tokens, self._since = 0, time.perf_counter()
-        return values
-
-
-class GradNormWatch:
-    """Compares each norm with the median of the last ``WINDOW`` before it. One warning when the range is left.
-
-    ``norms``: those of before a resume.
-    """
-
-    def __init__(self, norms: list[float]) -> None:
-        self._norms = norms
-        self._outside = False
-
-    def observe(self, norms: Sequence[float], *, last_update: int) -> Iterator[str]:
-        """A sentence for each of ``norms``, those of the updates up to ``last_update``, that leaves the range.
-
-        Norms that are not finite are the ``NanGuardHook``'s.
-        """
-        for update, norm in enumerate(norms, start=last_update - len(norms) + 1):
-            if not math.isfinite(norm):
-                continue
-            usual = statistics.median(self._norms) if len(self._norms) >= FEWEST else norm
-            outside = not usual / FACTOR <= norm <= usual * FACTOR
-            if outside and not self._outside:
-                kind = "exploding" if norm > usual else "vanishing"
-                yield (
-                    f"update {update}: the gradient norm is {norm:.4g}; usual is {usual / FACTOR:.4g} to"
-                    f" {usual * FACTOR:.4g} ({usual:.4g} is the median of the last {len(self._norms)} updates). If it"
-                    f" stays there, gradients are {kind}: look at the samples of this update (tools/inspect_data.py)"
-                    " and at the learning rate."
-                )
-            self._outside = outside
-            self._norms.append(norm)
-            del self._norms[:-WINDOW]
 
 
 def global_memory() -> dict[str, float]:

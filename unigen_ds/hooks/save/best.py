@@ -176,9 +176,7 @@ class BestHook(MetricHook):
             return
         best, self._saving = self._saving, None
         self._refer(run, best, path)
-        if dist.is_main():
-            logger().info("Best checkpoint so far: %s (%s %.6g at update %d).",
-                          path, best.metric, best.value, best.updates)  # fmt: skip
+        logger().info("Best checkpoint so far: %s (%s %.6g at update %d).", path, best.metric, best.value, best.updates)
 
     def _refer(self, run: Run, best: Best, folder: Path) -> None:
         """``folder`` has ``best``: keep it where it is one of this run, and write the hint, if that is possible."""

@@ -27,13 +27,14 @@ from unigen_ds.evaluation.generation import Answering
 from unigen_ds.evaluation.metrics import build_metrics
 from unigen_ds.evaluation.scoring import Evaluation, check
 from unigen_ds.evaluation.scoring import evaluate as score
+from unigen_ds.evaluation.validation import Validation
 from unigen_ds.families.directories import published_format
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, settled_precision
 from unigen_ds.runner.open.trained import config_of, import_stored, open_model, self_contained
 from unigen_ds.runner.settings.custom_imports import import_custom
 from unigen_ds.runner.settings.family_settings import family_of_model
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.build import build_data, build_processor, build_validation, build_validation_data
+from unigen_ds.runner.start.build import build_data, build_processor, build_validation_data
 from unigen_ds.system import dist
 from unigen_ds.system.files import check_digests
 from unigen_ds.system.log import logger
@@ -127,7 +128,10 @@ def evaluate(
     precision = settled_precision(
         settings.optim_wrapper.precision, None if manifest is None else manifest.topology.get("precision")
     )
-    engine, validation = WholeModel(model, precision=precision), build_validation(settings, sets)
+    engine, validation = (
+        WholeModel(model, precision=precision),
+        [Validation(one, settings.term_weights) for one in sets],
+    )
     check(built, engine, validation, answering=answering)
     update = "" if manifest is None else f" (update {manifest.progress.updates})"
     return score(

@@ -26,7 +26,7 @@ from unigen_ds.families.directories import formats, published_format
 from unigen_ds.models.lora import adapter_record, base_tensors, merge_adapters, rounding, write_adapters
 from unigen_ds.models.quantized import QuantizedLinear
 from unigen_ds.resume.finding import BUILT
-from unigen_ds.runner.settings.custom_imports import custom_modules, import_custom
+from unigen_ds.runner.settings.custom_imports import CustomImports, import_custom
 from unigen_ds.runner.settings.family_settings import family_of_model
 from unigen_ds.runner.settings.tree import ModelSettings, load_config
 from unigen_ds.runner.start.build import build_model, build_processor
@@ -179,7 +179,8 @@ def import_stored(config: Mapping[str, Any], directory: Path, *, allow: bool) ->
     A checkpoint may come from anywhere, and an import executes code. Allowed are modules that are imported already
     and those of this package, which are found in its own folder whatever the working directory contains.
     """
-    names = [name for name in custom_modules(config) if name not in sys.modules and not name.startswith("unigen_ds.")]
+    modules = CustomImports.parse(config.get("custom_imports"), where="custom_imports").imports
+    names = [name for name in modules if name not in sys.modules and not name.startswith("unigen_ds.")]
     if names and not allow:
         raise ConfigError(
             f"the config in {directory} imports {', '.join(names)} (custom_imports), which would execute their code",

@@ -24,11 +24,6 @@ class CustomImports(Section):
     allow_failed_imports: bool = Field(default=False, description="True: a module that cannot be imported is a warning")
 
 
-def custom_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The modules of ``custom_imports``. Raises ``ConfigError`` where it names none."""
-    return CustomImports.parse(config.get("custom_imports"), where="custom_imports").imports
-
-
 def importable(config: ConfigValues) -> None:
     """Modules of ``custom_imports`` that Python does not find are looked for beside the config and its bases. For the
     whole process: worker processes of data loaders import them again.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -38,25 +37,21 @@ def family_of_model(kind: type) -> Family:
     return family
 
 
-@contextmanager
-def of_its_kind(kind: type, spec: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, an error states where ``model.pretrained`` is the directory of another family. Raises ``ConfigError``."""
+def check_kind(kind: type, folder: Path) -> None:
+    """Raise ``ConfigError`` where ``model.pretrained`` is the published directory of another family."""
+    formats = family_of_model(kind).published
+    published = published_format(folder) if formats and folder.is_dir() else None
+    if published is None or any(one.recognises(folder) for one in formats):
+        return
     try:
-        yield
-    except (CheckpointError, ConfigError) as error:
-        folder, formats = Path(str(spec.get("pretrained"))), family_of_model(kind).published
-        published = published_format(folder) if folder.is_dir() else None
-        if published is None or any(one.recognises(folder) for one in formats):
-            raise
-        try:
-            remedy = f"model.type={published.config(folder)['model']['type']!r}"
-        except (CheckpointError, ConfigError):
-            remedy = "another folder"
-        raise ConfigError(
-            f"model.pretrained is {str(folder)!r}: {published.name}, and not for model.type {kind.__name__!r}",
-            allowed=", ".join(one.name for one in formats) or None,
-            remedy=remedy,
-        ) from error
+        remedy = f"model.type={published.config(folder)['model']['type']!r}"
+    except (CheckpointError, ConfigError):
+        remedy = "another folder"
+    raise ConfigError(
+        f"model.pretrained is {str(folder)!r}: {published.name}, and not for model.type {kind.__name__!r}",
+        allowed=", ".join(one.name for one in formats),
+        remedy=remedy,
+    )
 
 
 def family_problems(config: Mapping[str, Any]) -> Iterator[ConfigError]:

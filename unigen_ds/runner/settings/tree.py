@@ -275,7 +275,7 @@ class Settings(ModelSettings):
         """The weight of each loss term of the model's family."""
         return {t: self.loss_weights.get(t, DEFAULT_WEIGHT) for t in family_of_model(self.model.cls).terms}
 
-    def settled(self, *, seed: int, precision: str | None = None, base: Base | None = None) -> Settings:
+    def settled(self, *, seed: int | None, precision: str | None = None, base: Base | None = None) -> Settings:
         """The same, with what the plan of a start has chosen. A base whose files this machine does not have there (a
         cache of the hub) stays as the config names it.
         """

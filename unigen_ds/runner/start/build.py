@@ -27,7 +27,6 @@ from unigen_ds.data.datasets.streamed_units import check_streamed, fit
 from unigen_ds.data.datasets.subset import Division, apply_filters, divide, first_records
 from unigen_ds.data.order.order import Cursor, GlobalOrder
 from unigen_ds.data.settings import TrainDataloader
-from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
 from unigen_ds.hooks.log.journal import LedgerHook, SkippedSamplesHook, TimelineHook
@@ -36,7 +35,7 @@ from unigen_ds.hooks.save.best import BestHook
 from unigen_ds.models.lora import adapter_record, add_adapters, base_tensors, hold_base_in
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, settled_precision
 from unigen_ds.optim.param_groups import build_param_groups
-from unigen_ds.runner.settings.family_settings import family_of_model, of_its_kind
+from unigen_ds.runner.settings.family_settings import check_kind, family_of_model
 from unigen_ds.runner.settings.tree import ModelSettings, Settings
 from unigen_ds.system.log import logger, notice
 
@@ -153,12 +152,7 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None) -
 
 
 def build_validation_data(
-    settings: Settings,
-    processor: Any,
-    held_out: Sequence[Any],
-    *,
-    geometry: Geometry,
-    again: bool = True,
+    settings: Settings, processor: Any, held_out: Sequence[Any], *, geometry: Geometry, again: bool = True
 ) -> list[ValidationData]:
     """Each set of ``val_dataloader``: its own data sets, or the share ``held_out`` of the training's."""
     sets, training = [], settings.train_dataloader
@@ -184,24 +178,23 @@ def build_validation_data(
     return sets
 
 
-def build_validation(settings: Settings, sets: Sequence[ValidationData]) -> list[Validation]:
-    """What a run is evaluated on, one set after the other."""
-    return [Validation(one, settings.term_weights) for one in sets]
-
-
 def build_processor(settings: ModelSettings, *, seed: int) -> Any:
     """The tokenizer and the family's processor; every size that the model determines is read from the model."""
     tokenizer = None if settings.tokenizer is None else settings.tokenizer.build()
-    kind, spec, arguments = settings.model.cls, locate_pretrained(settings.model.spec), dict(settings.processor)
-    with of_its_kind(kind, spec):
-        return family_of_model(kind).processor(spec, arguments, tokenizer=tokenizer, seed=seed)
+    family, spec = family_of_model(settings.model.cls), locate_pretrained(settings.model)
+    return family.processor(spec, dict(settings.processor), tokenizer=tokenizer, seed=seed)
 
 
-def locate_pretrained(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section ``model`` with folders instead of the hub's names in ``pretrained``."""
-    pretrained, where = spec.get("pretrained"), "model.pretrained"
+def locate_pretrained(model: Component) -> Mapping[str, Any]:
+    """The section ``model`` with folders instead of the hub's names in ``pretrained``. Raises ``ConfigError`` for the
+    directory of another family.
+    """
+    spec, where = model.spec, "model.pretrained"
+    pretrained = spec.get("pretrained")
     if isinstance(pretrained, str):
-        return {**spec, "pretrained": str(folder_of(pretrained, where=where))}
+        folder = folder_of(pretrained, where=where)
+        check_kind(model.cls, folder)
+        return {**spec, "pretrained": str(folder)}
     if not isinstance(pretrained, Mapping):
         return spec
     parts = {
@@ -228,12 +221,12 @@ def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: b
     ``stream``: on the meta device if its weights are published ones, which its ``initial_weights`` then reads. A model
     that is to be quantised is first built whole.
     """
-    spec, tokenizer = locate_pretrained(settings.model.spec), getattr(processor, "tokenizer", None)
+    spec, tokenizer = locate_pretrained(settings.model), getattr(processor, "tokenizer", None)
     kind = settings.model.cls
     torch.manual_seed(seed)
     packed = spec.get("quantize") or (settings.lora is not None and settings.lora.quantize)
     stream = stream and bool(spec.get("pretrained")) and not packed and hasattr(kind, "initial_weights")
-    with of_its_kind(kind, spec), torch.device("meta") if stream else nullcontext():
+    with torch.device("meta") if stream else nullcontext():
         model = family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
     if getattr(processor, "vocab_size", 0) is None:
         processor.vocab_size = getattr(model, "vocab_size", None)
@@ -260,7 +253,6 @@ def build_optimizer_config(settings: Settings) -> OptimizerConfig:
         max_norm=wrapper.clip_grad.max_norm,
         precision=settled_precision(wrapper.precision),
         loss_scale=wrapper.loss_scale.arguments,
-        fused=True,
     )
 
 
@@ -322,13 +314,7 @@ def check_states(hooks: Sequence[Hook]) -> None:
 
 
 def build_loader(
-    settings: TrainDataloader,
-    data: Data,
-    *,
-    geometry: Geometry,
-    dp_rank: int,
-    cursor: Cursor,
-    workers: bool = True,
+    settings: TrainDataloader, data: Data, *, geometry: Geometry, dp_rank: int, cursor: Cursor, workers: bool = True
 ) -> UpdateLoader:
     """Micro-batches of one rank from ``cursor`` on. Without ``workers`` each is made when it is requested."""
     return UpdateLoader(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from unigen_ds.checkpoint.foreign import read_foreign
 from unigen_ds.checkpoint.manifest import current_versions
 from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader, fit
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.json_values import as_text, json_values
+from unigen_ds.core.json_values import by_name, json_values
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import ShardReader
 from unigen_ds.data.batches.loader import UpdateLoader
@@ -41,28 +40,8 @@ from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan
 from unigen_ds.runner.settings.environment import apply_environment, apply_variables
 from unigen_ds.runner.settings.naming import PLACE, name_and_folder
 from unigen_ds.runner.settings.tree import Settings, dotted_name, leaves
-from unigen_ds.runner.start.build import (
-    Data,
-    build_groups,
-    build_hooks,
-    build_loader,
-    build_model,
-    build_optimizer_config,
-    build_validation,
-    locate_pretrained,
-    named_parameters,
-    parameter_table,
-    prepare_engine,
-)
-from unigen_ds.runner.start.stages import (
-    Start,
-    build_engine,
-    plain_values,
-    plan_start,
-    read_start,
-    run_checklist,
-    settle,
-)
+from unigen_ds.runner.start import build, stages
+from unigen_ds.runner.start.stages import Start
 from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.system import announced, clock, dist, log
 from unigen_ds.system.files import write_text_atomic
@@ -100,20 +79,20 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     settings = Settings.from_config(config)
     apply_variables(settings.env)
     dist.launcher_environment(settings.launcher)
-    backend, geometry = build_engine(settings)
+    backend, geometry = stages.build_engine(settings)
     plan, start, findings, hooks = _begin(settings, backend, geometry, max_updates)
     settings, data = start.settings, start.data
     check_data(settings, data, total_sequences=start.total_sequences)
     seed_everything(settings.seed, rank=dist.rank())
-    model: Any = build_model(settings, data.processor, seed=settings.seed, stream=True)
+    model: Any = build.build_model(settings, data.processor, seed=settings.seed, stream=True)
     for part in data.parts:
         check_positions(part.fitted, part.names, limit=getattr(model, "max_document_tokens", None))
     initial = model.initial_weights(seed=settings.seed) if on_meta(model) else None
-    named = named_parameters(model)
-    groups = build_groups(settings, named)
-    parameters = parameter_table(named, groups)
+    named = build.named_parameters(model)
+    groups = build.build_groups(settings, named)
+    parameters = build.parameter_table(named, groups)
     schedules = start.schedules(groups, global_batch_size=geometry.global_batch_size)
-    prepare_engine(backend, model, groups, build_optimizer_config(settings), geometry=geometry)
+    build.prepare_engine(backend, model, groups, build.build_optimizer_config(settings), geometry=geometry)
     if initial is not None and (plan.mode != "resume" or backend.left_out):  # all else is in the checkpoint
         backend.load_tensors(initial, weights_only=True)
     seed_everything(settings.seed, rank=dist.rank())
@@ -135,12 +114,12 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         geometry=geometry,
         schedules=schedules,
         parameters=parameters,
-        plain_config=plain_values(settings, model=model),
-        loader=build_loader(loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=start.cursor),
-        loader_at=lambda geometry, cursor: build_loader(
+        plain_config=stages.plain_values(settings, model=model),
+        loader=build.build_loader(loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=start.cursor),
+        loader_at=lambda geometry, cursor: build.build_loader(
             loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=cursor, workers=False
         ),
-        validation=build_validation(settings, data.validation),
+        validation=[Validation(one, settings.term_weights) for one in data.validation],
         max_updates=max_updates,
     )
 
@@ -159,9 +138,9 @@ def _begin(
         dist.open_store(timeout_s=settings.env.dist_timeout_s)
         if dist.env_rank() == 0:
             settings = settings.named(*name_and_folder(settings, geometry))
-            hooks = build_hooks(settings)  # what they refuse is refused before data is read
+            hooks = build.build_hooks(settings)  # what they refuse is refused before data is read
             begun = _plan(settings, backend, geometry)
-    hooks = hooks or build_hooks(settings)
+    hooks = hooks or build.build_hooks(settings)
     apply_environment(settings.env)
     announced.arrive(timeout_s=settings.env.dist_timeout_s)
     dist.init(timeout_s=settings.env.dist_timeout_s)
@@ -176,8 +155,8 @@ def _begin(
     plan: ResumePlan = dist.on_main(lambda: begun[0])  # type: ignore[index]  # rank 0 has one
     _, start, findings = begun or (plan, None, ())
     if start is None:
-        settings = settle(settings, plan, backend=backend, geometry=geometry)
-        start = read_start(settings, plan, geometry=geometry)
+        settings = stages.settle(settings, plan, backend=backend, geometry=geometry)
+        start = stages.read_start(settings, plan, geometry=geometry)
     return plan, start, findings, hooks
 
 
@@ -185,14 +164,14 @@ def _plan(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[Res
     """On rank 0: the log, the plan and, on a resume, the start and the checklist."""
     file, level = settings.folder / "train.log", settings.env.log_level
     logger = log.setup(rank=dist.env_rank(), log_file=file, level=level, new_start=True)
-    plan = plan_start(settings)
+    plan = stages.plan_start(settings)
     for message in plan.messages:
         logger.log(WARNING if message.startswith(NOT_RESUMED) else INFO, message)  # updates are lost
     if plan.mode != "resume":
         return plan, None, []
-    settings = settle(settings, plan, backend=backend, geometry=geometry)
-    start = read_start(settings, plan, geometry=geometry)
-    findings = run_checklist(start, plan, backend=backend, geometry=geometry)
+    settings = stages.settle(settings, plan, backend=backend, geometry=geometry)
+    start = stages.read_start(settings, plan, geometry=geometry)
+    findings = stages.run_checklist(start, plan, backend=backend, geometry=geometry)
     for finding in findings:
         if finding.status == "warn":
             logger.warning("Checklist, %s: %s -> %s. %s", finding.id, finding.was, finding.now, finding.why)
@@ -228,7 +207,7 @@ def check_settings(settings: Settings, *, max_updates: int | None) -> None:
     if dist.world_size() == 1:
         return
     facts: dict[str, Any] = {}
-    for leaf, value in leaves(json_values(Settings.completed(settings.given), _as_name)):
+    for leaf, value in leaves(json_values(Settings.completed(settings.given), by_name)):
         key = dotted_name(leaf)
         if not (key.startswith(_OWN) or key.endswith(_OWN_LAST) or _is_local(value)):
             facts[key] = value
@@ -241,7 +220,7 @@ def check_settings(settings: Settings, *, max_updates: int | None) -> None:
     _compare({**facts, "max_updates": max_updates, "code of unigen_ds": source_digest()})
 
 
-def check_data(settings: Settings, data: Data, *, total_sequences: float) -> None:
+def check_data(settings: Settings, data: build.Data, *, total_sequences: float) -> None:
     """The same for the data that each rank has read, and for the files of published weights. Collective."""
     if dist.world_size() == 1:
         return
@@ -254,7 +233,7 @@ def check_data(settings: Settings, data: Data, *, total_sequences: float) -> Non
     identity = data.stream.identity
     order = {key: value for key, value in identity["facts"].items() if key not in _NAMED_ABOVE}
     facts |= {dotted_name(leaf): value for leaf, value in leaves({"order": order, "phases": identity["phases"]})}
-    for leaf, value in leaves({"pretrained": locate_pretrained(settings.model.spec).get("pretrained")}):
+    for leaf, value in leaves({"pretrained": build.locate_pretrained(settings.model).get("pretrained")}):
         if isinstance(value, str):  # names and sizes: to read all weights would need minutes
             path = Path(value).expanduser()
             files = [path] if path.is_file() else sorted(path.rglob("*"))
@@ -285,13 +264,6 @@ def _compare(own: Mapping[str, Any]) -> None:
         "\n  ".join(["the processes differ:", *lines[:_MOST], *more]),
         remedy="start all of them with the same config, files, packages and code",
     )
-
-
-def _as_name(value: Any) -> Any:
-    """A class or a function by its name: the text of an object has its address."""
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    return re.sub(r" at 0x[0-9a-f]+", "", text) if isinstance(text := as_text(value), str) else text
 
 
 def _is_local(value: Any) -> bool:

@@ -46,17 +46,7 @@ from unigen_ds.resume.finding import BUILT, Finding, Proposal, Saves
 from unigen_ds.resume.geometry import lr_factor
 from unigen_ds.resume.plan import ResumePlan, plan_resume
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.build import (
-    Data,
-    build_data,
-    build_geometry,
-    build_groups,
-    build_model,
-    build_optimizer_config,
-    named_parameters,
-    parameter_table,
-    total_sequences,
-)
+from unigen_ds.runner.start import build
 from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.system import dist, log
 from unigen_ds.system.files import check_digests
@@ -74,8 +64,8 @@ def build_engine(settings: Settings) -> tuple[Backend, Geometry]:
             f" world_size={started}, with a batch_size or accumulative_counts for the effective batch that you want",
         )
     backend: Backend = settings.backend.build()
-    geometry = build_geometry(settings, dp_size=backend.dp_size)
-    optimizer_cfg = build_optimizer_config(settings)
+    geometry = build.build_geometry(settings, dp_size=backend.dp_size)
+    optimizer_cfg = build.build_optimizer_config(settings)
     backend.check(geometry=geometry, optimizer_cfg=optimizer_cfg)
     return backend, geometry
 
@@ -99,12 +89,13 @@ def plan_start(settings: Settings, *, hashes: bool = True) -> ResumePlan:
     )
     if plan.mode != "resume" and not settings.base and hashes:
         check_weights(settings.model.get("pretrained"))
-    precision, stored = settings.optim_wrapper.precision, plan.stored_precision
+    manifest, precision = plan.manifest if plan.mode == "resume" else None, settings.optim_wrapper.precision
+    stored = None if manifest is None else manifest.topology.get("precision")
     chosen = settled_precision(precision, stored)
     if precision == AUTO:
         why = "as the checkpoint has it" if chosen == stored else "as this device computes it"
         log.logger().info("optim_wrapper.precision is 'auto': this run computes in %s, %s.", chosen, why)
-    seed, manifest = settings.randomness.seed, plan.manifest if plan.mode == "resume" else None
+    seed = settings.randomness.seed
     if seed is None and manifest is not None:
         seed = int(manifest.loader["seed"])
     if seed is None:
@@ -143,7 +134,7 @@ def settle(settings: Settings, plan: ResumePlan, *, backend: Backend, geometry: 
     Raises ``ConfigError`` where it cannot work.
     """
     assert plan.precision is not None, "rank 0 has chosen one"
-    asked = build_optimizer_config(settings)
+    asked = build.build_optimizer_config(settings)
     if plan.precision != asked.precision:
         backend.check(geometry=geometry, optimizer_cfg=replace(asked, precision=plan.precision))
     return settings.settled(seed=plan.seed, precision=plan.precision, base=plan.base)
@@ -161,7 +152,7 @@ class Start:
     """Of the checkpoint to resume from (made by ``adopt`` where another trainer wrote it); None on a fresh start."""
     unknown: tuple[str, ...]
     """What the files of another trainer's checkpoint do not state."""
-    data: Data
+    data: build.Data
     change: DataChange
     """What differs from the data of the checkpoint; false where nothing does, and on a fresh start."""
     cursor: Cursor
@@ -187,7 +178,7 @@ class Start:
     def meta_model(self) -> nn.Module:
         """The model without memory, built at the first use."""
         with torch.device("meta"):
-            return build_model(self.settings, self.data.processor, seed=self.settings.seed)
+            return build.build_model(self.settings, self.data.processor, seed=self.settings.seed)
 
 
 def read_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> Start:
@@ -199,26 +190,26 @@ def read_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> S
     unknown: tuple[str, ...] = ()
     if plan.mode == "resume" and plan.checkpoint and manifest is None:
         foreign = read_foreign(plan.checkpoint)
-        stream = build_data(settings, geometry=geometry_of(foreign), ruler=None).stream
+        stream = build.build_data(settings, geometry=geometry_of(foreign), ruler=None).stream
         manifest, unknown = adopt(foreign, settings, stream), foreign.unknown
     data, change, cursor = continue_data(settings, manifest, geometry=geometry, on_change=settings.on_data_change)
     for part in data.parts:
         check_unusable(part.fitted, part.names, settings.train_dataloader.max_skipped_fraction)
     ruler = manifest.ruler if manifest else Ruler(geometry, data.stream.sequences_per_epoch)
     limits = settings.train_cfg.durations(ruler)
-    total = total_sequences(limits, geometry, data.stream.tokens_per_sequence)
+    total = build.total_sequences(limits, geometry, data.stream.tokens_per_sequence)
     return Start(settings, manifest, unknown, data, change, cursor, ruler, limits, total)
 
 
 def continue_data(
     settings: Settings, manifest: Manifest | None, *, geometry: Geometry, on_change: OnDataChange, check: bool = True
-) -> tuple[Data, DataChange, Cursor]:
+) -> tuple[build.Data, DataChange, Cursor]:
     """The data of a run with the epochs and phases of its manifest, what has changed since then, and the position.
 
     Data that has changed in a way that ``on_change`` does not allow stays as it is now. ``check``: refuse data that no
     start would use.
     """
-    data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None)
+    data = build.build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None)
     for part in data.parts if check else ():
         check_readable(part.datasets, part.names)
         check_overflow(part.fitted, part.names)
@@ -251,8 +242,8 @@ def run_checklist(
                 parameter = nn.Parameter(torch.empty(row["shape"]), requires_grad=row["trainable"])
             named += [(name, parameter) for name in (row["name"], *row.get("tied", ()))]
     else:
-        named = named_parameters(start.meta_model)
-    groups = build_groups(settings, named)
+        named = build.named_parameters(start.meta_model)
+    groups = build.build_groups(settings, named)
     home = settings.checkpoints
     folder = next((one for one in (home, *home.resolve().parents) if one.exists()), None)
     saves, hook = asdict(Saves()), settings.default_hooks.checkpoint  # without a hook the defaults, which save nothing
@@ -267,7 +258,7 @@ def run_checklist(
         geometry=geometry,
         topology=backend.topology(),
         schedules=start.schedules(groups, global_batch_size=geometry.global_batch_size),
-        parameters=parameter_table(named, groups),
+        parameters=build.parameter_table(named, groups),
         data=start.change,
         versions=current_versions(),
         on_batch_change=settings.on_batch_change,
@@ -313,12 +304,12 @@ def adopt(foreign: Foreign, settings: Settings, stream: SequenceStream) -> Manif
     geometry, sequences = geometry_of(foreign), foreign.sequences or 0
     ruler = Ruler(geometry, stream.sequences_per_epoch)
     cursor = stream.seek(sequences)
-    optimizer = settings.optim_wrapper.optimizer
+    optimizer, limits = settings.optim_wrapper.optimizer, settings.train_cfg.durations(ruler)
     schedules = Schedules.from_cfg(
         settings.param_scheduler,
         ruler=ruler,
         base=[{"name": "default", "lr": optimizer.lr}],
-        total_sequences=total_sequences(settings.train_cfg.durations(ruler), geometry, stream.tokens_per_sequence),
+        total_sequences=build.total_sequences(limits, geometry, stream.tokens_per_sequence),
     )
     return Manifest(
         commit=0,

@@ -70,10 +70,7 @@ default_hooks = dict(
     logger=dict(type="LoggerHook", interval=10),
     checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=save_steps, max_keep_ckpts=save_total_limit),
 )
-custom_hooks = [
-    dict(type="EMAHook", momentum=0.01, begin_epoch=1),
-    dict(type="DigitsReportHook"),
-]
+custom_hooks = [dict(type="EMAHook", momentum=0.01, begin_epoch=1), dict(type="DigitsReportHook")]
 randomness = dict(seed=42)
 env = dict(num_threads=1)  # so small a model gains nothing from a second thread, and loses much on a busy machine
 load_from = None

@@ -13,13 +13,7 @@ flow = dict(num_timesteps=9, timestep_shift=3.0, text_scale=1.5, image_scale=1.0
 
 model = dict(
     type="EmojiModel",
-    llm=dict(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    ),
+    llm=dict(hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4),
     vit=dict(
         hidden_size=64,
         intermediate_size=128,
