@@ -1,4 +1,4 @@
-"""Time of a checkpoint: how long training waits for it, and how long it takes in all, blocking and asynchronous.
+"""Time of a checkpoint: how long training waits for it, and how long it needs in all, blocking and asynchronous.
 
 In: nothing. Out: a table, and ``results/saving_<date>.json``. 134 M parameters with moments and an average of the
 weights, 16 bytes per parameter, under ``single``, ZeRO-2, ZeRO-3 and FSDP2 on two processes. All sides run in turns in
@@ -115,7 +115,7 @@ class Bench:
             self.backend.backward(self.backend.model(torch.randn(2, WIDTH)))
         self.backend.step()
 
-    def save(self, writer: Writer | None = None) -> Path | None:
+    def save(self, hand_over: Any = None) -> Path | None:
         manifest = Manifest(
             commit=0,
             parent=None,
@@ -131,7 +131,7 @@ class Bench:
         self.number += 1
         return saver.save(
             self.folder, f"iter_{self.number}.pth", backend=self.backend, manifest=manifest, hook_states={},
-            hook_shards={EMA: self.average.shards}, config_text="", writer=writer,
+            hook_shards={EMA: self.average.shards}, config_text="", hand_over=hand_over,
         )  # fmt: skip
 
     def seconds(self, action: Callable[[], Any]) -> float:
@@ -204,7 +204,7 @@ class Bench:
         def ours() -> None:
             update = self.seconds(lambda: [self.update() for _ in range(UPDATES)]) / UPDATES
             ended = lambda: self.writer.finish() is not None  # noqa: E731
-            wait, total, updates = self.asynchronous(lambda: self.save(self.writer), ended)
+            wait, total, updates = self.asynchronous(lambda: self.save(self.writer.start), ended)
             keep(update=update, wait=wait, added=total - updates * update, until=total)
 
         def theirs() -> None:

@@ -76,7 +76,7 @@ class Writer:
             pickler = _Pickler(stream)
             pickler.dump(attempt)
             # a replica of the data may write none of a tensor, which another rank then writes, and looks at
-            pickler.dump([(name, tensor) for name, tensor in trained if _key(tensor) in pickler.places])
+            pickler.dump([(name, tensor) for name, tensor in trained if _key(tensor) in pickler.storages])
             self._memory.fill(pickler)
             assert self._pipe is not None
             self._pipe.send((pickler.nbytes, stream.getvalue()))
@@ -182,22 +182,22 @@ def _key(tensor: Tensor) -> tuple[str, int, int]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles all but the memory of tensors, for which it gives places in the shared memory."""
+    """Pickles all but the memory of tensors, for which it chooses offsets in the shared memory."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
-        self.places: dict[tuple[str, int, int], tuple[int, torch.UntypedStorage]] = {}
+        self.storages: dict[tuple[str, int, int], tuple[int, torch.UntypedStorage]] = {}
         self.nbytes = 0
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return None
         key, storage = _key(value), value.untyped_storage()
-        if key not in self.places:
-            self.places[key] = self.nbytes, storage
+        if key not in self.storages:
+            self.storages[key] = self.nbytes, storage
             self.nbytes += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-        place = self.places[key][0]
-        return place, storage.nbytes(), value.dtype, value.storage_offset(), tuple(value.shape), value.stride()
+        begin = self.storages[key][0]
+        return begin, storage.nbytes(), value.dtype, value.storage_offset(), tuple(value.shape), value.stride()
 
 
 class _Unpickler(pickle.Unpickler):
@@ -209,13 +209,13 @@ class _Unpickler(pickle.Unpickler):
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
 
     def persistent_load(self, value: Any) -> Tensor:
-        place, size, dtype, offset, shape, stride = value
-        if (place, size) not in self._storages:
+        begin, size, dtype, offset, shape, stride = value
+        if (begin, size) not in self._storages:
             content = torch.empty(0, dtype=torch.uint8)
             if size:
-                content = torch.frombuffer(self._memory, dtype=torch.uint8, offset=place, count=size)
-            self._storages[place, size] = content.untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(self._storages[place, size], offset, shape, stride)
+                content = torch.frombuffer(self._memory, dtype=torch.uint8, offset=begin, count=size)
+            self._storages[begin, size] = content.untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(self._storages[begin, size], offset, shape, stride)
 
 
 class _Memory:
@@ -227,30 +227,27 @@ class _Memory:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, pickler: _Pickler) -> None:
-        """Copy each storage to its place."""
+        """Copy each storage to its offset."""
         if pickler.nbytes > self._bytes.nbytes:
             self._pin(False)
             os.ftruncate(self.file, pickler.nbytes)
             self._map = mmap.mmap(self.file, pickler.nbytes)
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
             self._pin(True)
-        for place, storage in pickler.places.values():
+        for begin, storage in pickler.storages.values():
             source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            self._bytes[place : place + source.nbytes].copy_(source, non_blocking=True)
+            self._bytes[begin : begin + source.nbytes].copy_(source, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
     def _pin(self, pin: bool) -> None:
         if torch.cuda.is_available() and self._bytes.nbytes:
             runtime, address = torch.cuda.cudart(), self._bytes.data_ptr()
-            status = (
-                runtime.cudaHostRegister(address, self._bytes.nbytes, 0)
-                if pin
-                else (runtime.cudaHostUnregister(address))
-            )
-            if int(status):
-                logger().warning("The memory for asynchronous saves cannot be pinned (CUDA error %s): copies to it"
-                                 " are slower.", int(status))  # fmt: skip
+            if not pin:
+                runtime.cudaHostUnregister(address)
+            elif status := int(runtime.cudaHostRegister(address, self._bytes.nbytes, 0)):
+                text = "The memory for asynchronous saves cannot be pinned (CUDA error %d): copies to it are slower."
+                logger().warning(text, status)
 
 
 def serve(pipe: int, file: int, parent: int) -> None:

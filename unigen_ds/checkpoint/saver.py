@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -49,9 +49,6 @@ from unigen_ds.system.outputs import (
     write_output,
 )
 from unigen_ds.system.seeding import rng_state
-
-if TYPE_CHECKING:
-    from unigen_ds.checkpoint.background import Writer
 
 CONFIG_FILE, TOKENIZER = "config.py", "tokenizer"
 _WRITTEN = ".written"
@@ -82,11 +79,11 @@ def save(
     form: Form = "sharded",
     before: Callable[[], None] = lambda: None,
     write_tokenizer: Callable[[str], None] | None = None,
-    writer: Writer | None = None,
+    hand_over: Callable[[Save, list[tuple[str, Tensor]]], None] | None = None,
 ) -> Path | None:
     """Write and commit ``work_dir/name``. Collective. Returns the committed directory; raises ``SaveError``.
 
-    With a ``writer`` another process writes it: None, and ``writer.finish`` returns the directory.
+    With ``hand_over`` (``background.Writer.start``) another process writes it: None, and ``Writer.finish`` returns it.
 
     ``hook_shards``: directory name -> shards (``{'ema': [...]}``). ``before`` is called on rank 0 first of all; an
     error of it is a failure of the save. ``manifest`` gets its commit number, files and layout here. A name that exists
@@ -123,8 +120,8 @@ def save(
     attempt = Save(work_dir, name, manifest, form)
     try:
         attempt.announce(collect, before)
-        if writer is not None:
-            writer.start(attempt, list(trained()))
+        if hand_over is not None:
+            hand_over(attempt, list(trained()))
             return None
         attempt.write(trained())
         return attempt.commit()

@@ -161,7 +161,7 @@ train(Path(sys.argv[1]), Path(sys.argv[2]), **eval(sys.argv[3]))
 """
 
 
-def test_a_killed_run_takes_its_writer_with_it_and_resumes_bit_equal(tmp_path, data, blocking):
+def test_a_killed_run_ends_its_writer_and_resumes_bit_equal(tmp_path, data, blocking):
     """The writer has not committed; a new run does not find a process that does so later."""
     actions = repr(dict(_4="stop", _5="die"))
     (ended,) = ranks([sys.executable, "-c", SCRIPT, str(tmp_path), str(data), actions], world_size=1)

@@ -50,12 +50,12 @@ def dcp_files(state: Mapping[str, Tensor], *, replica: int, replicas: int, stamp
 
 
 def _write(name: str, tensors: Sequence[Tensor], stream: HashedFile) -> Written:
-    places = []
+    ranges = []
     for tensor in tensors:
         begin = stream.tell()
         torch.save(_alone(tensor), stream)  # type: ignore[arg-type] # a writer without fileno
-        places.append((begin, stream.tell() - begin))
-    return name, places
+        ranges.append((begin, stream.tell() - begin))
+    return name, ranges
 
 
 def _own(tensors: Mapping[str, Tensor], replica: int, replicas: int) -> set[str]:
@@ -82,8 +82,8 @@ def _index(plans: Sequence[SavePlan], results: Sequence[Sequence[Written]]) -> l
     _, metadata = create_default_global_save_plan(plans)
     metadata.storage_data = {
         item.index: _StorageInfo(name, begin, length)
-        for plan, (name, places) in zip(plans, written, strict=True)
-        for item, (begin, length) in zip(plan.items, places, strict=True)
+        for plan, (name, ranges) in zip(plans, written, strict=True)
+        for item, (begin, length) in zip(plan.items, ranges, strict=True)
     }
     metadata.planner_data = {key: (key,) for key in metadata.state_dict_metadata}
     metadata.storage_meta = StorageMeta()

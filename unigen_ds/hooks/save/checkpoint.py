@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,6 +77,8 @@ class CheckpointHook(Hook):
                 f"filename_tmpl is {filename_tmpl!r}",
                 allowed="a name with one {} and the ending .pth, or step_{}, update_{}, iter_{}",
             )
+        if async_save and not hasattr(os, "memfd_create"):
+            raise ConfigError("async_save=True on a system without memfd_create", remedy="async_save=False, or Linux")
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
         self.max_keep_ckpts, self.max_keep_days, self.form = max_keep_ckpts, max_keep_days, form
         self.filename_tmpl, self.save_base = filename_tmpl, save_base

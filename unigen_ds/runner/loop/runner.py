@@ -266,7 +266,7 @@ class Runner:
             form=form,
             before=self._before_save,
             write_tokenizer=getattr(tokenizer, "save_pretrained", None) if of_files else None,
-            writer=self._writer if background else None,
+            hand_over=self._writer.start if background and self._writer is not None else None,
         )
         return self._saved(path)
 
