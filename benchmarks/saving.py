@@ -22,6 +22,7 @@ Exit status: 1 if a limit is exceeded, otherwise 0.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import shutil
@@ -45,7 +46,7 @@ from torch import nn
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import saver, store
-from unigen_ds.checkpoint.background import Writer
+from unigen_ds.checkpoint.background import Writer, _Pickler
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import EMA
@@ -105,8 +106,12 @@ class Bench:
         self.update()  # so that the moments exist
         self.average = ShardEMA(self.backend.master_shards(), momentum=0.1)
         self.folder, self.writer, self.number = folder, Writer(), 0
-        kept = [tensor for _, _, tensor in self.backend.kept_tensors() if tensor.ndim]
-        self.tensors = [*self.backend.master_data(), *kept, *(shard.data for shard in self.average.shards)]
+        pickler = _Pickler(io.BytesIO())
+        pickler.dump(self.backend.state_files())
+        pickler.dump([shard.data for shard in self.average.shards])
+        storages = [storage for _, storage in pickler.storages.values()]
+        self.tensors = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages]
+        """All that is saved, as bytes."""
         self.size = sum(tensor.nbytes for tensor in self.tensors)
         self.memory = torch.zeros(self.size, dtype=torch.uint8)
 
@@ -144,7 +149,7 @@ class Bench:
         path = self.folder / f"plain{dist.rank()}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
         for tensor in self.tensors:
-            view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            view = memoryview(tensor.numpy())
             while view:
                 view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
@@ -153,7 +158,7 @@ class Bench:
     def copy(self) -> None:
         begin = 0
         for tensor in self.tensors:
-            self.memory[begin : begin + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+            self.memory[begin : begin + tensor.nbytes].copy_(tensor)
             begin += tensor.nbytes
 
     def asynchronous(self, begin: Callable[[], Any], ended: Callable[[], bool]) -> tuple[float, float, int]:
