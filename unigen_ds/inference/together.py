@@ -39,7 +39,7 @@ class TrainedModel:
         self._methods = ("forward", *getattr(backend.model, "forward_methods", ()))
         self._together = backend.gathers_in_forward and dist.world_size() > 1
         self.in_step = backend.gathers_in_forward or any(hasattr(p, "full_tensor") for p in self._model.parameters())
-        """Whether weights are whole inside of these methods alone: those of FSDP are DTensors elsewhere, also unsharded."""
+        """Whether weights are whole inside of these methods alone: elsewhere those of FSDP are DTensors, or parts."""
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._model, name)
