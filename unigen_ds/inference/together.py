@@ -37,9 +37,9 @@ class TrainedModel:
         self._model: Any = backend.model
         self.compute_device = backend.device
         self._methods = ("forward", *getattr(backend.model, "forward_methods", ()))
-        self.in_step: bool = backend.gathers_in_forward
-        """Whether a forward pass gathers weights: then all ranks make it together, by the methods of the model."""
-        self._together = self.in_step and dist.world_size() > 1
+        self._together = backend.gathers_in_forward and dist.world_size() > 1
+        self.in_step = backend.gathers_in_forward or any(hasattr(p, "full_tensor") for p in self._model.parameters())
+        """Whether weights are whole inside of these methods alone: elsewhere those of FSDP are DTensors, or parts."""
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._model, name)
