@@ -27,11 +27,11 @@ from torch import Tensor
 from unigen_ds.config.section import LISTED, Section
 from unigen_ds.config.values import Allowed, as_tuple
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.shards import BUFFER, MASTER, Shape, ShardReader, misfit
+from unigen_ds.core.shards import BUFFER, MASTER, Shape, ShardReader, first_names, misfit
 
 DIFFERENCES = ("missing", "unexpected", "reshaped", "sizes")
 REPORT_FILE = "load_report.json"
-_PIECE, _SHOWN = 1 << 22, 8
+_PIECE = 1 << 22
 
 Key = tuple[str, str]
 """(kind, name)."""
@@ -144,8 +144,7 @@ class Fit:
             ("sizes", "sizes that no shape shows", self.sizes),
         ):
             if names:
-                more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-                yield kind, f"{len(names)} {what}: {'; '.join(names[:_SHOWN])}{more}"
+                yield kind, f"{len(names)} {what}: {first_names(names, '; ')}"
 
     def check(self, cfg: LoadSettings, *, first: Sequence[str] = ()) -> None:
         """Raises ``CheckpointError`` for what is not allowed, and where nothing at all would be loaded. ``first``: what

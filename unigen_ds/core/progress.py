@@ -161,6 +161,3 @@ class Ruler:
         if unit in ("sample", "token"):
             return Duration(value, unit)
         return Duration(self.to_sequences(Duration(value, unit).value, unit), "sequence")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"geometry": dataclasses.asdict(self.geometry), "sequences_per_epoch": self.sequences_per_epoch}

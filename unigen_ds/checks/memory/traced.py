@@ -8,6 +8,7 @@ overflow, a norm of 0. ``torch.compile`` is left out.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,7 +27,6 @@ from unigen_ds.hooks.evaluate.ema import EMAHook
 from unigen_ds.optim.optimizer import construct, optimizer_class
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start import build
-from unigen_ds.system.machine import environment
 
 PHASES = ("load", "step", "evaluate", "save", "resume")
 
@@ -209,7 +209,7 @@ def fake_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
     import torch.distributed as td
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    with environment({"RANK": str(rank), "LOCAL_RANK": "0"}):
+    with mock.patch.dict(os.environ, RANK=str(rank), LOCAL_RANK="0"):
         td.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         try:
             yield
