@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from unigen_ds.core.errors import ConfigError
 
@@ -106,10 +105,6 @@ class Progress:
 
     def state_dict(self) -> dict[str, int]:
         return dataclasses.asdict(self)
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Progress:
-        return cls(**{field.name: int(state[field.name]) for field in dataclasses.fields(cls)})
 
 
 @dataclass(frozen=True)
