@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from unittest import mock
 
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.system.machine import environment
 from unigen_ds.system.pipes import add_config, ends_quietly, positive, share, size, tool_parser
 
 
@@ -45,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    with environment({"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}):  # nothing is computed on a device
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu"):  # nothing is computed on a device
         return _plan(arguments)
 
 

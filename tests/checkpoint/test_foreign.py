@@ -62,7 +62,6 @@ def test_what_the_files_tell(written, case):
     assert found.layout == "deepspeed" and f"ZeRO stage {stage}" in found.writer
     assert found.geometry == Geometry(MICRO, ACCUMULATE, 2)
     assert (found.updates, found.skipped_updates) == (STEPS, 0)
-    assert found.sequences == STEPS * ACCUMULATE * MICRO * 2
     rows = {row["name"]: row for row in found.parameters}
     assert rows["emb.weight"]["tied"] == ["head.weight"] and "head.weight" not in rows
     assert "gain" not in rows and "scratch" not in rows
@@ -101,7 +100,7 @@ def test_what_mmengine_stores_is_data_and_no_class_is_imported(written):
 def test_auto_is_not_known(copy):
     change(copy, ds_config={"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4})
     found = read_foreign(copy)
-    assert found.geometry is None and found.sequences is None
+    assert found.geometry is None
     assert "batch_size is not stored: it cannot be resumed." in found.unknown
 
 

@@ -16,6 +16,7 @@ from tools.checkpoints import main
 from unigen_ds.checkpoint import listing, store
 from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.resume.plan import plan_resume
+from unigen_ds.system.files import read_line
 
 DAMAGED = "iter_99.pth"
 TEXTS: dict[str, bytes] = {
@@ -143,6 +144,6 @@ def test_a_wrong_manifest_is_named_or_read(work_dir, seed):
 def test_a_damaged_hint_is_no_hint(work_dir):
     """``last_checkpoint`` is only a hint: an unreadable file names no checkpoint."""
     (work_dir / "last_checkpoint").write_bytes(b"\xff\xfe\x00")
-    assert store.read_hint(work_dir) is None
+    assert read_line(work_dir / store.HINT) is None
     (work_dir / DAMAGED).rmdir()
     assert store.newest(work_dir)[0] is not None

@@ -36,7 +36,7 @@ def test_steps_as_the_plain_optimizer_and_leaves_a_frozen_group(name: str) -> No
     ("cfg", "words"),
     [
         (dict(type="AdmW"), "did you mean 'AdamW'"),
-        (dict(type="Lion"), "Allowed: AdamW, Adam, SGD"),
+        (dict(type="Lion"), "valid: Adam, AdamW"),
         (dict(arguments=dict(beta=(0.9, 0.95))), "unexpected keyword argument 'beta'"),
         (dict(arguments=dict(betas=(0.9, 1.5))), "cannot be built: Invalid beta"),
         (dict(type="SGD", arguments=dict(nesterov=True)), "Nesterov"),

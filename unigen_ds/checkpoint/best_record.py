@@ -19,7 +19,6 @@ from pydantic import Field, TypeAdapter
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.store import HOOKS_FILE, read_hook_states
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.system.files import write_text_atomic
 
 HINT = "best_checkpoint"
 HOOK = "best"
@@ -54,11 +53,6 @@ class Best:
 def better(value: float, than: float, *, rule: str) -> bool:
     """Whether a finite ``value`` is better by ``rule`` ('less' or 'greater')."""
     return math.isfinite(value) and (value < than if rule == "less" else value > than)
-
-
-def write_hint(work_dir: Path, best: Path) -> None:
-    """Name the best checkpoint, in one line."""
-    write_text_atomic(work_dir / HINT, str(best) + "\n")
 
 
 def best_of(directory: Path) -> tuple[Path, Best] | None:

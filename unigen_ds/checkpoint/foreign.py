@@ -43,6 +43,7 @@ from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import LOSS_SCALE, MASTER, PieceReader
+from unigen_ds.families.directories import format_of_file, published_format, published_sizes
 from unigen_ds.models.weights import flat_sizes
 
 HINTS = ("latest", store.HINT)
@@ -83,8 +84,6 @@ def locate(path: Path, tag: str | None = None) -> Path:
             if any(file == name or file.startswith(name + "/") for file in files):
                 return folder
     if path.is_file():
-        from unigen_ds.families.directories import format_of_file  # imported only where it is needed
-
         folder, shard = path.parent, _SHARD.match(path.name)
         if path.name in HINTS:
             return locate(folder)
@@ -165,13 +164,6 @@ class Foreign:
     precision: str | None = None
     """``fp32``, ``bf16`` or ``fp16``: what it was trained in."""
 
-    @property
-    def sequences(self) -> int | None:
-        """Sequences that the run had trained on, if it never changed its geometry."""
-        if self.geometry is None or self.updates is None:
-            return None
-        return self.updates * self.geometry.global_batch_size
-
 
 @dataclass(frozen=True)
 class ForeignState:
@@ -193,8 +185,6 @@ class ForeignState:
 
 def is_known(path: Path) -> bool:
     """Whether ``path``, a folder or a file, is of a layout that ``read_foreign`` reads."""
-    from unigen_ds.families.directories import published_format  # imported only where it is needed
-
     if path.is_file():
         return path.name.endswith(_ENDINGS) or zipfile.is_zipfile(path)
     known = any(read(path) is not None for read in FOREIGN_STATES.module_dict.values())
@@ -231,8 +221,6 @@ def read_foreign(path: Path, *, tag: str | None = None) -> Foreign:
 
 def _plain(folder: Path) -> Foreign:
     """Tensors and nothing else. Raises ``CheckpointError``."""
-    from unigen_ds.families.directories import published_format  # imported only where it is needed
-
     unknown = [
         "The effective batch is not stored, nor how far it had trained: it cannot be resumed.",
         "Which weights were frozen, and which names are tied, is not stored.",
@@ -323,8 +311,6 @@ def _deepspeed(folder: Path) -> Foreign:
 
 def _stated_model(folder: Path) -> dict[str, Any]:
     """Arguments of a model (``llm``, ``vit``) that configs in the folder of the weights state, if there are any."""
-    from unigen_ds.families.directories import published_sizes  # imported only where it is needed
-
     if sizes := published_sizes(folder):
         return sizes
     config = stored_object(folder / "config.json") if (folder / "config.json").is_file() else {}

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from unigen_ds.checkpoint import store
 from unigen_ds.core.errors import CheckpointError, ConfigError, TrainingError
-from unigen_ds.system.files import fsync_path, make_directory, write_text_atomic
+from unigen_ds.system.files import fsync_path, make_directory, read_line, write_text_atomic
 from unigen_ds.system.journals import METRICS_FILE
 from unigen_ds.system.log import logger
 
@@ -34,7 +34,7 @@ def home_of(directory: Path) -> Path:
 
     Raises ``CheckpointError`` where the work dir names a folder that is not there.
     """
-    line = _line(directory / HINT)
+    line = read_line(directory / HINT)
     if line is None:
         return directory
     home = Path(line)
@@ -48,7 +48,7 @@ def home_of(directory: Path) -> Path:
 
 def run_of(home: Path) -> Path:
     """The work dir of the run whose checkpoints ``home`` has."""
-    return Path(_line(home / OWNER) or home)
+    return Path(read_line(home / OWNER) or home)
 
 
 def check_home(work_dir: Path, home: Path) -> None:
@@ -56,7 +56,7 @@ def check_home(work_dir: Path, home: Path) -> None:
 
     Reads files only. Raises ``ConfigError``.
     """
-    line = _line(work_dir / HINT)
+    line = read_line(work_dir / HINT)
     before = work_dir if line is None else Path(line)
     if not same(before, home) and (held := store.list_checkpoints(before)):
         keep = "leave checkpoint_dir out" if same(before, work_dir) else f"--checkpoint-dir {before}"
@@ -70,8 +70,8 @@ def check_home(work_dir: Path, home: Path) -> None:
             f"the checkpoints of the run in {work_dir} were in {home}, and there is no such folder",
             remedy=f"restore it; or delete {work_dir / HINT} to begin without them",
         )
-    owner = Path(_line(home / OWNER) or work_dir)
-    if not same(owner, work_dir) and not same(Path(_line(owner / HINT) or owner), home):
+    owner = Path(read_line(home / OWNER) or work_dir)
+    if not same(owner, work_dir) and not same(Path(read_line(owner / HINT) or owner), home):
         owner = work_dir  # that run has moved on to another folder
     if not same(work_dir, home) and (home / METRICS_FILE).exists():
         owner = home
@@ -94,7 +94,7 @@ def claim(work_dir: Path, home: Path) -> None:
             (work_dir / name).unlink(missing_ok=True)
         return
     for file, path in ((work_dir / HINT, home.resolve()), (home / OWNER, work_dir.resolve())):
-        if _line(file) != str(path):
+        if read_line(file) != str(path):
             write_text_atomic(file, f"{path}\n")
 
 
@@ -103,14 +103,14 @@ def run_id(work_dir: Path) -> str:
     copy of the folder, and a resume into another one, are runs of their own. Called on rank 0, with the folder locked.
     """
     file, here = work_dir / RUN, str(work_dir.resolve())
-    identifier, _, folder = (_line(file) or "").partition("\n")
+    identifier, _, folder = (read_line(file) or "").partition("\n")
     first = Path(folder) / RUN
     known = re.fullmatch("[0-9a-f]{16}", identifier) is not None
     moved = folder != here and not (first.is_file() and first.samefile(file))
-    copied = moved and (_line(first) or "").partition("\n")[0] == identifier
+    copied = moved and (read_line(first) or "").partition("\n")[0] == identifier
     if copied or not known:
         identifier = secrets.token_hex(8)
-    if _line(file) != f"{identifier}\n{here}":
+    if read_line(file) != f"{identifier}\n{here}":
         write_text_atomic(file, f"{identifier}\n{here}\n")
     return identifier
 
@@ -118,14 +118,6 @@ def run_id(work_dir: Path) -> str:
 def same(one: Path, other: Path) -> bool:
     """Whether two paths are the same folder, which need not exist."""
     return one.resolve() == other.resolve()
-
-
-def _line(path: Path) -> str | None:
-    """The content of a file of one line, if it is there and can be read."""
-    try:
-        return path.read_text(encoding="utf-8").strip() or None
-    except (OSError, ValueError):
-        return None
 
 
 # One run at a time in a folder: two would void each other's metrics, and delete each other's unfinished saves.

@@ -34,10 +34,8 @@ import dataclasses
 import hashlib
 import json
 import platform
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +43,7 @@ from pydantic import TypeAdapter
 
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.progress import Geometry, Progress, Ruler
-from unigen_ds.system.machine import source_digest
+from unigen_ds.system.machine import installed, source_digest
 
 FORMAT_VERSION, WITH_BASE = 2, 3
 FILE_NAME = "manifest.json"
@@ -63,10 +61,7 @@ def current_versions() -> dict[str, str]:
     edited without a new version; absent packages are left out.
     """
     versions = {"python": platform.python_version(), "unigen_ds source": source_digest()}
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return versions
+    return versions | {package: number for package in _PACKAGES if (number := installed(package)) is not None}
 
 
 def _digest(state: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -27,11 +28,11 @@ from torch import Tensor
 from unigen_ds.config.section import LISTED, Section
 from unigen_ds.config.values import Allowed, as_tuple
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.shards import BUFFER, MASTER, Shape, ShardReader, misfit
+from unigen_ds.core.shards import BUFFER, MASTER, Fetch, PieceReader, Shape, ShardReader, first_names, misfit
 
 DIFFERENCES = ("missing", "unexpected", "reshaped", "sizes")
 REPORT_FILE = "load_report.json"
-_PIECE, _SHOWN = 1 << 22, 8
+_PIECE = 1 << 22
 
 Key = tuple[str, str]
 """(kind, name)."""
@@ -144,8 +145,7 @@ class Fit:
             ("sizes", "sizes that no shape shows", self.sizes),
         ):
             if names:
-                more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-                yield kind, f"{len(names)} {what}: {'; '.join(names[:_SHOWN])}{more}"
+                yield kind, f"{len(names)} {what}: {first_names(names, '; ')}"
 
     def check(self, cfg: LoadSettings, *, first: Sequence[str] = ()) -> None:
         """Raises ``CheckpointError`` for what is not allowed, and where nothing at all would be loaded. ``first``: what
@@ -270,46 +270,33 @@ def _equal(reader: ShardReader, one: _Stored, other: _Stored) -> bool:
     )
 
 
-class FittedReader:
+class FittedReader(PieceReader):
     """A ``ShardReader`` under the model's names of the tensors that a ``Fit`` loads."""
 
     def __init__(self, reader: ShardReader, fit: Fit) -> None:
-        self._reader, self._sources, self._resized = reader, fit.sources, fit.resized
-        self._means: dict[str, Tensor] = {}
+        super().__init__()
+        for (kind, name), source in fit.sources.items():
+            stored, shape = fit.resized.get(name, ((reader.numel(*source),),) * 2)
+            have, numel = math.prod(stored), math.prod(shape)
+            self.add(kind, name, 0, min(have, numel), partial(reader.read, *source))
+            self.add(kind, name, have, max(numel - have, 0), _new_rows(reader, source, stored))
 
-    def kinds(self) -> list[str]:
-        return sorted({kind for kind, _ in self._sources})
 
-    def names(self, kind: str) -> list[str]:
-        return sorted(name for k, name in self._sources if k == kind)
+def _new_rows(reader: ShardReader, source: Key, stored: Shape) -> Fetch:
+    """Fetch from further rows of a tensor, each the mean of the stored ones."""
+    width = math.prod(stored[1:])
 
-    def numel(self, kind: str, name: str) -> int:
-        source = self._source(kind, name)
-        return math.prod(self._resized[name][1]) if name in self._resized else self._reader.numel(*source)
+    @cache
+    def mean() -> Tensor:
+        """Read the rows in pieces, summed in fp64: the same on every rank."""
+        total, step = torch.zeros(width, dtype=torch.float64), max(1, _PIECE // width)
+        for first in range(0, stored[0], step):
+            piece = reader.read(*source, first * width, min(first + step, stored[0]) * width)
+            total += piece.reshape(-1, width).sum(0, dtype=torch.float64)
+        return (total / stored[0]).float()
 
-    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        source = self._source(kind, name)
-        have = math.prod(self._resized[name][0]) if name in self._resized else stop
-        if stop <= have:
-            return self._reader.read(*source, start, stop)
-        first, mean = max(start, have), self._mean(name, source)
-        column = first % len(mean)
-        new = mean.repeat(-(-(column + stop - first) // len(mean)))[column : column + stop - first]
-        return new if start >= have else torch.cat([self._reader.read(*source, start, have), new])
+    def fetch(start: int, stop: int) -> Tensor:
+        column = start % width
+        return mean().repeat(-(-(column + stop - start) // width))[column : column + stop - start]
 
-    def _source(self, kind: str, name: str) -> Key:
-        if (kind, name) not in self._sources:
-            raise CheckpointError(f"the checkpoint has no {kind} of {name}")
-        return self._sources[kind, name]
-
-    def _mean(self, name: str, source: Key) -> Tensor:
-        """The mean of the stored rows, read in pieces and summed in fp64: the same on every rank."""
-        if name not in self._means:
-            (rows, *rest), _ = self._resized[name]
-            width = math.prod(rest)
-            total, step = torch.zeros(width, dtype=torch.float64), max(1, _PIECE // width)
-            for first in range(0, rows, step):
-                piece = self._reader.read(*source, first * width, min(first + step, rows) * width)
-                total += piece.reshape(-1, width).sum(0, dtype=torch.float64)
-            self._means[name] = (total / rows).float()
-        return self._means[name]
+    return fetch

@@ -27,7 +27,14 @@ from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.shards import STAMP, PieceReader
 from unigen_ds.system import dist
-from unigen_ds.system.files import delete_inside, file_digest, remove_leftovers, rename_into_place, write_text_atomic
+from unigen_ds.system.files import (
+    delete_inside,
+    file_digest,
+    read_line,
+    remove_leftovers,
+    rename_into_place,
+    write_text_atomic,
+)
 from unigen_ds.system.log import logger
 from unigen_ds.system.seeding import set_rng_state
 
@@ -144,7 +151,7 @@ def newest(
     The last candidate is the checkpoint elsewhere that the run resumed from, or a missing one that the hint names.
     """
     listing = list_checkpoints(work_dir) if listing is None else listing
-    lineage, hint = Lineage.read(work_dir), read_hint(work_dir)
+    lineage, hint = Lineage.read(work_dir), read_line(work_dir / HINT)
     candidates = [checkpoint for checkpoint in reversed(listing) if checkpoint.manifest is not None]
     if lineage.start is not None:
         candidates.append(_look_at(Path(lineage.start)))
@@ -199,14 +206,6 @@ def is_inside(work_dir: Path, checkpoint: Path) -> bool:
 def outer(checkpoint: Path) -> Path:
     """The checkpoint whose ``full/`` this is; any other path as it is."""
     return checkpoint.parent if checkpoint.name == FULL and (checkpoint.parent / FILE_NAME).is_file() else checkpoint
-
-
-def read_hint(work_dir: Path) -> str | None:
-    """What ``last_checkpoint`` names, if it is there and can be read."""
-    try:
-        return (work_dir / HINT).read_text(encoding="utf-8").strip() or None
-    except (OSError, ValueError):
-        return None
 
 
 def write_hint(work_dir: Path, checkpoint: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -24,7 +26,6 @@ from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import build_hooks
 from unigen_ds.runner.start.stages import build_engine, plan_start, read_start, run_checklist, settle
 from unigen_ds.system import dist
-from unigen_ds.system.machine import environment
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,12 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
 @contextmanager
 def as_launched(world_size: int, *, per_node: int | None = None) -> Iterator[None]:
     """Inside, the environment is that of a launcher with this many processes, ``per_node`` of them on a node."""
-    with environment({"WORLD_SIZE": str(world_size)}):
+    with mock.patch.dict(os.environ, WORLD_SIZE=str(world_size)):
         if per_node is None and dist.env_processes_per_node() is None:
             per_node = world_size  # no launcher reports the number of nodes: one is assumed
-        with environment({} if per_node is None else {"LOCAL_WORLD_SIZE": str(per_node)}):
-            yield
+        if per_node is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+        yield
 
 
 def train_command(arguments: Sequence[str], *, world_size: int) -> list[str]:

@@ -62,16 +62,11 @@ def config_text(config: Mapping[str, Any]) -> str:
     return "".join([*dict.fromkeys(imports), *(f"{key} = {python_text(value)}\n" for key, value in values.items())])
 
 
-def is_name(key: Any) -> bool:
-    """Whether a key can be written as ``dict(key=...)``."""
-    return isinstance(key, str) and key.isidentifier() and not iskeyword(key)
-
-
 def python_text(value: Any, indent: str = "", *, width: int = 100) -> str:
     """A plain value as Python has it: ``dict(key=...)``, or ``{'key': ...}`` where a key is no name."""
     inside = indent + "    "
     if isinstance(value, Mapping):
-        names = all(map(is_name, value))
+        names = all(isinstance(key, str) and key.isidentifier() and not iskeyword(key) for key in value)
         texts = {key: python_text(inner, inside, width=width) for key, inner in value.items()}
         items = [f"{key}={text}" if names else f"{key!r}: {text}" for key, text in texts.items()]
         start, end = ("dict(", ")") if names else ("{", "}")

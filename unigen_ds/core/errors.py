@@ -99,7 +99,7 @@ class UnknownKey(ConfigError):
     ) -> None:
         self.path = f"{section}.{key}" if section else key
         self.hint = hint or suggestion(key, valid)
-        super().__init__(problem or f"unknown config key {self.path!r}", remedy=self.hint or valid_names(valid))
+        super().__init__(problem or f"unknown config key {self.path!r}", remedy=self.hint or nearest(key, valid))
 
 
 def raise_any(errors: Sequence[ConfigError]) -> None:
@@ -125,13 +125,7 @@ def suggestion(name: str, valid: Iterable[str]) -> str | None:
     return f"did you mean '{near}'?" if near else None
 
 
-def valid_names(valid: Iterable[str]) -> str:
-    """``valid: a, b``, or that none is."""
-    names = sorted(map(str, valid))
-    return "valid: " + ", ".join(names) if names else "leave it out: no key is valid there"
-
-
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return ``"did you mean 'x'?"`` for a valid name that is close, or the sorted list of names when none is."""
     names = sorted(map(str, valid))
-    return suggestion(name, names) or valid_names(names)
+    return suggestion(name, names) or ("valid: " + ", ".join(names) if names else "leave it out: no key is valid there")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from unigen_ds.core.errors import ConfigError
 
@@ -107,10 +106,6 @@ class Progress:
     def state_dict(self) -> dict[str, int]:
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Progress:
-        return cls(**{field.name: int(state[field.name]) for field in dataclasses.fields(cls)})
-
 
 @dataclass(frozen=True)
 class Duration:
@@ -161,6 +156,3 @@ class Ruler:
         if unit in ("sample", "token"):
             return Duration(value, unit)
         return Duration(self.to_sequences(Duration(value, unit).value, unit), "sequence")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"geometry": dataclasses.asdict(self.geometry), "sequences_per_epoch": self.sequences_per_epoch}

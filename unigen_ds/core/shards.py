@@ -248,7 +248,7 @@ def by_first_name(tensors: Mapping[str, T], tied: Mapping[str, str]) -> dict[str
     return {**{tied[name]: tensor for name, tensor in tensors.items() if name in tied}, **own}
 
 
-def first_names(names: Sequence[str]) -> str:
-    """The first names, and how many more."""
+def first_names(names: Sequence[str], separator: str = ", ") -> str:
+    """The first names, or other texts, and how many more."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return separator.join(names[:_SHOWN]) + more

@@ -16,7 +16,8 @@ from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import RESUME_CHECKS
 from unigen_ds.core.progress import Progress
-from unigen_ds.resume.finding import Finding, Proposal, Status, edited_settings, format_first, model_findings
+from unigen_ds.core.shards import first_names
+from unigen_ds.resume.finding import Finding, Proposal, Status, edited_settings, model_findings
 from unigen_ds.resume.geometry import geometries_text
 from unigen_ds.schedule.schedule import Schedules
 
@@ -175,7 +176,7 @@ def check_learning_rate(manifest: Manifest, proposal: Proposal) -> Iterable[Find
 
 def check_edited(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     edits = edited_settings(proposal.complete(manifest.config), proposal.complete(proposal.config))
-    now = format_first(edits) if edits else "no other setting that changes what is learned"
+    now = first_names(edits, "; ") if edits else "no other setting that changes what is learned"
     why = "it holds from here on; nothing else in this list shows it"
     yield _compare("config.edited", "as stored", now, why, same=not edits)
 
@@ -200,7 +201,7 @@ def check_data(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     if not change.differences:
         yield Finding("data.unchanged", "ok", length, "the same records, order and packing")
         return
-    words = format_first([text for _, text in change.differences])
+    words = first_names([text for _, text in change.differences], "; ")
     if choice == "restart" or (choice == "append" and change.only_appended):
         then = "a new epoch of the new data begins" if choice == "restart" else "they join from the next epoch on"
         if change.holds_out_trained:

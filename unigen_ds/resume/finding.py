@@ -14,7 +14,7 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ResumeBlocked
 from unigen_ds.core.json_values import member_names
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import misfit
+from unigen_ds.core.shards import first_names, misfit
 from unigen_ds.data.batches.change import DataChange
 from unigen_ds.resume.geometry import MemoryPlan
 from unigen_ds.schedule.schedule import Schedules
@@ -41,7 +41,6 @@ _ELSEWHERE = (
 """Keys that change no number, or that another finding reports, as it does every learning rate."""
 
 Status = Literal["ok", "warn", "block"]
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -109,12 +108,6 @@ def refuse(findings: Iterable[Finding]) -> None:
             "; ".join(f"{f.why} (was: {f.was}; now: {f.now})" for f in blocks),
             remedy="; ".join(dict.fromkeys(f.remedy for f in blocks if f.remedy)) or None,
         )
-
-
-def format_first(found: Sequence[str]) -> str:
-    """The first few, and how many more."""
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return "; ".join(found[:_SHOWN]) + more
 
 
 def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
@@ -237,7 +230,7 @@ def model_findings(
         if differences:
             why = "the model differs from that of the checkpoint"
             remedy = "set model back; --load-from CKPT starts another training from the weights, if they fit"
-            findings.append(Finding(id, "block", number, format_first(differences), why, remedy))
+            findings.append(Finding(id, "block", number, first_names(differences, "; "), why, remedy))
         else:
             findings.append(Finding(id, "ok", number, same))
     kind, kind_now = optimizer_type(was), optimizer_type(config)

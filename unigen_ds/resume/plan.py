@@ -22,7 +22,7 @@ from unigen_ds.checkpoint.partial import LoadSettings
 from unigen_ds.config.hub import folder_of
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.system.files import check_digests
+from unigen_ds.system.files import check_digests, read_line
 from unigen_ds.system.journals import METRICS_FILE, last_update
 
 NOT_RESUMED = "Not resumed from"
@@ -49,9 +49,7 @@ class ResumePlan:
     base: Base | None = None
     """Of adapters: the files of the base, where they are now."""
     lineage: store.Lineage | None = None
-    """On a resume: what ``home`` records once the checkpoint is loaded."""
-    home: Path = Path()
-    """The folder of the checkpoints of this run."""
+    """On a resume: what the folder of the checkpoints records once the checkpoint is loaded."""
 
 
 def plan_resume(
@@ -68,21 +66,6 @@ def plan_resume(
     but none is usable, or the one named is not.
     """
     listing = store.list_checkpoints(work_dir)
-    plan = _plan(work_dir, listing, resume=resume, load_from=load_from, load_cfg=load_cfg, hashes=hashes)
-    if plan.mode != "resume" or plan.checkpoint is None:
-        return plan
-    return replace(plan, lineage=store.continued_lineage(work_dir, plan.checkpoint, listing), home=work_dir)
-
-
-def _plan(
-    work_dir: Path,
-    listing: Sequence[store.Found],
-    *,
-    resume: bool | str,
-    load_from: str | None,
-    load_cfg: LoadSettings | None,
-    hashes: bool,
-) -> ResumePlan:
     begun: tuple[str, ...] = ()
     if resume == AUTO:
         plan = _newest(work_dir, listing, hashes=hashes)
@@ -117,7 +100,7 @@ def _plan(
         name = str(folder_of(name, where="load_from"))
     path = checkpoint_directory(name)
     if (path / FILE_NAME).is_file():
-        manifest = store.verify_manifest(path, hashes=hashes, listing=listing)
+        manifest: Manifest | None = store.verify_manifest(path, hashes=hashes, listing=listing)
     elif path.is_dir() and (inside := listing if same(path, work_dir) else store.list_checkpoints(path)):
         of_run = _newest(path, inside, hashes=hashes)
         assert of_run.checkpoint is not None and of_run.manifest is not None, "else it raises"
@@ -127,10 +110,13 @@ def _plan(
     else:
         if hashes:
             check_digests(path)
-        message = f"{path} has no manifest: it is read as another trainer's checkpoint."
-        return ResumePlan("resume" if resume else "weights", path, messages=(*begun, message), load_cfg=allowed)
+        manifest = None
+        begun += (f"{path} has no manifest: it is read as another trainer's checkpoint.",)
     if not resume:
         return ResumePlan("weights", path, manifest, begun, allowed)
+    lineage = store.continued_lineage(work_dir, path, listing)
+    if manifest is None:
+        return ResumePlan("resume", path, messages=begun, lineage=lineage)
     messages = [*begun, f"Resumed from the checkpoint {path}."]
     first = manifest.commit if store.is_inside(work_dir, path) else 0
     later = [f.path.name for f in listing if f.manifest and f.manifest.commit > first]
@@ -139,7 +125,7 @@ def _plan(
             f"It was named, so later checkpoints in {work_dir} are not used any more: {', '.join(later)}. To resume"
             " from the newest one, name none (no load_from, --resume alone)."
         )
-    return ResumePlan("resume", path, manifest, tuple(messages))
+    return ResumePlan("resume", path, manifest, tuple(messages), lineage=lineage)
 
 
 def _newest(work_dir: Path, listing: Sequence[store.Found], *, hashes: bool) -> ResumePlan:
@@ -153,7 +139,7 @@ def _newest(work_dir: Path, listing: Sequence[store.Found], *, hashes: bool) -> 
         )
     done = checkpoint.manifest.progress.updates if checkpoint and checkpoint.manifest else 0
     lost = max(0, last_update(run_of(work_dir) / METRICS_FILE) - done)
-    hint = store.read_hint(work_dir)
+    hint = read_line(work_dir / store.HINT)
     again = f"{lost:,} updates after update {done:,}, which {METRICS_FILE} has, are trained again."
     if hint is not None and not (work_dir / Path(hint).name).is_dir() and not Path(hint).is_dir():
         messages.append(f"{NOT_RESUMED} {hint}: {store.HINT} names it, and it is not there; {again}")
@@ -164,7 +150,8 @@ def _newest(work_dir: Path, listing: Sequence[store.Found], *, hashes: bool) -> 
         fresh = f"No checkpoint found in {work_dir}: training starts from scratch."
         return ResumePlan("fresh", messages=(*messages, fresh))
     messages.append(f"Auto resumed from the latest checkpoint {checkpoint.path}.")
-    return ResumePlan("resume", checkpoint.path, checkpoint.manifest, tuple(messages))
+    lineage = store.continued_lineage(work_dir, checkpoint.path, listing)
+    return ResumePlan("resume", checkpoint.path, checkpoint.manifest, tuple(messages), lineage=lineage)
 
 
 def checkpoint_directory(text: str) -> Path:

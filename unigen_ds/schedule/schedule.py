@@ -33,11 +33,6 @@ class CurveList(Section):
     param_scheduler: Annotated[tuple[Curve, ...], LISTED] = Field(default=())
 
 
-def curves_of(param_scheduler: Any) -> tuple[Component, ...]:
-    """Curves from what a config has: None, a mapping, or a list of mappings. Raises ``ConfigError``."""
-    return CurveList.parse({"param_scheduler": param_scheduler}).param_scheduler
-
-
 @dataclass(frozen=True)
 class Schedules:
     """Learning rates as a pure function of progress. Immutable; the same object on every rank."""
@@ -60,13 +55,12 @@ class Schedules:
         ruler: Ruler,
         base: Sequence[Mapping[str, Any]],
         total_sequences: float,
-        lr_scale: float = 1.0,
     ) -> Schedules:
         """Place the curves of a config. None or an empty list: every group keeps its learning rate.
 
         ``ruler`` holds the geometry of the first start. Raises ``ConfigError`` naming the entry that cannot work.
         """
-        curves = curves_of(param_scheduler)
+        curves = CurveList.parse({"param_scheduler": param_scheduler}).param_scheduler
         placed: list[PlacedCurve] = []
         for curve in curves:
             try:
@@ -80,7 +74,6 @@ class Schedules:
             base=_base(base),
             config=config_text(curves),
             total_sequences=float(total_sequences),
-            lr_scale=float(lr_scale),
         )
 
     def same_curves(self, other: Schedules) -> bool:

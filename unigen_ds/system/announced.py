@@ -17,8 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +57,6 @@ def say(error: BaseException) -> None:
 def is_reported(error: BaseException) -> bool:
     """Whether rank 0 has reported an error that ``explain`` has returned."""
     return bool(getattr(error, _REPORTED, False))
-
-
-@contextmanager
-def share_errors() -> Iterator[None]:
-    """The other ranks learn of an error inside; it is ``explain``."""
-    try:
-        yield
-    except BaseException as error:
-        if (cause := explain(error)) is not error:
-            raise cause from error
-        raise
 
 
 def arrive(*, timeout_s: float) -> None:

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as td
 
-from unigen_ds.core.choices import LAUNCHERS
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.system.machine import env_number
 
@@ -37,8 +36,6 @@ _PROCESSES_OF_A_NODE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL
 
 def launcher_environment(launcher: str) -> None:
     """Set RANK, WORLD_SIZE and LOCAL_RANK from the launcher's own variables. ``none`` and ``pytorch`` keep them."""
-    if launcher not in LAUNCHERS:
-        raise ConfigError(f"launcher {launcher!r}", allowed=", ".join(LAUNCHERS))
     if launcher == "pytorch" and "RANK" not in os.environ:
         raise ConfigError(
             "launcher 'pytorch' needs RANK and WORLD_SIZE", remedy="start it with torchrun, or use --launcher none"

@@ -146,6 +146,14 @@ def write_text_atomic(path: Path, text: str) -> None:
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
+def read_line(path: Path) -> str | None:
+    """The content of a file of one line, if it is there and can be read."""
+    try:
+        return path.read_text(encoding="utf-8").strip() or None
+    except (OSError, ValueError):
+        return None
+
+
 def check_new(out: Path) -> None:
     """Raise ``ConfigError`` where ``out`` exists."""
     if out.exists():

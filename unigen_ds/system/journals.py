@@ -87,14 +87,13 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_lines(path: Path, *, key: str = "update") -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines that count: every resume event voids earlier lines beyond its position; torn lines are passed over.
 
-    ``key`` names the field that holds a line's update number (``update`` in ``metrics.jsonl`` and ``ledger.jsonl``). A
-    late result has the progress at which it was written in ``at``, and is void with the updates before it.
-    Resume events themselves are left out.
+    A late result has the progress at which it was written in ``at``, and is void with the updates before it. Resume
+    events themselves are left out.
     """
-    return in_effect(parse_lines(path)[0], key=key)
+    return in_effect(parse_lines(path)[0])
 
 
 def last_update(path: Path) -> int:
@@ -124,14 +123,14 @@ def parse_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     return lines, damaged
 
 
-def in_effect(lines: Sequence[dict[str, Any]], *, key: str = "update") -> list[dict[str, Any]]:
+def in_effect(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines that no later resume event voids, without the events."""
     valid: list[dict[str, Any]] = []
     last = math.inf
     for line in reversed(lines):
         if line.get("event") == "resume":
             last = min(last, line["updates"])
-        elif key not in line or line.get("at", line[key]) <= last:
+        elif "update" not in line or line.get("at", line["update"]) <= last:
             valid.append(line)
     return valid[::-1]
 

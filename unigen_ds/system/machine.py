@@ -10,8 +10,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -111,17 +110,3 @@ def env_number(name: str, default: int) -> int:
     if not text.isdecimal():
         raise ConfigError(f"the environment variable {name} is {text!r}", allowed="a whole number, as launchers set it")
     return int(text)
-
-
-@contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Inside, these variables have these values; after it, those of before, whatever was done to them inside."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value

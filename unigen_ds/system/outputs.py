@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.system.files import ALGORITHM, fsync_path
@@ -253,14 +254,5 @@ def save_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappin
 
 def nested_bytes(state: Any) -> int:
     """Bytes of all tensors in nested dicts and sequences, each storage once: about what ``torch.save`` writes."""
-    storages: dict[int, int] = {}
-    values = [state]
-    while values:
-        value = values.pop()
-        if isinstance(value, Tensor):
-            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        elif isinstance(value, Mapping):
-            values += value.values()
-        elif isinstance(value, (list, tuple)):
-            values += value
-    return sum(storages.values())
+    storages = [value.untyped_storage() for value in tree_leaves(state) if isinstance(value, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unigen_ds.checkpoint.layouts.torch_file import WRAPPERS
+from unigen_ds.checkpoint.layouts.torch_file import WRAPPERS, Inert
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.shards import MASTER, STAMP, Fetch, PieceReader
 
@@ -43,17 +43,12 @@ _SAFE = {
 }
 
 
-class _Record:
-    """A data class of the pickle: its fields as attributes, hashable by identity."""
-
-    def __init__(self, *values: Any) -> None:
-        self.values = values
+class _Record(Inert):
+    """A data class of the pickle: its fields as attributes."""
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.state = state
+        super().__setstate__(state)
+        self.__dict__ |= state if isinstance(state, dict) else {}
 
 
 class _Unpickler(pickle.Unpickler):

@@ -143,7 +143,6 @@ def plan_memory(
                 engines[name] = one
         traces = trace_engines(engines, data.processor, largest, geometry, jobs=jobs)
     plans |= {name: replace(plan, topology=plans[name].topology) for name, plan in traces.items()}
-    precision = settings.optim_wrapper.precision
     return MemoryReport([*plans.values()], largest, geometry, precision, world_size, per_node)
 
 

@@ -8,6 +8,7 @@ overflow, a norm of 0. ``torch.compile`` is left out.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,12 +22,11 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.checks.memory.counted import CountedBytes
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import BUFFER, MASTER, Shard
+from unigen_ds.core.shards import BUFFER, MASTER, PieceReader, Shard
 from unigen_ds.hooks.evaluate.ema import EMAHook
 from unigen_ds.optim.optimizer import construct, optimizer_class
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start import build
-from unigen_ds.system.machine import environment
 
 PHASES = ("load", "step", "evaluate", "save", "resume")
 
@@ -106,7 +106,7 @@ def trace(
 
     with counted, without_compile():
         built = prepare(counted, settings, backend, processor, geometry=geometry)
-        backend.load_tensors(_Zeros(backend, ()), weights_only=True)
+        backend.load_tensors(_zeros(backend, ()), weights_only=True)
         end("load", moments=())  # the first update makes them
         copies = [[t.detach().clone() for t in backend.master_data()] for _ in range(averages)]
         end("load", moments=())
@@ -135,7 +135,7 @@ def trace(
         end("save")
         del files
         counted.begin()
-        backend.load_tensors(_Zeros(backend, kinds))
+        backend.load_tensors(_zeros(backend, kinds))
         end("resume")
         for phases in (peak, device):  # a resume begins with what a load needs
             phases["resume"] = max(phases["resume"], phases["load"])
@@ -167,29 +167,18 @@ def prepare(counted: CountedBytes, settings: Settings, backend: Backend, process
     return built
 
 
-class _Zeros:
-    """A reader of a checkpoint of this model: values without memory."""
-
-    def __init__(self, backend: Backend, kinds: Sequence[str]) -> None:
-        trainable = dict(backend.trainable_sizes())
-        buffers = {name: buffer.numel() for name, buffer in backend.buffers().items()}
-        self._sizes: dict[str, Mapping[str, int]] = {
-            **dict.fromkeys(kinds, trainable),
-            MASTER: {**trainable, **backend.frozen_sizes()},
-            BUFFER: buffers,
-        }
-
-    def kinds(self) -> Iterable[str]:
-        return self._sizes
-
-    def names(self, kind: str) -> Iterable[str]:
-        return self._sizes[kind]
-
-    def numel(self, kind: str, name: str) -> int:
-        return self._sizes[kind][name]
-
-    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        return torch.zeros((stop - start,))
+def _zeros(backend: Backend, kinds: Sequence[str]) -> PieceReader:
+    """A checkpoint of this model: values without memory."""
+    reader, trainable = PieceReader(), backend.trainable_sizes()
+    sizes: dict[str, Mapping[str, int]] = {
+        **dict.fromkeys(kinds, trainable),
+        MASTER: {**trainable, **backend.frozen_sizes()},
+        BUFFER: {name: buffer.numel() for name, buffer in backend.buffers().items()},
+    }
+    for kind, of_kind in sizes.items():
+        for name, numel in of_kind.items():
+            reader.add(kind, name, 0, numel, lambda start, stop: torch.zeros((stop - start,)))
+    return reader
 
 
 def one_update(backend: Backend, micro_batches: Sequence[Batch], loss_weights: Mapping[str, float]) -> None:
@@ -209,7 +198,7 @@ def fake_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
     import torch.distributed as td
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    with environment({"RANK": str(rank), "LOCAL_RANK": "0"}):
+    with mock.patch.dict(os.environ, RANK=str(rank), LOCAL_RANK="0"):
         td.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         try:
             yield

@@ -229,7 +229,7 @@ class EvaluateHook(Hook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "computed" in state:
-            self._computed = Progress.from_state_dict(state["computed"])
+            self._computed = Progress(**state["computed"])
 
 
 def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> EvaluateHook | None:

@@ -26,6 +26,7 @@ from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.hooks.evaluate.evaluate import check_result
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.system import dist
+from unigen_ds.system.files import write_text_atomic
 from unigen_ds.system.log import logger
 
 _RULES = {
@@ -183,7 +184,7 @@ class BestHook(MetricHook):
 
         def settle() -> int | None:
             try:
-                stored.write_hint(run.checkpoint_dir, folder)
+                write_text_atomic(run.checkpoint_dir / stored.HINT, f"{folder}\n")
             except OSError as error:
                 logger().warning("The best checkpoint is %s, complete and kept, but: %s", folder, error)
             own = store.is_checkpoint_name(folder.name) and store.is_inside(run.checkpoint_dir, folder)

@@ -21,11 +21,11 @@ from unigen_ds.checkpoint.saver import Form
 from unigen_ds.config.python_text import config_text
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Progress
+from unigen_ds.core.shards import first_names
 from unigen_ds.data.batches.statistics import list_left_out
 from unigen_ds.data.order.order import Cursor
 from unigen_ds.hooks.base import PRIORITY, Hook, Iteration, UpdateResult
 from unigen_ds.hooks.log.journal import SkippedSamplesHook
-from unigen_ds.resume.finding import format_first
 from unigen_ds.runner.loop.updates import LastUpdate, Update, count_ahead, losses
 from unigen_ds.runner.open.trained import export_checkpoint
 from unigen_ds.runner.start.build import check_states
@@ -71,8 +71,12 @@ class Runner:
         """Build everything a config names: what ``load_config`` returns, a mapping, or ``Settings``. See
         ``runner/start/parts.py`` for the errors.
         """
-        with announced.share_errors():
+        try:
             return cls(build_parts(config, max_updates=max_updates))
+        except BaseException as error:
+            if (cause := announced.explain(error)) is not error:
+                raise cause from error
+            raise
 
     @property
     def finished(self) -> bool:
@@ -104,7 +108,7 @@ class Runner:
         self.run_id = dist.on_main(self._lock_folders)
         try:
             self._call("before_run")
-            restored = restore(self._parts, self.hooks)
+            restored = restore(self._parts, self.hooks, home=self.checkpoint_dir)
             if restored is not None:
                 self._call("after_load_checkpoint", restored)
             dist.on_main(lambda: write_text_atomic(self.work_dir / saver.CONFIG_FILE, self._config_text))
@@ -360,7 +364,7 @@ class Parameters:
         if changed:
             raise ConfigError(
                 f"{hook.name or type(hook).__name__}.{point} freezes, adds, removes or replaces"
-                f" {format_first(changed)}, after the engine was built",
+                f" {first_names(changed)}, after the engine was built",
                 allowed="hooks that leave the model's parameters as they are",
                 remedy="model.freeze, or optim_wrapper.paramwise_cfg.groups=[dict(pattern=..., lr=0)], freezes; a model"
                 " with other parameters is a class of your own (docs/extending.md)",

@@ -9,7 +9,8 @@ whether this process asks the run to stop, so all ranks stop after the same upda
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unigen_ds.backends.base import Backend
@@ -20,7 +21,7 @@ from unigen_ds.data.batches.loader import MicroBatch, UpdateLoader
 from unigen_ds.data.order.order import Cursor
 from unigen_ds.evaluation.validation import evaluating
 from unigen_ds.system import dist
-from unigen_ds.system.seeding import rng_state, set_rng_state
+from unigen_ds.system.seeding import kept_generators
 
 _TALLIES = ("tokens", "samples", "skipped", "stops")
 
@@ -114,13 +115,10 @@ class LastUpdate:
         iterations, rest = divmod(self.sequences, geometry.sequences_per_iteration)
         if rest:
             return None
-        kept = rng_state()  # a loader draws a seed when it begins
-        loader = loader_at(Geometry(geometry.batch_size, iterations, geometry.dp_size), self.cursor)
-        try:
+        geometry = replace(geometry, accumulative_counts=iterations)
+        # a loader draws a seed when it begins
+        with kept_generators(), closing(loader_at(geometry, self.cursor)) as loader:
             return _start(next(iter(loader)), stop=False).finished()
-        finally:
-            loader.close()
-            set_rng_state(kept)
 
 
 def losses(backend: Backend, update: Update) -> dict[str, float]:

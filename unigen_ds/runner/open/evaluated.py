@@ -128,10 +128,8 @@ def evaluate(
     precision = settled_precision(
         settings.optim_wrapper.precision, None if manifest is None else manifest.topology.get("precision")
     )
-    engine, validation = (
-        WholeModel(model, precision=precision),
-        [Validation(one, settings.term_weights) for one in sets],
-    )
+    engine = WholeModel(model, precision=precision)
+    validation = [Validation(one, settings.term_weights) for one in sets]
     check(built, engine, validation, answering=answering)
     update = "" if manifest is None else f" (update {manifest.progress.updates})"
     return score(

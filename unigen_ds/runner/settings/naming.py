@@ -21,7 +21,7 @@ from unigen_ds.checkpoint.home import home_of, same
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry
-from unigen_ds.resume.finding import format_first
+from unigen_ds.core.shards import first_names
 from unigen_ds.runner.settings.tree import Settings
 
 NANOVLM = "nanoVLM_{vit}_{max_image_size}_mp{mp}_{llm}_{gpus}xGPU_bs{batch_size}_{updates}_lr_{nanovlm_lrs}_{date}"
@@ -137,7 +137,7 @@ def _existing(folder: str, template: str, settings: Settings, geometry: Geometry
         commands = [f"--resume {newest} or --resume --work-dir {path}" for path, newest in doubtful.items()]
         raise ResumeBlocked(
             f"no run is named {name}, and {len(doubtful)} of this template may be meant, whose name has other settings:"
-            f" {format_first([*doubtful])}",
-            remedy=f"name the one to continue: {format_first(commands)}. Without --resume a new run begins",
+            f" {first_names([*doubtful], '; ')}",
+            remedy=f"name the one to continue: {first_names(commands, '; ')}. Without --resume a new run begins",
         )
     return own[-1] if own else None

@@ -200,8 +200,14 @@ class Settings(ModelSettings):
         update = {"work_dir": folder} if folder else {}
         if name and "{run_name}" in (self.checkpoint_dir or ""):
             update["checkpoint_dir"] = str(self.checkpoint_dir).replace("{run_name}", name)
+        settings = self._changed(update, {**self._given, **update})
+        settings._run_name = name
+        return settings
+
+    def _changed(self, update: dict[str, Any], given: dict[str, Any]) -> Settings:
+        """The same with other values of fields, and the config that has them."""
         settings = self.model_copy(update=update)
-        settings._given, settings._run_name = {**self._given, **update}, name
+        settings._given = given
         return settings
 
     @property
@@ -286,17 +292,11 @@ class Settings(ModelSettings):
             config["optim_wrapper"] = {**config["optim_wrapper"], "precision": precision}
         if base is not None and base.is_here:
             update["model"] = replace(self.model, arguments={**self.model.arguments, "pretrained": base.path})
-        settings = self.model_copy(update=update)
-        settings._given = config
-        return settings
+        return self._changed(update, config)
 
     def with_resume(self, resume: str) -> Settings:
         """The same, with ``resume`` where the config does not resume."""
-        if self.resume:
-            return self
-        settings = self.model_copy(update={"resume": resume})
-        settings._given = {**self._given, "resume": resume}
-        return settings
+        return self if self.resume else self._changed({"resume": resume}, {**self._given, "resume": resume})
 
     @property
     def seed(self) -> int:

@@ -14,6 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from logging import INFO, WARNING
 from pathlib import Path
@@ -103,7 +104,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         for line in chain.from_iterable(one.start_lines() for one in data.validation):
             logger.info(line)
         logger.info("Effective batch: %s sequences per update; %d per epoch.", geometry, per_epoch)
-    loading = settings.train_dataloader
+    load = partial(build.build_loader, settings.train_dataloader, data, dp_rank=backend.dp_rank)
     return Parts(
         settings=settings,
         plan=plan,
@@ -115,10 +116,8 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         schedules=schedules,
         parameters=parameters,
         plain_config=stages.plain_values(settings, model=model),
-        loader=build.build_loader(loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=start.cursor),
-        loader_at=lambda geometry, cursor: build.build_loader(
-            loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=cursor, workers=False
-        ),
+        loader=load(geometry=geometry, cursor=start.cursor),
+        loader_at=lambda geometry, cursor: load(geometry=geometry, cursor=cursor, workers=False),
         validation=[Validation(one, settings.term_weights) for one in data.validation],
         max_updates=max_updates,
     )
@@ -275,11 +274,11 @@ def _is_local(value: Any) -> bool:
 # ---- the state that a run begins with --------------------------------------------------------------------------------
 
 
-def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
+def restore(parts: Parts, hooks: Sequence[Hook], *, home: Path) -> dict[str, Any] | None:
     """Load what the plan names: weights; on a resume also moments, hook states and, last, the random generators.
 
-    Returns the argument of ``after_load_checkpoint``; None where the run is no resume. Raises ``CheckpointError`` or
-    ``ResumeBlocked`` where the checkpoint does not fit.
+    ``home``: the folder of the run's checkpoints. Returns the argument of ``after_load_checkpoint``; None where the run
+    is no resume. Raises ``CheckpointError`` or ``ResumeBlocked`` where the checkpoint does not fit.
     """
     checkpoint, manifest = parts.plan.checkpoint, parts.start.manifest
     if checkpoint is None:
@@ -306,7 +305,7 @@ def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
         seed = derive_seed(parts.settings.seed, "resume", manifest.progress.updates)
         seed_everything(seed, rank=dist.rank())
         logger().warning("The checkpoint is of another number of processes: network dropout is seeded anew.")
-    home, lineage = parts.plan.home, parts.plan.lineage
+    lineage = parts.plan.lineage
     assert lineage is not None, "planned with a resume"
     dist.on_main(lambda: store.continue_from(home, checkpoint, lineage))
     findings = [finding.state_dict() for finding in parts.findings]

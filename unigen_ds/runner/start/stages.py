@@ -301,7 +301,8 @@ def geometry_of(foreign: Foreign) -> Geometry:
 
 def adopt(foreign: Foreign, settings: Settings, stream: SequenceStream) -> Manifest:
     """A manifest for ``--resume``. ``stream`` is built with the geometry of ``geometry_of``."""
-    geometry, sequences = geometry_of(foreign), foreign.sequences or 0
+    geometry, updates = geometry_of(foreign), foreign.updates or 0
+    sequences = updates * geometry.global_batch_size
     ruler = Ruler(geometry, stream.sequences_per_epoch)
     cursor = stream.seek(sequences)
     optimizer, limits = settings.optim_wrapper.optimizer, settings.train_cfg.durations(ruler)
@@ -318,7 +319,7 @@ def adopt(foreign: Foreign, settings: Settings, stream: SequenceStream) -> Manif
             sequences=sequences,
             samples=round(sequences * stream.samples_per_sequence),
             tokens=round(sequences * stream.tokens_per_sequence),
-            updates=foreign.updates or 0,
+            updates=updates,
             skipped_updates=foreign.skipped_updates or 0,
             epoch=cursor.epoch,
         ),
