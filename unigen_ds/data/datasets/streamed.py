@@ -85,8 +85,8 @@ class ShardSource(RecordSource):
         return Path(self.shard.url).parent if self._moved else self._listed.root or self._listed.folder
 
     @property
-    def cache_facts(self) -> tuple[object, ...]:
-        return self._listed.facts
+    def fingerprint(self) -> str:
+        return fingerprint(*self._listed.facts)
 
     def index_folder(self, cache_dir: Path | None) -> Path:
         return self._listed.index_folder

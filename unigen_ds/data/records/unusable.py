@@ -70,11 +70,13 @@ def instead_of(path: Path, suffixes: Sequence[str] = (".json", ".jsonl")) -> str
     return f"{folder} has {', '.join(inside[:5])}{more}" if inside else f"{folder} has no such file"
 
 
-def no_utf8(where: object, byte: int, of: str = "") -> MalformedRecord:
-    """Return the error for a text in another encoding."""
-    return MalformedRecord(
-        f"{where}: byte {byte}{of} is no UTF-8", remedy="convert it: iconv -f LATIN1 -t UTF-8 FILE > NEW"
-    )
+def decode_text(raw: bytes, where: object, *, encoding: str = "utf-8-sig", first: int = 0, of: str = "") -> str:
+    """Return a text of a file, which begins at its byte ``first``. Raises ``MalformedRecord`` where it is no UTF-8."""
+    try:
+        return raw.decode(encoding)
+    except UnicodeDecodeError as error:
+        problem = f"{where}: byte {first + error.start}{of} is no UTF-8"
+        raise MalformedRecord(problem, remedy="convert it: iconv -f LATIN1 -t UTF-8 FILE > NEW") from error
 
 
 @dataclass(frozen=True)

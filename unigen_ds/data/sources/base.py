@@ -20,8 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.cache.array_cache import cache_folder, fingerprint
-from unigen_ds.data.cache.content import contents_digest
+from unigen_ds.data.cache.array_cache import cache_folder, contents_digest, fingerprint
 from unigen_ds.data.images.image_files import StoredImage
 from unigen_ds.data.records.records import Captions
 
@@ -152,11 +151,13 @@ class RecordSource:
         """What of the files is not read as records, with numbers, for the log; known after ``use``."""
         self.columns: Mapping[str, str] = {}
         """Names of the records' keys -> those of a layout, as the data set has them: ``records.Layout`` reads them."""
+        self.several_folders = False
+        """Whether records are of several folders, in which their paths begin."""
 
     @property
     def title(self) -> str:
         """All of it, in the log."""
-        return str(self.origin)
+        return self.label
 
     @property
     def files(self) -> Sequence[Path]:
@@ -184,16 +185,6 @@ class RecordSource:
     def identity(self, content: str) -> tuple[object, ...]:
         """What the fingerprint of the data has of this source. ``content``: the digest of ``files``."""
         return content, self.fingerprint
-
-    @property
-    def cache_facts(self) -> tuple[object, ...]:
-        """What decides besides the content of ``files`` whether a cached index is the one of this source."""
-        return (self.fingerprint,)
-
-    @property
-    def several_folders(self) -> bool:
-        """Whether records are of several folders, in which their paths begin."""
-        return False
 
     def scan(self) -> Arrays:
         """Find the records. Raises ``DataError`` where there is none, or where the file cannot be read."""
@@ -237,14 +228,7 @@ class Joined(RecordSource):
         self._bounds = np.zeros(1, np.int64)
         first = os.path.abspath(sources[0].root)
         self._folders = [None if os.path.abspath(source.root) == first else source.root for source in sources]
-
-    @property
-    def several_folders(self) -> bool:
-        return any(folder is not None for folder in self._folders)
-
-    @property
-    def title(self) -> str:
-        return self.label
+        self.several_folders = any(folder is not None for folder in self._folders)
 
     @property
     def files(self) -> Sequence[Path]:

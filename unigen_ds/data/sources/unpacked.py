@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.cache.content import contents_digest
+from unigen_ds.data.cache.array_cache import contents_digest
 from unigen_ds.system.files import hold_lock, write_atomic
 from unigen_ds.system.log import notice
 

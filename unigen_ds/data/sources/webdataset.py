@@ -20,7 +20,7 @@ import numpy as np
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import Span, StoredImage
-from unigen_ds.data.records.unusable import MalformedRecord, no_utf8
+from unigen_ds.data.records.unusable import MalformedRecord, decode_text
 from unigen_ds.data.records.unused import BESIDE_JSON, IMAGE_BESIDE_JSON
 from unigen_ds.data.sources.base import Arrays, FoundRecord, Names, RecordSource, Row
 from unigen_ds.data.sources.text_files import load_record
@@ -136,10 +136,7 @@ class WebDatasetSource(RecordSource):
             elif kind in IMAGES:
                 images[suffix] = StoredImage(f"{where}: {suffix}", span)
             else:
-                try:
-                    text = span.read().decode("utf-8-sig").strip()
-                except UnicodeDecodeError as error:
-                    raise no_utf8(f"{where}: {suffix}", error.start) from error
+                text = decode_text(span.read(), f"{where}: {suffix}").strip()
         names: set[str] = set()
         try:
             by_name = images | {f"{stem}.{suffix}": image for suffix, image in images.items()}
