@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -69,9 +68,6 @@ class ShardSource(RecordSource):
         self._opened: tuple[int, RecordSource] | None = None
         """The inode of the shard's file, and its records."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
-
     @property
     def title(self) -> str:
         return f"shard {self.shard.name}"
@@ -99,6 +95,7 @@ class ShardSource(RecordSource):
         with self._reading() as source:
             arrays = source.scan()
             source.use(arrays)
+            self.notes = source.notes
             if len(source) >= SPAN:
                 raise DataError(f"{self.title} has {len(source):,} records", allowed=f"fewer than {SPAN:,} in a shard")
             digest = np.frombuffer(bytes.fromhex(quick_digest(source.origin, blocks=_DIGESTED)), np.uint8)
@@ -113,9 +110,6 @@ class ShardSource(RecordSource):
     def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
         with self._reading() as source:
             return source.read(start, stop)
-
-    def notes(self) -> Sequence[str]:
-        return () if self._opened is None else self._opened[1].notes()
 
     @contextmanager
     def _reading(self) -> Iterator[RecordSource]:
@@ -187,7 +181,6 @@ class StreamedShards:
         self.mixed = min(settings.mixed_shards, len(self))
         self._recent: Recent[Index] = Recent(2 * settings.mixed_shards + 1, self._build)
         self._ahead: set[int] = set()
-        self._reported: set[int] = set()
         self.fetches_ahead = False
         """Whether ``prepare`` does anything: a run needs the records soon, a tool that only plans does not."""
 
@@ -242,8 +235,5 @@ class StreamedShards:
         threading.Thread(target=work, name="streamed-shards", daemon=True).start()
 
     def _build(self, shard: int, processor: ConversationProcessor | None = None) -> Index:
-        report = parent_process() is None and shard not in self._reported
-        self._reported.add(shard)
         source = ShardSource(self.listed.shards[shard], self.listed, own_folder=self._layout.folders)
-        processor = processor or self.processor
-        return Index.build(source, processor, layout=self._layout, report=report, **self._build_options)
+        return Index.build(source, processor or self.processor, layout=self._layout, **self._build_options)

@@ -31,8 +31,8 @@ from unigen_ds.data.records.unusable import (
     as_array,
     from_array,
     unusable_error,
+    unused_keys,
 )
-from unigen_ds.data.records.unused import unused_keys
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.samples.sample import COLUMNS, NUM_DIGESTED, Array, Counts, Sample, count, record_digest
 from unigen_ds.data.sources.base import FoundRecord, RecordSource
@@ -45,7 +45,7 @@ _FORMAT = "unigen-index-1"
 _CACHE_FORMAT = "unigen-index-13"
 _CONTENT_FORMAT = "unigen-content-1"
 _UNUSED_KEYS = "unused_keys"
-"""An array of the index: what a record has of other layouts (``unused.unused_keys``)."""
+"""An array of the index: what a record has of other layouts (``unusable.unused_keys``)."""
 _UNUSED = "unused_texts"
 """An array of the index: texts of a record that it has as alternatives to the one that is used; where there are any."""
 UNUSABLE = "unusable"
@@ -146,12 +146,11 @@ class Index:
         cache_dir: Path | None = None,
         num_workers: int = 0,
         layout: Layout | None = None,
-        report: bool = True,
         on_record_error: OnRecordError = "error",
     ) -> Index:
         """From the cache, or by planning every record (with ``num_workers`` processes) and caching the result. Raises
         ``DataError`` where records are malformed and ``on_record_error`` is 'error'. An unreadable image is no error
-        here. ``image_root``: None: the source's own; ``report``: what the source itself leaves out, in the log.
+        here. ``image_root``: None: the source's own.
         """
         root = source.root if image_root is None else image_root
         layout = Layout(root) if layout is None else replace(layout, image_root=root)
@@ -171,7 +170,7 @@ class Index:
         arrays = load_or_fill(cache, key, fill)
         source.use({name: array for name, array in arrays.items() if name not in (*_PLANNED, UNUSABLE)})
         counts = Counts(*(arrays[name] for name in COLUMNS))
-        for note in source.notes() if report and dist.env_rank() == 0 else ():
+        for note in source.notes if dist.env_rank() == 0 else ():
             logger().warning("%s: %s", source.title, note)
         # not of the key: the same data in another folder is the same data
         facts = (*source.identity(content), processor.fingerprint, _FORMAT, counts.digest, *layout.facts)

@@ -50,7 +50,7 @@ class FoundRecord(Protocol):
 
 class Row:
     """A record whose values are known: the entry of every format but JSON. ``unused``: what of the files is not in
-    ``record``, by the names of ``unused.py``.
+    ``record``, by the names of ``unusable.unused_keys``.
     """
 
     __slots__ = ("record", "unused", "where")
@@ -147,7 +147,7 @@ class RecordSource:
         self.origin = self.path
         """What the config names: of an unpacked copy the compressed file."""
         self.options: Mapping[str, Any] = {}
-        self.unread: Sequence[str] = ()
+        self.notes: Sequence[str] = ()
         """What of the files is not read as records, with numbers, for the log; known after ``use``."""
         self.columns: Mapping[str, str] = {}
         """Names of the records' keys -> those of a layout, as the data set has them: ``records.Layout`` reads them."""
@@ -207,10 +207,6 @@ class RecordSource:
         """The file that has a record, as messages name it, and the record's number there, from 0."""
         return self.label, index
 
-    def notes(self) -> Sequence[str]:
-        """``unread``, of all files."""
-        return [*self.unread]
-
 
 class Joined(RecordSource):
     """Several sources of one format, one after the other.
@@ -260,6 +256,7 @@ class Joined(RecordSource):
         for k, source in enumerate(self.sources):
             source.use({name: arrays[name][stops[name][k - 1] if k else 0 : stops[name][k]] for name in names})
         self._bounds = np.cumsum([0, *map(len, self.sources)])
+        self.notes = [note for source in self.sources for note in source.notes]
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
@@ -277,6 +274,3 @@ class Joined(RecordSource):
     def file_of(self, index: int) -> tuple[str, int]:
         k = int(np.searchsorted(self._bounds, index, side="right")) - 1
         return self.sources[k].file_of(index - int(self._bounds[k]))
-
-    def notes(self) -> Sequence[str]:
-        return [note for source in self.sources for note in source.notes()]

@@ -103,7 +103,7 @@ class ImageFolderSource(RecordSource):
         return {**arrays, **Names.to_arrays(notes, "note")}
 
     def use(self, arrays: Arrays) -> None:
-        self.unread = Names.in_arrays(arrays, "note")
+        self.notes = Names.in_arrays(arrays, "note")
         if self._rows is not None:
             self._rows.use(arrays)
         else:
