@@ -144,9 +144,6 @@ class Recent(Generic[_T]):
         self._number, self._make = number, make
         self._values: OrderedDict[int, _T] = OrderedDict()
 
-    def __contains__(self, shard: int) -> bool:
-        return shard in self._values
-
     def __getitem__(self, shard: int) -> _T:
         if shard not in self._values:
             self._values[shard] = self._make(shard)
@@ -212,13 +209,13 @@ class StreamedShards:
 
     def index(self, shard: int) -> Index:
         """Of a shard, from the cache or by fetching and planning it. Raises ``DataError`` where that is impossible."""
-        index = self._recent[shard]
-        self._ahead.discard(shard)
-        return index
+        return self._recent[shard]
 
     def prepare(self, shards: Sequence[int]) -> None:
-        """Fetch and plan some shards in the background. What fails is tried again, and reported, when it is needed."""
-        new = [shard for shard in shards if shard not in self._ahead and shard not in self._recent]
+        """Fetch and plan some shards in the background, each once. What fails is tried again, and reported, when it is
+        needed.
+        """
+        new = [shard for shard in shards if shard not in self._ahead]
         if not new or not self.fetches_ahead:
             return
         self._ahead.update(new)
