@@ -50,7 +50,10 @@ class ValidationData:
         self.name, self.fitted, self.names = name, tuple(fitted), tuple(names)
         self.datasets = tuple(source.dataset for source in fitted)
         self.sources = tuple(whole_of(dataset) for dataset in self.datasets)
-        self.processor, self.seed = for_evaluation(processor), seed
+        self.processor, self.seed = copy.copy(processor), seed
+        for random_change, none in (("dropout", {}), ("augment", ()), ("vit_augment", ())):
+            if hasattr(processor, random_change):
+                setattr(self.processor, random_change, none)
         self.seq_length = fitted[0].overflow.seq_length
         self.batch_size, self._loading = batch_size, loading
 
@@ -100,12 +103,3 @@ class ValidationData:
         with closing(loader):
             for name, _ in iterations:
                 yield name, loader.next()
-
-
-def for_evaluation(processor: Any) -> Any:
-    """A processor without condition dropout and augmentation: an evaluation sees every record as it is."""
-    changed = copy.copy(processor)
-    for name, none in (("dropout", {}), ("augment", ()), ("vit_augment", ())):
-        if hasattr(processor, name):
-            setattr(changed, name, none)
-    return changed
