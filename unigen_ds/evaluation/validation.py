@@ -55,12 +55,12 @@ class Validation:
         skipped: list[str] = []
 
         with evaluating(backend):
-            for one in self.data.batches(max_batches, dp_rank=backend.dp_rank, dp_size=backend.dp_size):
-                terms = backend.model(one.batch.to(backend.device))
-                skipped += [f"{entry['sample']}: {entry['why']}" for entry in one.batch.skipped]
-                targets = one.batch.target_counts()
+            for source, batch in self.data.batches(max_batches, dp_rank=backend.dp_rank, dp_size=backend.dp_size):
+                terms = backend.model(batch.to(backend.device))
+                skipped += [f"{entry['sample']}: {entry['why']}" for entry in batch.skipped]
+                targets = batch.target_counts()
                 for term, total in terms.sums.items():
-                    for key in ((term,), (term, one.source)):
+                    for key in ((term,), (term, source)):
                         value = total.detach().double()
                         sums[key] = sums[key] + value if key in sums else value
                         counts[key] += targets.get(term, 0.0)

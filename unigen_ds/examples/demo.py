@@ -61,19 +61,15 @@ class ReportHook(Hook):
     dataset: ClassVar[Any]
 
     def before_run(self, run: Run) -> None:
-        self.folder(run)  # refused now, not when the training is complete
-
-    def folder(self, run: Run) -> Path:
-        """The folder of the demo's files. Raises ``ConfigError`` where the run has none of the demo's data."""
         roots: list[Path] = [dataset.root for dataset in run.datasets if isinstance(dataset, self.dataset)]
         if not roots:
             raise ConfigError(f"{type(self).__name__} needs a data set of type {self.dataset.__name__}")
-        return roots[0]
+        self.root = roots[0]
 
     def after_run(self, run: Run) -> None:
         if not run.finished:
             return
-        report = self.measure(run, self.folder(run))
+        report = self.measure(run, self.root)
         if report is None:
             return
         results, sheet, summary = report

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -130,13 +131,9 @@ def exact(ids: list[str], sizes: tuple[int, ...] = SIZES, name: str = "web") -> 
 # --- the order ------------------------------------------------------------------------------------------------------
 
 
-def walk(sizes: tuple[int, ...], mixed: int = 2, asked: list[int] | None = None) -> ShardWalk:
-    def units(shard: int) -> int:
-        if asked is not None:
-            asked.append(shard)
-        return sizes[shard]
-
-    return ShardWalk(len(sizes), units, prepare=lambda _: None, mixed=mixed, seed=3, source=1, first_pass=2)
+def walk(sizes: tuple[int, ...], mixed: int = 2, units: Any = None) -> ShardWalk:
+    shards: Any = MagicMock(mixed=mixed, __len__=lambda _: len(sizes))
+    return ShardWalk(shards, units or sizes.__getitem__, seed=3, source=1, first_pass=2)
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (5,), (0, 3, 0, 0, 2, 0), (1, 0)])
@@ -162,11 +159,11 @@ def test_a_state_is_enough_to_continue_without_the_shards_before() -> None:
     for number in (0, 1, 66, 67, 150, 201, 299):
         before = walk(SIZES)
         before.draws(np.arange(number))
-        asked: list[int] = []
-        later = walk(SIZES, asked=asked)
+        asked = MagicMock(side_effect=SIZES.__getitem__)
+        later = walk(SIZES, units=asked)
         assert later.remember(before.state(number))
         assert later.draws(np.asarray([number]))[0].tolist() == [units[number]]
-        assert len(asked) <= 4, "at most the block that ends there, and the next one"
+        assert asked.call_count <= 4, "at most the block that ends there, and the next one"
     assert not walk(SIZES).remember((5, 2, 99)) and not walk(SIZES).remember((5, 1, 0))
     with pytest.raises(DataError, match="none of 3 shards has a record that can be used"):
         walk((0, 0, 0)).draws(np.arange(2))

@@ -85,7 +85,6 @@ class UpdateLoader:
         """Of each iteration that is loaded and not used."""
         source = RowSource(stream.sources, stream.names, stream.sample_length)
         self._batches = BatchLoader(source, processor, self._rows(stream, cursor or Cursor()), seed=seed, **loading)
-        self._closed = False
 
     def _rows(self, stream: SequenceStream, cursor: Cursor) -> Iterator[list[Row]]:
         """In the main process: the rows of this rank, iteration by iteration."""
@@ -98,13 +97,12 @@ class UpdateLoader:
             yield rows[self._dp_rank :: self.geometry.dp_size]
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        while not self._closed:
+        while not self._batches.closed:
             numbers = range(self.geometry.accumulative_counts)
             yield [MicroBatch(self._batches.next(), *self._pending.popleft()) for _ in numbers]
 
     def close(self) -> None:
         """End the workers. Safe to call twice, and after an error."""
-        self._closed = True
         self._batches.close()
         self._pending.clear()
 
@@ -151,13 +149,13 @@ class BatchLoader:
 
         self._begin = begin
         self._loaded: Iterator[Batch | Packet] | None = None
-        self._closed = False
+        self.closed = False
 
     def next(self) -> Batch:
         """The next batch, on the CPU. Raises ``StopIteration`` after the last one, ``TrainingError`` where a worker
         process has ended.
         """
-        assert not self._closed, "the loader is closed"
+        assert not self.closed, "the loader is closed"
         if self._loaded is None:
             self._loaded = self._begin()
         loaded = next(self._loaded)
@@ -167,7 +165,7 @@ class BatchLoader:
         """End the workers. Safe to call twice, and after an error."""
         if isinstance(self._loaded, Workers):
             self._loaded.close()
-        self._loaded, self._closed = None, True
+        self._loaded, self.closed = None, True
 
 
 def _load(

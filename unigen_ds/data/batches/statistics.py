@@ -31,8 +31,7 @@ from unigen_ds.data.datasets.subset import (
     whole_of,
 )
 from unigen_ds.data.order.order import Cursor
-from unigen_ds.data.records.unusable import LIST_FILE, SKIPPED, BadRecord, unusable_error
-from unigen_ds.data.records.unused import unused_records
+from unigen_ds.data.records.unusable import LIST_FILE, SKIPPED, BadRecord, unusable_error, unused_records
 from unigen_ds.data.samples.sample import Array, unit_tokens
 from unigen_ds.system.files import write_text_atomic
 

@@ -111,7 +111,6 @@ class SequenceStream:
     def with_phases(self, phases: Sequence[Phase]) -> SequenceStream:
         """The same data with the phases that a resume found."""
         stream = copy.copy(self)
-        stream.__dict__.pop("draws_per_epoch", None)
         stream._use(tuple(phases))
         return stream
 
@@ -143,7 +142,7 @@ class SequenceStream:
             return max(1, self.window_count(first.first_epoch, 0) * size // (stop - start))
         return sum(self.window_count(first.first_epoch, w) for w in range(self.num_windows(first.first_epoch)))
 
-    @cached_property
+    @property
     def draws_per_epoch(self) -> tuple[int, ...]:
         """Of each source, in the first epoch that has all the present data, the additional ones of mandatory groups
         included.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,15 +23,6 @@ from unigen_ds.data.batches.stream import Row
 from unigen_ds.data.datasets.overflow import Fitted
 from unigen_ds.data.datasets.subset import whole_of
 from unigen_ds.data.order.order import Draw, shares
-
-
-@dataclass(frozen=True)
-class ValidationBatch:
-    """One iteration of an evaluation, seen from one rank."""
-
-    source: str
-    """The name of the source that all its samples are of."""
-    batch: Batch
 
 
 class ValidationData:
@@ -60,7 +50,10 @@ class ValidationData:
         self.name, self.fitted, self.names = name, tuple(fitted), tuple(names)
         self.datasets = tuple(source.dataset for source in fitted)
         self.sources = tuple(whole_of(dataset) for dataset in self.datasets)
-        self.processor, self.seed = for_evaluation(processor), seed
+        self.processor, self.seed = copy.copy(processor), seed
+        for random_change, none in (("dropout", {}), ("augment", ()), ("vit_augment", ())):
+            if hasattr(processor, random_change):
+                setattr(self.processor, random_change, none)
         self.seq_length = fitted[0].overflow.seq_length
         self.batch_size, self._loading = batch_size, loading
 
@@ -93,9 +86,9 @@ class ValidationData:
 
     def batches(
         self, max_batches: int | None = None, *, dp_rank: int = 0, dp_size: int = 1
-    ) -> Iterator[ValidationBatch]:
-        """All samples once, over all ranks. ``max_batches``: at most so many times ``batch_size`` of them, however many
-        ranks there are.
+    ) -> Iterator[tuple[str, Batch]]:
+        """All samples once, over all ranks: this rank's part of each iteration, with the name of the source that it is
+        of. ``max_batches``: at most so many times ``batch_size`` of them, however many ranks there are.
         """
         limit = None if max_batches is None else max_batches * self.batch_size
         iterations: list[tuple[str, list[Row]]] = []
@@ -109,13 +102,4 @@ class ValidationData:
         loader = BatchLoader(source, self.processor, [rows for _, rows in iterations], seed=self.seed, **self._loading)
         with closing(loader):
             for name, _ in iterations:
-                yield ValidationBatch(name, loader.next())
-
-
-def for_evaluation(processor: Any) -> Any:
-    """A processor without condition dropout and augmentation: an evaluation sees every record as it is."""
-    changed = copy.copy(processor)
-    for name, none in (("dropout", {}), ("augment", ()), ("vit_augment", ())):
-        if hasattr(processor, name):
-            setattr(changed, name, none)
-    return changed
+                yield name, loader.next()

@@ -5,6 +5,10 @@ nothing of its own. It is filled while it is computed (``ArrayFile``), so that n
 The file: the arrays, each at a multiple of 64 bytes, then a table of them as JSON, then the table's length. Values that
 are 0 are not written, and need no space on the disk. Arrays of up to 256 MiB together are checked against their digest
 whenever they are mapped, larger ones by size and table alone: a wrong record is found when it is read (``index.py``).
+
+The key of an index is the digest of every byte of its data files (``contents_digest``): a digest of parts of a file
+misses a change in place between them. It is remembered with each file's size, times of change and inode number; the
+time of the last status change (``ctime``) cannot be set by a program.
 """
 
 from __future__ import annotations
@@ -15,14 +19,16 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from time import time_ns
 from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unigen_ds.system.files import hold_lock, write_atomic
+from unigen_ds.system.files import hold_lock, write_atomic, write_text_atomic
 from unigen_ds.system.log import logger
 
 FOLDER = ".unigen_index"
@@ -31,6 +37,9 @@ _MAGIC = b"unigen-arrays-1\n"
 _ALIGN = 64
 _CHECKED = 256 << 20
 """Bytes up to which a file is read through, for its digest, at every start: 0.1 s."""
+_BLOCK = 8 << 20
+_SETTLED_NS = 2_000_000_000
+"""A file changed less than this ago may change again within the resolution of its times: its digest is not kept."""
 _KINDS = "iufb"
 """Of NumPy's dtypes: numbers. Nothing of a file is ever unpickled."""
 Arrays = dict[str, NDArray[Any]]
@@ -193,3 +202,38 @@ def load_arrays(cache: Path, key: str) -> Arrays | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger().warning("index cache %s is damaged and is built anew: %s: %s", cache, type(error).__name__, error)
         return None
+
+
+def contents_digest(files: Sequence[Path], folder: Path | None, *, name: str) -> str:
+    """Return the digest of every byte of ``files``; of several also of their order and their names. ``folder``: where
+    it may be kept, as that of ``name``.
+    """
+    top = os.path.commonpath([file.parent for file in files]) if files else ""
+    labels = [os.path.relpath(file, top) for file in files] if len(files) > 1 else [""] * len(files)
+    stamps = [_stamp(file) for file in files]
+    facts = xxhash.xxh3_128(json.dumps([labels, stamps]).encode()).hexdigest()
+    memory = None if folder is None else folder / f"{name}.content.json"
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        stored = {} if memory is None else json.loads(memory.read_text(encoding="utf-8"))
+        if stored["files"] == facts and isinstance(stored["xxh3_128"], str):
+            return str(stored["xxh3_128"])
+    is_settled = time_ns() - max((at for stamp in stamps for at in stamp[1:3]), default=0) > _SETTLED_NS
+    digests = []
+    for file in files:
+        of_file = xxhash.xxh3_128()
+        with file.open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                of_file.update(block)
+        digests.append(of_file.hexdigest())
+    pairs = "".join(f"{label}\0{one}\0" for label, one in zip(labels, digests, strict=True))
+    digest = digests[0] if len(files) == 1 else xxhash.xxh3_128(pairs.encode()).hexdigest()
+    if memory is not None and is_settled and stamps == [_stamp(file) for file in files]:
+        with suppress(OSError):  # costs time at the next start, not this run
+            write_text_atomic(memory, json.dumps({"files": facts, "xxh3_128": digest}) + "\n")
+    return digest
+
+
+def _stamp(path: Path) -> list[int]:
+    """Size, times of change and inode number."""
+    status = os.stat(path)
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]

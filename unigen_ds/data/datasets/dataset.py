@@ -200,7 +200,7 @@ class UnifiedGenerationDataset:
 
     def prefix_digest(self, number: int) -> str:
         streamed = () if self.shards is None else (self.shards.fingerprint,)
-        return self.index.prefix_digest(number, self.processor.fingerprint, *streamed)
+        return prefix_digest(self.index.records, number, self.processor.fingerprint, *streamed)
 
     def forget_mended(self) -> bool:
         """``Index.forget_mended``; False of a streamed data set."""

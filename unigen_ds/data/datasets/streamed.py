@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -69,9 +68,6 @@ class ShardSource(RecordSource):
         self._opened: tuple[int, RecordSource] | None = None
         """The inode of the shard's file, and its records."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
-
     @property
     def title(self) -> str:
         return f"shard {self.shard.name}"
@@ -85,8 +81,8 @@ class ShardSource(RecordSource):
         return Path(self.shard.url).parent if self._moved else self._listed.root or self._listed.folder
 
     @property
-    def cache_facts(self) -> tuple[object, ...]:
-        return self._listed.facts
+    def fingerprint(self) -> str:
+        return fingerprint(*self._listed.facts)
 
     def index_folder(self, cache_dir: Path | None) -> Path:
         return self._listed.index_folder
@@ -99,6 +95,7 @@ class ShardSource(RecordSource):
         with self._reading() as source:
             arrays = source.scan()
             source.use(arrays)
+            self.notes = source.notes
             if len(source) >= SPAN:
                 raise DataError(f"{self.title} has {len(source):,} records", allowed=f"fewer than {SPAN:,} in a shard")
             digest = np.frombuffer(bytes.fromhex(quick_digest(source.origin, blocks=_DIGESTED)), np.uint8)
@@ -113,9 +110,6 @@ class ShardSource(RecordSource):
     def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
         with self._reading() as source:
             return source.read(start, stop)
-
-    def notes(self) -> Sequence[str]:
-        return () if self._opened is None else self._opened[1].notes()
 
     @contextmanager
     def _reading(self) -> Iterator[RecordSource]:
@@ -149,9 +143,6 @@ class Recent(Generic[_T]):
     def __init__(self, number: int, make: Callable[[int], _T]) -> None:
         self._number, self._make = number, make
         self._values: OrderedDict[int, _T] = OrderedDict()
-
-    def __contains__(self, shard: int) -> bool:
-        return shard in self._values
 
     def __getitem__(self, shard: int) -> _T:
         if shard not in self._values:
@@ -187,7 +178,6 @@ class StreamedShards:
         self.mixed = min(settings.mixed_shards, len(self))
         self._recent: Recent[Index] = Recent(2 * settings.mixed_shards + 1, self._build)
         self._ahead: set[int] = set()
-        self._reported: set[int] = set()
         self.fetches_ahead = False
         """Whether ``prepare`` does anything: a run needs the records soon, a tool that only plans does not."""
 
@@ -219,13 +209,13 @@ class StreamedShards:
 
     def index(self, shard: int) -> Index:
         """Of a shard, from the cache or by fetching and planning it. Raises ``DataError`` where that is impossible."""
-        index = self._recent[shard]
-        self._ahead.discard(shard)
-        return index
+        return self._recent[shard]
 
     def prepare(self, shards: Sequence[int]) -> None:
-        """Fetch and plan some shards in the background. What fails is tried again, and reported, when it is needed."""
-        new = [shard for shard in shards if shard not in self._ahead and shard not in self._recent]
+        """Fetch and plan some shards in the background, each once. What fails is tried again, and reported, when it is
+        needed.
+        """
+        new = [shard for shard in shards if shard not in self._ahead]
         if not new or not self.fetches_ahead:
             return
         self._ahead.update(new)
@@ -242,8 +232,5 @@ class StreamedShards:
         threading.Thread(target=work, name="streamed-shards", daemon=True).start()
 
     def _build(self, shard: int, processor: ConversationProcessor | None = None) -> Index:
-        report = parent_process() is None and shard not in self._reported
-        self._reported.add(shard)
         source = ShardSource(self.listed.shards[shard], self.listed, own_folder=self._layout.folders)
-        processor = processor or self.processor
-        return Index.build(source, processor, layout=self._layout, report=report, **self._build_options)
+        return Index.build(source, processor or self.processor, layout=self._layout, **self._build_options)

@@ -40,24 +40,15 @@ class ShardWalk:
     """The endless order of one source, whose number is ``source``.
 
     Args:
-        num_shards: of a pass.
+        shards: those of the source.
         units: of a shard; it may take long, where the shard must be fetched.
-        prepare: is called with shards that come next.
-        mixed: shards of a block.
     """
 
     def __init__(
-        self,
-        num_shards: int,
-        units: Callable[[int], int],
-        *,
-        prepare: Callable[[Sequence[int]], None],
-        mixed: int,
-        seed: int,
-        source: int,
-        first_pass: int,
+        self, shards: StreamedShards, units: Callable[[int], int], *, seed: int, source: int, first_pass: int
     ) -> None:
-        self.num_shards, self._units, self._prepare, self.mixed = num_shards, units, prepare, mixed
+        self.num_shards, self.mixed = len(shards), shards.mixed
+        self._prepare, self._units = shards.prepare, units
         self._seed, self._source = seed, source
         self._starts: list[Start] = [(0, first_pass, 0)]
 
@@ -189,9 +180,11 @@ class StreamedFitted(Fitted):
 
     def walk(self, source: int, *, seed: int, first_pass: int) -> ShardWalk:
         """The order of the source, whose number is ``source``."""
-        shards = self.shards
-        settings: dict[str, Any] = {"prepare": shards.prepare, "mixed": shards.mixed, "first_pass": first_pass}
-        return ShardWalk(len(shards), lambda k: len(self._part(k).tokens), seed=seed, source=source, **settings)
+
+        def units(shard: int) -> int:
+            return len(self._part(shard).tokens)
+
+        return ShardWalk(self.shards, units, seed=seed, source=source, first_pass=first_pass)
 
     def lengths_of(self, units: Array) -> tuple[Array, Array]:
         shards, positions = np.divmod(units, SPAN)

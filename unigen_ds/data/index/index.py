@@ -31,8 +31,8 @@ from unigen_ds.data.records.unusable import (
     as_array,
     from_array,
     unusable_error,
+    unused_keys,
 )
-from unigen_ds.data.records.unused import unused_keys
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.samples.sample import COLUMNS, NUM_DIGESTED, Array, Counts, Sample, count, record_digest
 from unigen_ds.data.sources.base import FoundRecord, RecordSource
@@ -42,19 +42,16 @@ from unigen_ds.system.workers import Workers
 
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
-_CACHE_FORMAT = "unigen-index-12"
+_CACHE_FORMAT = "unigen-index-13"
 _CONTENT_FORMAT = "unigen-content-1"
 _UNUSED_KEYS = "unused_keys"
-"""An array of the index: what a record has of other layouts (``unused.unused_keys``)."""
+"""An array of the index: what a record has of other layouts (``unusable.unused_keys``)."""
 _UNUSED = "unused_texts"
 """An array of the index: texts of a record that it has as alternatives to the one that is used; where there are any."""
 UNUSABLE = "unusable"
 """An array of the index: the records that cannot be trained on (``unusable.as_array``)."""
 _PLANNED = (*COLUMNS, "records", _UNUSED, _UNUSED_KEYS)
 """Arrays of one value a record that planning fills."""
-_DIGESTS = "digests"
-"""An array of the index: the digest of its counts, then that of its records, 16 bytes each. For 10^8 records they
-need seconds."""
 _UNREADABLE = COLUMNS.index("unreadable")
 _MALFORMED = record_digest(b"", (0,) * len(COLUMNS))
 _NOTHING = (*[0] * len(COLUMNS), _MALFORMED, 0, 0)
@@ -77,7 +74,6 @@ class Index:
     """Of data file, processor and counts."""
     folder: Path | None
     layout: Layout
-    records_digest: str
     unused: Array
     unused_texts: Array
     """Texts of each record that it has as alternatives to the one that is used."""
@@ -112,10 +108,6 @@ class Index:
         self.cache.unlink(missing_ok=True)
         return True
 
-    def prefix_digest(self, number: int, *facts: object) -> str:
-        """``prefix_digest`` of its records."""
-        return prefix_digest(self.records, number, *facts, known=self.records_digest)
-
     def read(self, index: int) -> FoundRecord:
         """A record. Raises ``DataError`` where it is no longer the one of the index."""
         counts = self.counts
@@ -131,7 +123,7 @@ class Index:
 
     def content_digests(self) -> Array:
         """[N] 64 bits of the values of each record. Reads the source once (cached)."""
-        key = fingerprint(_CONTENT_FORMAT, self.prefix_digest(len(self)))
+        key = fingerprint(_CONTENT_FORMAT, prefix_digest(self.records, len(self)))
 
         def fill(new: ArrayFile) -> None:
             new.add("digests", len(self))
@@ -154,19 +146,18 @@ class Index:
         cache_dir: Path | None = None,
         num_workers: int = 0,
         layout: Layout | None = None,
-        report: bool = True,
         on_record_error: OnRecordError = "error",
     ) -> Index:
         """From the cache, or by planning every record (with ``num_workers`` processes) and caching the result. Raises
         ``DataError`` where records are malformed and ``on_record_error`` is 'error'. An unreadable image is no error
-        here. ``image_root``: None: the source's own; ``report``: what the source itself leaves out, in the log.
+        here. ``image_root``: None: the source's own.
         """
         root = source.root if image_root is None else image_root
         layout = Layout(root) if layout is None else replace(layout, image_root=root)
         folder = source.index_folder(cache_dir)
         content = source.content_digest(folder)
         beneath = os.path.relpath(root, source.root)
-        extra = (layout.folders, *source.cache_facts, *layout.facts)
+        extra = (layout.folders, source.fingerprint, *layout.facts)
         key = fingerprint(content, beneath, processor.fingerprint, _CACHE_FORMAT, *extra)
         cache = None if folder is None else folder / f"{source.origin.name}-{key[:16]}{SUFFIX}"
         made = False
@@ -177,17 +168,16 @@ class Index:
             plan_all(Plan(source, processor, layout), num_workers, new, on_record_error)
 
         arrays = load_or_fill(cache, key, fill)
-        source.use({name: array for name, array in arrays.items() if name not in (*_PLANNED, _DIGESTS, UNUSABLE)})
+        source.use({name: array for name, array in arrays.items() if name not in (*_PLANNED, UNUSABLE)})
         counts = Counts(*(arrays[name] for name in COLUMNS))
-        of_counts, of_records = (part.tobytes().hex() for part in arrays[_DIGESTS].reshape(2, 16))
-        for note in source.notes() if report and dist.env_rank() == 0 else ():
+        for note in source.notes if dist.env_rank() == 0 else ():
             logger().warning("%s: %s", source.title, note)
         # not of the key: the same data in another folder is the same data
-        facts = (*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *layout.facts)
+        facts = (*source.identity(content), processor.fingerprint, _FORMAT, counts.digest, *layout.facts)
         digest = fingerprint(*facts, *["image_folders"] * (source.several_folders and layout.folders))
         index = cls(
-            source, arrays["records"], counts, digest, folder, layout, of_records, arrays[_UNUSED_KEYS],
-            arrays[_UNUSED], arrays[UNUSABLE], None if made else cache,
+            source, arrays["records"], counts, digest, folder, layout, arrays[_UNUSED_KEYS], arrays[_UNUSED],
+            arrays[UNUSABLE], None if made else cache,
         )  # fmt: skip
         if on_record_error == "error" and index.malformed.size:
             if cache is not None:  # the code that reads it may be what is mended
@@ -196,19 +186,15 @@ class Index:
         return index
 
 
-def prefix_digest(records: Array, number: int, *facts: object, known: str | None = None) -> str:
-    """Of the first ``number`` record digests and of ``facts``: the same for a longer file that begins with them.
-    ``known``: the digest of all of them, where it is known.
-    """
-    if known is None or number != len(records):
-        first = np.ascontiguousarray(records[:number], dtype="<i8")
-        known = hashlib.blake2b(first.data, digest_size=16).hexdigest()
-    return fingerprint(number, known, *facts)
+def prefix_digest(records: Array, number: int, *facts: object) -> str:
+    """Of the first ``number`` record digests and of ``facts``: the same for a longer file that begins with them."""
+    first = np.ascontiguousarray(records[:number], dtype="<i8")
+    return fingerprint(number, hashlib.blake2b(first.data, digest_size=16).hexdigest(), *facts)
 
 
 def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRecordError) -> None:
-    """Fill the arrays of ``source.scan()``, ``_PLANNED``, ``UNUSABLE`` and ``_DIGESTS``, by ``num_workers`` processes.
-    Raises ``DataError`` where malformed records are an error and the first are all malformed: the rest is not planned.
+    """Fill the arrays of ``source.scan()``, ``_PLANNED`` and ``UNUSABLE``, by ``num_workers`` processes. Raises
+    ``DataError`` where malformed records are an error and the first are all malformed: the rest is not planned.
     """
     source, scanned = plan.source, {}
     for name, values in plan.source.scan().items():
@@ -237,11 +223,6 @@ def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRe
     lines = np.concatenate(unusable)
     new.add(UNUSABLE, lines.size, "uint8")
     new.put(UNUSABLE, 0, lines)
-    counts = Counts(*(new.read(name) for name in COLUMNS))
-    records = np.ascontiguousarray(new.read("records"), dtype="<i8").data
-    records_digest = hashlib.blake2b(records, digest_size=16).digest()
-    new.add(_DIGESTS, 32, "uint8")
-    new.put(_DIGESTS, 0, np.frombuffer(bytes.fromhex(counts.digest) + records_digest, np.uint8))
 
 
 @dataclass(frozen=True)

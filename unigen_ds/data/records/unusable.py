@@ -1,15 +1,20 @@
-"""Data that cannot be trained on: files of another kind, malformed records, and records with an unreadable image.
+"""Data that is not used: files of another kind, malformed records, records with an unreadable image, unused keys.
 
 Planning finds the records (``index.py``) and the index keeps a line of JSON for each, so every start and every process
 leaves out the same ones. ``on_record_error`` of the data set decides: a malformed one is an error that lists the first
 of all kinds, or all of them are left out, counted, and listed in ``left_out.jsonl`` of the work dir.
+
+A record with the keys of two layouts is read by the first one (``records.layout_of``); what it has of the other is
+counted for each source, in the log and in ``tools/inspect_data.py``. Keys that belong to no layout (``id``,
+``source``) are not looked at, nor are values that are null or empty. What a record has is one number: the layout, and a
+bit for each key.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import log
 from pathlib import Path
@@ -19,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError, close
-from unigen_ds.data.records.records import format_value
+from unigen_ds.data.records.records import LAYOUTS, Layout, format_value, layout_of
+from unigen_ds.data.samples.sample import Array
 
 OnRecordError = Literal["error", "skip"]
 SKIPPED = "on_record_error='skip'"
@@ -47,9 +53,7 @@ class MalformedRecord(DataError):
 
 
 def check_data_file(path: Path) -> None:
-    """Raise ``DataError`` for what is missing, a folder, another format or another encoding, with the remedy."""
-    if not path.is_file():
-        raise DataError(f"data file {path} does not exist, or is not a file", allowed=_ALLOWED, remedy=instead_of(path))
+    """Raise ``DataError`` for another format or another encoding, with the remedy."""
     with path.open("rb") as stream:
         head = stream.read(8)
     for magic, text in _MAGIC.items():
@@ -58,7 +62,7 @@ def check_data_file(path: Path) -> None:
             raise DataError(f"data file {path} is {what}", allowed=_ALLOWED, remedy=remedy)
 
 
-def instead_of(path: Path, suffixes: Sequence[str] = (".json", ".jsonl")) -> str:
+def instead_of(path: Path, suffixes: Sequence[str]) -> str:
     """What was probably meant by a path that does not exist, among the files with these suffixes."""
     folder = path.parent
     if not folder.is_dir():
@@ -70,11 +74,13 @@ def instead_of(path: Path, suffixes: Sequence[str] = (".json", ".jsonl")) -> str
     return f"{folder} has {', '.join(inside[:5])}{more}" if inside else f"{folder} has no such file"
 
 
-def no_utf8(where: object, byte: int, of: str = "") -> MalformedRecord:
-    """Return the error for a text in another encoding."""
-    return MalformedRecord(
-        f"{where}: byte {byte}{of} is no UTF-8", remedy="convert it: iconv -f LATIN1 -t UTF-8 FILE > NEW"
-    )
+def decode_text(raw: bytes, where: object, *, encoding: str = "utf-8-sig", first: int = 0, of: str = "") -> str:
+    """Return a text of a file, which begins at its byte ``first``. Raises ``MalformedRecord`` where it is no UTF-8."""
+    try:
+        return raw.decode(encoding)
+    except UnicodeDecodeError as error:
+        problem = f"{where}: byte {first + error.start}{of} is no UTF-8"
+        raise MalformedRecord(problem, remedy="convert it: iconv -f LATIN1 -t UTF-8 FILE > NEW") from error
 
 
 @dataclass(frozen=True)
@@ -157,3 +163,57 @@ def exceeds(number: int, total: int, limit: float) -> bool:
         return True
     divergence = share * log(share / rate) + (1 - share) * (log((1 - share) / (1 - rate)) if share < 1 else 0)
     return total * divergence > -log(_ALPHA)
+
+
+# --- keys that no turn is made of -----------------------------------------------------------------------------------
+
+_NAMES = tuple(LAYOUTS)
+BESIDE_JSON = "another `caption` or `text` in the .json"
+IMAGE_BESIDE_JSON = "an image that the .json does not name"
+_KEYS = (
+    "conversations", "text_prompt", "image_path", "image", "images", "text", "messages", "texts", "image_list",
+    "instruction_list", "instruction", "input_image", "input_images", "output_image", "output_images", "caption",
+    "captions", "file_name", "system", "tools", BESIDE_JSON, IMAGE_BESIDE_JSON,
+)  # fmt: skip
+"""All of the layouts, and what a source itself leaves out (``FoundRecord.unused``). Only added to, as ``LAYOUTS``."""
+_CHATS, _OF_CHATS = ("llava", "conversations", "messages", "texts"), ("system", "tools")
+_SHIFT = 8
+"""The bit of the first key; below it is the layout, from 1."""
+
+
+def unused_keys(record: Mapping[str, Any], layout: Layout, beside: Sequence[str] = ()) -> int:
+    """Return what a record has and its turns do not use, as one number; 0 where all is used.
+
+    Args:
+        record: with the names of the layouts.
+        layout: how it is read.
+        beside: of ``_KEYS``, what its source left out of it.
+    """
+    name = layout_of(record, layout.captions)
+    if not name:
+        return 0
+    kept = {*LAYOUTS[name].keys(record), *(() if name in _CHATS else _OF_CHATS)}
+    keys = [key for key in _KEYS if key in record and key not in kept and record[key] not in (None, "", [])]
+    if name == "conversations":
+        names = [turn.get("image_path") for turn in record["conversations"] if isinstance(turn, Mapping)]
+        for key in {"image", "images"} & {*keys}:  # turns name the images of a sample of a tar
+            images = record[key] if isinstance(record[key], list) else [record[key]]
+            if all(image in names for image in images):
+                keys.remove(key)
+    every = (*keys, *beside)
+    return 1 + _NAMES.index(name) + sum(1 << _SHIFT + _KEYS.index(key) for key in every) if every else 0
+
+
+def unused_records(codes: Array) -> dict[str, Array]:
+    """Return what the records of a source do not use, as words, and the numbers of the records; most records first.
+    ``codes`` [N]: ``unused_keys`` of each record.
+    """
+    known, inverse = np.unique(codes, return_inverse=True)
+    records = {}
+    for number, name in enumerate(_NAMES, start=1):
+        for bit, key in enumerate(_KEYS):
+            here = ((known & (1 << _SHIFT) - 1) == number) & (known >> _SHIFT + bit & 1 == 1)
+            if here.any():
+                text = key if "`" in key or " " in key else f"`{key}`"
+                records[f"{text}, which the layout `{name}` does not use"] = np.flatnonzero(here[inverse])
+    return dict(sorted(records.items(), key=lambda one: -len(one[1])))

@@ -20,8 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.cache.array_cache import cache_folder, fingerprint
-from unigen_ds.data.cache.content import contents_digest
+from unigen_ds.data.cache.array_cache import cache_folder, contents_digest, fingerprint
 from unigen_ds.data.images.image_files import StoredImage
 from unigen_ds.data.records.records import Captions
 
@@ -51,7 +50,7 @@ class FoundRecord(Protocol):
 
 class Row:
     """A record whose values are known: the entry of every format but JSON. ``unused``: what of the files is not in
-    ``record``, by the names of ``unused.py``.
+    ``record``, by the names of ``unusable.unused_keys``.
     """
 
     __slots__ = ("record", "unused", "where")
@@ -148,15 +147,17 @@ class RecordSource:
         self.origin = self.path
         """What the config names: of an unpacked copy the compressed file."""
         self.options: Mapping[str, Any] = {}
-        self.unread: Sequence[str] = ()
+        self.notes: Sequence[str] = ()
         """What of the files is not read as records, with numbers, for the log; known after ``use``."""
         self.columns: Mapping[str, str] = {}
         """Names of the records' keys -> those of a layout, as the data set has them: ``records.Layout`` reads them."""
+        self.several_folders = False
+        """Whether records are of several folders, in which their paths begin."""
 
     @property
     def title(self) -> str:
         """All of it, in the log."""
-        return str(self.origin)
+        return self.label
 
     @property
     def files(self) -> Sequence[Path]:
@@ -185,16 +186,6 @@ class RecordSource:
         """What the fingerprint of the data has of this source. ``content``: the digest of ``files``."""
         return content, self.fingerprint
 
-    @property
-    def cache_facts(self) -> tuple[object, ...]:
-        """What decides besides the content of ``files`` whether a cached index is the one of this source."""
-        return (self.fingerprint,)
-
-    @property
-    def several_folders(self) -> bool:
-        """Whether records are of several folders, in which their paths begin."""
-        return False
-
     def scan(self) -> Arrays:
         """Find the records. Raises ``DataError`` where there is none, or where the file cannot be read."""
         raise NotImplementedError(f"{type(self).__name__}.scan")
@@ -216,10 +207,6 @@ class RecordSource:
         """The file that has a record, as messages name it, and the record's number there, from 0."""
         return self.label, index
 
-    def notes(self) -> Sequence[str]:
-        """``unread``, of all files."""
-        return [*self.unread]
-
 
 class Joined(RecordSource):
     """Several sources of one format, one after the other.
@@ -237,14 +224,7 @@ class Joined(RecordSource):
         self._bounds = np.zeros(1, np.int64)
         first = os.path.abspath(sources[0].root)
         self._folders = [None if os.path.abspath(source.root) == first else source.root for source in sources]
-
-    @property
-    def several_folders(self) -> bool:
-        return any(folder is not None for folder in self._folders)
-
-    @property
-    def title(self) -> str:
-        return self.label
+        self.several_folders = any(folder is not None for folder in self._folders)
 
     @property
     def files(self) -> Sequence[Path]:
@@ -276,6 +256,7 @@ class Joined(RecordSource):
         for k, source in enumerate(self.sources):
             source.use({name: arrays[name][stops[name][k - 1] if k else 0 : stops[name][k]] for name in names})
         self._bounds = np.cumsum([0, *map(len, self.sources)])
+        self.notes = [note for source in self.sources for note in source.notes]
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
@@ -293,6 +274,3 @@ class Joined(RecordSource):
     def file_of(self, index: int) -> tuple[str, int]:
         k = int(np.searchsorted(self._bounds, index, side="right")) - 1
         return self.sources[k].file_of(index - int(self._bounds[k]))
-
-    def notes(self) -> Sequence[str]:
-        return [note for source in self.sources for note in source.notes()]

@@ -84,6 +84,8 @@ def open_file(
     path: Path, cls: type, options: Mapping[str, Any], cache_dir: Path | None, *, label: str | None = None
 ) -> RecordSource:
     """One file of a known format. ``label``: how messages call it; None: by its path."""
+    if getattr(cls, "suffixes", ()) and not path.is_file():  # a pipe would be waited for
+        raise DataError(f"data file {path} is not a file")
     packed = path.suffix.lower() in (*COMPRESSED, ".tgz")
     folder = cache_folder(path, cache_dir) if packed or issubclass(cls, ParquetSource) else None
     file = unpacked_file(path, folder) if packed else path

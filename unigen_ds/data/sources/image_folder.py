@@ -15,7 +15,7 @@ from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import lost
 from unigen_ds.data.records.records import format_value
-from unigen_ds.data.records.unusable import MalformedRecord, no_utf8
+from unigen_ds.data.records.unusable import MalformedRecord, decode_text
 from unigen_ds.data.sources.base import Arrays, FoundRecord, Names, RecordSource, Row
 from unigen_ds.data.sources.text_files import CsvSource, JsonSource
 from unigen_ds.data.sources.webdataset import IMAGES
@@ -103,7 +103,7 @@ class ImageFolderSource(RecordSource):
         return {**arrays, **Names.to_arrays(notes, "note")}
 
     def use(self, arrays: Arrays) -> None:
-        self.unread = Names.in_arrays(arrays, "note")
+        self.notes = Names.in_arrays(arrays, "note")
         if self._rows is not None:
             self._rows.use(arrays)
         else:
@@ -121,11 +121,10 @@ class ImageFolderSource(RecordSource):
         text = self._captions[name]
         where = f"{self.label}/{self._relative(text)}"
         try:
-            return Row({"image": name, "caption": text.read_bytes().decode("utf-8-sig").strip()}, where)
+            raw = text.read_bytes()
         except OSError as error:
             raise lost(text, error.strerror) from error
-        except UnicodeDecodeError as error:
-            raise no_utf8(where, error.start) from error
+        return Row({"image": name, "caption": decode_text(raw, where).strip()}, where)
 
     def _list(self, entry: FoundRecord) -> FoundRecord:
         record = {key: value for key, value in entry.record.items() if key != _FILE_NAME}

@@ -43,8 +43,6 @@ class ArrowSource(RecordSource):
     def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
         super().__init__(path, label=label, folder=folder)
         self._arrow = require("pyarrow", f"the table {self.label}")
-        if not self.path.is_file():  # a pipe would be waited for
-            raise DataError(f"data file {self.path} does not exist, or is not a file")
         self._table = self.path
         self._stops = np.empty(0, np.int64)
         self._local = threading.local()

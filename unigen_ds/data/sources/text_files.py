@@ -24,7 +24,7 @@ from unigen_ds.config.registry import SOURCES, checked
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.image_files import Span
 from unigen_ds.data.records.records import RATINGS, Captions, format_value
-from unigen_ds.data.records.unusable import MalformedRecord, check_data_file, no_utf8
+from unigen_ds.data.records.unusable import MalformedRecord, check_data_file, decode_text
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row, canonical
 from unigen_ds.system.files import quick_digest
 
@@ -148,9 +148,7 @@ def _element_spans(path: Path) -> Iterator[tuple[int, int]]:
 def load_record(raw: bytes, position: object) -> dict[str, Any]:
     """Parse the bytes of one record. Raises ``DataError`` where it is no JSON object."""
     try:
-        record = json.loads(raw)
-    except UnicodeDecodeError as error:
-        raise no_utf8(position, error.start, " of the record") from error
+        record = json.loads(decode_text(raw, position, of=" of the record"))
     except (ValueError, RecursionError) as error:  # ValueError: of the JSON, or of a number of 4,300 digits
         ends_early = not raw.rstrip().endswith((b"}", b"]"))
         raise MalformedRecord(
@@ -189,10 +187,6 @@ class JsonSource(RangeSource):
         """Return a quick digest: a change that it misses shows in the digests of the records."""
         return (quick_digest(self.path),)
 
-    @property
-    def cache_facts(self) -> tuple[object, ...]:
-        return ()
-
     def spans(self) -> Iterable[tuple[int, int]]:
         """Of the lines of a JSONL file, or the elements of an array: the first character decides which it is."""
         with self.path.open("rb") as stream:
@@ -222,7 +216,8 @@ class CsvSource(RangeSource):
             raise ConfigError(f"format.delimiter is {delimiter!r}", allowed="one character: ',', ';', '\\t', '|'")
         self.delimiter = delimiter or ("\t" if ".tsv" in self.label.lower() else ",")
         start, length, self.names = next(self._rows(), (0, 0, []))
-        self._text(Span(self.path, start, length).read(), Position(self.path, start, self.label))
+        first_row = Span(self.path, start, length).read()
+        decode_text(first_row, Position(self.path, start, self.label), encoding="utf-8", of=" of the line")
         signs = [sign for sign in (";", "\t", "|") if len(self.names) == 1 and sign in self.names[0]]
         if signs:
             problem = f"{self.label}: the first row is one cell, {self.names[0]!r}"
@@ -257,20 +252,15 @@ class CsvSource(RangeSource):
             except csv.Error as error:
                 raise DataError(f"{Position(self.path, start, self.label)}: no valid CSV: {error}") from error
 
-    def _text(self, raw: bytes, position: Position) -> str:
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise no_utf8(position, error.start, " of the line") from error
-
     def spans(self) -> Iterable[tuple[int, int]]:
         rows = self._rows()
         next(rows)  # the names
         return ((offset, length) for offset, length, _ in rows)
 
     def entry(self, raw: bytes, position: Position) -> Row:
+        text = decode_text(raw, position, encoding="utf-8", of=" of the line")
         try:
-            cells = next(csv.reader([self._text(raw, position)], delimiter=self.delimiter, strict=True), [])
+            cells = next(csv.reader([text], delimiter=self.delimiter, strict=True), [])
         except csv.Error as error:
             raise MalformedRecord(f"{position}: no valid CSV: {error}") from error
         if len(cells) != len(self.names):
@@ -328,8 +318,5 @@ class TextSource(RangeSource):
     def entry(self, raw: bytes, position: Position) -> Row:
         whole = self.divide == "file"
         where = self.label if whole else position
-        try:
-            text = raw.decode("utf-8" if position.offset else "utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise no_utf8(where, position.offset + error.start) from error
+        text = decode_text(raw, where, encoding="utf-8" if position.offset else "utf-8-sig", first=position.offset)
         return Row({"text": text if whole else text.strip()}, where)

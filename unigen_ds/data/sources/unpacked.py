@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.cache.content import contents_digest
+from unigen_ds.data.cache.array_cache import contents_digest
 from unigen_ds.system.files import hold_lock, write_atomic
 from unigen_ds.system.log import notice
 
@@ -29,8 +29,6 @@ _SPARE = 64 << 20
 
 def unpacked_file(path: Path, folder: Path | None) -> Path:
     """The content of a ``.gz`` or ``.zst`` file, as a file. Raises ``DataError`` where it is damaged."""
-    if not path.is_file():  # a pipe would be waited for
-        raise DataError(f"data file {path} does not exist, or is not a file")
 
     def write(target: Path) -> None:
         try:

@@ -20,8 +20,7 @@ import numpy as np
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import Span, StoredImage
-from unigen_ds.data.records.unusable import MalformedRecord, no_utf8
-from unigen_ds.data.records.unused import BESIDE_JSON, IMAGE_BESIDE_JSON
+from unigen_ds.data.records.unusable import BESIDE_JSON, IMAGE_BESIDE_JSON, MalformedRecord, decode_text
 from unigen_ds.data.sources.base import Arrays, FoundRecord, Names, RecordSource, Row
 from unigen_ds.data.sources.text_files import load_record
 from unigen_ds.data.sources.unpacked import AGAIN
@@ -47,8 +46,6 @@ class WebDatasetSource(RecordSource):
 
     def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
         super().__init__(path, label=label, folder=folder)
-        if not self.path.is_file():
-            raise DataError(f"data file {self.path} does not exist")
         self._firsts = np.zeros(1, np.int64)
 
     def scan(self) -> Arrays:
@@ -110,7 +107,7 @@ class WebDatasetSource(RecordSource):
 
     def use(self, arrays: Arrays) -> None:
         self._spans = arrays["member_spans"].reshape(-1, 2)
-        self._names, self.unread = Names.in_arrays(arrays, "member"), Names.in_arrays(arrays, "note")
+        self._names, self.notes = Names.in_arrays(arrays, "member"), Names.in_arrays(arrays, "note")
         self._firsts = np.concatenate([[0], np.cumsum(arrays["members_of_record"])])
 
     def __len__(self) -> int:
@@ -136,10 +133,7 @@ class WebDatasetSource(RecordSource):
             elif kind in IMAGES:
                 images[suffix] = StoredImage(f"{where}: {suffix}", span)
             else:
-                try:
-                    text = span.read().decode("utf-8-sig").strip()
-                except UnicodeDecodeError as error:
-                    raise no_utf8(f"{where}: {suffix}", error.start) from error
+                text = decode_text(span.read(), f"{where}: {suffix}").strip()
         names: set[str] = set()
         try:
             by_name = images | {f"{stem}.{suffix}": image for suffix, image in images.items()}

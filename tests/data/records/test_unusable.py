@@ -17,7 +17,7 @@ from tools.inspect_data import main as inspect_data
 from unigen_ds.config.overrides import plain_values
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.records.unused import unused_records
+from unigen_ds.data.records.unusable import unused_records
 from unigen_ds.runner import Runner, train_config
 
 TALK = [{"from": "human", "value": "this is"}, {"from": "gpt", "value": "two"}]
