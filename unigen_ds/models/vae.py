@@ -125,29 +125,24 @@ class AttnBlock(nn.Module):
         return x + self.proj_out(seen.reshape_as(x))
 
 
-class Downsample(nn.Module):
+def _chain(**parts: nn.Module) -> nn.Sequential:
+    """One after the other, by these names."""
+    return nn.Sequential(OrderedDict(parts))
+
+
+def _downsample(channels: int) -> nn.Sequential:
     """Half the sides; the zero padding is at right and bottom alone."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.pad(x, (0, 1, 0, 1)))
+    return _chain(pad=nn.ZeroPad2d((0, 1, 0, 1)), conv=nn.Conv2d(channels, channels, 3, stride=2))
 
 
-class Upsample(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = _conv3(channels, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+def _upsample(channels: int) -> nn.Sequential:
+    return _chain(scale=nn.Upsample(scale_factor=2.0, mode="nearest"), conv=_conv3(channels, channels))
 
 
 def _middle(channels: int) -> nn.Sequential:
-    parts = {"block_1": ResnetBlock(channels, channels), "attn_1": AttnBlock(channels)}
-    return nn.Sequential(OrderedDict[str, nn.Module](parts, block_2=ResnetBlock(channels, channels)))
+    return _chain(
+        block_1=ResnetBlock(channels, channels), attn_1=AttnBlock(channels), block_2=ResnetBlock(channels, channels)
+    )
 
 
 class Level(nn.Module):
@@ -173,7 +168,7 @@ class Encoder(nn.Module):
         self.conv_in = _conv3(channels, base)
         last = len(widths) - 1
         self.down = nn.ModuleList(
-            Level(before, width, num_blocks, **({} if i == last else {"downsample": Downsample(width)}))
+            Level(before, width, num_blocks, **({} if i == last else {"downsample": _downsample(width)}))
             for i, (before, width) in enumerate(zip((base, *widths), widths, strict=False))
         )
         self.mid = _middle(widths[-1])
@@ -194,7 +189,7 @@ class Decoder(nn.Module):
         self.conv_in = _conv3(latent_channels, widths[-1])
         self.mid = _middle(widths[-1])
         self.up = nn.ModuleList(
-            Level(before, width, num_blocks + 1, **({} if i == 0 else {"upsample": Upsample(width)}))
+            Level(before, width, num_blocks + 1, **({} if i == 0 else {"upsample": _upsample(width)}))
             for i, (before, width) in enumerate(zip((*widths[1:], widths[-1]), widths, strict=True))
         )
         self.norm_out, self.conv_out = _norm(widths[0]), _conv3(widths[0], channels)
