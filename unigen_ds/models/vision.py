@@ -5,7 +5,7 @@ Shape suffixes: V patches of all images, D width, H heads, E head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,12 +30,13 @@ class VisionAttention(nn.Module):
 
 
 class VisionLayer(nn.Module):
-    def __init__(self, width: int, inner: int, num_heads: int, eps: float) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
+        width, eps = config["hidden_size"], config["layer_norm_eps"]
         self.layer_norm1 = nn.LayerNorm(width, eps=eps)
-        self.self_attn = VisionAttention(width, num_heads)
+        self.self_attn = VisionAttention(width, config["num_attention_heads"])
         self.layer_norm2 = nn.LayerNorm(width, eps=eps)
-        self.mlp = GeluMLP(width, inner, width)
+        self.mlp = GeluMLP(width, config["intermediate_size"], width)
 
     def forward(self, x_VD: Tensor, attend: AttentionPlan) -> Tensor:
         x_VD = x_VD + self.self_attn(self.layer_norm1(x_VD), attend)
@@ -43,31 +44,17 @@ class VisionLayer(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """``embeddings``, ``encoder.layers``, ``post_layernorm``."""
+    """``embeddings``, ``encoder.layers``, ``post_layernorm``. ``config``: all sizes of ``VisionSizes``."""
 
-    def __init__(
-        self,
-        *,
-        hidden_size: int,
-        intermediate_size: int,
-        num_hidden_layers: int,
-        num_attention_heads: int,
-        image_size: int,
-        patch_size: int,
-        num_channels: int = 3,
-        layer_norm_eps: float = 1e-6,
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        side = image_size // patch_size
-        patch_embedding = nn.Linear(num_channels * patch_size**2, hidden_size)
-        position_embedding = nn.Embedding(side * side, hidden_size)
-        self.embeddings = nn.ModuleDict({"patch_embedding": patch_embedding, "position_embedding": position_embedding})
-        layers = (
-            VisionLayer(hidden_size, intermediate_size, num_attention_heads, layer_norm_eps)
-            for _ in range(num_hidden_layers)
-        )
-        self.encoder: Any = nn.ModuleDict({"layers": nn.ModuleList(layers)})
-        self.post_layernorm = nn.LayerNorm(hidden_size, eps=layer_norm_eps)
+        width, side = config["hidden_size"], config["image_size"] // config["patch_size"]
+        patches = nn.Linear(config["num_channels"] * config["patch_size"] ** 2, width)
+        positions = nn.Embedding(side * side, width)
+        self.embeddings = nn.ModuleDict({"patch_embedding": patches, "position_embedding": positions})
+        layers = nn.ModuleList(VisionLayer(config) for _ in range(config["num_hidden_layers"]))
+        self.encoder: Any = nn.ModuleDict({"layers": layers})
+        self.post_layernorm = nn.LayerNorm(width, eps=config["layer_norm_eps"])
         self.activation_checkpointing = False
 
     def forward(self, patches: Tensor, position_ids: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -156,7 +156,7 @@ class InterleaveInferencer:
 
         text = ""
         if understand or think:
-            ids = self.write(contexts.full, max_length=max_length, seed=seed, **vars(sampling))
+            ids = self.write(contexts.full, max_length=max_length, sampling=sampling, seed=seed)
             text = tokenizer.decode(ids)
         if understand:
             return Generated(text, [])
@@ -195,8 +195,9 @@ class InterleaveInferencer:
                 continue
             for image in images:
                 self.extend_vit(contexts.full, image)
-            options = {"first": begin[-1] if begin else None, "seed": request.seed, **vars(sampling)}
-            ids = self.write(contexts.full, max_length=max_new_tokens + 1, **options)
+            options: dict[str, Any] = {"sampling": sampling, "seed": request.seed}
+            first = begin[-1] if begin else None
+            ids = self.write(contexts.full, max_length=max_new_tokens + 1, first=first, **options)
             text = self.processor.tokenizer.decode(ids[1:])
             if request.wanted == BOTH and not images:
                 self._add_text(contexts, text)
@@ -281,8 +282,7 @@ class InterleaveInferencer:
         context: Context,
         *,
         max_length: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
+        sampling: Sampling = _LIKELIEST,
         seed: int = 0,
         first: int | None = None,
     ) -> list[int]:
@@ -290,7 +290,7 @@ class InterleaveInferencer:
         counts (``first`` replaces it); the end token is left out.
         """
         tokenizer, context = self.processor.tokenizer, context.copy()
-        choose = chooser(Sampling(temperature, top_p), [seed])
+        choose = chooser(sampling, [seed])
         ids: list[int] = []
         token = tokenizer.bos_id if first is None else first
         while len(ids) < max_length:

@@ -217,7 +217,7 @@ class UnifiedModel(PretrainedModel):
         self.latent_width = self.vae.latent_channels * self.latent_patch_size**2
         backbone, head = MoTBackbone(config), nn.Linear(width, self.vocab_size, bias=False)
         self.language_model: Any = nn.ModuleDict({"model": backbone, "lm_head": head})  # the published names
-        tower = VisionTransformer(**vit)
+        tower = VisionTransformer(vit)
         self.vit_model: Any = nn.ModuleDict({"vision_model": tower})
         self.connector = GeluMLP(vit["hidden_size"], width, width)
         self.vit_pos_embed = PositionTable(sizes["vit_max_patches_per_side"], width)

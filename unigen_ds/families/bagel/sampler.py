@@ -95,13 +95,11 @@ def image_grid(processor: UnifiedProcessor, size: Sequence[int]) -> tuple[int, i
     return rows, columns
 
 
-def read(
-    model: Any, processor: UnifiedProcessor, images: Sequence[Image.Image], *, max_new_tokens: int = 16
-) -> list[str]:
-    """The model's greedy text for each image."""
+def read(model: Any, processor: UnifiedProcessor, images: Sequence[Image.Image]) -> list[str]:
+    """The model's greedy text for each image, of 16 tokens at most."""
     begin = TokenSplit.unlearned([processor.tokenizer.bos_id])
     prompts: list[list[Loaded]] = [[vit_image(processor, image), begin] for image in images]
-    texts = continue_prompts(model, processor, prompts, max_new_tokens=max_new_tokens, cached=False)
+    texts = continue_prompts(model, processor, prompts, max_new_tokens=16, cached=False)
     return [processor.tokenizer.decode(ids) for ids in texts]
 
 
