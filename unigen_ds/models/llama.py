@@ -67,18 +67,13 @@ class LlamaBackbone(nn.Module):
 
         ``attend`` replaces the attention within the batch: for inference on top of cached tokens.
         """
-        positions = _squeezed_positions(batch, self.max_positions)
+        positions = batch.position_ids.float()
+        longest = positions.new_zeros(len(batch.document_lengths))
+        longest = longest.scatter_reduce(0, batch.document_ids, positions + 1, "amax")
+        positions = positions / (longest / self.max_positions).clamp(min=1.0)[batch.document_ids]  # squeezed
         rotary = rotary_tables(positions, head_width=self.head_width, theta=self.theta)
         attend = attend or plan_attention(batch)
         return self.norm(run_layers(self.layers, x_TD, rotary, attend, recompute=self.activation_checkpointing))
-
-
-def _squeezed_positions(batch: PackedBatch, limit: int) -> Tensor:
-    """Rotary positions ``[T]``; those of a document longer than ``limit`` are scaled by limit / length."""
-    positions = batch.position_ids.float()
-    longest = positions.new_zeros(len(batch.document_lengths))
-    longest = longest.scatter_reduce(0, batch.document_ids, positions + 1, "amax")
-    return positions / (longest / limit).clamp(min=1.0)[batch.document_ids]
 
 
 class LlamaLM(nn.Module):

@@ -29,7 +29,7 @@ from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
 from unigen_ds.families.bagel.processor import UnifiedProcessor
-from unigen_ds.families.bagel.sampler import guide, image_grid, noise_image, times, vit_image
+from unigen_ds.families.bagel.sampler import guide, image_grid, noise_image, steps, vit_image
 from unigen_ds.inference.answers import KVCache, chooser, device_of
 from unigen_ds.inference.generated import (
     BOTH,
@@ -321,8 +321,7 @@ class InterleaveInferencer:
             return v_LC
 
         x_LC = noise_LC.to(device_of(self.model))
-        steps = times(flow)
-        for t, following in zip(steps, steps[1:], strict=False):
+        for t, following in steps(flow):
             v = velocity(0, x_LC, t)
             if flow.guides(t):
                 image = velocity(2, x_LC, t) if flow.image_scale > 1.0 else None
