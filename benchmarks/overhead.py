@@ -48,7 +48,7 @@ from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.progress import Progress
 from unigen_ds.data.batches.loader import collate
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.log.timer import find_timer
+from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.runner.loop.runner import Runner
 from unigen_ds.runner.settings.tree import Settings, load_config
 from unigen_ds.runner.start.build import build_data, build_groups, build_model
@@ -233,7 +233,7 @@ class Pacer(Hook):
         elif done % plan.block == plan.lead:
             self._watch = Stopwatch()
         elif done % plan.block == 0:
-            timer = find_timer(run)
+            timer = next((hook for hook in run.hooks if isinstance(hook, IterTimerHook)), None)
             assert self._watch is not None and timer is not None
             self.ours.append(self._watch.block(timer.summary()["time/data"] * plan.timed))
             # O0 P0 | P1 O1 | O2 P2 | ...: after every other block of ours, two of theirs

@@ -9,7 +9,6 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from tools.train import main as train
-from unigen_ds.backends.deepspeed import deepspeed_config
 from unigen_ds.backends.deepspeed.deepspeed_config import ALLOWED_VERSIONS, TESTED_VERSION
 from unigen_ds.system import machine
 
@@ -37,4 +36,4 @@ def test_another_deepspeed_is_refused_at_the_start(installed, tmp_path, monkeypa
 @pytest.mark.parametrize("installed", ["0.19.8+cu128", "0.19.9rc1"])
 def test_a_release_of_the_tested_series_is_accepted(installed, monkeypatch):
     monkeypatch.setattr(machine, "installed", lambda package: installed)
-    deepspeed_config.check_version()
+    machine.check_versions({"deepspeed": ALLOWED_VERSIONS})

@@ -221,10 +221,10 @@ class Backend(abc.ABC):
         """Elements of every parameter that is not trained, by name; the same on all ranks."""
 
     @torch.no_grad()
-    def write_master(self, shards: Sequence[Shard]) -> None:
-        """Copy ``shards`` (as cut by ``master_shards``) into the masters; low-precision copies agree afterwards."""
-        for mine, other in zip(self.master_shards(), shards, strict=True):
-            mine.data.copy_(other.data)
+    def _write_masters(self, values: Iterable[Tensor]) -> None:
+        """Copy data, in the order of ``master_shards``, into the masters; low-precision copies agree afterwards."""
+        for shard, data in zip(self.master_shards(), values, strict=True):
+            shard.data.copy_(data)
         self.refresh_copies()
 
     @contextmanager
@@ -232,13 +232,10 @@ class Backend(abc.ABC):
         """The model computes with ``shards`` inside the context; the masters are restored bit by bit, always."""
         kept = [shard.data.clone() for shard in self.master_shards()]
         try:
-            self.write_master(shards)
+            self._write_masters(shard.data for shard in shards)
             yield
         finally:
-            with torch.no_grad():
-                for shard, data in zip(self.master_shards(), kept, strict=True):
-                    shard.data.copy_(data)
-            self.refresh_copies()
+            self._write_masters(kept)
 
     @abc.abstractmethod
     def state_files(self) -> StateFiles:
@@ -309,14 +306,9 @@ class Backend(abc.ABC):
             ranks = f"ranks {first}-{others[-1]}" if others else f"rank {first}"
             entries.append(f"{ranks}: {size:,.0f} ({100 * size / max(4 * trainable, 1):.1f} %)")
         logger().info(
-            "%s over %d process(es), %s: %.2f M trainable and %.2f M frozen parameters. Bytes of fp32 masters (and as"
-            " many for each Adam moment): %s.",
-            engine,
-            self.dp_size,
-            self.topology()["precision"],
-            trainable / 1e6,
-            frozen / 1e6,
-            ", ".join(entries),
+            f"{engine} over {self.dp_size} process(es), {self.topology()['precision']}: {trainable / 1e6:.2f} M"
+            f" trainable and {frozen / 1e6:.2f} M frozen parameters. Bytes of fp32 masters (and as many for each Adam"
+            f" moment): {', '.join(entries)}."
         )
         if units:
             kinds = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in units)

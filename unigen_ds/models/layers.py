@@ -42,13 +42,13 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class MLPConnector(nn.Module):
-    """ViT width -> LLM width: Linear, tanh-GELU, Linear."""
+class GeluMLP(nn.Module):
+    """Linear, tanh-GELU, Linear: the MLP of SigLIP, and BAGEL's connector of ViT and language model."""
 
-    def __init__(self, width_in: int, width_out: int) -> None:
+    def __init__(self, width_in: int, inner: int, width_out: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(width_in, width_out)
-        self.fc2 = nn.Linear(width_out, width_out)
+        self.fc1 = nn.Linear(width_in, inner)
+        self.fc2 = nn.Linear(inner, width_out)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
@@ -57,10 +57,11 @@ class MLPConnector(nn.Module):
 class TimestepEmbedder(nn.Module):
     """Time step in [0, 1] (not scaled by 1000) -> model width; frequencies are cosines first, then sines."""
 
-    def __init__(self, width: int, *, num_frequencies: int = 256) -> None:
+    num_frequencies = 256
+
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.num_frequencies = num_frequencies
-        self.mlp = nn.Sequential(nn.Linear(num_frequencies, width), nn.SiLU(), nn.Linear(width, width))
+        self.mlp = nn.Sequential(nn.Linear(self.num_frequencies, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, timesteps_L: Tensor, *, dtype: torch.dtype) -> Tensor:
         half = self.num_frequencies // 2

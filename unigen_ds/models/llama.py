@@ -19,8 +19,11 @@ from unigen_ds.models.layers import RMSNorm, SwiGLU, rotary_tables, rotate, run_
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, width: int, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
+        width, num_heads, num_kv_heads = (
+            config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+        )
         self.head_width = width // num_heads
         self.q_proj = nn.Linear(width, num_heads * self.head_width, bias=False)
         self.k_proj = nn.Linear(width, num_kv_heads * self.head_width, bias=False)
@@ -33,10 +36,11 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, *, width: int, inner: int, num_heads: int, num_kv_heads: int, eps: float) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(width, num_heads, num_kv_heads)
-        self.mlp = SwiGLU(width, inner)
+        width, eps = config["hidden_size"], config["rms_norm_eps"]
+        self.self_attn = LlamaAttention(config)
+        self.mlp = SwiGLU(width, config["intermediate_size"])
         self.input_layernorm = RMSNorm(width, eps=eps)
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
 
@@ -50,20 +54,11 @@ class LlamaBackbone(nn.Module):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        width, num_heads = config["hidden_size"], config["num_attention_heads"]
+        width = config["hidden_size"]
         self.embed_tokens = nn.Embedding(config["vocab_size"], width)
-        self.layers = nn.ModuleList(
-            LlamaLayer(
-                width=width,
-                inner=config["intermediate_size"],
-                num_heads=num_heads,
-                num_kv_heads=config["num_key_value_heads"],
-                eps=config["rms_norm_eps"],
-            )
-            for _ in range(config["num_hidden_layers"])
-        )
+        self.layers = nn.ModuleList(LlamaLayer(config) for _ in range(config["num_hidden_layers"]))
         self.norm = RMSNorm(width, eps=config["rms_norm_eps"])
-        self.head_width, self.theta = width // num_heads, config["rope_theta"]
+        self.head_width, self.theta = width // config["num_attention_heads"], config["rope_theta"]
         self.max_positions = config["max_position_embeddings"]
         self.activation_checkpointing = False
 
@@ -72,18 +67,13 @@ class LlamaBackbone(nn.Module):
 
         ``attend`` replaces the attention within the batch: for inference on top of cached tokens.
         """
-        positions = _squeezed_positions(batch, self.max_positions)
+        positions = batch.position_ids.float()
+        longest = positions.new_zeros(len(batch.document_lengths))
+        longest = longest.scatter_reduce(0, batch.document_ids, positions + 1, "amax")
+        positions = positions / (longest / self.max_positions).clamp(min=1.0)[batch.document_ids]  # squeezed
         rotary = rotary_tables(positions, head_width=self.head_width, theta=self.theta)
         attend = attend or plan_attention(batch)
         return self.norm(run_layers(self.layers, x_TD, rotary, attend, recompute=self.activation_checkpointing))
-
-
-def _squeezed_positions(batch: PackedBatch, limit: int) -> Tensor:
-    """Rotary positions ``[T]``; those of a document longer than ``limit`` are scaled by limit / length."""
-    positions = batch.position_ids.float()
-    longest = positions.new_zeros(len(batch.document_lengths))
-    longest = longest.scatter_reduce(0, batch.document_ids, positions + 1, "amax")
-    return positions / (longest / limit).clamp(min=1.0)[batch.document_ids]
 
 
 class LlamaLM(nn.Module):

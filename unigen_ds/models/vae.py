@@ -125,46 +125,30 @@ class AttnBlock(nn.Module):
         return x + self.proj_out(seen.reshape_as(x))
 
 
-class Downsample(nn.Module):
+def _chain(**parts: nn.Module) -> nn.Sequential:
+    """One after the other, by these names."""
+    return nn.Sequential(OrderedDict(parts))
+
+
+def _downsample(channels: int) -> nn.Sequential:
     """Half the sides; the zero padding is at right and bottom alone."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.pad(x, (0, 1, 0, 1)))
+    return _chain(pad=nn.ZeroPad2d((0, 1, 0, 1)), conv=nn.Conv2d(channels, channels, 3, stride=2))
 
 
-class Upsample(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = _conv3(channels, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+def _upsample(channels: int) -> nn.Sequential:
+    return _chain(scale=nn.Upsample(scale_factor=2.0, mode="nearest"), conv=_conv3(channels, channels))
 
 
 def _middle(channels: int) -> nn.Sequential:
-    parts = {"block_1": ResnetBlock(channels, channels), "attn_1": AttnBlock(channels)}
-    return nn.Sequential(OrderedDict[str, nn.Module](parts, block_2=ResnetBlock(channels, channels)))
+    return _chain(
+        block_1=ResnetBlock(channels, channels), attn_1=AttnBlock(channels), block_2=ResnetBlock(channels, channels)
+    )
 
 
-class Level(nn.Module):
+def _level(channels_in: int, channels_out: int, num_blocks: int, **resample: nn.Module) -> nn.Sequential:
     """The blocks of one resolution, and the step to the next."""
-
-    def __init__(self, channels_in: int, channels_out: int, num_blocks: int, **resample: nn.Module) -> None:
-        super().__init__()
-        self.block = nn.ModuleList(
-            ResnetBlock(channels_in if i == 0 else channels_out, channels_out) for i in range(num_blocks)
-        )
-        for name, module in resample.items():
-            self.add_module(name, module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in (*self.block, *(m for name, m in self.named_children() if name != "block")):
-            x = part(x)
-        return x
+    blocks = [ResnetBlock(channels_in if i == 0 else channels_out, channels_out) for i in range(num_blocks)]
+    return _chain(block=nn.Sequential(*blocks), **resample)
 
 
 class Encoder(nn.Module):
@@ -172,18 +156,17 @@ class Encoder(nn.Module):
         super().__init__()
         self.conv_in = _conv3(channels, base)
         last = len(widths) - 1
-        self.down = nn.ModuleList(
-            Level(before, width, num_blocks, **({} if i == last else {"downsample": Downsample(width)}))
+        levels = (
+            _level(before, width, num_blocks, **({} if i == last else {"downsample": _downsample(width)}))
             for i, (before, width) in enumerate(zip((base, *widths), widths, strict=False))
         )
+        self.down = nn.Sequential(*levels)
         self.mid = _middle(widths[-1])
         self.norm_out, self.conv_out = _norm(widths[-1]), _conv3(widths[-1], 2 * latent_channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for level in self.down:
-            x = level(x)
-        return self.conv_out(F.silu(self.norm_out(self.mid(x))))
+        x = self.mid(self.down(self.conv_in(x)))
+        return self.conv_out(F.silu(self.norm_out(x)))
 
 
 class Decoder(nn.Module):
@@ -194,7 +177,7 @@ class Decoder(nn.Module):
         self.conv_in = _conv3(latent_channels, widths[-1])
         self.mid = _middle(widths[-1])
         self.up = nn.ModuleList(
-            Level(before, width, num_blocks + 1, **({} if i == 0 else {"upsample": Upsample(width)}))
+            _level(before, width, num_blocks + 1, **({} if i == 0 else {"upsample": _upsample(width)}))
             for i, (before, width) in enumerate(zip((*widths[1:], widths[-1]), widths, strict=True))
         )
         self.norm_out, self.conv_out = _norm(widths[0]), _conv3(widths[0], channels)

@@ -5,15 +5,14 @@ Shape suffixes: V patches of all images, D width, H heads, E head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from unigen_ds.models.attention import AttentionPlan, plan_full_attention
 from unigen_ds.models.flops import trains
-from unigen_ds.models.layers import run_layers
+from unigen_ds.models.layers import GeluMLP, run_layers
 
 
 class VisionAttention(nn.Module):
@@ -30,80 +29,38 @@ class VisionAttention(nn.Module):
         return self.out_proj(attend(q, k, v).flatten(1))
 
 
-class VisionMLP(nn.Module):
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, inner)
-        self.fc2 = nn.Linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
 class VisionLayer(nn.Module):
-    def __init__(self, width: int, inner: int, num_heads: int, eps: float) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
+        width, eps = config["hidden_size"], config["layer_norm_eps"]
         self.layer_norm1 = nn.LayerNorm(width, eps=eps)
-        self.self_attn = VisionAttention(width, num_heads)
+        self.self_attn = VisionAttention(width, config["num_attention_heads"])
         self.layer_norm2 = nn.LayerNorm(width, eps=eps)
-        self.mlp = VisionMLP(width, inner)
+        self.mlp = GeluMLP(width, config["intermediate_size"], width)
 
     def forward(self, x_VD: Tensor, attend: AttentionPlan) -> Tensor:
         x_VD = x_VD + self.self_attn(self.layer_norm1(x_VD), attend)
         return x_VD + self.mlp(self.layer_norm2(x_VD))
 
 
-class VisionEmbeddings(nn.Module):
-    def __init__(self, patch_width: int, width: int, num_positions: int) -> None:
-        super().__init__()
-        self.patch_embedding = nn.Linear(patch_width, width)
-        self.position_embedding = nn.Embedding(num_positions, width)
-
-    def forward(self, patches: Tensor, position_ids: Tensor) -> Tensor:
-        return self.patch_embedding(patches) + self.position_embedding(position_ids)
-
-
 class VisionTransformer(nn.Module):
-    """``embeddings``, ``encoder.layers``, ``post_layernorm``."""
+    """``embeddings``, ``encoder.layers``, ``post_layernorm``. ``config``: all sizes of ``VisionSizes``."""
 
-    def __init__(
-        self,
-        *,
-        hidden_size: int,
-        intermediate_size: int,
-        num_hidden_layers: int,
-        num_attention_heads: int,
-        image_size: int,
-        patch_size: int,
-        num_channels: int = 3,
-        layer_norm_eps: float = 1e-6,
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        side = image_size // patch_size
-        self.embeddings = VisionEmbeddings(num_channels * patch_size**2, hidden_size, side * side)
-        layers = (
-            VisionLayer(hidden_size, intermediate_size, num_attention_heads, layer_norm_eps)
-            for _ in range(num_hidden_layers)
-        )
-        self.encoder: Any = nn.ModuleDict({"layers": nn.ModuleList(layers)})
-        self.post_layernorm = nn.LayerNorm(hidden_size, eps=layer_norm_eps)
+        width, side = config["hidden_size"], config["image_size"] // config["patch_size"]
+        patches = nn.Linear(config["num_channels"] * config["patch_size"] ** 2, width)
+        positions = nn.Embedding(side * side, width)
+        self.embeddings = nn.ModuleDict({"patch_embedding": patches, "position_embedding": positions})
+        layers = nn.ModuleList(VisionLayer(config) for _ in range(config["num_hidden_layers"]))
+        self.encoder: Any = nn.ModuleDict({"layers": layers})
+        self.post_layernorm = nn.LayerNorm(width, eps=config["layer_norm_eps"])
         self.activation_checkpointing = False
 
     def forward(self, patches: Tensor, position_ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """Patches ``[V, channels * p * p]`` of images with ``lengths`` patches each -> ``[V, D]``."""
         attend = plan_full_attention(lengths, patches.device)
-        x_VD = self.embeddings(patches, position_ids)
+        x_VD = self.embeddings["patch_embedding"](patches) + self.embeddings["position_embedding"](position_ids)
         # a frozen tower keeps nothing for the backward pass, so there is nothing to save
         recompute = self.activation_checkpointing and trains(self)
         return self.post_layernorm(run_layers(self.encoder.layers, x_VD, attend, recompute=recompute))
-
-
-class VisionModel(nn.Module):
-    """Wrapper with the published names ``vit_model.vision_model.*``."""
-
-    def __init__(self, **config: int | float) -> None:
-        super().__init__()
-        self.vision_model = VisionTransformer(**config)  # type: ignore[arg-type]
-
-    def forward(self, patches: Tensor, position_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        return self.vision_model(patches, position_ids, lengths)

@@ -113,7 +113,7 @@ def test_parts(model, batch, golden, tolerance):
     t_L = flow.training_timesteps(batch.timesteps, model.timestep_shift)
     _close(t_L, golden["mid.shifted_timesteps"], tolerance["mid.shifted_timesteps"])
     _close(model.time_embedder(t_L, dtype=torch.float32), golden["mid.time_embed"], tolerance["mid.time_embed"])
-    vit = model.vit_model(batch.vit_patches, batch.vit_position_ids, batch.vit_lengths)
+    vit = model.vit_model.vision_model(batch.vit_patches, batch.vit_position_ids, batch.vit_lengths)
     _close(vit, golden["mid.vit_last_hidden_state"], tolerance["mid.vit_last_hidden_state"])
     _close(model.connector(vit), golden["mid.connector_out"], tolerance["mid.connector_out"])
 

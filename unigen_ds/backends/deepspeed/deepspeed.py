@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend, StepResult
 from unigen_ds.backends.deepspeed.deepspeed_config import (
+    ALLOWED_VERSIONS,
     TESTED_VERSION,
     check_by_deepspeed,
     check_ds_config,
-    check_version,
     fill,
     load_ds_config,
     offloads,
@@ -48,6 +48,7 @@ from unigen_ds.optim.optimizer import (
     step_count,
 )
 from unigen_ds.system import dist
+from unigen_ds.system.machine import check_versions
 from unigen_ds.system.outputs import StateFiles
 
 
@@ -113,7 +114,7 @@ class DeepSpeedBackend(Backend):
 
     def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:
         super().check(geometry=geometry, optimizer_cfg=optimizer_cfg)
-        check_version()
+        check_versions({"deepspeed": ALLOWED_VERSIONS})
         if not element_wise(optimizer_cfg.type):
             raise ConfigError(
                 f"optim_wrapper.optimizer.type is {optimizer_class(optimizer_cfg.type).__name__!r}, which computes on"

@@ -19,20 +19,13 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.optim.optimizer import OptimizerConfig
 from unigen_ds.system.dist import env_rank
 from unigen_ds.system.log import logger
-from unigen_ds.system.machine import check_versions
 
 AUTO = "auto"
 TESTED_VERSION = "0.19.8"
 ALLOWED_VERSIONS = ">=0.19.8,<0.20"
 """Versions of DeepSpeed: its private attributes change between releases. ``setup.py`` reads the line above."""
-STAGES = (1, 2, 3)
 _READ_LATER = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
 """Keys that DeepSpeed's engine reads, not its config."""
-
-
-def check_version() -> None:
-    """Raises ``ConfigError`` where no DeepSpeed is installed, or one outside of ``ALLOWED_VERSIONS``."""
-    check_versions({"deepspeed": ALLOWED_VERSIONS})
 
 
 def load_ds_config(spec: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +53,7 @@ def load_ds_config(spec: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 def stage_of(config: Mapping[str, Any]) -> int:
     """The ZeRO stage. Raises ``ConfigError`` for any but 1, 2, 3."""
     stage = (config.get("zero_optimization") or {}).get("stage")
-    if stage not in STAGES:
+    if stage not in (1, 2, 3):
         raise ConfigError(f"zero_optimization.stage is {stage!r}", allowed="1, 2 or 3", remedy="use a preset: zero2")
     return int(stage)
 

@@ -62,6 +62,8 @@ class TransformersModel(PretrainedModel):
         compile: ``torch.compile`` each layer.
     """
 
+    transformers_model: Any
+    """transformers' own model, whose modules are this one's."""
     auto: ClassVar[str]
     """transformers' class that chooses the model's own."""
     reads_images: ClassVar[bool]
@@ -97,7 +99,7 @@ class TransformersModel(PretrainedModel):
         settings = read_config(folder, config or {}, where=f"model.{self.config_key}")
         causal = build(self.auto, settings, attention=attention, whole=folder is None and not meta)
         # not registered: its modules are registered here, so that parameters have transformers' names
-        self.__dict__["_causal"] = causal
+        self.__dict__["transformers_model"] = causal
         for name, module in causal.named_children():
             self.add_module(name, module)
         if [*causal.parameters(recurse=False)] or causal.get_output_embeddings() is None:
@@ -133,11 +135,6 @@ class TransformersModel(PretrainedModel):
     def use_processor(self, processor: Any) -> None:
         """Called once, with the processor of the data, whose documents are then used to check packing."""
         self._pair = getattr(processor, "two_documents", None)
-
-    @property
-    def transformers_model(self) -> Any:
-        """transformers' own model, whose modules are this one's."""
-        return self.__dict__["_causal"]
 
     @property
     def vocab_size(self) -> int:

@@ -29,7 +29,7 @@ from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
 from unigen_ds.families.bagel.processor import UnifiedProcessor
-from unigen_ds.families.bagel.sampler import guide, image_grid, noise_image, times, vit_image
+from unigen_ds.families.bagel.sampler import guide, image_grid, noise_image, steps, vit_image
 from unigen_ds.inference.answers import KVCache, chooser, device_of
 from unigen_ds.inference.generated import (
     BOTH,
@@ -156,7 +156,7 @@ class InterleaveInferencer:
 
         text = ""
         if understand or think:
-            ids = self.write(contexts.full, max_length=max_length, seed=seed, **vars(sampling))
+            ids = self.write(contexts.full, max_length=max_length, sampling=sampling, seed=seed)
             text = tokenizer.decode(ids)
         if understand:
             return Generated(text, [])
@@ -195,8 +195,9 @@ class InterleaveInferencer:
                 continue
             for image in images:
                 self.extend_vit(contexts.full, image)
-            options = {"first": begin[-1] if begin else None, "seed": request.seed, **vars(sampling)}
-            ids = self.write(contexts.full, max_length=max_new_tokens + 1, **options)
+            options: dict[str, Any] = {"sampling": sampling, "seed": request.seed}
+            first = begin[-1] if begin else None
+            ids = self.write(contexts.full, max_length=max_new_tokens + 1, first=first, **options)
             text = self.processor.tokenizer.decode(ids[1:])
             if request.wanted == BOTH and not images:
                 self._add_text(contexts, text)
@@ -281,8 +282,7 @@ class InterleaveInferencer:
         context: Context,
         *,
         max_length: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
+        sampling: Sampling = _LIKELIEST,
         seed: int = 0,
         first: int | None = None,
     ) -> list[int]:
@@ -290,7 +290,7 @@ class InterleaveInferencer:
         counts (``first`` replaces it); the end token is left out.
         """
         tokenizer, context = self.processor.tokenizer, context.copy()
-        choose = chooser(Sampling(temperature, top_p), [seed])
+        choose = chooser(sampling, [seed])
         ids: list[int] = []
         token = tokenizer.bos_id if first is None else first
         while len(ids) < max_length:
@@ -321,8 +321,7 @@ class InterleaveInferencer:
             return v_LC
 
         x_LC = noise_LC.to(device_of(self.model))
-        steps = times(flow)
-        for t, following in zip(steps, steps[1:], strict=False):
+        for t, following in steps(flow):
             v = velocity(0, x_LC, t)
             if flow.guides(t):
                 image = velocity(2, x_LC, t) if flow.image_scale > 1.0 else None

@@ -39,7 +39,7 @@ from unigen_ds.models import flow
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.layers import (
-    MLPConnector,
+    GeluMLP,
     PositionTable,
     RMSNorm,
     SwiGLU,
@@ -53,7 +53,7 @@ from unigen_ds.models.losses import image_losses, loss_terms, text_losses
 from unigen_ds.models.quantized import quantize_frozen
 from unigen_ds.models.settings import Quantize, VisionSizes
 from unigen_ds.models.vae import encode_by_size, hold_as_buffers
-from unigen_ds.models.vision import VisionModel
+from unigen_ds.models.vision import VisionTransformer
 from unigen_ds.models.weights import PretrainedModel
 
 _INIT_STD = 0.02
@@ -138,15 +138,6 @@ class MoTBackbone(Routed):
         return self._route(x_TD, num_und, "norm")
 
 
-class MoTForCausalLM(nn.Module):
-    """Wrapper with the published names ``language_model.model.*`` and ``language_model.lm_head``."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.model = MoTBackbone(config)
-        self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
-
-
 @MODELS.register_module()
 class UnifiedModel(PretrainedModel):
     """``forward(PackedBatch) -> LossTerms`` with terms ``text`` and ``image``.
@@ -224,9 +215,11 @@ class UnifiedModel(PretrainedModel):
         with nullcontext() if stored_vae else torch.device("cpu"):
             self.vae: Any = hold_as_buffers(build(AUTOENCODERS, sizes["vae"], where="model.vae"))
         self.latent_width = self.vae.latent_channels * self.latent_patch_size**2
-        self.language_model = MoTForCausalLM(config)
-        self.vit_model = VisionModel(**vit)
-        self.connector = MLPConnector(vit["hidden_size"], width)
+        backbone, head = MoTBackbone(config), nn.Linear(width, self.vocab_size, bias=False)
+        self.language_model: Any = nn.ModuleDict({"model": backbone, "lm_head": head})  # the published names
+        tower = VisionTransformer(vit)
+        self.vit_model: Any = nn.ModuleDict({"vision_model": tower})
+        self.connector = GeluMLP(vit["hidden_size"], width, width)
         self.vit_pos_embed = PositionTable(sizes["vit_max_patches_per_side"], width)
         self.vae2llm = nn.Linear(self.latent_width, width)
         self.llm2vae = nn.Linear(width, self.latent_width)
@@ -237,10 +230,9 @@ class UnifiedModel(PretrainedModel):
         self.start_from(source)
         self.freeze((*freeze, "vae"))
         quantize_frozen(self.parts(), quantize or {})
-        self.language_model.model.activation_checkpointing = activation_checkpointing
-        self.vit_model.vision_model.activation_checkpointing = activation_checkpointing
+        backbone.activation_checkpointing = tower.activation_checkpointing = activation_checkpointing
         if compile:
-            for layer in self.language_model.model.layers:
+            for layer in backbone.layers:
                 layer.compile()
 
     @staticmethod
@@ -322,7 +314,7 @@ class UnifiedModel(PretrainedModel):
     def _embed(self, batch: PackedBatch, latents_LC: Tensor, t_L: Tensor) -> tuple[Tensor, Tensor, int]:
         """Input embeddings in expert order, the token number of each row, and the number of und tokens."""
         text = self.language_model.model.embed_tokens(batch.text_ids)
-        vit = self.vit_model(batch.vit_patches.to(text.dtype), batch.vit_position_ids, batch.vit_lengths)
+        vit = self.vit_model.vision_model(batch.vit_patches.to(text.dtype), batch.vit_position_ids, batch.vit_lengths)
         vit = self.connector(vit) + self.vit_pos_embed(batch.vit_position_ids).to(vit.dtype)
         gen = self.vae2llm(latents_LC.to(text.dtype)) + self.time_embedder(t_L, dtype=text.dtype)
         gen = gen + self.latent_pos_embed(batch.latent_position_ids).to(gen.dtype)

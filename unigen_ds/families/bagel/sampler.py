@@ -8,6 +8,7 @@ document is recomputed at each step: right for short documents, and the same att
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -67,8 +68,7 @@ def draw(
     x_LC = torch.cat(
         [torch.randn(grid[0] * grid[1], width, generator=generator(seed, i, "draw")) for i in range(len(prompts))]
     ).to(device)
-    steps = times(flow)
-    for t, following in zip(steps, steps[1:], strict=False):
+    for t, following in steps(flow):
         v_LC = model.velocity(guided, x_LC, t)
         if flow.guides(t):
             plain = model.velocity(unguided, x_LC, t).chunk(len(prompts))
@@ -81,9 +81,10 @@ def draw(
     ]
 
 
-def times(flow: FlowSettings) -> list[float]:
-    """From 1 to 0; a step is made from each to the next."""
-    return sampling_timesteps(flow.num_timesteps, flow.timestep_shift).tolist()
+def steps(flow: FlowSettings) -> list[tuple[float, float]]:
+    """The times that each Euler step goes from and to: from 1 down to 0."""
+    times = sampling_timesteps(flow.num_timesteps, flow.timestep_shift).tolist()
+    return list(pairwise(times))
 
 
 def image_grid(processor: UnifiedProcessor, size: Sequence[int]) -> tuple[int, int]:
@@ -95,13 +96,11 @@ def image_grid(processor: UnifiedProcessor, size: Sequence[int]) -> tuple[int, i
     return rows, columns
 
 
-def read(
-    model: Any, processor: UnifiedProcessor, images: Sequence[Image.Image], *, max_new_tokens: int = 16
-) -> list[str]:
-    """The model's greedy text for each image."""
+def read(model: Any, processor: UnifiedProcessor, images: Sequence[Image.Image]) -> list[str]:
+    """The model's greedy text for each image, of 16 tokens at most."""
     begin = TokenSplit.unlearned([processor.tokenizer.bos_id])
     prompts: list[list[Loaded]] = [[vit_image(processor, image), begin] for image in images]
-    texts = continue_prompts(model, processor, prompts, max_new_tokens=max_new_tokens, cached=False)
+    texts = continue_prompts(model, processor, prompts, max_new_tokens=16, cached=False)
     return [processor.tokenizer.decode(ids) for ids in texts]
 
 

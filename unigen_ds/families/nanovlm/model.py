@@ -138,10 +138,10 @@ class VLM(PretrainedModel):
         source = read_pretrained(pretrained) if pretrained else None
         of_config = {"llm": llm, "vit": vit, "pixel_shuffle_factor": pixel_shuffle_factor}
         self.llm_config, self.vit_config, pixel_shuffle_factor = _sizes(source, of_config)
-        side = _check(self.vit_config, pixel_shuffle_factor)
+        side = self.vit_config["image_size"] // self.vit_config["patch_size"]
         self.vocab_size = self.llm_config["vocab_size"]
         self.patches_per_tile = side * side
-        self.vision_model = VisionTransformer(**self.vit_config)
+        self.vision_model = VisionTransformer(self.vit_config)
         self.connector = PixelShuffleConnector(
             self.vit_config["hidden_size"], self.llm_config["hidden_size"], side=side, factor=pixel_shuffle_factor
         )
@@ -160,7 +160,6 @@ class VLM(PretrainedModel):
         """The sizes of a data processor that this model's config fixes."""
         pretrained = config.get("pretrained")
         _, vit, factor = _sizes(read_pretrained(pretrained) if pretrained else None, config)
-        _check(vit, factor)
         return {"tile_size": vit["image_size"], "vit_patch_size": vit["patch_size"], "pixel_shuffle_factor": factor}
 
     def arguments(self) -> dict[str, Any]:
@@ -239,22 +238,19 @@ class VLM(PretrainedModel):
 
 
 def _sizes(source: Pretrained | None, of_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Sizes of the language model and of the vision tower, and the factor: as given, else as in the files."""
+    """Sizes of the language model and of the vision tower, and the factor: as given, else as in the files. Raises
+    ``ConfigError`` where the factor does not fit.
+    """
     of_files = source.sizes if source else {}
     llm = LlamaSizes.filled({**of_files.get("llm", {}), **(of_config.get("llm") or {})}, where="model.llm")
     if llm["vocab_size"] is None:
         llm["vocab_size"] = SMOLLM2_VOCABULARY
     vit = SiglipSizes.filled({**of_files.get("vit", {}), **(of_config.get("vit") or {})}, where="model.vit")
     factor = of_config.get("pixel_shuffle_factor")
-    return llm, vit, of_files.get("pixel_shuffle_factor", 4) if factor is None else factor
-
-
-def _check(vit: Mapping[str, Any], factor: int) -> int:
-    """Raise ``ConfigError`` where the factor does not fit; else the patches along a side of a tile."""
-    side = vit["image_size"] // vit["patch_size"]
-    if side % factor or vit["image_size"] % vit["patch_size"]:
+    factor = of_files.get("pixel_shuffle_factor", 4) if factor is None else factor
+    if vit["image_size"] % (vit["patch_size"] * factor):
         raise ConfigError(
             f"model: image_size {vit['image_size']}, patch_size {vit['patch_size']}, pixel_shuffle_factor {factor}",
             allowed="image_size a multiple of patch_size * pixel_shuffle_factor",
         )
-    return side
+    return llm, vit, factor

@@ -56,6 +56,7 @@ class AsyncEvaluateHook(Hook):
     """
 
     name = "async_evaluate"
+    _every: Duration
 
     def __init__(
         self,
@@ -76,7 +77,6 @@ class AsyncEvaluateHook(Hook):
         self.prefix, self.results = prefix, results
         self.environment = dict(environment or {})
         self.give_up_hours, self.poll_seconds, self.wait_at_end = give_up_hours, poll_seconds, wait_at_end
-        self._every: Duration | None = None
         self._asks = self._due = self._saving = False
         """At this update; since the last save; by the save whose checkpoint is not complete, or that has failed."""
         self._jobs: dict[int, Job] = {}
@@ -96,7 +96,6 @@ class AsyncEvaluateHook(Hook):
         self._on_main(lambda: self._find(run))
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        assert self._every is not None
         self._asks = self._every.every(run.progress, run.previous)
         self._due = self._due or self._asks
         if time.monotonic() - self._looked >= self.poll_seconds:

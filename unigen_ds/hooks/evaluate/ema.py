@@ -35,6 +35,8 @@ class EMAHook(Hook):
     """
 
     name = "ema"
+    average: ShardEMA
+    """From ``before_run`` on."""
 
     @checked()
     def __init__(
@@ -46,19 +48,12 @@ class EMAHook(Hook):
         begin_update: NotNegative = 0,
     ) -> None:
         begins = {"iteration": begin_iter, "epoch": begin_epoch, "update": begin_update}
-        several = [(unit, value) for unit, value in begins.items() if value]
+        several = [(value, unit) for unit, value in begins.items() if value]
         if len(several) > 1:
             raise ConfigError("EMAHook has more than one of begin_iter, begin_epoch, begin_update", remedy="give one")
         self.momentum = momentum
-        begin: tuple[str, float] = several[0] if several else ("iteration", 0)
-        self._begin_unit, self._begin_value = begin
+        self._starts = several[0] if several else None
         self._begin: Duration | None = None
-        self._average: ShardEMA | None = None
-
-    @property
-    def average(self) -> ShardEMA:
-        assert self._average is not None, "used before before_run"
-        return self._average
 
     def before_run(self, run: Run) -> None:
         if self.momentum > LARGEST_USUAL and dist.is_main():
@@ -67,8 +62,8 @@ class EMAHook(Hook):
                 " Momentum is 1 - decay: for a decay of %g write momentum=%.6g.",
                 self.momentum, 100 * self.momentum, self.momentum, 1 - self.momentum,
             )  # fmt: skip
-        self._begin = run.ruler.duration(self._begin_value, self._begin_unit) if self._begin_value else None
-        self._average = ShardEMA(run.backend.master_shards(), momentum=self.momentum)
+        self._begin = run.ruler.duration(*self._starts) if self._starts else None
+        self.average = ShardEMA(run.backend.master_shards(), momentum=self.momentum)
 
     def before_train(self, run: Run) -> None:
         if self.average.num_updates == 0:  # weights may have been loaded since before_run

@@ -95,6 +95,7 @@ class PreviewHook(Hook):
     """
 
     name = "preview"
+    _every: Duration
 
     def __init__(
         self,
@@ -124,7 +125,6 @@ class PreviewHook(Hook):
         self._sampling = Sampling(temperature, top_p)
         self._num_held_out, self._held_out = num_held_out, held_out
         self._interval, self._unit = interval, unit
-        self._every: Duration | None = None
         self._use_ema, self._seed, self._size = use_ema, seed, tuple(size) if size else None
         self._max_new_tokens = max_new_tokens
         self._questions: list[Question] = []
@@ -159,7 +159,6 @@ class PreviewHook(Hook):
             set_aside(run.work_dir / FOLDER, after=run.progress.updates)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        assert self._every is not None, "used before before_run"
         if self._every.every(run.progress, run.previous):
             with run.clock("preview"):
                 self.preview(run)

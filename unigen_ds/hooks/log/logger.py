@@ -29,7 +29,7 @@ from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.hooks.base import Run, UpdateResult
 from unigen_ds.hooks.log.journal import JournalHook
-from unigen_ds.hooks.log.timer import find_timer
+from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.system import dist
 from unigen_ds.system.journals import METRICS_FILE
 from unigen_ds.system.log import logger
@@ -70,6 +70,7 @@ class LoggerHook(JournalHook):
 
     name = "logger"
     state_attributes = ("run_ids", "grad_norms", "epoch")
+    _timer: IterTimerHook | None = None
 
     @checked()
     def __init__(
@@ -111,6 +112,7 @@ class LoggerHook(JournalHook):
     def before_train(self, run: Run) -> None:
         super().before_train(run)
         self._epoch_since = time.perf_counter()
+        self._timer = next((hook for hook in run.hooks if isinstance(hook, IterTimerHook)), None)
         if self._log_metric_by_epoch:
             logger().warning("LoggerHook.log_metric_by_epoch has no effect: each line has update, iteration and epoch")
         if dist.is_main() and self._writers:
@@ -135,8 +137,8 @@ class LoggerHook(JournalHook):
         if first or ended or run.ruler.duration(self._interval, self._unit).every(run.progress, run.previous):
             self._log(run, result, of_epoch)
         statistics = run.ruler.duration(self._statistics_interval, "update")
-        if statistics.every(run.progress, run.previous) and (timer := find_timer(run)):
-            self.log(run, timer.statistics_over_ranks(), update=run.progress.updates, event=STATISTICS)
+        if statistics.every(run.progress, run.previous) and self._timer:
+            self.log(run, self._timer.statistics_over_ranks(), update=run.progress.updates, event=STATISTICS)
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
         self._sum_over_ranks()
@@ -195,7 +197,7 @@ class LoggerHook(JournalHook):
     def _log(self, run: Run, result: UpdateResult, of_epoch: Mapping[str, float]) -> None:
         """Collective. Reads the device: the only code outside the optimizer step that waits for it."""
         losses = global_losses(result)
-        timer = find_timer(run)
+        timer = self._timer
         rates = timer.flops_over_ranks() if timer else {}
         memory = global_memory()
         progress = run.progress

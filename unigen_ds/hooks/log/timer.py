@@ -188,8 +188,3 @@ class IterTimerHook(Hook):
                 self._warned.add(name)
                 bound = f"at most {high:.0%}" if share > high else f"at least {low:.0%}"
                 logger().warning("%.0f %% of the time is %s; expected is %s: %s", 100 * share, name, bound, advice)
-
-
-def find_timer(run: Run) -> IterTimerHook | None:
-    """The timer of a run, if it has one."""
-    return next((hook for hook in run.hooks if isinstance(hook, IterTimerHook)), None)
