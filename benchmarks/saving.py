@@ -46,7 +46,7 @@ from torch import nn
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import saver, store
-from unigen_ds.checkpoint.background import Writer, _Pickler
+from unigen_ds.checkpoint.background import BackgroundWriter, _Pickler
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import EMA
@@ -105,7 +105,7 @@ class Bench:
         self.backend = make_backend(engine, millions, self.geometry)
         self.update()  # so that the moments exist
         self.average = ShardEMA(self.backend.master_shards(), momentum=0.1)
-        self.folder, self.writer, self.number = folder, Writer(), 0
+        self.folder, self.writer, self.number = folder, BackgroundWriter(), 0
         pickler = _Pickler(io.BytesIO())
         pickler.dump(self.backend.state_files())
         pickler.dump([shard.data for shard in self.average.shards])

@@ -33,11 +33,11 @@ def main(argv: list[str] | None = None) -> int:
     from unigen_ds.checkpoint import listing  # after parsing: --help does not wait for its imports
 
     if arguments.action != "verify":
-        lines = {"list": listing.table, "show": listing.describe, "best": listing.best}[arguments.action]
+        lines = {"list": listing.table, "show": listing.describe_checkpoint, "best": listing.best}[arguments.action]
         print("\n".join(lines(arguments.directory)))
         return 0
     problems = []
-    for checkpoint in listing.find(arguments.directory):
+    for checkpoint in listing.find_checkpoints(arguments.directory):
         problems.append(listing.problems(checkpoint))
         print(f"{checkpoint.path.name}  {problems[-1] or 'complete, every hash agrees'}", flush=True)
     return 1 if any(problems) else 0

@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     _check(arguments)
-    from unigen_ds.data.batches.statistics import derive, describe  # after parsing: --help does not wait for torch
+    from unigen_ds.data.batches.statistics import derive, describe_data  # after parsing: --help does not wait for torch
     from unigen_ds.system.log import pending_notices
 
     config = data_sections(arguments.config, arguments.cfg_options)
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         digest = sample_digest(id for row in rows for id in row)
         report = {"sequences": [*arguments.sequences], "samples": rows, "digest": digest}
     else:
-        report = {**describe(stream), "skipped_sources": [asdict(one) for one in data.skipped]}
+        report = {**describe_data(stream), "skipped_sources": [asdict(one) for one in data.skipped]}
         report["refused"] = refused(data, settings.train_dataloader.max_skipped_fraction)
     print(json.dumps(report) if arguments.json else "\n".join(lines_of(report)))
     return 0 if report.get("agrees", True) and not report.get("refused") else 1

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     if given and not arguments.dry_run:
         p.error(f"--{given[0].removeprefix('num_').replace('_', '-')} belongs to --dry-run")
     try:
-        machine.check_versions()
+        machine.check_packages()
     except ConfigError as error:
         reported = False
         if not arguments.dry_run and machine.env_number("WORLD_SIZE", 1) > 1:

@@ -100,7 +100,7 @@ def write_state(backend: Backend, directory: Path) -> str:
     """The engine's files only, of one process, without the rest of a checkpoint. Returns the layout."""
     state = backend.state_files()
     results = [write_output(directory, file)[2] for file in state.files]
-    for file in state.index([[result for result in results if result is not None]]):
+    for file in state.index([state.plan], [[one for one in results if one is not None]]) if state.index else ():
         write_output(directory, file)
     return state.layout
 

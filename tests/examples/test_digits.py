@@ -12,7 +12,7 @@ import pytest
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.examples.digits.dataset import read_split, write_digits
-from unigen_ds.examples.digits.report_hook import evaluate, train_classifier
+from unigen_ds.examples.digits.report_hook import evaluate_digits, train_classifier
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.runner import Runner
 
@@ -44,7 +44,7 @@ def test_an_untrained_model_fails(root: Path, tmp_path: Path) -> None:
     runner = Runner.from_cfg(tiny_config(tmp_path, root), max_updates=3)
     runner.train()
     flow = FlowSettings(num_timesteps=3)
-    results, sheet = evaluate(runner.backend.model.eval(), runner.processor, root, flow=flow, seed=0)
+    results, sheet = evaluate_digits(runner.backend.model.eval(), runner.processor, root, flow=flow, seed=0)
     assert results["drawn"] == 200 and results["captioned"] == 297
     assert results["prompt_accuracy"] < 0.3 and results["caption_accuracy"] < 0.3
     assert results["judge_accuracy"] >= 0.95 and results["flow_steps"] == 2

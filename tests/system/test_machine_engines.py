@@ -36,4 +36,4 @@ def test_another_deepspeed_is_refused_at_the_start(installed, tmp_path, monkeypa
 @pytest.mark.parametrize("installed", ["0.19.8+cu128", "0.19.9rc1"])
 def test_a_release_of_the_tested_series_is_accepted(installed, monkeypatch):
     monkeypatch.setattr(machine, "installed", lambda package: installed)
-    machine.check_versions({"deepspeed": ALLOWED_VERSIONS})
+    machine.check_packages({"deepspeed": ALLOWED_VERSIONS})

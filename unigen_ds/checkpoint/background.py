@@ -50,7 +50,7 @@ _DEATH_SIGNAL = 1
 """``PR_SET_PDEATHSIG`` of Linux's ``prctl``."""
 
 
-class Writer:
+class BackgroundWriter:
     """The writer of this rank, for any number of saves, one at a time."""
 
     def __init__(self) -> None:

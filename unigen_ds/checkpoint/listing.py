@@ -23,7 +23,7 @@ COLUMNS = ("name", "iteration", "updates", "epoch", "effective batch", "size", "
 COMPLETE, NEXT, ABANDONED = "complete", "complete, --resume uses it", "complete, abandoned by a resume"
 
 
-def find(directory: Path) -> list[Found]:
+def find_checkpoints(directory: Path) -> list[Found]:
     """The checkpoints of a work dir, oldest first, or the one that ``directory`` is.
 
     Raises ``CheckpointError`` when there is none.
@@ -45,7 +45,7 @@ def find(directory: Path) -> list[Found]:
 
 def table(directory: Path) -> list[str]:
     """One line for each checkpoint, under a heading; sizes are compared, contents are not read."""
-    checkpoints = find(directory)
+    checkpoints = find_checkpoints(directory)
     current = store.current(checkpoints)
     newest, marks = current[-1].path if current else None, dict[Path, str]()
     if newest is not None:
@@ -76,7 +76,7 @@ def best(directory: Path) -> list[str]:
 
     Raises ``CheckpointError`` where the run has none, or it is gone.
     """
-    find(directory)
+    find_checkpoints(directory)
     record = best_of(home_of(directory).resolve())
     if record is None:
         remedy = "custom_hooks=[dict(type='EvaluateHook', save_best='val/loss')] keeps the best one"
@@ -93,9 +93,9 @@ def problems(checkpoint: Found) -> str | None:
     return store.verify(checkpoint.path, checkpoint.manifest, hashes=True)
 
 
-def describe(directory: Path) -> list[str]:
+def describe_checkpoint(directory: Path) -> list[str]:
     """The manifest of a checkpoint, or of the newest one of a work dir, as text."""
-    checkpoints = find(directory)
+    checkpoints = find_checkpoints(directory)
     readable = [f for f in checkpoints if f.manifest is not None]
     if not readable:
         raise CheckpointError(f"{checkpoints[-1].path}: {checkpoints[-1].problem}")

@@ -158,7 +158,7 @@ class Section(BaseModel):
         return section, []
 
     @classmethod
-    def filled(cls, config: Mapping[str, Any] | None, *, where: str) -> dict[str, Any]:
+    def with_defaults(cls, config: Mapping[str, Any] | None, *, where: str) -> dict[str, Any]:
         """Every key with its value, or the default. Raises one ``ConfigError`` for all that is wrong."""
         cls.parse(config, where=where)
         values: dict[str, Any] = cls.completed(without_own(config or {}))

@@ -20,7 +20,7 @@ from unigen_ds.system.log import logger
 _MARKER = "complete"
 
 
-def prepare(root: Path, write: Callable[[Path], None], *, argument: str) -> Path:
+def prepare_folder(root: Path, write: Callable[[Path], None], *, argument: str) -> Path:
     """Call ``write`` with a folder that becomes ``root``, unless ``root`` is there; returns ``root``. The folder
     appears complete or not at all, and where several processes start together the first one succeeds. Raises
     ``ConfigError`` that names ``argument`` where ``root`` holds something else.

@@ -170,11 +170,11 @@ def _is_value(word: str, *, of_launcher: bool) -> bool:
     return word != "..." and (not word.startswith("-") or is_number) and not (of_launcher and word.endswith(_SCRIPTS))
 
 
-def leaves(values: Mapping[str, Any], section: str = "") -> Iterator[Setting]:
+def settings_of(values: Mapping[str, Any], section: str = "") -> Iterator[Setting]:
     """The keys of a file, those of sections too: ``train: {lr: 1}`` is ``lr``."""
     for key, value in values.items():
         whole = f"{section}.{key}" if section else str(key)
         if isinstance(value, Mapping) and value:
-            yield from leaves(value, whole)
+            yield from settings_of(value, whole)
         else:
             yield Setting(str(key), value, f"{whole}: {value!r}")

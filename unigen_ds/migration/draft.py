@@ -12,7 +12,7 @@ from typing import Any
 from unigen_ds.config.file import read_file
 from unigen_ds.config.overrides import plain_values, read
 from unigen_ds.config.python_text import python_text
-from unigen_ds.migration.commands import MAPPINGS, Command, leaves
+from unigen_ds.migration.commands import MAPPINGS, Command, settings_of
 
 SECTIONS = (
     "custom_imports", "model", "lora", "base", "tokenizer", "processor", "train_dataloader", "val_dataloader",
@@ -65,7 +65,7 @@ class Draft:
     def __init__(self, values: Mapping[str, Any], command: Command, *, what: str) -> None:
         for name in [name for name in command.files if name.endswith(MAPPINGS)]:
             command.files.remove(name)
-            command.settings[:0] = leaves(read_file(Path(name)).to_dict())  # what the command states comes later
+            command.settings[:0] = settings_of(read_file(Path(name)).to_dict())  # what the command states comes later
         self.values: dict[str, Any] = dict(values)
         self.what, self.command = what, command
         self.settings = {setting.name: setting for setting in command.settings}

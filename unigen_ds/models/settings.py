@@ -1,7 +1,7 @@
 """Sections that several families share: sizes of transformers, which parts are packed, and adapters.
 
 With ``pretrained`` a config has only what differs from the files, so a model checks its sizes again as a whole, once
-the files are read (``Section.filled``).
+the files are read (``Section.with_defaults``).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from PIL import Image
 
 from unigen_ds.data.batches.loader import MicroBatch
 from unigen_ds.data.batches.shown import ShownImage, ShownSample, ShownToken, shown
-from unigen_ds.data.batches.statistics import describe, epoch_balance, first_rows, reasons, titles, tokens_of
+from unigen_ds.data.batches.statistics import describe_data, epoch_balance, first_rows, reasons, titles, tokens_of
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.report.document import data_uri, grouped, number_text, percent, plural, write_document
 
@@ -52,7 +52,7 @@ def write_data_page(
         batches: of one sequence each, as the run's loader makes them; a cursor is the position after its batch.
         skipped_sources: data sets of the config that could not be opened (``on_error='skip'``).
     """
-    report, names = describe(stream), titles(stream)
+    report, names = describe_data(stream), titles(stream)
     left_out: dict[bool, list[tuple[Any, ...]]] = {False: [], True: []}  # by whether the run uses the records
     for one in reasons(stream):
         left_out[one.used].append(

@@ -92,7 +92,7 @@ def source_digest(file: Path = Path(__file__).parents[1] / "__init__.py") -> str
     return digest.hexdigest()[:16]
 
 
-def check_versions(allowed: Mapping[str, str] = ALLOWED) -> None:
+def check_packages(allowed: Mapping[str, str] = ALLOWED) -> None:
     """Raise one ``ConfigError`` for all packages that are missing or have another version."""
     problems = []
     for package, versions in allowed.items():

@@ -13,7 +13,7 @@ from tests.end_to_end.engines.users import write_mixed
 from tests.families.tiny_transformers import write_language
 from tests.tiny import tiny_config
 from tools.train import main
-from unigen_ds.checks.dry_run.batches import compare
+from unigen_ds.checks.dry_run.batches import compare_ranks
 from unigen_ds.checks.dry_run.known import FirstBatches
 from unigen_ds.checks.dry_run.this_machine import slurm_results
 from unigen_ds.config.python_text import config_text
@@ -237,12 +237,12 @@ def test_calls_are_compared_in_every_iteration():
 
     gather, reduce = "all_gather(8 float32)", "reduce_scatter(8 float32)"
     same = {whole: [gather, reduce], texts: [gather, reduce]}
-    assert compare(batches([whole], [texts]), same).status == "ok"
+    assert compare_ranks(batches([whole], [texts]), same).status == "ok"
     other = {whole: [gather, reduce], texts: [reduce]}
-    found = compare(batches([whole], [whole], [texts]), other)
+    found = compare_ranks(batches([whole], [whole], [texts]), other)
     assert found.status == "problem" and "rank 0 (without video) and rank 2 (without video, images)" in found.text
     assert "call 1 of an update is all_gather(8 float32) on the one" in found.text
-    found = compare(batches([whole, texts, whole], [whole, texts, texts]), other)
+    found = compare_ranks(batches([whole, texts, whole], [whole, texts, texts]), other)
     assert found.status == "problem" and found.text.startswith("update 3, micro-batch 1: rank 0 ")
-    found = compare(batches([texts], [texts]), other)
+    found = compare_ranks(batches([texts], [texts]), other)
     assert found.status == "warning" and "no two ranks have both" in found.text

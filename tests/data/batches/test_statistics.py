@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.support import make_stream, mixed_dataset
 from tests.tiny import tiny_config
-from unigen_ds.data.batches.statistics import derive, describe
+from unigen_ds.data.batches.statistics import derive, describe_data
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
 
@@ -18,7 +18,7 @@ from unigen_ds.runner import Runner
 def test_describe(tmp_path: Path) -> None:
     sets = [mixed_dataset(tmp_path / name, number, name=name) for name, number in (("a", 20), ("b", 8))]
     stream = make_stream(sets, window=28, weights=[1.0, 3.0], seq_length=60)
-    both = describe(stream)
+    both = describe_data(stream)
     one = both["sources"]["a"]
     assert one["records"] == 20 and one["records_text_only"] == 5 and one["records_with_images"] == 15
     assert one["tokens"] == one["text_tokens"] + one["image_tokens"] == sets[0].lengths()[0].sum()
@@ -29,7 +29,7 @@ def test_describe(tmp_path: Path) -> None:
     assert both["sequences_per_epoch"] == stream.sequences_per_epoch and both["packed"]
     tokens = sum(min(int(sets[d.source].lengths()[0][d.index]), 60) for r in stream.window_rows(0, 0) for d in r)
     assert both["utilisation"] == pytest.approx(tokens / (60 * stream.sequences_per_epoch))
-    assert describe(make_stream(sets))["samples_per_sequence"] == 1.0
+    assert describe_data(make_stream(sets))["samples_per_sequence"] == 1.0
 
 
 @pytest.mark.parametrize("window", [None, 6])

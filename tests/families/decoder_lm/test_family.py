@@ -19,7 +19,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.samples.splits import TextSplit
-from unigen_ds.families.auto.loading import read_config
+from unigen_ds.families.auto.loading import config_of
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.decoder_lm.family import DecoderLM
 from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
@@ -40,7 +40,7 @@ LENGTHS = (9, 30, 5, 8, 8, 31)
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory as transformers writes it, in several files; the head of the tied one is not stored."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(read_config(None, {**KINDS[request.param], "initializer_range": 0.3}))
+    model = AutoModelForCausalLM.from_config(config_of(None, {**KINDS[request.param], "initializer_range": 0.3}))
     folder = tmp_path_factory.mktemp(request.param) / "model"
     model.save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1

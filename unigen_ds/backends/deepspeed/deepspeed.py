@@ -48,7 +48,7 @@ from unigen_ds.optim.optimizer import (
     step_count,
 )
 from unigen_ds.system import dist
-from unigen_ds.system.machine import check_versions
+from unigen_ds.system.machine import check_packages
 from unigen_ds.system.outputs import StateFiles
 
 
@@ -114,7 +114,7 @@ class DeepSpeedBackend(Backend):
 
     def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:
         super().check(geometry=geometry, optimizer_cfg=optimizer_cfg)
-        check_versions({"deepspeed": ALLOWED_VERSIONS})
+        check_packages({"deepspeed": ALLOWED_VERSIONS})
         if not element_wise(optimizer_cfg.type):
             raise ConfigError(
                 f"optim_wrapper.optimizer.type is {optimizer_class(optimizer_cfg.type).__name__!r}, which computes on"

@@ -140,7 +140,7 @@ def first_difference(one: Sequence[str], other: Sequence[str]) -> str | None:
     return None
 
 
-def compare(batches: FirstBatches, calls: Mapping[Kind, Sequence[str]]) -> Checked:
+def compare_ranks(batches: FirstBatches, calls: Mapping[Kind, Sequence[str]]) -> Checked:
     """A problem where two ranks differ in an iteration; a warning where kinds differ that did not meet yet."""
     step = batches.accumulative_counts
     titles = {kind: f"without {', '.join(kind)}" if kind else "with all parts" for kind in calls}
@@ -184,4 +184,4 @@ def check_collectives(known: Known) -> Iterator[Checked]:
     if geometry.dp_size == 1:
         yield ok("one process calls none; an update of each kind of micro-batch can be computed")
         return
-    yield compare(batches, dict(zip(batches.examples, calls, strict=True)))
+    yield compare_ranks(batches, dict(zip(batches.examples, calls, strict=True)))

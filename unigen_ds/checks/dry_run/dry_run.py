@@ -17,7 +17,7 @@ from unittest import mock
 
 from unigen_ds.checkpoint.home import same
 from unigen_ds.checks.dry_run.batches import check_batches, check_collectives
-from unigen_ds.checks.dry_run.known import Asked, Checked, Known, Unknown, ok, problem, problems_of, unchecked, warning
+from unigen_ds.checks.dry_run.known import Asked, Checked, Known, Unknown, ok, problem, problems_in, unchecked, warning
 from unigen_ds.checks.dry_run.this_machine import check_devices, check_folders, check_job, check_paths
 from unigen_ds.checks.resume import as_launched
 from unigen_ds.config.registry import DRY_RUN_CHECKS
@@ -41,7 +41,7 @@ def check_config(known: Known) -> Iterator[Checked]:
     yield ok(f"{known.asked.config}: every key and value")
 
 
-def check_engine(known: Known) -> Iterator[Checked]:
+def check_backend(known: Known) -> Iterator[Checked]:
     """Adds ``backend`` and ``geometry``: versions, precision and the split of the batch."""
     settings, hardware = known.need("settings"), known.hardware
     if hardware.count and not hardware.bf16:
@@ -68,7 +68,7 @@ def check_trackers(known: Known) -> Iterator[Checked]:
     for component in Visualizer.parse(known.config.values.get("visualizer") or {}).vis_backends:
         writer = component.build()
         errors = [*getattr(writer, "lacks", list)()]
-        yield from (result for error in errors for result in problems_of(error))
+        yield from (result for error in errors for result in problems_in(error))
         if not errors:
             yield ok(f"{component.name}: installed, and with a key where it needs one; its server was not asked")
 
@@ -122,7 +122,7 @@ CHECKS: dict[str, Check] = {
     "config": check_config,
     "paths": check_paths,
     "folders": check_folders,
-    "engine": check_engine,
+    "engine": check_backend,
     "trackers": check_trackers,
     "hooks": check_hooks,
     "start": check_start,
@@ -166,7 +166,7 @@ def _results(known: Known, checks: Mapping[str, Check], names: Iterable[str]) ->
         except Unknown as missing:
             results.append(unchecked(f"needs {missing}, which an earlier check could not build"))
         except Exception as error:  # of a user's own class, too: the other checks continue
-            results += problems_of(error)
+            results += problems_in(error)
         yield from (replace(result, check=name) for result in results)
 
 

@@ -49,7 +49,7 @@ def unchecked(text: str) -> Checked:
     return Checked("not checked", text)
 
 
-def problems_of(error: Exception) -> list[Checked]:
+def problems_in(error: Exception) -> list[Checked]:
     """One for each problem that an error names; of any other error than ours its kind and where it was raised."""
     if not isinstance(error, UnigenError):
         last = traceback.extract_tb(error.__traceback__)[-1]

@@ -244,7 +244,7 @@ def group_line(name: str, group: Mapping[str, Any]) -> str:
 # --- the numbers of tools/inspect_data.py ---------------------------------------------------------------------------
 
 
-def describe(stream: SequenceStream) -> dict[str, Any]:
+def describe_data(stream: SequenceStream) -> dict[str, Any]:
     """Plain numbers of each source, of all together, and of the sequences they make."""
     tokens, rows = np.concatenate([d.lengths()[0] for d in stream.datasets]), first_rows(stream)
     return {

@@ -64,7 +64,7 @@ def same_message(last: Turn, turn: Turn) -> bool:
     return last.role == turn.role and last.learned == turn.learned
 
 
-def format_value(value: Any) -> str:
+def short_value(value: Any) -> str:
     """Return the first 57 characters of a value, for a message about its record."""
     try:
         text = repr(value)
@@ -146,7 +146,7 @@ def rated_out(record: Record, ratings: Sequence[tuple[str, int]], where: object)
         numbers = isinstance(values, list) and all(one is None or type(one) in (int, float) for one in values)
         if not numbers or len(values) != len(texts):
             allowed = f"{len(texts)} numbers or null, one for each of texts"
-            raise DataError(f"{where}: {name}_ratings is {format_value(values)}", allowed=allowed)
+            raise DataError(f"{where}: {name}_ratings is {short_value(values)}", allowed=allowed)
         for i, rating in enumerate(values):
             if rating is not None and rating < least and low[i] is None:
                 low[i] = name
@@ -192,7 +192,7 @@ class Values:
     def wrong(self, field: str, value: Any, allowed: str) -> DataError:
         """Return the error for a value that is none of ``allowed``; of a key that is missing with the record's keys."""
         if value is not None:
-            return DataError(f"{self.where}: {field} is {format_value(value)}", allowed=allowed)
+            return DataError(f"{self.where}: {field} is {short_value(value)}", allowed=allowed)
         problem = f"{self.where}: {field} is missing (the record has: {_key_names(self.record)})"
         remedy = f"another name: columns={{'name in the file': {field!r}}}" if field.isidentifier() else None
         return DataError(problem, allowed=allowed, remedy=remedy)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError, close
-from unigen_ds.data.records.records import LAYOUTS, Layout, format_value, layout_of
+from unigen_ds.data.records.records import LAYOUTS, Layout, layout_of, short_value
 from unigen_ds.data.samples.sample import Array
 
 OnRecordError = Literal["error", "skip"]
@@ -102,11 +102,11 @@ class BadRecord:
     def of(cls, number: int, file: str, index: int, record: Any, reason: str, *, image: bool) -> BadRecord:
         """``record``: its values, as far as they are known."""
         own = record.get("id")
-        own = own if own is None or isinstance(own, (str, int)) else format_value(own)
+        own = own if own is None or isinstance(own, (str, int)) else short_value(own)
         return cls(number, file, index, own, reason, not image)
 
     def __str__(self) -> str:
-        return f"index {self.index}{'' if self.id is None else f', id {format_value(self.id)}'}, {self.reason}"
+        return f"index {self.index}{'' if self.id is None else f', id {short_value(self.id)}'}, {self.reason}"
 
     def line(self, name: str) -> str:
         """Of ``left_out.jsonl``. ``name``: of the source in sample ids."""

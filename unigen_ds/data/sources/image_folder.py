@@ -14,7 +14,7 @@ from pathlib import Path
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import lost
-from unigen_ds.data.records.records import format_value
+from unigen_ds.data.records.records import short_value
 from unigen_ds.data.records.unusable import MalformedRecord, decode_text
 from unigen_ds.data.sources.base import Arrays, FoundRecord, Names, RecordSource, Row
 from unigen_ds.data.sources.text_files import CsvSource, JsonSource
@@ -141,7 +141,7 @@ class ImageFolderSource(RecordSource):
         name = entry.record.get(key)
         if not isinstance(name, str) or not name:
             raise MalformedRecord(
-                f"{entry.where}: {key} is {'missing' if name is None else format_value(name)}",
+                f"{entry.where}: {key} is {'missing' if name is None else short_value(name)}",
                 allowed="the path of an image in the folder",
                 remedy=f"columns={{'name in the file': '{_FILE_NAME}'}}" if name is None else None,
             )

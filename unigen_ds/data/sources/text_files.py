@@ -23,7 +23,7 @@ import numpy as np
 from unigen_ds.config.registry import SOURCES, checked
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.image_files import Span
-from unigen_ds.data.records.records import RATINGS, Captions, format_value
+from unigen_ds.data.records.records import RATINGS, Captions, short_value
 from unigen_ds.data.records.unusable import MalformedRecord, check_data_file, decode_text
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row, canonical
 from unigen_ds.system.files import quick_digest
@@ -157,7 +157,7 @@ def load_record(raw: bytes, position: object) -> dict[str, Any]:
             remedy="the record ends early: copy the file again, or mend that line" if ends_early else "mend that line",
         ) from error
     if not isinstance(record, dict):
-        raise MalformedRecord(f"{position}: the record is {format_value(record)}", allowed="a JSON object")
+        raise MalformedRecord(f"{position}: the record is {short_value(record)}", allowed="a JSON object")
     return record
 
 

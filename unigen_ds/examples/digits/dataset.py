@@ -18,7 +18,7 @@ from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.images.image_files import open_image
 from unigen_ds.data.order.order import permute_many
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.examples.demo import prepare, record
+from unigen_ds.examples.demo import prepare_folder, record
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TRAIN_SIZE = 1500
@@ -66,7 +66,7 @@ class DigitsDataset(UnifiedGenerationDataset):
 
 def write_digits(root: Path) -> Path:
     """Write images and JSONL files under ``root`` unless they are there; returns ``root``."""
-    return prepare(root, _write, argument="DigitsDataset.root")
+    return prepare_folder(root, _write, argument="DigitsDataset.root")
 
 
 def read_split(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:

@@ -52,7 +52,7 @@ class DigitsReportHook(ReportHook):
         model.eval()
         try:
             with average_of(run), torch.no_grad():
-                results, sheet = evaluate(model, run.processor, root, flow=self.flow, seed=self.seed)
+                results, sheet = evaluate_digits(model, run.processor, root, flow=self.flow, seed=self.seed)
         finally:
             model.train()
         summary = (
@@ -63,7 +63,7 @@ class DigitsReportHook(ReportHook):
         return (results, sheet, summary) if dist.is_main() else None
 
 
-def evaluate(
+def evaluate_digits(
     model: Any, processor: UnifiedProcessor, root: Path, *, flow: FlowSettings, seed: int
 ) -> tuple[dict[str, Any], Image.Image]:
     """Draw 20 of each digit and read the 297 held-out images. The model is in eval mode, on its device. Out: the

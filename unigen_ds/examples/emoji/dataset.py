@@ -18,7 +18,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.evaluation.metrics import Metric
-from unigen_ds.examples.demo import prepare, record
+from unigen_ds.examples.demo import prepare_folder, record
 from unigen_ds.examples.emoji.catalogue import HUES, TONES, Variant, edits, variants
 
 SIDE = 32
@@ -58,7 +58,7 @@ class EmojiDataset(UnifiedGenerationDataset):
 
 def write_emoji(root: Path) -> Path:
     """Write pictures and JSONL files under ``root`` unless they are there; returns ``root``."""
-    return prepare(root, _write, argument="EmojiDataset.root")
+    return prepare_folder(root, _write, argument="EmojiDataset.root")
 
 
 def picture(variant: Variant) -> Image.Image:

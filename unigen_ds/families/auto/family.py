@@ -15,7 +15,7 @@ from unigen_ds.config.registry import FAMILIES
 from unigen_ds.data.samples.sample import Loaded
 from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.families.auto.batch import ModelBatch
-from unigen_ds.families.auto.loading import build, read_config, read_weights
+from unigen_ds.families.auto.loading import build, config_of, read_weights
 from unigen_ds.families.auto.model import CausalLM, ImageTextToText, TransformersModel
 from unigen_ds.families.auto.processor import ModelProcessor
 from unigen_ds.families.base import TRANSFORMERS_WEIGHTS, ConversationFamily, PublishedFormat, read_statement
@@ -127,7 +127,7 @@ class AutoDirectory(PublishedFormat):
         }
 
     def weights(self, folder: Path) -> Pretrained:
-        settings = read_config(folder, {})
+        settings = config_of(folder, {})
         return read_weights(folder, build(self.model.auto, settings, attention=None, whole=False), auto=self.model.auto)
 
     def write(

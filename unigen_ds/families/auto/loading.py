@@ -33,7 +33,7 @@ _FORMER_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "dtype", "model_typ
 """That configs of transformers accept and keep under other names."""
 
 
-def read_config(folder: Path | None, changes: Mapping[str, Any], *, where: str = "model.config") -> Any:
+def config_of(folder: Path | None, changes: Mapping[str, Any], *, where: str = "model.config") -> Any:
     """transformers' config of a folder, with ``changes`` of its keys (also inside of its parts).
 
     Raises ``ConfigError`` for a kind of model or a value that cannot work.

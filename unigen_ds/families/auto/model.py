@@ -30,7 +30,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import BUFFER, MASTER, persistent_buffers
 from unigen_ds.families.auto.attention import documents, is_causal, use_documents
 from unigen_ds.families.auto.batch import ModelBatch, rows_of, slots_of
-from unigen_ds.families.auto.loading import build, plain_config, read_config, read_weights
+from unigen_ds.families.auto.loading import build, config_of, plain_config, read_weights
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, linear_flops
 from unigen_ds.models.losses import loss_terms, text_losses
@@ -96,7 +96,7 @@ class TransformersModel(PretrainedModel):
         folder = folder_of(pretrained, where="model.pretrained") if pretrained else None
         if folder is not None:
             check_here(folder)
-        settings = read_config(folder, config or {}, where=f"model.{self.config_key}")
+        settings = config_of(folder, config or {}, where=f"model.{self.config_key}")
         causal = build(self.auto, settings, attention=attention, whole=folder is None and not meta)
         # not registered: its modules are registered here, so that parameters have transformers' names
         self.__dict__["transformers_model"] = causal

@@ -188,8 +188,8 @@ def model_sizes(source: Pretrained | None, of_config: Mapping[str, Any]) -> dict
         sizes[part] = {**(read if same_kind else {}), **own}
         if not sizes[part]:
             raise ConfigError(f"model.{part} is not given", remedy=f"give its sizes, or pretrained=dict({part}='...')")
-    sizes["llm"] = UnifiedSizes.filled(sizes["llm"], where="model.llm")
-    sizes["vit"] = VisionSizes.filled(sizes["vit"], where="model.vit")
+    sizes["llm"] = UnifiedSizes.with_defaults(sizes["llm"], where="model.llm")
+    sizes["vit"] = VisionSizes.with_defaults(sizes["vit"], where="model.vit")
     learned = sizes["vit"]["image_size"] // sizes["vit"]["patch_size"]
     for key, default in {**_DEFAULTS, "vit_max_patches_per_side": learned}.items():
         own = of_config.get(key)

@@ -26,7 +26,7 @@ from unigen_ds.config.section import Section
 from unigen_ds.config.values import Number
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.families.nanovlm.published import EXTRA_TOKENS, read_pretrained
+from unigen_ds.families.nanovlm.published import EXTRA_TOKENS, read_published
 from unigen_ds.models.attention import Attend
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.llama import LlamaLM
@@ -135,7 +135,7 @@ class VLM(PretrainedModel):
         pretrained: str | Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        source = read_pretrained(pretrained) if pretrained else None
+        source = read_published(pretrained) if pretrained else None
         of_config = {"llm": llm, "vit": vit, "pixel_shuffle_factor": pixel_shuffle_factor}
         self.llm_config, self.vit_config, pixel_shuffle_factor = _sizes(source, of_config)
         side = self.vit_config["image_size"] // self.vit_config["patch_size"]
@@ -159,7 +159,7 @@ class VLM(PretrainedModel):
     def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
         """The sizes of a data processor that this model's config fixes."""
         pretrained = config.get("pretrained")
-        _, vit, factor = _sizes(read_pretrained(pretrained) if pretrained else None, config)
+        _, vit, factor = _sizes(read_published(pretrained) if pretrained else None, config)
         return {"tile_size": vit["image_size"], "vit_patch_size": vit["patch_size"], "pixel_shuffle_factor": factor}
 
     def arguments(self) -> dict[str, Any]:
@@ -242,10 +242,10 @@ def _sizes(source: Pretrained | None, of_config: Mapping[str, Any]) -> tuple[dic
     ``ConfigError`` where the factor does not fit.
     """
     of_files = source.sizes if source else {}
-    llm = LlamaSizes.filled({**of_files.get("llm", {}), **(of_config.get("llm") or {})}, where="model.llm")
+    llm = LlamaSizes.with_defaults({**of_files.get("llm", {}), **(of_config.get("llm") or {})}, where="model.llm")
     if llm["vocab_size"] is None:
         llm["vocab_size"] = SMOLLM2_VOCABULARY
-    vit = SiglipSizes.filled({**of_files.get("vit", {}), **(of_config.get("vit") or {})}, where="model.vit")
+    vit = SiglipSizes.with_defaults({**of_files.get("vit", {}), **(of_config.get("vit") or {})}, where="model.vit")
     factor = of_config.get("pixel_shuffle_factor")
     factor = of_files.get("pixel_shuffle_factor", 4) if factor is None else factor
     if vit["image_size"] % (vit["patch_size"] * factor):

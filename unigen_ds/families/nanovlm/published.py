@@ -107,7 +107,7 @@ class NanoVLMDirectory(PublishedFormat):
 
     def weights(self, folder: Path) -> Pretrained:
         """Of tied embeddings the one that is stored serves both names."""
-        weights = read_pretrained(str(folder))
+        weights = read_published(str(folder))
         embedding, head = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
         if embedding in weights.tensors:
             return weights
@@ -163,7 +163,7 @@ def _nanovlm_sizes(model: Any) -> dict[str, Any]:
     return {**sizes, **_FIXED, "mp_pixel_shuffle_factor": model.connector.factor}
 
 
-def read_pretrained(pretrained: str | Mapping[str, str]) -> Pretrained:
+def read_published(pretrained: str | Mapping[str, str]) -> Pretrained:
     """``pretrained``: nanoVLM's directory, or ``dict(vit=..., llm=...)`` of a SigLIP and a Llama-type directory.
 
     Raises ``ConfigError`` or ``CheckpointError`` naming the file that is not as it must be.

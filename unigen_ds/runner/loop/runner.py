@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import saver, store
-from unigen_ds.checkpoint.background import Writer
+from unigen_ds.checkpoint.background import BackgroundWriter
 from unigen_ds.checkpoint.base_files import save_base
 from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.checkpoint.home import WorkDirLock, claim, run_id, same
@@ -63,7 +63,7 @@ class Runner:
         self._loss_weights = settings.term_weights
         self._config_text, self._identity = config_text(settings.given), start.data.stream.identity
         self._locks: list[WorkDirLock] = []
-        self._writer: Writer | None = None
+        self._writer: BackgroundWriter | None = None
         self._parameters = Parameters(parts.backend)
 
     @classmethod
@@ -240,7 +240,7 @@ class Runner:
     def save_checkpoint(self, name: str, *, form: Form = "sharded", background: bool = False) -> Path | None:
         """See ``hooks.base.Run``."""
         if background and self._writer is None:
-            self._writer = Writer()
+            self._writer = BackgroundWriter()
         parts, tokenizer = self._parts, getattr(self.processor, "tokenizer", None)
         of_files = parts.settings.tokenizer is not None and parts.settings.tokenizer.get("path")
         manifest = Manifest(

@@ -83,7 +83,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     backend, geometry = stages.build_engine(settings)
     plan, start, findings, hooks = _begin(settings, backend, geometry, max_updates)
     settings, data = start.settings, start.data
-    check_data(settings, data, total_sequences=start.total_sequences)
+    agree_on_data(settings, data, total_sequences=start.total_sequences)
     seed_everything(settings.seed, rank=dist.rank())
     model: Any = build.build_model(settings, data.processor, seed=settings.seed, stream=True)
     for part in data.parts:
@@ -115,7 +115,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         geometry=geometry,
         schedules=schedules,
         parameters=parameters,
-        plain_config=stages.plain_values(settings, model=model),
+        plain_config=stages.plain_config(settings, model=model),
         loader=load(geometry=geometry, cursor=start.cursor),
         loader_at=lambda geometry, cursor: load(geometry=geometry, cursor=cursor, workers=False),
         validation=[Validation(one, settings.term_weights) for one in data.validation],
@@ -219,7 +219,7 @@ def check_settings(settings: Settings, *, max_updates: int | None) -> None:
     _compare({**facts, "max_updates": max_updates, "code of unigen_ds": source_digest()})
 
 
-def check_data(settings: Settings, data: build.Data, *, total_sequences: float) -> None:
+def agree_on_data(settings: Settings, data: build.Data, *, total_sequences: float) -> None:
     """The same for the data that each rank has read, and for the files of published weights. Collective."""
     if dist.world_size() == 1:
         return

@@ -233,7 +233,7 @@ def run_checklist(
     The parameters are the stored ones where the config's model is the stored one, else those of a model on the meta
     device. The real model is checked again once it is built.
     """
-    settings, manifest, plain = start.settings, start.manifest, plain_values(start.settings)
+    settings, manifest, plain = start.settings, start.manifest, plain_config(start.settings)
     assert manifest is not None, "only a resume is checked"
     if all(plain.get(key) == manifest.config.get(key) for key in ("model", "lora", "tokenizer")):  # the stored model
         named = []
@@ -270,7 +270,7 @@ def run_checklist(
     return checklist.run(manifest, proposal)
 
 
-def plain_values(settings: Settings, *, model: Any = None) -> dict[str, Any]:
+def plain_config(settings: Settings, *, model: Any = None) -> dict[str, Any]:
     """The config as plain JSON values, as a manifest keeps it. With ``model`` also its arguments as it was built,
     without ``pretrained``: a checkpoint is built again from these alone, and sizes that no config states are compared.
     """
