@@ -83,7 +83,7 @@ def save(
 ) -> Path | None:
     """Write and commit ``work_dir/name``. Collective. Returns the committed directory; raises ``SaveError``.
 
-    With ``hand_over`` (``BackgroundWriter.start``) another process writes it: None, and ``BackgroundWriter.finish`` returns it.
+    With ``hand_over`` (``BackgroundWriter.start``) another process writes it: None, and its ``finish`` returns it.
 
     ``hook_shards``: directory name -> shards (``{'ema': [...]}``). ``before`` is called on rank 0 first of all; an
     error of it is a failure of the save. ``manifest`` gets its commit number, files and layout here. A name that exists
