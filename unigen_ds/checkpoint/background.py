@@ -276,8 +276,11 @@ def serve(pipe: int, file: int, parent: int) -> None:
         if deadline and time.monotonic() > deadline[0]:
             raise TimeoutError("the training has ended, and not all of its ranks have written their files")
 
-    while (task := tasks.recv()) is not None:
-        size, content = task
+    while True:
+        try:
+            size, content = tasks.recv()
+        except (EOFError, TypeError):  # the training has ended, or asked for the end while nothing was written
+            return
         if size and (memory is None or len(memory) < size):
             memory = mmap.mmap(file, size)
         deadline: list[float] = []
