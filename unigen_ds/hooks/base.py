@@ -99,6 +99,8 @@ class Iteration:
     """On the CPU."""
     sums: Mapping[str, Tensor]
     """Sum of each loss term over its targets: detached scalars on the device."""
+    each: Mapping[str, Tensor]
+    """The value of each target, as of ``LossTerms.each``: detached, on the device."""
     loss_weights: Mapping[str, float]
 
 

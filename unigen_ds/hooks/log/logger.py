@@ -1,7 +1,8 @@
 """The record of a run: one line of ``metrics.jsonl`` per log interval, the same to the console and to the writers.
 
 The losses of a line are those of its own update, over all ranks, so a resumed run can be compared with an
-uninterrupted one line by line. The price is one small gloo reduction and one device synchronisation, at log time only.
+uninterrupted one line by line; where the data has several sources, they are there for each source, too. The price is
+one small gloo reduction (of several sources two) and one device synchronisation, at log time only.
 
 Lines with ``event`` are not those of an update: ``training_stats`` (``hooks/log/timer.py``), ``evaluation``
 (``after_val``), ``resume`` (``hooks/log/journal.py``), and what others log (``LoggerHook.log``).
@@ -26,9 +27,11 @@ from rich.progress import Progress as RichBar
 from torch import Tensor
 
 from unigen_ds.config.registry import HOOKS, checked
-from unigen_ds.core.batch import DEFAULT_WEIGHT
+from unigen_ds.core.batch import DEFAULT_WEIGHT, Batch
+from unigen_ds.data.datasets.dataset import source_names
 from unigen_ds.hooks.base import Run, UpdateResult
 from unigen_ds.hooks.log.journal import JournalHook
+from unigen_ds.hooks.log.source_losses import SourceLosses
 from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.system import dist
 from unigen_ds.system.journals import METRICS_FILE
@@ -101,6 +104,7 @@ class LoggerHook(JournalHook):
         self._norm_outside = False
         self._local_sums: dict[str, Tensor] = {}
         """This rank's sum of each loss term of the epoch that is not in ``epoch`` yet, on the device."""
+        self._by_source = SourceLosses()
         self._epoch_tokens, self._epoch_since = 0, time.perf_counter()
         self.run_ids: dict[str, str] = {}
         """Id of the run in each tracker, by the writer's name."""
@@ -112,6 +116,7 @@ class LoggerHook(JournalHook):
     def before_train(self, run: Run) -> None:
         super().before_train(run)
         self._epoch_since = time.perf_counter()
+        self._by_source = SourceLosses(source_names(run.datasets))
         self._timer = next((hook for hook in run.hooks if isinstance(hook, IterTimerHook)), None)
         if self._log_metric_by_epoch:
             logger().warning("LoggerHook.log_metric_by_epoch has no effect: each line has update, iteration and epoch")
@@ -122,6 +127,13 @@ class LoggerHook(JournalHook):
                 writer.open(work_dir=run.work_dir, config=run.config, updates=run.progress.updates,
                             name=self._run_name or run.work_dir.name, identity=identity)  # fmt: skip
             self.run_ids = {writer.name: writer.run_id for writer in self._writers if writer.run_id is not None}
+
+    def before_update(self, run: Run) -> None:
+        self._by_source.begin()
+
+    def after_train_iter(self, run: Run, index: int, batch: Batch) -> None:
+        if run.iteration is not None:
+            self._by_source.add(batch, run.iteration.each)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         first, self._last = self._last is None, result
@@ -196,7 +208,7 @@ class LoggerHook(JournalHook):
 
     def _log(self, run: Run, result: UpdateResult, of_epoch: Mapping[str, float]) -> None:
         """Collective. Reads the device: the only code outside the optimizer step that waits for it."""
-        losses = global_losses(result)
+        losses = {**global_losses(result), **self._by_source.means(sorted(result.counts))}
         timer = self._timer
         rates = timer.flops_over_ranks() if timer else {}
         memory = global_memory()

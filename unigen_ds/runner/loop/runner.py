@@ -186,7 +186,8 @@ class Runner:
                 terms = self.backend.model(micro_batch.batch.to(self.backend.device))
                 self.backend.backward(terms.weighted(self._loss_weights, update.counts))
             values = {name: value.detach() for name, value in terms.sums.items()}
-            self.iteration = Iteration(micro_batch.batch, values, self._loss_weights)
+            each = {name: value.detach() for name, value in terms.each.items()}
+            self.iteration = Iteration(micro_batch.batch, values, each, self._loss_weights)
             for name, value in values.items():
                 sums[name] = sums[name] + value if name in sums else value
             if not last:
