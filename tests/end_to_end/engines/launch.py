@@ -200,6 +200,13 @@ def relative(a: float | None, b: float | None) -> float:
 METRICS = ("loss", "loss/text", "loss/image", "grad_norm")
 
 
+def different_values(run: Outcome, other: Outcome) -> list[tuple[int, str]]:
+    """(update, name) of what is not bit-equal in two runs' lines of the same updates: metrics, rate, counts."""
+    names = (*METRICS, "lr", "sequences", "tokens", "samples")
+    pairs = zip(run.lines, other.lines, strict=True)
+    return [(a["update"], name) for a, b in pairs for name in names if a[name] != b[name]]
+
+
 def metric_deviation(run: Outcome, oracle: Outcome, *, after: int = 0, updates: int | None = None) -> float:
     """The largest relative deviation of losses and gradient norms over the updates ``after + 1 .. updates``."""
     a, b = ([x for x in side.lines if after < x["update"] <= (updates or x["update"])] for side in (run, oracle))
