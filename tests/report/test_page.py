@@ -21,7 +21,7 @@ from tests.tiny import tiny_config
 from tools.report import main
 from unigen_ds.evaluation.provenance import REQUIRED, Result, write_results
 from unigen_ds.report.charts import MOST_POINTS, moving_average, reduce_points
-from unigen_ds.report.page import PARTS, spent_by_start
+from unigen_ds.report.goodput import PARTS, spent_by_start
 from unigen_ds.report.reading import mask_secrets, read_work_dir
 from unigen_ds.runner import Runner
 
