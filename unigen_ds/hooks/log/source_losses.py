@@ -50,9 +50,9 @@ class SourceLosses:
         local = [part.tolist() for term in terms for part in self._parts.get(term, (none, none))]
         totals = dist.sum_floats([value for part in local for value in part])
         means: dict[str, float] = {}
-        for term, (sums, weights) in zip(
-            terms, torch.tensor(totals, dtype=torch.float64).view(len(terms), 2, -1).tolist(), strict=True
-        ):
+        number = len(self._names)
+        for term in terms:
+            sums, weights, totals = totals[:number], totals[number : 2 * number], totals[2 * number :]
             parts = zip(self._names, sums, weights, strict=True)
             means |= {f"loss/{term}/{name}": total / weight for name, total, weight in parts if weight}
         return means
