@@ -29,7 +29,7 @@ Reports = Callable[[str], Report]
 READ_NORM = "value read"
 LOG = {
     ("value read", "hooks/log/logger.py:<listcomp>"), ("value read", "hooks/log/logger.py:_read_norms"),
-    ("value read", "hooks/log/logger.py:means"),
+    ("value read", "hooks/log/source_losses.py:<listcomp>"),
 }  # fmt: skip
 """At a log line: the loss terms, those of each source, and the gradient norm."""
 EPOCH = {("value read", "hooks/log/logger.py:settle")}
