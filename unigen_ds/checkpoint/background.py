@@ -3,7 +3,7 @@
 ::
 
     start    every rank: copies the tensors of its files into memory that it shares with its writer, a process of its
-             own, and passes it the rest of the ``Save``; training continues
+             own, and the rest of the ``Save``; training continues
              each writer: writes, hashes and flushes its rank's files; that of rank 0 waits for the others, and commits
     finish   every rank: once all writers are done, the checkpoint, or the error
 
@@ -77,9 +77,10 @@ class BackgroundWriter:
             pickler.dump(attempt)
             # a replica of the data may write none of a tensor, which another rank then writes, and looks at
             pickler.dump([(name, tensor) for name, tensor in trained if _key(tensor) in pickler.storages])
-            self._memory.fill(pickler)
+            content = stream.getbuffer()  # by the pipe it would arrive only as fast as the writer reads it
+            self._memory.fill(pickler, content)
             assert self._pipe is not None
-            self._pipe.send((pickler.nbytes, stream.getvalue()))
+            self._pipe.send((pickler.nbytes, content.nbytes))
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}")
         self._sums = dist.PendingSum([0.0, float(self._failed)])
@@ -189,33 +190,40 @@ class _Pickler(pickle.Pickler):
         self.storages: dict[tuple[str, int, int], tuple[int, torch.UntypedStorage]] = {}
         self.nbytes = 0
 
-    def persistent_id(self, value: Any) -> Any:
+    def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return None
+            return NotImplemented
         key, storage = _key(value), value.untyped_storage()
         if key not in self.storages:
             self.storages[key] = self.nbytes, storage
             self.nbytes += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-        begin = self.storages[key][0]
-        return begin, storage.nbytes(), value.dtype, value.storage_offset(), tuple(value.shape), value.stride()
+        place = self.storages[key][0], storage.nbytes()
+        return _shared_tensor, (place, value.dtype, value.storage_offset(), tuple(value.shape), value.stride())
+
+
+def _shared_tensor(place: tuple[int, int], *view: Any) -> Tensor:
+    raise pickle.UnpicklingError("only a writer has the memory of this tensor")
 
 
 class _Unpickler(pickle.Unpickler):
     """Reads what a ``_Pickler`` of the same run has made: the tensors are in the shared memory."""
 
-    def __init__(self, content: bytes, memory: mmap.mmap | None) -> None:
+    def __init__(self, content: bytes, memory: mmap.mmap) -> None:
         super().__init__(io.BytesIO(content))
         self._memory = memory
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
 
-    def persistent_load(self, value: Any) -> Tensor:
-        begin, size, dtype, offset, shape, stride = value
-        if (begin, size) not in self._storages:
+    def find_class(self, module: str, name: str) -> Any:
+        return self._tensor if name == _shared_tensor.__name__ else super().find_class(module, name)
+
+    def _tensor(self, place: tuple[int, int], dtype: torch.dtype, *view: Any) -> Tensor:
+        begin, size = place
+        if place not in self._storages:
             content = torch.empty(0, dtype=torch.uint8)
             if size:
                 content = torch.frombuffer(self._memory, dtype=torch.uint8, offset=begin, count=size)
-            self._storages[begin, size] = content.untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(self._storages[begin, size], offset, shape, stride)
+            self._storages[place] = content.untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(self._storages[place], *view)
 
 
 class _Memory:
@@ -226,14 +234,16 @@ class _Memory:
         self._map: mmap.mmap | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def fill(self, pickler: _Pickler) -> None:
-        """Copy each storage to its offset."""
-        if pickler.nbytes > self._bytes.nbytes:
+    def fill(self, pickler: _Pickler, content: memoryview) -> None:
+        """Copy each storage to its offset, and ``content`` behind them."""
+        end = pickler.nbytes + content.nbytes
+        if end > self._bytes.nbytes:
             self._pin(False)
-            os.ftruncate(self.file, pickler.nbytes)
-            self._map = mmap.mmap(self.file, pickler.nbytes)
+            os.ftruncate(self.file, end)
+            self._map = mmap.mmap(self.file, end)
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
             self._pin(True)
+        self._bytes[pickler.nbytes : end].copy_(torch.frombuffer(content, dtype=torch.uint8))
         for begin, storage in pickler.storages.values():
             source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             self._bytes[begin : begin + source.nbytes].copy_(source, non_blocking=True)
@@ -278,13 +288,13 @@ def serve(pipe: int, file: int, parent: int) -> None:
 
     while True:
         try:
-            size, content = tasks.recv()
+            begin, size = tasks.recv()
         except (EOFError, TypeError):  # the training has ended, or asked for the end while nothing was written
             return
-        if size and (memory is None or len(memory) < size):
-            memory = mmap.mmap(file, size)
+        if memory is None or len(memory) < begin + size:
+            memory = mmap.mmap(file, begin + size)
         deadline: list[float] = []
-        unpickler = _Unpickler(content, memory)
+        unpickler = _Unpickler(memory[begin : begin + size], memory)
         attempt, trained = unpickler.load(), unpickler.load()
         answer = problem = None
         try:

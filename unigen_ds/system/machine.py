@@ -74,6 +74,7 @@ def git_commits() -> dict[str, dict[str, Any]]:
     return commits
 
 
+@cache
 def installed(package: str) -> str | None:
     """Return the version of a package, or None if it is not installed."""
     try:
