@@ -320,6 +320,12 @@ def test_the_size_stays(folder: str) -> None:
     assert lines <= MOST_LINES[folder], f"{lines} lines: delete before you add"
 
 
+def test_asynchronous_saving_is_in_few_modules() -> None:
+    names = re.compile(r"BackgroundWriter|async_save|async_busy|finish_save|hand_over")
+    modules = [label(path) for path in SOURCES if names.search(path.read_text(encoding="utf-8"))]
+    assert len(modules) <= 5, modules
+
+
 def test_journeys_enter_few_modules() -> None:
     done = run([sys.executable, "-m", "tests.journeys", "--json"], cwd=ROOT, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

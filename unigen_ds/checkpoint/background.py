@@ -197,11 +197,11 @@ class _Pickler(pickle.Pickler):
         if key not in self.storages:
             self.storages[key] = self.nbytes, storage
             self.nbytes += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-        place = self.storages[key][0], storage.nbytes()
-        return _shared_tensor, (place, value.dtype, value.storage_offset(), tuple(value.shape), value.stride())
+        span = self.storages[key][0], storage.nbytes()
+        return _shared_tensor, (span, value.dtype, value.storage_offset(), tuple(value.shape), value.stride())
 
 
-def _shared_tensor(place: tuple[int, int], *view: Any) -> Tensor:
+def _shared_tensor(span: tuple[int, int], *view: Any) -> Tensor:
     raise pickle.UnpicklingError("only a writer has the memory of this tensor")
 
 
@@ -216,14 +216,14 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         return self._tensor if name == _shared_tensor.__name__ else super().find_class(module, name)
 
-    def _tensor(self, place: tuple[int, int], dtype: torch.dtype, *view: Any) -> Tensor:
-        begin, size = place
-        if place not in self._storages:
+    def _tensor(self, span: tuple[int, int], dtype: torch.dtype, *view: Any) -> Tensor:
+        begin, size = span
+        if span not in self._storages:
             content = torch.empty(0, dtype=torch.uint8)
             if size:
                 content = torch.frombuffer(self._memory, dtype=torch.uint8, offset=begin, count=size)
-            self._storages[place] = content.untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(self._storages[place], *view)
+            self._storages[span] = content.untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(self._storages[span], *view)
 
 
 class _Memory:
