@@ -235,7 +235,7 @@ class _Memory:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, pickler: _Pickler, content: memoryview) -> None:
-        """Copy each storage to its offset, and ``content`` behind them."""
+        """Copy each storage to its offset, and ``content`` after them."""
         end = pickler.nbytes + content.nbytes
         if end > self._bytes.nbytes:
             self._pin(False)
