@@ -6,7 +6,6 @@ does. Everything is causal, every token has a rotary position of its own. Planni
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from unigen_ds.config.registry import checked
 from unigen_ds.core.batch import CAUSAL
 from unigen_ds.core.errors import DataError
+from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.images.augment import Augment
 from unigen_ds.data.images.image_files import ImageHeader, UnreadableImage, patchify
 from unigen_ds.data.images.tiles import Tiling, image_string, num_tiles, split_tiles
@@ -77,8 +77,7 @@ class VLMProcessor(ChatProcessor):
     @property
     def fingerprint(self) -> str:
         """A digest of all that changes a plan (``ConversationProcessor.fingerprint``)."""
-        facts = f"('vlm-plan-1', {self.tokenizer.fingerprint!r}, {self.tiling}, {self.tokens_per_tile!r})"
-        return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+        return fingerprint("vlm-plan-1", self.tokenizer.fingerprint, self.tiling, self.tokens_per_tile)
 
     vit_lowest = 0.0
     """Black, of pixels in [0, 1]."""
