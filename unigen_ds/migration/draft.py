@@ -116,9 +116,7 @@ class Draft:
         self.omissions.append((source, why))
 
     def take(self, name: str, kind: Kind = text) -> Any:
-        """Remove a setting. Returns its value, or None without one. A value that ``kind`` cannot read is omitted, with
-        the reason.
-        """
+        """Remove a setting; returns its value, or None. One that ``kind`` cannot read is omitted, with the reason."""
         setting = self.settings.pop(name, None)
         if setting is None or setting.value is None:
             return None

@@ -80,9 +80,7 @@ _PARTS = ("llm", "vit", "vae")
 
 
 def exported_variables(command: Command) -> Draft:
-    """Of ``scripts/train_unified_fsdp.sh``: BAGEL with FSDP. It averages the weights by itself, with a decay of
-    0.9999.
-    """
+    """Of ``scripts/train_unified_fsdp.sh``: BAGEL with FSDP, which averages the weights with a decay of 0.9999."""
     values = {
         "backend": {"type": "fsdp", "sharding_strategy": "HYBRID_SHARD"},
         "custom_hooks": [{"type": "EMAHook", "momentum": 0.0001}],

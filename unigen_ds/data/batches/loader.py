@@ -152,9 +152,7 @@ class BatchLoader:
         self.closed = False
 
     def next(self) -> Batch:
-        """The next batch, on the CPU. Raises ``StopIteration`` after the last one, ``TrainingError`` where a worker
-        process has ended.
-        """
+        """The next batch, on the CPU. Raises ``StopIteration`` after the last, ``TrainingError`` for a lost worker."""
         assert not self.closed, "the loader is closed"
         if self._loaded is None:
             self._loaded = self._begin()

@@ -144,9 +144,7 @@ class SequenceStream:
 
     @property
     def draws_per_epoch(self) -> tuple[int, ...]:
-        """Of each source, in the first epoch that has all the present data, the additional ones of mandatory groups
-        included.
-        """
+        """Of each source, in the first epoch of all the present data, with the additional ones of mandatory groups."""
         return self._draws(-1)
 
     def _draws(self, phase: int) -> tuple[int, ...]:

@@ -40,9 +40,7 @@ class CheckedRecord:
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
-        """As its file has them, under the names of a layout (``columns``); images inside of the file are
-        ``StoredImage``.
-        """
+        """Of its file, under the names of a layout (``columns``); images inside of the file are ``StoredImage``."""
         return self._layout.named(self._entry.record, self.where)
 
     @cached_property

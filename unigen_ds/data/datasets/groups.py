@@ -56,8 +56,7 @@ def blend(
     skipped: Sequence[tuple[str, str | None]] = (),
 ) -> Blend:
     """``sizes``: samples of each source; ``skipped``: name and group of each that is left out (``on_error='skip'``).
-    Raises ``ConfigError`` where sources and groups do not fit each other, ``DataError`` where all of a group are
-    skipped.
+    Raises ``ConfigError`` where sources and groups do not fit, ``DataError`` where all of a group are skipped.
     """
     of_sources = [getattr(dataset, "group", None) for dataset in datasets]
     for dataset, group in zip(datasets, of_sources, strict=True):

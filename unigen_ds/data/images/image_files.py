@@ -176,9 +176,7 @@ def image_header(path: AnyImage) -> ImageHeader:
 
 
 def open_image(path: AnyImage) -> Image.Image:
-    """Return the decoded picture, upright, grey in 8 bits. Raises ``UnreadableImage`` naming the path; a truncated file
-    is refused, not greyed out.
-    """
+    """The picture, upright, grey in 8 bits. Raises ``UnreadableImage`` naming the path, also for a truncated file."""
     return path.decoded if isinstance(path, ImageContent) else _decode(path)
 
 

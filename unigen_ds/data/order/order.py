@@ -76,9 +76,7 @@ class Draw(NamedTuple):
         return f"Draw(source={self.source}, index={self.index}, pass_number={self.pass_number}{piece})"
 
     def sample_id(self, names: Sequence[str]) -> str:
-        """``source:index:pass``, of a piece ``source:index:pass:piece``: what the ledger digests and what a sample's
-        randomness is keyed by.
-        """
+        """``source:index:pass``, of a piece ``...:piece``: of the ledger, and the key of all that is random in it."""
         piece = f":{self.piece}" if self.piece >= 0 else ""
         return f"{names[self.source]}:{self.index}:{self.pass_number}{piece}"
 

@@ -237,8 +237,7 @@ class Values:
 
     def image(self, value: Any, field: str) -> str:
         """Return the path of an image, under ``image_root`` where it is relative, or the image that the record has:
-        bytes, or base64 as ``data:image/png;base64,...``. Raises ``DataError`` for everything else: nothing is
-        downloaded.
+        bytes, or base64 as ``data:image/png;base64,...``. Raises ``DataError`` for all else: nothing is downloaded.
         """
         if isinstance(value, StoredImage):
             return value

@@ -279,9 +279,7 @@ def _normal(shape: tuple[int, ...], key: tuple[object, ...]) -> Tensor:
 
 
 class PackedBuilder:
-    """Adds documents one after the other and keeps every list of ``PackedBatch``. ``processor``: a
-    ``ConversationProcessor``, or what has its sizes.
-    """
+    """Makes a ``PackedBatch`` of documents. ``processor``: a ``ConversationProcessor``, or what has its sizes."""
 
     def __init__(self, processor: Any) -> None:
         self.processor, self.num_tokens = processor, 0

@@ -2,8 +2,7 @@
 
 A source is made from one file or folder, without reading it. ``scan`` looks for the records once; what it returns is
 kept with the index, and ``use`` receives it again at every later start. A record is a ``FoundRecord``: its position,
-its values, and the bytes that its digest is of. Sources are sent to loading processes, so no value of theirs is an open
-file.
+its values, and the bytes that its digest is of. Sources are sent to loading processes, so they hold no open file.
 """
 
 from __future__ import annotations
@@ -49,9 +48,7 @@ class FoundRecord(Protocol):
 
 
 class Row:
-    """A record whose values are known: the entry of every format but JSON. ``unused``: what of the files is not in
-    ``record``, by the names of ``unusable.unused_keys``.
-    """
+    """A record whose values are known, of every format but JSON. ``unused``: what it leaves out, of ``unused_keys``."""
 
     __slots__ = ("record", "unused", "where")
 

@@ -295,9 +295,7 @@ class ModelTokenizer(_Tokenizer):
 
 
 def _folder(path: str) -> Path:
-    """The folder of a tokenizer. Raises ``ConfigError`` for one that is not there, before it is looked up on the hub,
-    and for one without a tokenizer.
-    """
+    """The folder of a tokenizer. Raises ``ConfigError`` for one without, or that is neither here nor a hub's name."""
     folder = folder_of(path, where="tokenizer.path", weights=False)
     allowed = "a folder with tokenizer.json, or a name on the hub: organisation/name"
     if folder.is_dir():

@@ -1,6 +1,4 @@
-"""Metrics of texts: BLEU, ROUGE, METEOR and BERTScore by their libraries; exact match of short answers; and
-perplexity, of the losses of texts.
-"""
+"""Metrics of texts: BLEU, ROUGE, METEOR and BERTScore by their libraries; exact match; perplexity, of losses."""
 
 from __future__ import annotations
 

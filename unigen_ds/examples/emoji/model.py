@@ -42,9 +42,7 @@ class EmojiModel(UnifiedModel):
 
 @FAMILIES.register_module()
 class EmojiFamily(Bagel):
-    """Trained, resumed, merged and asked as ``Bagel``; not exported, because BAGEL's directory is of a model that
-    predicts the velocity.
-    """
+    """As ``Bagel``, but not exported: a model in BAGEL's directory predicts the velocity."""
 
     model = EmojiModel
     published: ClassVar[tuple[PublishedFormat, ...]] = ()

@@ -238,9 +238,7 @@ class VLM(PretrainedModel):
 
 
 def _sizes(source: Pretrained | None, of_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Sizes of the language model and of the vision tower, and the factor: as given, else as in the files. Raises
-    ``ConfigError`` where the factor does not fit.
-    """
+    """Sizes of language model and vision tower, and the factor: as given, else of the files. Raises ``ConfigError``."""
     of_files = source.sizes if source else {}
     llm = LlamaSizes.with_defaults({**of_files.get("llm", {}), **(of_config.get("llm") or {})}, where="model.llm")
     if llm["vocab_size"] is None:
