@@ -29,10 +29,10 @@ _KEY = "train_dataloader.groups"
 class DataGroup(Section):
     """Sources that share a weight: those whose `group` is its name."""
 
-    weight: Number = Field(gt=0, allow_inf_nan=False, description="share of the samples, relative to the other groups")
-    mandatory: bool = Field(
-        default=False, description="every packed sequence has a sample of it: where its weight means too few, more"
-    )
+    weight: Number = Field(gt=0, allow_inf_nan=False)
+    """Share of the samples, relative to the other groups."""
+    mandatory: bool = False
+    """Every packed sequence has a sample of it: where its weight means too few, more."""
 
 
 @dataclass(frozen=True)

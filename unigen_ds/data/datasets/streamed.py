@@ -45,13 +45,12 @@ _T = TypeVar("_T", bound=Sized)
 class Streaming(Section):
     """How a data set is streamed."""
 
-    mixed_shards: int = Field(
-        default=4, ge=1, description="shards whose records are shuffled together; another number is another order"
-    )
-    attempts: int = Field(default=5, ge=1, description="attempts of fetching a shard, before the run ends")
-    storage_options: Mapping[str, Any] = Field(
-        default={}, description="arguments of the file system of `fsspec`: keys, endpoints"
-    )
+    mixed_shards: int = Field(default=4, ge=1)
+    """Shards whose records are shuffled together; another number is another order."""
+    attempts: int = Field(default=5, ge=1)
+    """Attempts of fetching a shard, before the run ends."""
+    storage_options: Mapping[str, Any] = Field(default={})
+    """Arguments of the file system of `fsspec`: keys, endpoints."""
 
 
 class ShardSource(RecordSource):

@@ -22,7 +22,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from unigen_ds.config.registry import MODELS, checked
-from unigen_ds.config.section import Section
 from unigen_ds.config.values import Number
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError
@@ -40,49 +39,36 @@ _INIT_STD = 0.02
 SMOLLM2_VOCABULARY = 49152 + EXTRA_TOKENS
 
 
-def _default(section: type[Section], name: str, default: int) -> Any:
-    """The field of a section, which has a least value, with a default."""
-    field = section.model_fields[name]
-    [limit] = field.metadata
-    return Field(default=default, ge=limit.ge, description=field.description)
-
-
 class LlamaSizes(LanguageSizes):
     """Under Llama's names; what is left out is SmolLM2-360M's."""
 
-    hidden_size: int = _default(LanguageSizes, "hidden_size", 960)
-    intermediate_size: int = _default(LanguageSizes, "intermediate_size", 2560)
-    num_hidden_layers: int = _default(LanguageSizes, "num_hidden_layers", 32)
-    num_attention_heads: int = _default(LanguageSizes, "num_attention_heads", 15)
-    num_key_value_heads: int = _default(LanguageSizes, "num_key_value_heads", 5)
-    vocab_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="rows of the embedding; None: the tokenizer's where `model.llm` is given, which is also the least,"
-        " else 49218",
-    )
-    rms_norm_eps: Number = Field(default=1e-5, gt=0, description="epsilon of the norms")
-    rope_theta: Number = Field(default=100_000.0, gt=0, description="base of the rotary positions")
-    max_position_embeddings: int = Field(
-        default=8192, ge=1, description="number of positions; those of a longer document are squeezed into it"
-    )
-    tie_word_embeddings: bool = Field(default=True, description="one table for the embedding and the output head")
+    hidden_size: int = Field(default=960, ge=1)
+    intermediate_size: int = Field(default=2560, ge=1)
+    num_hidden_layers: int = Field(default=32, ge=0)
+    num_attention_heads: int = Field(default=15, ge=1)
+    num_key_value_heads: int = Field(default=5, ge=1)
+    vocab_size: int | None = Field(default=None, ge=1)
+    """Rows of the embedding; None: the tokenizer's where `model.llm` is given, which is also the least, else 49218."""
+    rms_norm_eps: Number = Field(default=1e-5, gt=0)
+    """Epsilon of the norms."""
+    rope_theta: Number = Field(default=100_000.0, gt=0)
+    """Base of the rotary positions."""
+    max_position_embeddings: int = Field(default=8192, ge=1)
+    """Number of positions; those of a longer document are squeezed into it."""
+    tie_word_embeddings: bool = True
+    """One table for the embedding and the output head."""
 
 
 class SiglipSizes(VisionSizes):
     """Under SigLIP's names; what is left out is SigLIP2-base-patch16-512's."""
 
-    hidden_size: int = _default(VisionSizes, "hidden_size", 768)
-    intermediate_size: int = _default(VisionSizes, "intermediate_size", 3072)
-    num_hidden_layers: int = _default(VisionSizes, "num_hidden_layers", 12)
-    num_attention_heads: int = _default(VisionSizes, "num_attention_heads", 12)
-    image_size: int = Field(
-        default=512,
-        ge=1,
-        description="side of a tile in pixels: an image is split into tiles; a multiple of"
-        " `patch_size * pixel_shuffle_factor`",
-    )
-    patch_size: int = _default(VisionSizes, "patch_size", 16)
+    hidden_size: int = Field(default=768, ge=1)
+    intermediate_size: int = Field(default=3072, ge=1)
+    num_hidden_layers: int = Field(default=12, ge=0)
+    num_attention_heads: int = Field(default=12, ge=1)
+    image_size: int = Field(default=512, ge=1)
+    """Side of a tile in pixels: an image is split into tiles; a multiple of `patch_size * pixel_shuffle_factor`."""
+    patch_size: int = Field(default=16, ge=1)
 
 
 class PixelShuffleConnector(nn.Module):
