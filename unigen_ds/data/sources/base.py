@@ -19,6 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
+from unigen_ds.core.json_values import json_values
 from unigen_ds.data.cache.array_cache import cache_folder, contents_digest, fingerprint
 from unigen_ds.data.images.image_files import StoredImage
 from unigen_ds.data.records.records import Captions
@@ -75,21 +76,17 @@ class InFolder:
 def canonical(record: Mapping[str, Any], where: object) -> bytes:
     """Return a record as bytes, whatever the order of its keys and the format of its file; images by their digest."""
     try:
-        return json.dumps(_plain(record), sort_keys=True, separators=(",", ":")).encode()
+        return json.dumps(json_values(record, _plain), sort_keys=True, separators=(",", ":")).encode()
     except RecursionError as error:
         raise DataError(f"{where}: its values are nested too deeply") from error
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can write of a value."""
+    """Return what JSON can write of a value that is no mapping and no list."""
     if isinstance(value, StoredImage):
         return {"image": value.digest}
     if value is None or isinstance(value, (str, int, float)):
         return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"bytes": xxhash.xxh3_128(bytes(value)).hexdigest()}
     return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)

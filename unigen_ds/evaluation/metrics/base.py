@@ -95,9 +95,9 @@ class Metric:
         """A row for each sample: numbers, an array, or whatever ``compute`` reads. Called on every rank."""
         return [self.row(one, several) for one, several in text_pairs(predictions, references, keys)]
 
-    def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
-        """The numbers of one sample, of a metric of texts."""
-        raise NotImplementedError
+    def row(self, prediction: str, references: Sequence[str]) -> Any:
+        """The row of one sample, of a metric of texts: its numbers; by default the texts, for ``compute``."""
+        return prediction, references
 
     def compute(self, rows: Sequence[Any]) -> dict[str, float]:
         """The values from the rows of all samples, at least one. Rank 0."""
@@ -249,7 +249,6 @@ class LocalModel:
 
     @property
     def name(self) -> str:
-        """The folder's."""
         return self.folder.resolve().name
 
     def check(self) -> None:

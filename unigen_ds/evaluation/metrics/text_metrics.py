@@ -42,9 +42,6 @@ class BLEU(Metric):
     ) -> None:
         super().__init__(tokenize=tokenize, lowercase=lowercase, max_order=max_order, smoothing=smoothing)
 
-    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        return text_pairs(predictions, references, keys)
-
     def compute(self, rows: Sequence[Any]) -> dict[str, float]:
         settings, order = self.settings, self.settings["max_order"]
         library = package("sacrebleu").BLEU(
@@ -114,9 +111,6 @@ class METEOR(Metric):
         if shutil.which("java") is None:
             remedy = "install a Java runtime (Debian: default-jre-headless)"
             raise ConfigError("METEOR needs Java, and there is no command java", remedy=remedy)
-
-    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        return text_pairs(predictions, references, keys)
 
     def compute(self, rows: Sequence[Any]) -> dict[str, float]:
         """Raises ``ConfigError`` where the program cannot be started, or ends meanwhile."""
