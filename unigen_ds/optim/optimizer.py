@@ -105,7 +105,6 @@ for _name in TORCHS:
 
 
 def is_torchs(cls: type) -> bool:
-    """Whether a class is torch's own."""
     return cls.__module__.startswith("torch.optim")
 
 
@@ -147,7 +146,6 @@ class JoinedOptimizer(torch.optim.Optimizer):
                 part.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of everything."""
         self.matrices.step()
         self.step_rest()
 

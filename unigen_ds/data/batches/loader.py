@@ -290,7 +290,6 @@ class Packet:
         return self.kind.of(self._tensors(self.block.pin_memory() if pin else self.block.clone()), self.others)
 
     def _tensors(self, block: Tensor) -> dict[str, Tensor]:
-        """Views of ``block``."""
         return {
             name: block[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
             for name, (dtype, shape, start) in self.layout.items()

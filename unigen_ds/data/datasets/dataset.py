@@ -238,7 +238,6 @@ class ScannedDataset:
         raise NotImplementedError
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
-        """As of ``PlannedDataset``."""
         raise NotImplementedError
 
     @cached_property

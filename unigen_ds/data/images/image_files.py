@@ -112,7 +112,6 @@ class StoredImage(str):
         return str, (str(self),)
 
     def read(self) -> bytes:
-        """The bytes of the image's file."""
         return self._data.read() if isinstance(self._data, Span) else self._data
 
     @cached_property
@@ -138,7 +137,6 @@ class ImageContent:
 
     @cached_property
     def decoded(self) -> Image.Image:
-        """As of ``open_image``."""
         return _decode(self)
 
 

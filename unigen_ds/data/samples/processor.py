@@ -120,7 +120,6 @@ class ConversationProcessor:
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def builder(self) -> PackedBuilder:
-        """As of ``Processor``."""
         return PackedBuilder(self)
 
     def read_image(self, image: str | Path | ImageContent | Image.Image) -> Image.Image:

@@ -145,8 +145,6 @@ class AutoDirectory(PublishedFormat):
 
 
 class _OfTransformers(ConversationFamily):
-    """The base of both families."""
-
     processor_type = ModelProcessor
     terms: ClassVar[Mapping[str, str]] = {"text": "weight of the mean cross-entropy per text target"}
 

@@ -160,7 +160,6 @@ class LoadedTiles:
     vit_patches: Tensor
 
     def place(self, builder: PackedBuilder, position: int) -> int:
-        """Add the patches and tokens to a batch (``Loaded.place``)."""
         split, start, side = self.split, builder.num_tokens, builder.processor.vit_max_patches_per_side
         text = [i for i, token in enumerate(split.ids) if token != split.image_id]
         builder.add_text([split.ids[i] for i in text], [start + i for i in text])
