@@ -29,8 +29,7 @@ def migrate(guide: str, words: Sequence[str], *, problems: Problems) -> Draft:
     Args:
         guide: one of ``GUIDES``.
         words: as ``commands.read_command`` accepts them.
-        problems: what is wrong with a config: unknown keys and components of an unknown class are removed, with a
-            comment; the rest is raised.
+        problems: what is wrong with a config: unknown keys and classes become a comment; the rest is raised.
 
     Raises ``ConfigError`` for an unknown guide, an unreadable file, and values that no config may have.
     """

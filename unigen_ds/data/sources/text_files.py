@@ -280,8 +280,7 @@ class TextSource(RangeSource):
     """One file of text; nothing of it is interpreted, Markdown neither.
 
     Args:
-        divide: what a document is: ``file``, ``line`` or ``paragraph`` (between blank lines), without the white space
-            around it.
+        divide: what a document is: ``file``, ``line`` or ``paragraph`` (between blank lines); white space is stripped.
     """
 
     suffixes = (".txt", ".md", ".markdown")

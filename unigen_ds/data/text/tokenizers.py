@@ -222,8 +222,7 @@ class ChatTokenizer(_Tokenizer):
 
     Args:
         path: directory or hub name, as transformers' ``AutoTokenizer`` reads it.
-        chat_template: Jinja text; None: the tokenizer's own. It may only append: no message may change how earlier ones
-            are shown.
+        chat_template: Jinja text; None: the tokenizer's own. No message may change how earlier ones are shown.
         bos: token that begins each message.
         eos: token that ends each message, and an answer.
     """

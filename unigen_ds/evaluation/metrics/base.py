@@ -3,8 +3,7 @@
 A metric keeps one *row* for each sample: its sufficient statistics (BLEU: counts of n-grams; ROUGE: scores; FID: two
 feature vectors). Rows of several processes are joined and ordered by the samples' keys, so a value does not depend on
 the number of processes, on their shares or on the sizes of the batches. The trade-off: FID keeps two vectors for each
-sample (16 KiB at 2,048 features in float32) where sums would be smaller; in return its value has the same bits for the
-same features.
+sample (16 KiB at 2,048 features in float32) where sums would be smaller, and its value depends on the features alone.
 
 ``LocalModel``: a model that scores, a user's local folder, read by transformers without executing anything.
 """

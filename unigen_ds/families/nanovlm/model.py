@@ -6,8 +6,7 @@ tokens that replace the image tokens in a causal text. Text alone is trained, by
 By default the trio of nanoVLM: SigLIP2-base-patch16-512, factor 4 and SmolLM2-360M, so 512 x 512 pixels are 64 tokens
 and 768 numbers become 960. Parameter names are those of transformers; ``published.py`` has nanoVLM's.
 
-Shape suffixes: T tokens, D width, V patches, I image tokens.
-Source: huggingface/nanoVLM.
+Shape suffixes: T tokens, D width, V patches, I image tokens. Source: huggingface/nanoVLM.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ class VLM(PretrainedModel):
         freeze: any of ``vit``, ``llm``, ``connector``: no gradient, bit-identical after training.
         quantize: packed weights for the linear layers of frozen parts: ``dict(llm='nf4', vit='int8')``, [quantised
             weights](configs.md#quantised-frozen-weights).
-        activation_checkpointing: compute each layer of decoder and vision tower again in the backward pass: less
-            memory, more time.
+        activation_checkpointing: compute decoder and tower layers again in the backward pass: less memory, more time.
         compile: ``torch.compile`` each decoder layer.
         pretrained: published weights, [one of](configs.md#vlm) nanoVLM's directory or ``dict(vit='DIR', llm='DIR')`` of
             a SigLIP2 and a SmolLM2 directory; they have every size that is not given.

@@ -38,14 +38,12 @@ class VLMProcessor(ChatProcessor):
         tile_size: pixels of a side of a tile, the ViT's image size.
         vit_patch_size: pixels of a side of one ViT patch.
         pixel_shuffle_factor: sides of a square of patches that become one token.
-        max_image_size: pixels of the longer side of an image at most; a multiple of ``vit.image_size``, up to 8 of it;
-            None: 4 of it.
+        max_image_size: pixels of the longer side at most: 1, 2, ... or 8 times ``vit.image_size``; None: 4 times.
         resize_to_max_side_len: enlarge smaller images to ``max_image_size``.
         ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
         augment: list of components: random changes of every image of a record, all in the same way, generated ones
             included; in training only, keyed by sample.
-        vit_augment: list of components: random changes of the resized picture before it is split into tiles, in
-            training only, keyed by sample.
+        vit_augment: as ``augment``, of the resized picture before it is split into tiles.
         seed: of the random changes.
     """
 
