@@ -9,11 +9,14 @@ in its annotation.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -23,7 +26,6 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402 - a script runs from a checkout
 from annotated_types import Ge, Gt, Le, Lt  # noqa: E402
 from mmengine.registry import Registry  # noqa: E402
-from pydantic.fields import FieldInfo  # noqa: E402
 
 import unigen_ds.examples.digits  # noqa: E402
 import unigen_ds.examples.emoji  # noqa: E402
@@ -51,17 +53,33 @@ def rows(section: type[Section], prefix: str) -> Iterator[str]:
         inner = section_of(info)
         default = "required" if info.is_required() else f"`{info.get_default(call_default_factory=True)!r}`"
         default = "section" if inner is not None and not info.is_required() else default
-        yield f"| `{prefix}.{name}` | {default} | {meaning(info)} |"
+        yield f"| `{prefix}.{name}` | {default} | {meaning(section, name)} |"
         if inner is not None and inner.model_config.get("extra") == "forbid":
             yield from rows(inner, f"{prefix}.{name}")
 
 
-def meaning(info: FieldInfo) -> str:
-    """The description, and the limits of a number."""
-    limits = (
-        describe_hint(info.annotation, info.metadata) if any(isinstance(one, LIMITS) for one in info.metadata) else ""
-    )
-    return (info.description or "").replace("|", "\\|") + (f" ({limits})" if limits else "")
+def meaning(section: type[Section], name: str) -> str:
+    """What a field is, and the limits of a number."""
+    info = section.model_fields[name]
+    limited = any(isinstance(one, LIMITS) for one in info.metadata)
+    limits = f" ({describe_hint(info.annotation, info.metadata)})" if limited else ""
+    return field_texts(section).get(name, "").replace("|", "\\|") + limits
+
+
+@cache
+def field_texts(section: type[Section]) -> dict[str, str]:
+    """Field -> its description, or else the text below it in the source, of this section or of one that it extends. As
+    in a cell: ``Tokens at most.`` is ``tokens at most``.
+    """
+    found: dict[str, str] = {}
+    for base in reversed([one for one in section.__mro__ if issubclass(one, Section)]):
+        found |= {name: info.description for name, info in base.model_fields.items() if info.description}
+        body: Any = ast.parse(inspect.getsource(base)).body[0]
+        for field, text in pairwise(body.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                words = " ".join(str(text.value.value).split()).removesuffix(".")
+                found[field.target.id] = words[:1].lower() + words[1:] if words[1:2].islower() else words
+    return found
 
 
 def table(keys: str) -> str:
@@ -70,12 +88,12 @@ def table(keys: str) -> str:
     for key in keys.split():
         info = Settings.model_fields[key]
         section = section_of(info)
-        if section is not None and info.description and key in ("load_cfg", "custom_imports"):
-            lines.append(f"| `{key}` | section | {meaning(info)} |")
+        if section is not None and key in ("load_cfg", "custom_imports"):
+            lines.append(f"| `{key}` | section | {meaning(Settings, key)} |")
         if section is not None:
             lines += rows(section, key)
         else:
-            lines.append(f"| `{key}` | `{info.get_default(call_default_factory=True)!r}` | {meaning(info)} |")
+            lines.append(f"| `{key}` | `{info.get_default(call_default_factory=True)!r}` | {meaning(Settings, key)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -24,60 +24,39 @@ Packer = Annotated[Component, Of(PACKERS)]
 class TrainDataloader(Section):
     """What is trained on, and how it is split into sequences."""
 
-    batch_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="sequences per device per iteration; may be left out where `global_batch_size` is given",
-    )
-    global_batch_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="sequences per update over all processes and iterations; it is split evenly, and a total that"
-        " cannot be is an error that names the nearest ones",
-    )
-    dataset: Annotated[tuple[Source, ...], LISTED] = Field(
-        min_length=1, description="component, or a list of them: a mixture"
-    )
-    groups: Mapping[str, DataGroup] = Field(
-        default={},
-        description="name -> `dict(weight=..., mandatory=False)`: sources that share a weight, each with `group=` a"
-        " name. [data.md](data.md#mixtures)",
-    )
-    seq_length: int = Field(default=4096, ge=1, description="tokens of a sequence at most")
-    max_sample_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="tokens of a sample at most: `overflow` is for longer ones; None: `seq_length`. Beside mandatory"
-        " groups: what leaves space for one of their samples",
-    )
-    overflow: Literal["split", "truncate", "skip", "error"] | None = Field(
-        default=None,
-        description="longer records: `'split'`, `'truncate'`, `'skip'` or `'error'`; None: plain texts are split, all"
-        " others are skipped and counted. [data.md](data.md#records-longer-than-seq_length)",
-    )
-    packing: Packer | None = Field(
-        default=None, description="component that puts several samples into a sequence; None: one each"
-    )
-    drop_last: bool = Field(
-        default=True,
-        description="unpacked: leave out the samples that fill no whole iteration. False: fill up the last iteration"
-        " with empty sequences, so nothing repeats. A packed epoch always keeps all",
-    )
-    num_workers: int = Field(
-        default=0,
-        ge=0,
-        description="loading processes; 0 loads in the training process. Changes nothing about the data",
-    )
-    prefetch_factor: int | None = Field(
-        default=2, ge=1, description="micro-batches that each worker keeps ready, at least 1; None: 2"
-    )
-    pin_memory: bool | None = Field(default=None, description="page-locked batches; None: with CUDA")
-    timeout: Number = Field(default=0.0, ge=0, description="seconds to wait for a worker before an error; 0: for ever")
-    max_skipped_fraction: Number = Field(
-        default=0.01,
-        ge=0,
-        description="share of samples that may be undecodable before the run stops; checked from 100 samples on",
-    )
+    batch_size: int | None = Field(default=None, ge=1)
+    """Sequences per device per iteration; may be left out where `global_batch_size` is given."""
+    global_batch_size: int | None = Field(default=None, ge=1)
+    """Sequences per update over all processes and iterations; it is split evenly, and a total that cannot be is an
+    error that names the nearest ones."""
+    dataset: Annotated[tuple[Source, ...], LISTED] = Field(min_length=1)
+    """Component, or a list of them: a mixture."""
+    groups: Mapping[str, DataGroup] = Field(default={})
+    """Name -> `dict(weight=..., mandatory=False)`: sources that share a weight, each with `group=` a name.
+    [data.md](data.md#mixtures)."""
+    seq_length: int = Field(default=4096, ge=1)
+    """Tokens of a sequence at most."""
+    max_sample_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of a sample at most: `overflow` is for longer ones; None: `seq_length`. Beside mandatory groups: what
+    leaves space for one of their samples."""
+    overflow: Literal["split", "truncate", "skip", "error"] | None = None
+    """Longer records: `'split'`, `'truncate'`, `'skip'` or `'error'`; None: plain texts are split, all others are
+    skipped and counted. [data.md](data.md#records-longer-than-seq_length)."""
+    packing: Packer | None = None
+    """Component that puts several samples into a sequence; None: one each."""
+    drop_last: bool = True
+    """Unpacked: leave out the samples that fill no whole iteration. False: fill up the last iteration with empty
+    sequences, so nothing repeats. A packed epoch always keeps all."""
+    num_workers: int = Field(default=0, ge=0)
+    """Loading processes; 0 loads in the training process. Changes nothing about the data."""
+    prefetch_factor: int | None = Field(default=2, ge=1)
+    """Micro-batches that each worker keeps ready, at least 1; None: 2."""
+    pin_memory: bool | None = None
+    """Page-locked batches; None: with CUDA."""
+    timeout: Number = Field(default=0.0, ge=0)
+    """Seconds to wait for a worker before an error; 0: for ever."""
+    max_skipped_fraction: Number = Field(default=0.01, ge=0)
+    """Share of samples that may be undecodable before the run stops; checked from 100 samples on."""
 
     @model_validator(mode="after")
     def _check_size(self) -> TrainDataloader:
@@ -94,38 +73,27 @@ class ValDataloader(Section):
     have several such sections by name instead of one: ``sets`` has them.
     """
 
-    dataset: Annotated[tuple[Source, ...], LISTED] = Field(
-        default=(), description="component, or a list of them, whose losses are also given one by one; or `split`"
-    )
-    split: Number | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="share of the training records that is evaluated on and never trained on. Which records is a"
-        " function of `seed` and of their content: equal ones stay together, appended ones move no other one",
-    )
-    seed: int | None = Field(
-        default=None, description="of `split`, and of the noise and time steps; None: `randomness.seed`"
-    )
-    batch_size: int | None = Field(
-        default=None, ge=1, description="sequences per device of an evaluation; None: that of the training"
-    )
-    seq_length: int | None = Field(
-        default=None, ge=1, description="tokens of a sequence at most; None: that of `train_dataloader`"
-    )
-    overflow: Literal["split", "truncate", "skip", "error"] | None = Field(
-        default=None, description="longer records, as in `train_dataloader`; None: as there"
-    )
-    num_workers: int | None = Field(
-        default=None,
-        ge=0,
-        description="loading processes, which live for one evaluation; None: as many as `train_dataloader` has",
-    )
-    prefetch_factor: int | None = Field(
-        default=2, ge=1, description="batches that each worker keeps ready, at least 1; None: 2"
-    )
-    pin_memory: bool | None = Field(default=None, description="page-locked batches; None: with CUDA")
-    timeout: Number = Field(default=0.0, ge=0, description="seconds to wait for a worker before an error; 0: for ever")
+    dataset: Annotated[tuple[Source, ...], LISTED] = ()
+    """Component, or a list of them, whose losses are also given one by one; or `split`."""
+    split: Number | None = Field(default=None, gt=0, lt=1)
+    """Share of the training records that is evaluated on and never trained on. Which records is a function of `seed`
+    and of their content: equal ones stay together, appended ones move no other one."""
+    seed: int | None = None
+    """Of `split`, and of the noise and time steps; None: `randomness.seed`."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Sequences per device of an evaluation; None: that of the training."""
+    seq_length: int | None = Field(default=None, ge=1)
+    """Tokens of a sequence at most; None: that of `train_dataloader`."""
+    overflow: Literal["split", "truncate", "skip", "error"] | None = None
+    """Longer records, as in `train_dataloader`; None: as there."""
+    num_workers: int | None = Field(default=None, ge=0)
+    """Loading processes, which live for one evaluation; None: as many as `train_dataloader` has."""
+    prefetch_factor: int | None = Field(default=2, ge=1)
+    """Batches that each worker keeps ready, at least 1; None: 2."""
+    pin_memory: bool | None = None
+    """Page-locked batches; None: with CUDA."""
+    timeout: Number = Field(default=0.0, ge=0)
+    """Seconds to wait for a worker before an error; 0: for ever."""
     _sets: Mapping[str, ValDataloader] = PrivateAttr(default_factory=dict)
 
     @property

@@ -270,8 +270,7 @@ def generate_all(
 ) -> dict[int, A]:
     """``make(inferencer, request)`` of each request: this rank's results, by number; each is on one rank. Collective.
 
-    Raises ``GenerationError`` on all ranks where ``make`` raises on any, ``ConfigError`` where the family has no
-    inference.
+    Raises ``GenerationError`` on all ranks where ``make`` raises on any, ``ConfigError`` where a family has none.
     """
     model, inferencer = inferencer_of(backend, processor)
     rank, world = dist.rank(), dist.world_size()
@@ -352,9 +351,7 @@ def answers(
 def ask(
     data: Records | ValidationData, *, kind: Kind, max_samples: int | None, limit: int | None = None
 ) -> tuple[list[tuple[int, int]], Counter[str]]:
-    """(source, record) of the first records with such an answer, and why others before them have none: the same on all
-    ranks. ``limit``: tokens of a document at most.
-    """
+    """(source, record) of the first with such an answer, and why others have none. ``limit``: tokens of a document."""
     records: list[tuple[int, int]] = []
     left_out: Counter[str] = Counter()
     for index in range(max((len(dataset) for dataset in data.datasets), default=0)):

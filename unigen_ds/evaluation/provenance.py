@@ -81,9 +81,7 @@ def unlike(a: Result, b: Result) -> list[str]:
 
 
 def compare_files(a: Path, b: Path) -> tuple[dict[str, tuple[float, float]], list[str]]:
-    """Name -> both values of all metrics of two files of results; and why others cannot be compared, with every reason.
-    Raises ``DataError``.
-    """
+    """Name -> both values, of the metrics of two files; and why others cannot be compared. Raises ``DataError``."""
     sides = [{result.provenance["metric"]: result for result in read_results(path)} for path in (a, b)]
     pairs: dict[str, tuple[float, float]] = {}
     refusals: list[str] = []

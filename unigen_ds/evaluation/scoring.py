@@ -110,8 +110,7 @@ def evaluate(
     answering: Answering,
     made_by: Mapping[str, str] | None = None,
 ) -> Evaluation:
-    """Losses and metrics of the model with its present weights, on each set of validation data. Collective; the same on
-    all ranks.
+    """Losses and metrics of the present weights on each set of validation data. Collective; the same on all ranks.
 
     Args:
         backend: what computes: ``Backend``, or an object with its ``model``, ``device``, ``dp_rank`` and ``dp_size``.

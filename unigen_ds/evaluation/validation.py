@@ -44,11 +44,8 @@ class Validation:
         """Collective.
 
         ``val/loss``: the sum of ``loss_weights[k]`` times ``val/loss/k`` over the terms k that have targets;
-        ``val/loss/<term>``: the mean over its targets; ``val/loss/<term>/<source>``: over
-        those of a source. A mean without targets is left out. The same on all ranks. With ``own``
-        after ``val/``.
-
-        ``max_batches``: as of ``ValidationData.batches``.
+        ``val/loss/<term>``: the mean over its targets; ``val/loss/<term>/<source>``: over those of a source. A mean
+        without targets is left out. The same on all ranks. With ``own`` after ``val/``.
         """
         sums: dict[Key, Tensor] = {}
         counts: defaultdict[Key, float] = defaultdict(float)  # weights of targets may be fractional

@@ -80,6 +80,4 @@ class ReportHook(Hook):
 
     @abstractmethod
     def measure(self, run: Run, root: Path) -> tuple[dict[str, Any], Image.Image, str] | None:
-        """Numbers, a sheet of samples and a summary of the trained model, with the EMA weights where there are some;
-        None on all ranks but 0. Collective.
-        """
+        """Numbers, samples and a summary of the trained model (of its EMA, if any); None but on rank 0. Collective."""

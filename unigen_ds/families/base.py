@@ -127,10 +127,7 @@ class Family:
         both = sorted(set(sizes) & set(given))
         if both:
             raise ConfigError(f"processor sets {', '.join(both)}", remedy="leave it out: the model's config fixes it")
-        try:
-            processor: Processor = self.processor_arguments()(tokenizer=tokenizer, seed=seed, **sizes, **given)
-        except TypeError as error:
-            raise ConfigError(f"processor: {error}") from error
+        processor: Processor = self.processor_arguments()(tokenizer=tokenizer, seed=seed, **sizes, **given)
         return processor
 
     def chance_level(self, processor: Any) -> Mapping[str, float]:

@@ -82,9 +82,7 @@ class ChatProcessor(ConversationProcessor):
     def image_splits(
         self, chat: Chat, ids: Sequence[int], starts: Sequence[int], labels: Sequence[int]
     ) -> Iterator[tuple[int, int, Split]]:
-        """(first token, token after the last, split) of each image, in order. ``starts``: where in the text each token
-        begins; ``labels``: what each predicts.
-        """
+        """(first token, token after the last, split) of each image. ``starts``: where each token begins in the text."""
 
     def messages(self, turns: Sequence[Turn], where: object) -> list[list[Turn]]:
         """The turns of each message. Raises ``DataError`` for an image of the assistant."""
@@ -102,19 +100,10 @@ class ChatProcessor(ConversationProcessor):
                 messages.append([turn])
         return messages
 
-    def plan(
-        self, turns: Sequence[Turn], where: object = "", *, keep_images: bool = False, reply: bool = False
-    ) -> Sample:
-        """The splits of a conversation. ``where`` begins errors; with ``reply`` the next message is the assistant's.
-
-        An image whose header cannot be read does not raise: its split carries the reason and the smallest size.
-        """
-        return next(self.plan_many([(turns, where)], keep_images=keep_images, reply=reply))
-
     def plan_many(
         self, records: Iterable[tuple[Sequence[Turn], object]], *, keep_images: bool = False, reply: bool = False
     ) -> Iterator[Sample]:
-        """``plan`` of each (turns, where); their texts are tokenized together."""
+        """As of ``ConversationProcessor``; with ``reply`` the next message is the assistant's."""
         chats = [self.render(turns, where, keep_images=keep_images, reply=reply) for turns, where in records]
         encoded = encode_chats(self.tokenizer, [(chat.rendered.text, chat.signs) for chat in chats])
         for chat, (ids, starts) in zip(chats, encoded, strict=True):

@@ -92,8 +92,7 @@ class TextInterface(ABC):
     def complete(
         self, requests: Sequence[Request], *, max_new_tokens: int, sampling: Sampling | None = None, **_: Any
     ) -> list[Generated]:
-        """The answer to each of some records. It ends where the model has no more positions. Arguments for drawing have
-        no effect.
+        """The answer to each record, up to the last position of the model. Arguments for drawing have no effect.
 
         Raises ``DataError`` for a prompt that is longer than the model's positions.
         """
@@ -247,8 +246,7 @@ class KVCache:
     def attend(self, *, causal: bool, keep: bool) -> Attend:
         """Return the attention of one forward pass over new tokens, which the layers call once each, in order.
 
-        New tokens see the whole cache and, if ``causal``, the new ones up to themselves, else all new ones; ``keep``
-        adds them to the cache.
+        New tokens see the cache and all new ones (``causal``: up to themselves); ``keep`` adds them to the cache.
         """
         layer = -1
 

@@ -23,11 +23,7 @@ class AnotherRankFailed(TrainingError):
 
 
 class TrainedModel:
-    """The model of an engine, with the attributes of the model; ``forward`` and ``forward_methods`` are made together.
-
-    Args:
-        backend: prepared.
-    """
+    """The model of a prepared engine, with its attributes; ``forward`` and ``forward_methods`` are made together."""
 
     idle: Callable[[str], tuple[Any, ...]] | None = None
     """Name of a method of the model -> arguments with which it does nothing; None: all ranks must make the same calls.

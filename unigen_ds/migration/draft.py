@@ -33,7 +33,6 @@ def recipe(name: str) -> dict[str, Any]:
 
 
 def text(value: Any) -> str:
-    """A text, as it is."""
     if value is True or isinstance(value, (list, Mapping)):
         raise ValueError("it has no single value")
     return str(value)
@@ -45,7 +44,6 @@ def number(value: Any) -> float | int:
 
 
 def whole(value: Any) -> int:
-    """A whole number."""
     if not float(number(value)).is_integer():
         raise ValueError(f"{value!r} is no whole number")
     return int(number(value))
@@ -101,7 +99,6 @@ class Draft:
         return node
 
     def set(self, path: str, value: Any) -> None:
-        """Set the value at a dotted path."""
         node, key = self.parent(path)
         node[key] = value
 
@@ -116,9 +113,7 @@ class Draft:
         self.omissions.append((source, why))
 
     def take(self, name: str, kind: Kind = text) -> Any:
-        """Remove a setting. Returns its value, or None without one. A value that ``kind`` cannot read is omitted, with
-        the reason.
-        """
+        """Remove a setting; returns its value, or None. One that ``kind`` cannot read is omitted, with the reason."""
         setting = self.settings.pop(name, None)
         if setting is None or setting.value is None:
             return None
@@ -139,7 +134,6 @@ class Draft:
         return bool(values)
 
     def carry_all(self, table: Table) -> None:
-        """Carry each row of a table over."""
         for path, (kind, names) in table.items():
             self.carry(path, *names, kind=kind)
 
@@ -191,5 +185,4 @@ def assignment(path: str, value: Any) -> str:
 
 
 def _plain(line: str) -> str:
-    """One line."""
     return " ".join(line.split()).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")

@@ -29,8 +29,7 @@ def migrate(guide: str, words: Sequence[str], *, problems: Problems) -> Draft:
     Args:
         guide: one of ``GUIDES``.
         words: as ``commands.read_command`` accepts them.
-        problems: what is wrong with a config: unknown keys and components of an unknown class are removed, with a
-            comment; the rest is raised.
+        problems: what is wrong with a config: unknown keys and classes become a comment; the rest is raised.
 
     Raises ``ConfigError`` for an unknown guide, an unreadable file, and values that no config may have.
     """
@@ -80,9 +79,7 @@ _PARTS = ("llm", "vit", "vae")
 
 
 def exported_variables(command: Command) -> Draft:
-    """Of ``scripts/train_unified_fsdp.sh``: BAGEL with FSDP. It averages the weights by itself, with a decay of
-    0.9999.
-    """
+    """Of ``scripts/train_unified_fsdp.sh``: BAGEL with FSDP, which averages the weights with a decay of 0.9999."""
     values = {
         "backend": {"type": "fsdp", "sharding_strategy": "HYBRID_SHARD"},
         "custom_hooks": [{"type": "EMAHook", "momentum": 0.0001}],

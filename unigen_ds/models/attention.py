@@ -9,8 +9,7 @@ mask: it is causal, and padding follows it.
 What a token attends to inside a document (BAGEL's rules): all earlier positions; all positions of its own image split;
 but positions of a NOISE split only where it is its own split.
 
-Shape suffixes: T tokens, P positions padded to whole blocks, H heads, E head width, B documents of a bucket, N their
-padded length.
+Shape suffixes: T tokens, P positions of whole blocks, H heads, E head width, B documents of a bucket, N padded length.
 """
 
 from __future__ import annotations

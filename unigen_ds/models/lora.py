@@ -1,5 +1,4 @@
-"""Low-rank adapters on a frozen base: LoRA (Hu et al., 2021), DoRA (Liu et al., 2024), and on packed weights QLoRA
-(Dettmers et al., 2023).
+"""Low-rank adapters on a frozen base: LoRA (Hu et al., 2021), DoRA (Liu et al., 2024), QLoRA (Dettmers et al., 2023).
 
 In: a model of any family, whole or on the meta device. Out: the same model, in which peft's layers replace
 the linear layers that a pattern chooses; each keeps its layer as ``base_layer``. Everything but the adapters is frozen.

@@ -79,7 +79,6 @@ class PixelAutoencoder(nn.Module):
         return images
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Inverse of ``encode``."""
         return latents
 
 
@@ -126,7 +125,6 @@ class AttnBlock(nn.Module):
 
 
 def _chain(**parts: nn.Module) -> nn.Sequential:
-    """One after the other, by these names."""
     return nn.Sequential(OrderedDict(parts))
 
 

@@ -93,9 +93,7 @@ def stored_tensors(path: Path, *, linear_patches: bool = True) -> dict[str, Stor
 
 
 def vision_tensors(path: Path) -> dict[str, Stored]:
-    """``stored_tensors`` of a vision tower by the names of the whole SigLIP, under which present versions of
-    transformers do not save a ``SiglipVisionModel``.
-    """
+    """``stored_tensors`` of a vision tower by the names of the whole SigLIP; newer transformers' save shorter ones."""
     tensors = stored_tensors(path)
     if any(name.startswith("vision_model.") for name in tensors):
         return tensors

@@ -84,8 +84,7 @@ class LossScale:
 def settled_precision(precision: str, stored: str | None = None) -> str:
     """``precision``; for ``'auto'`` that of the checkpoint (``stored``), else ``bf16``; ``fp16`` where it is missing.
 
-    A device counts as one with bf16 where it does not merely emulate it; a CPU computes bf16 always, and fp16 not under
-    every engine.
+    A device that merely emulates bf16 counts as one without; a CPU computes bf16 always, fp16 not under every engine.
     """
     if precision != AUTO:
         return precision
@@ -106,7 +105,6 @@ for _name in TORCHS:
 
 
 def is_torchs(cls: type) -> bool:
-    """Whether a class is torch's own."""
     return cls.__module__.startswith("torch.optim")
 
 
@@ -148,7 +146,6 @@ class JoinedOptimizer(torch.optim.Optimizer):
                 part.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of everything."""
         self.matrices.step()
         self.step_rest()
 

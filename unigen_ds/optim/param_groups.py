@@ -6,8 +6,7 @@ A pattern is part of a name, or a regular expression searched in it; the first t
 ``default``. A learning rate of 0 freezes: the parameters stay in a group with learning rate 0 and weight decay 0, still
 in the optimizer and in its checkpoints, so unfreezing them on resume needs no new layout. (``requires_grad=False``
 leaves them out, and no moments are kept for them.) Whether a parameter is a norm or a bias follows from names and from
-the *logical* shape: under ZeRO-3 ``p.shape`` is ``(0,)`` for every parameter, so the usual ``p.ndim < 2`` would decay
-nothing.
+the *logical* shape: under ZeRO-3 every ``p.shape`` is ``(0,)``, and the usual ``p.ndim < 2`` would decay nothing.
 
 An optimizer of whole matrices (Muon) trains the matrices of each group. Everything that is not two-dimensional, the
 embeddings and the head are AdamW's: in ``<group>.adamw``, with the settings of ``optim_wrapper.optimizer.adamw``. Which

@@ -32,7 +32,8 @@ Scale = Annotated[Number, Rule(lambda scale: scale >= 1 and math.frexp(scale)[0]
 class ClipGrad(Section):
     """Bound of the global gradient norm."""
 
-    max_norm: Number | None = Field(default=None, gt=0, description="a positive number, or None: no clipping")
+    max_norm: Number | None = Field(default=None, gt=0)
+    """a positive number, or None: no clipping."""
 
 
 class LossScaling(Section):
@@ -62,13 +63,16 @@ class LossScaling(Section):
 class Group(Section):
     """Parameters with a learning rate or a weight decay of their own."""
 
-    pattern: str = Field(min_length=1, description="part of a parameter's name, or a regular expression")
-    name: str | None = Field(default=None, description="of the group, in logs and checkpoints; None: the pattern")
-    lr: Finite | None = Field(default=None, description="learning rate; 0 freezes; None: the optimizer's")
-    lr_mult: Finite | None = Field(
-        default=None, description="the same as a multiple of the optimizer's; one of the two"
-    )
-    weight_decay: Finite | None = Field(default=None, description="None: the optimizer's")
+    pattern: str = Field(min_length=1)
+    """Part of a parameter's name, or a regular expression."""
+    name: str | None = None
+    """Of the group, in logs and checkpoints; None: the pattern."""
+    lr: Finite | None = None
+    """Learning rate; 0 freezes; None: the optimizer's."""
+    lr_mult: Finite | None = None
+    """The same as a multiple of the optimizer's; one of the two."""
+    weight_decay: Finite | None = None
+    """None: the optimizer's."""
 
     @model_validator(mode="after")
     def _one_rate(self) -> Group:
@@ -81,27 +85,26 @@ class Group(Section):
 class CustomKey(Section):
     """mmengine's entry of ``custom_keys``."""
 
-    lr_mult: Finite = Field(default=1.0, description="multiplies the learning rate")
-    decay_mult: Finite = Field(default=1.0, description="multiplies the weight decay")
+    lr_mult: Finite = 1.0
+    """Multiplies the learning rate."""
+    decay_mult: Finite = 1.0
+    """Multiplies the weight decay."""
 
 
 class Paramwise(Section):
     """Learning rates and weight decay by parameter name."""
 
-    groups: Annotated[tuple[Group, ...], LISTED] = Field(
-        default=(),
-        description="list of `dict(pattern, name, lr or lr_mult, weight_decay)`: `pattern` is part of a parameter's"
-        " name or a regular expression; the first that matches wins; `lr=0` freezes; a pattern that matches nothing is"
-        " an error",
-    )
-    custom_keys: Mapping[str, CustomKey] = Field(
-        default={},
-        description="mmengine's form, instead of `groups`: `dict(NAME=dict(lr_mult=0.1, decay_mult=0.0))`. `NAME` is"
-        " part of a parameter's name; of several the longest wins, of equally long ones the first in the alphabet; the"
-        " multipliers of norms and biases do not apply to what it matches",
-    )
-    norm_decay_mult: Finite = Field(default=1.0, description="multiplies the weight decay of norms")
-    bias_decay_mult: Finite = Field(default=1.0, description="multiplies that of biases")
+    groups: Annotated[tuple[Group, ...], LISTED] = ()
+    """List of `dict(pattern, name, lr or lr_mult, weight_decay)`: `pattern` is part of a parameter's name or a regular
+    expression; the first that matches wins; `lr=0` freezes; a pattern that matches nothing is an error."""
+    custom_keys: Mapping[str, CustomKey] = Field(default={})
+    """Mmengine's form, instead of `groups`: `dict(NAME=dict(lr_mult=0.1, decay_mult=0.0))`. `NAME` is part of a
+    parameter's name; of several the longest wins, of equally long ones the first in the alphabet; the multipliers of
+    norms and biases do not apply to what it matches."""
+    norm_decay_mult: Finite = 1.0
+    """Multiplies the weight decay of norms."""
+    bias_decay_mult: Finite = 1.0
+    """Multiplies that of biases."""
 
     @model_validator(mode="after")
     def _one_form(self) -> Paramwise:
@@ -114,11 +117,12 @@ class Paramwise(Section):
 class AdamWPart(Section, extra="allow"):
     """AdamW beside an optimizer of whole matrices, with its own arguments beside the fields here."""
 
-    lr: Finite = Field(description="learning rate of what AdamW trains")
-    weight_decay: Finite | None = Field(default=None, description="None: AdamW's default")
-    patterns: Annotated[tuple[str, ...], LISTED] = Field(
-        default=(), description="parts of names, or regular expressions, of further matrices that AdamW trains"
-    )
+    lr: Finite
+    """Learning rate of what AdamW trains."""
+    weight_decay: Finite | None = None
+    """None: AdamW's default."""
+    patterns: Annotated[tuple[str, ...], LISTED] = ()
+    """Parts of names, or regular expressions, of further matrices that AdamW trains."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -133,14 +137,15 @@ class AdamWPart(Section, extra="allow"):
 class Optimizer(Section, extra="allow"):
     """An optimizer and its arguments; those of its class beside the fields here."""
 
-    type: Kind = Field(default="AdamW", description="a registered name, or a class")
-    lr: Finite = Field(description="learning rate of every group without one of its own; 0 freezes")
-    weight_decay: Finite | None = Field(default=None, description="None: the default of the optimizer's class")
-    adamw: AdamWPart | None = Field(
-        default=None,
-        description="beside an optimizer of whole matrices (`Muon`): `dict(lr=..., weight_decay=..., patterns=[...])`"
-        " of AdamW for 1-D parameters, embeddings, heads, and names with one of `patterns`",
-    )
+    type: Kind = "AdamW"
+    """a registered name, or a class."""
+    lr: Finite
+    """Learning rate of every group without one of its own; 0 freezes."""
+    weight_decay: Finite | None = None
+    """None: the default of the optimizer's class."""
+    adamw: AdamWPart | None = None
+    """Beside an optimizer of whole matrices (`Muon`): `dict(lr=..., weight_decay=..., patterns=[...])` of AdamW for 1-D
+    parameters, embeddings, heads, and names with one of `patterns`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -206,38 +211,25 @@ class Optimizer(Section, extra="allow"):
 class OptimWrapper(Section):
     """The optimizer, and what an update is made of."""
 
-    optimizer: Optimizer = Field(
-        description=(
-            "`dict(type, lr, weight_decay, ...)`: `AdamW` (default), `Adam`, `SGD` or `Muon` of torch"
-            " or [one of your own](#optimizers), and its other arguments. `lr` is required;"
-            " `weight_decay` is the class's default when left out. `adamw` of `Muon`: `dict(lr,"
-            " weight_decay, betas, ..., patterns)`. `fused` of `AdamW`: see"
-            " [engines.md](engines.md#the-optimizer)"
-        )
-    )
-    accumulative_counts: int = Field(
-        default=1,
-        ge=1,
-        description="iterations per update. The loss is a mean over the targets of the whole update, so 8 x 1, 4 x 2"
-        " and 2 x 4 are the same training",
-    )
-    clip_grad: ClipGrad = Field(
-        default=ClipGrad(), description="`dict(max_norm=1.0)`: bound of the global gradient norm"
-    )
-    precision: Literal["fp32", "bf16", "fp16", "auto"] = Field(
-        default="fp32",
-        description="`fp32`, `bf16`, or `fp16` with dynamic loss scaling. Weights, moments and EMA are always fp32."
-        " `auto`: `bf16` where the device of rank 0 computes it (compute capability 8.0 or more; every CPU), else"
-        " `fp16`; each checkpoint records which, and a resume keeps that where the device computes it",
-    )
-    loss_scale: LossScaling = Field(
-        default=LossScaling(),
-        description="of `fp16`: `'dynamic'`; a number, the first scale, which is halved by each overflow and doubled by"
-        " `growth_interval` good updates in a row; or `dict(init_scale, growth_interval)`",
-    )
-    paramwise_cfg: Paramwise = Field(
-        default=Paramwise(), description="learning rates and weight decay by parameter name"
-    )
+    optimizer: Optimizer
+    """`dict(type, lr, weight_decay, ...)`: `AdamW` (default), `Adam`, `SGD` or `Muon` of torch or [one of your
+    own](#optimizers), and its other arguments. `lr` is required; `weight_decay` is the class's default when left out.
+    `adamw` of `Muon`: `dict(lr, weight_decay, betas, ..., patterns)`. `fused` of `AdamW`: see
+    [engines.md](engines.md#the-optimizer)."""
+    accumulative_counts: int = Field(default=1, ge=1)
+    """Iterations per update. The loss is a mean over the targets of the whole update, so 8 x 1, 4 x 2 and 2 x 4 are the
+    same training."""
+    clip_grad: ClipGrad = ClipGrad()
+    """`dict(max_norm=1.0)`: bound of the global gradient norm."""
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
+    """`fp32`, `bf16`, or `fp16` with dynamic loss scaling. Weights, moments and EMA are always fp32. `auto`: `bf16`
+    where the device of rank 0 computes it (compute capability 8.0 or more; every CPU), else `fp16`; each checkpoint
+    records which, and a resume keeps that where the device computes it."""
+    loss_scale: LossScaling = LossScaling()
+    """Of `fp16`: `'dynamic'`; a number, the first scale, which is halved by each overflow and doubled by
+    `growth_interval` good updates in a row; or `dict(init_scale, growth_interval)`."""
+    paramwise_cfg: Paramwise = Paramwise()
+    """Learning rates and weight decay by parameter name."""
 
     @model_validator(mode="after")
     def _scale_is_used(self) -> OptimWrapper:

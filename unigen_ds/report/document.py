@@ -1,6 +1,4 @@
-"""A page from its template: one HTML file with style and script inside of it, nothing loaded from elsewhere; and the
-values of a page as text for people, which the templates use as filters.
-"""
+"""A page from its template, one HTML file that loads nothing; and its filters: values as text for people."""
 
 from __future__ import annotations
 

@@ -51,9 +51,7 @@ _PROCESSES = ("topology.", "machine.")
 
 
 def write_report(work_dirs: Sequence[Path], out: Path, *, max_pictures: int = MAX_PICTURES) -> Path:
-    """Write the report of one or several runs to ``out``. Raises ``CheckpointError`` where one is not a directory,
-    ``ConfigError`` where ``out`` cannot be written.
-    """
+    """Write the report of some runs. Raises ``CheckpointError`` for what is none, ``ConfigError`` for a bad ``out``."""
     runs = {name: read_work_dir(path) for name, path in run_names(work_dirs).items()}
     values = {"title": " · ".join(runs), "source": ", ".join(str(run.path) for run in runs.values())}
     if len(runs) > 1:
@@ -200,9 +198,7 @@ def validation_curves(run: WorkDir) -> list[dict[str, Any]]:
 
 
 def previews_of(run: WorkDir, *, budget: int) -> tuple[list[tuple[str, str]], str]:
-    """(title, data URI) of the previews over time and other pictures of the work dir, the last ones of at most
-    ``budget`` bytes; and a note where others are left out.
-    """
+    """(title, data URI) of the last pictures of the work dir, of at most ``budget`` bytes; and a note about others."""
     others = [(None, file) for file in sorted(run.path.glob("*.png"))]
     pictures: list[tuple[int | None, Path]] = [*run.previews, *others]
     figures: list[tuple[str, str]] = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
-
 from unigen_ds.config.registry import WRITERS
 from unigen_ds.config.section import LISTED, Component, Of, Section
 from unigen_ds.tracking import tensorboard as _tensorboard  # noqa: F401 - these register themselves
@@ -17,11 +15,8 @@ Writer = Annotated[Component, Of(WRITERS)]
 class Visualizer(Section):
     """Log writers beside ``metrics.jsonl``."""
 
-    vis_backends: Annotated[tuple[Writer, ...], LISTED] = Field(
-        default=(), description="list of writers beside `metrics.jsonl`; one that fails is switched off with a warning"
-    )
-    run_name: str | None = Field(
-        default=None,
-        description="name of the run in trackers, with fields such as `{model}` and `{date}`; `'nanovlm'`: nanoVLM's"
-        " own template; None: the name of the work dir",
-    )
+    vis_backends: Annotated[tuple[Writer, ...], LISTED] = ()
+    """List of writers beside `metrics.jsonl`; one that fails is switched off with a warning."""
+    run_name: str | None = None
+    """Name of the run in trackers, with fields such as `{model}` and `{date}`; `'nanovlm'`: nanoVLM's own template;
+    None: the name of the work dir."""

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class TensorboardVisBackend(Writer):
     """Event files in ``<work_dir>/tensorboard`` (or ``save_dir``). A resume hides the steps that it writes again.
 
-    A ``save_dir`` outside of the work dir may have several runs: each gets a folder there with its name, which a resume
-    continues in.
+    A ``save_dir`` outside of the work dir may have several runs, each in a folder of its name, also after a resume.
 
     Args:
         save_dir: folder of the event files; outside of the work dir each run has a folder in it with its run name;

@@ -153,8 +153,7 @@ class SafeWriter:
     ) -> None:
         """Write one record, unless the run has it.
 
-        ``event``: "" for the line of an update; ``at``: progress; ``axis``: another one than ``update`` becomes one
-        more number of the record.
+        ``event``: "" for the line of an update; ``at``: progress; ``axis``, if not ``update``: one more number of it.
         """
         key = f"{event} {hashlib.blake2b(repr(sorted(record)).encode(), digest_size=6).hexdigest()}" if event else ""
         if self._is_new(update, update if at is None else at, key):

@@ -1,8 +1,7 @@
 """Changed data on resume: what differs, and how the run continues: refused, with appended records, or with new data.
 
 In: the data's identity of a checkpoint (``SequenceStream.identity`` and the cursor, plain values) and the stream of the
-present config. Out: the stream in its phases, and the cursor to continue at. A later checkpoint keeps both, so no
-choice is needed twice.
+present config. Out: the stream in its phases, and the cursor to continue at; a later checkpoint keeps both.
 
 * ``append``: each source begins with its old records, unchanged (their digests are compared), and
   new sources follow the old ones. The epoch of the checkpoint is finished with the old records in
@@ -128,8 +127,7 @@ def continue_stream(
 
     Args:
         stored: the ``loader`` of a manifest: ``SequenceStream.identity`` and ``cursor``.
-        stream: of the present config, built with the run's ``sequences_per_epoch`` and the ``sequences_per_iteration``
-            of its first start.
+        stream: of the present config, with the run's ``sequences_per_epoch`` and first ``sequences_per_iteration``.
         on_change: what to do where the data differs. Without a difference it has no effect.
     """
     change, cursor = compare(stored, stream), Cursor.from_state_dict(stored["cursor"])

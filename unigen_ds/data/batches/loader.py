@@ -152,9 +152,7 @@ class BatchLoader:
         self.closed = False
 
     def next(self) -> Batch:
-        """The next batch, on the CPU. Raises ``StopIteration`` after the last one, ``TrainingError`` where a worker
-        process has ended.
-        """
+        """The next batch, on the CPU. Raises ``StopIteration`` after the last, ``TrainingError`` for a lost worker."""
         assert not self.closed, "the loader is closed"
         if self._loaded is None:
             self._loaded = self._begin()
@@ -292,7 +290,6 @@ class Packet:
         return self.kind.of(self._tensors(self.block.pin_memory() if pin else self.block.clone()), self.others)
 
     def _tensors(self, block: Tensor) -> dict[str, Tensor]:
-        """Views of ``block``."""
         return {
             name: block[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
             for name, (dtype, shape, start) in self.layout.items()

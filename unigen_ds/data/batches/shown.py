@@ -1,5 +1,4 @@
-"""A micro-batch as a person can look at it: its samples with their tokens as text, their images as pixels, and what of
-them is learned.
+"""A micro-batch for a person to look at: samples with tokens as text, images as pixels, and what of them is learned.
 
 Everything is taken from the batch that the loader made, nothing is read again: what condition dropout, truncation and
 random changes left is what is shown. A batch of a family without texts and images has numbers of its samples alone.

@@ -144,9 +144,7 @@ class SequenceStream:
 
     @property
     def draws_per_epoch(self) -> tuple[int, ...]:
-        """Of each source, in the first epoch that has all the present data, the additional ones of mandatory groups
-        included.
-        """
+        """Of each source, in the first epoch of all the present data, with the additional ones of mandatory groups."""
         return self._draws(-1)
 
     def _draws(self, phase: int) -> tuple[int, ...]:
@@ -172,7 +170,6 @@ class SequenceStream:
         return drawn / (self.sequences_per_epoch if first.first_epoch == 0 else self._first_epoch_rows)
 
     def _phase(self, epoch: int) -> int:
-        """Which phase an epoch belongs to."""
         number = bisect([phase.first_epoch for phase in self.phases], epoch) - 1
         if number < 0:
             raise DataError(f"epoch {epoch} of the data {_REPLACED}", remedy=_OLD_DATA)
@@ -286,7 +283,6 @@ class SequenceStream:
         return (epoch, window - 1) if window else (epoch - 1, self.num_windows(epoch - 1) - 1)
 
     def _window_range(self, epoch: int, window: int) -> tuple[int, int]:
-        """Positions in the epoch's order."""
         assert self.packer is not None
         start = window * self.packer.window
         return start, min(start + self.packer.window, self.epoch_order(epoch).epoch_size)

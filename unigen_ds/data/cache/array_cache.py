@@ -205,9 +205,7 @@ def load_arrays(cache: Path, key: str) -> Arrays | None:
 
 
 def contents_digest(files: Sequence[Path], folder: Path | None, *, name: str) -> str:
-    """Return the digest of every byte of ``files``; of several also of their order and their names. ``folder``: where
-    it may be kept, as that of ``name``.
-    """
+    """Of every byte of ``files``, and of several of their order and names. ``folder``: keeps it as that of ``name``."""
     top = os.path.commonpath([file.parent for file in files]) if files else ""
     labels = [os.path.relpath(file, top) for file in files] if len(files) > 1 else [""] * len(files)
     stamps = [_stamp(file) for file in files]

@@ -75,8 +75,7 @@ class UnifiedGenerationDataset:
         group: its group of `train_dataloader.groups`.
         num_used_data: only the first records are used, so many of them; None: all.
         name: first part of a sample id; None: the file's stem.
-        cache_dir: folder for the index, and for unpacked copies, where ``.unigen_index/`` beside the data cannot be
-            written.
+        cache_dir: folder for index and unpacked copies where ``.unigen_index/`` beside the data cannot be written.
         index_workers: processes that build the index, once; 0: this one.
         format: name of the format, or ``dict(type=name, ...)`` with settings of its own; None: by suffix or content.
         columns: names of the records' keys -> those of a layout: ``{'prompt': 'text_prompt'}``.
@@ -238,7 +237,6 @@ class ScannedDataset:
         raise NotImplementedError
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
-        """As of ``PlannedDataset``."""
         raise NotImplementedError
 
     @cached_property

@@ -40,9 +40,7 @@ class CheckedRecord:
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
-        """As its file has them, under the names of a layout (``columns``); images inside of the file are
-        ``StoredImage``.
-        """
+        """Of its file, under the names of a layout (``columns``); images inside of the file are ``StoredImage``."""
         return self._layout.named(self._entry.record, self.where)
 
     @cached_property
@@ -105,8 +103,7 @@ class RecordFilter:
 class RatingFilter(RecordFilter):
     """nanoVLM's: questions with a rating below the least one are left out, and records without any other question.
 
-    Ratings are those of its rows: ``relevance_ratings`` and so on, one for each of ``texts``. A rating that is missing
-    or null removes nothing.
+    Its rows have them: ``relevance_ratings`` and so on, one for each of ``texts``; a missing one removes nothing.
 
     Args:
         relevance_min_rating: least ``relevance_ratings`` that is kept.
@@ -148,8 +145,7 @@ class ImageCountFilter(RecordFilter):
 
     Args:
         max_images: images at most, as nanoVLM's ``max_images_per_example`` counts them.
-        max_tiles: images that a vision tower or the VAE encodes as conditions at most; of a ``VLM`` its tiles, each
-            global one included.
+        max_tiles: condition images of a vision tower or the VAE at most; of a ``VLM`` tiles, global ones included.
     """
 
     @checked()

@@ -29,10 +29,10 @@ _KEY = "train_dataloader.groups"
 class DataGroup(Section):
     """Sources that share a weight: those whose `group` is its name."""
 
-    weight: Number = Field(gt=0, allow_inf_nan=False, description="share of the samples, relative to the other groups")
-    mandatory: bool = Field(
-        default=False, description="every packed sequence has a sample of it: where its weight means too few, more"
-    )
+    weight: Number = Field(gt=0, allow_inf_nan=False)
+    """Share of the samples, relative to the other groups."""
+    mandatory: bool = False
+    """Every packed sequence has a sample of it: where its weight means too few, more."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ def blend(
     skipped: Sequence[tuple[str, str | None]] = (),
 ) -> Blend:
     """``sizes``: samples of each source; ``skipped``: name and group of each that is left out (``on_error='skip'``).
-    Raises ``ConfigError`` where sources and groups do not fit each other, ``DataError`` where all of a group are
-    skipped.
+    Raises ``ConfigError`` where sources and groups do not fit, ``DataError`` where all of a group are skipped.
     """
     of_sources = [getattr(dataset, "group", None) for dataset in datasets]
     for dataset, group in zip(datasets, of_sources, strict=True):

@@ -3,8 +3,7 @@
 In: the counts of a source (from its index) and the settings. Out: the units of the source that the global order draws
 (a record, or one piece of it), their lengths, and what is not trained on. Without a setting a plain text is split into
 pieces that together have every token and every target once, and any other record is left out, because truncation
-separates an answer from its question or an image from its prompt. The index alone shows what is too long: nothing is
-read.
+separates an answer from its question or an image from its prompt. The index alone shows what is too long.
 """
 
 from __future__ import annotations

@@ -45,13 +45,12 @@ _T = TypeVar("_T", bound=Sized)
 class Streaming(Section):
     """How a data set is streamed."""
 
-    mixed_shards: int = Field(
-        default=4, ge=1, description="shards whose records are shuffled together; another number is another order"
-    )
-    attempts: int = Field(default=5, ge=1, description="attempts of fetching a shard, before the run ends")
-    storage_options: Mapping[str, Any] = Field(
-        default={}, description="arguments of the file system of `fsspec`: keys, endpoints"
-    )
+    mixed_shards: int = Field(default=4, ge=1)
+    """Shards whose records are shuffled together; another number is another order."""
+    attempts: int = Field(default=5, ge=1)
+    """Attempts of fetching a shard, before the run ends."""
+    storage_options: Mapping[str, Any] = Field(default={})
+    """Arguments of the file system of `fsspec`: keys, endpoints."""
 
 
 class ShardSource(RecordSource):
@@ -136,9 +135,7 @@ class ShardSource(RecordSource):
 
 
 class Recent(Generic[_T]):
-    """What ``make`` returned for the shards that were used last: at least ``number`` of them, and all up to 2^20
-    records.
-    """
+    """``make(shard)`` of the shards that were used last: at least ``number`` of them, and all up to 2^20 records."""
 
     def __init__(self, number: int, make: Callable[[int], _T]) -> None:
         self._number, self._make = number, make
@@ -212,9 +209,7 @@ class StreamedShards:
         return self._recent[shard]
 
     def prepare(self, shards: Sequence[int]) -> None:
-        """Fetch and plan some shards in the background, each once. What fails is tried again, and reported, when it is
-        needed.
-        """
+        """Fetch and plan shards in the background, each once. What fails is tried again, and reported, when needed."""
         new = [shard for shard in shards if shard not in self._ahead]
         if not new or not self.fetches_ahead:
             return

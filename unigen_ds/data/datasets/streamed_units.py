@@ -6,8 +6,7 @@ is estimated from the first shard, since nobody knows it before the first pass h
 
 The order (``ShardWalk``) needs no number of records. A pass is every unit once: the shards in a random order, some at a
 time (a block), whose units are shuffled together. Both shuffles are keyed bijections (``order.py``) of (seed, source,
-pass, block), so a position is (pass, block, position in the block), exact whatever ran before; what a cursor keeps of
-it is where its block began.
+pass, block), so a position is (pass, block, position in the block); a cursor keeps of it where its block began.
 """
 
 from __future__ import annotations

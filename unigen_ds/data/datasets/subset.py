@@ -4,8 +4,7 @@ In: a source and the numbers of its records. Out: a ``Subset``, which is a ``Pla
 stay those of the data file (``record_number``), so a sample id names the same record with and without a subset. Whether
 a record is in a share for validation (``val_dataloader=dict(split=0.02)``) is a function of (seed, digest of the
 record's content): equal records are on the same side, in whichever source they are, and records that are appended later
-move no other one. What filters decide is cached with the index, and is in the fingerprint only where records are left
-out.
+move no other one. What filters decide is cached with the index, and in the fingerprint only where they leave out any.
 """
 
 from __future__ import annotations
@@ -180,8 +179,7 @@ def division_of(datasets: Sequence[PlannedDataset]) -> Division | None:
 
 def divide(datasets: Sequence[PlannedDataset], division: Division) -> tuple[list[Subset], list[Subset]]:
     """Return each source without the share, and the share of each, which may be empty. Raises ``DataError`` where
-    nothing would be left to train on, or nothing to validate on; ``ConfigError`` for a source whose records have no
-    digests.
+    nothing would be left to train or to validate on; ``ConfigError`` for a source whose records have no digests.
     """
     training: list[Subset] = []
     validation: list[Subset] = []

@@ -83,9 +83,7 @@ def transform_problems(cls: type, where: str, *, changes: bool) -> list[ConfigEr
 
 
 def apply_changes(image: Tensor, changes: Sequence[Augment], key: tuple[object, ...]) -> Tensor:
-    """``image`` after the changes, each keyed by ``key`` and its number. Raises ``DataError`` where a change of a
-    user's own returns another shape.
-    """
+    """``image`` after the changes, each keyed by ``key`` and its number. Raises ``DataError`` for another shape."""
     for number, change in enumerate(changes):
         after = change(image, generator(*key, "augment", number))
         if after.shape != image.shape:

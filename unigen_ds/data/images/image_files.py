@@ -112,7 +112,6 @@ class StoredImage(str):
         return str, (str(self),)
 
     def read(self) -> bytes:
-        """The bytes of the image's file."""
         return self._data.read() if isinstance(self._data, Span) else self._data
 
     @cached_property
@@ -138,7 +137,6 @@ class ImageContent:
 
     @cached_property
     def decoded(self) -> Image.Image:
-        """As of ``open_image``."""
         return _decode(self)
 
 
@@ -176,9 +174,7 @@ def image_header(path: AnyImage) -> ImageHeader:
 
 
 def open_image(path: AnyImage) -> Image.Image:
-    """Return the decoded picture, upright, grey in 8 bits. Raises ``UnreadableImage`` naming the path; a truncated file
-    is refused, not greyed out.
-    """
+    """The picture, upright, grey in 8 bits. Raises ``UnreadableImage`` naming the path, also for a truncated file."""
     return path.decoded if isinstance(path, ImageContent) else _decode(path)
 
 

@@ -1,5 +1,4 @@
 """What must be known of all records before training: lengths, digests, unusable ones.
 
-In: a source and a processor. Out: an ``Index`` on disk (``index.py``), made by one process or several, mapped by every
-process.
+In: a source and a processor. Out: an ``Index`` on disk (``index.py``), made by one process or several, mapped by all.
 """

@@ -6,9 +6,9 @@ for all k and p: Tijdeman's solution of the chairman assignment problem (Discret
 source k may come from position ``(j + 1/(2n - 2)) / w_k`` on and must come before ``(j + 1 - 1/(2n - 2)) / w_k``; of
 those that may come, the one that must come first is drawn.
 
-The sequence repeats with the common denominator of the weights, its period. Up to ``MAX_PERIOD`` it is computed once,
-and any position is looked up. A longer one (weights in proportion to the sizes of large sources) is followed from the
-nearest position whose state is known, about 2 microseconds a draw; checkpoints store the one that a resume needs.
+The sequence repeats with the common denominator of the weights, its period, which may be long (weights in proportion to
+the sizes of large sources). It is followed from the nearest position whose state is known, in about 1 microsecond a
+draw; checkpoints store the one that a resume needs.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ import math
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_PERIOD = 2**16
 _SIMPLE = 2**20
 """Denominators up to which a float is read as the fraction that it is the nearest float of: 1/3, not 0.333..."""
 _ANCHORS = 1024
-"""Draws between positions whose state is kept, where the period is long."""
+"""Draws between positions whose state is kept."""
 
 Array = NDArray[np.int64]
 
@@ -49,17 +47,11 @@ class Mixture:
         self.period = math.lcm(*(share.denominator for share in shares))
         self.parts = tuple(int(share * self.period) for share in shares)
         """Draws of each source in a period."""
-        self.is_long = self.period > MAX_PERIOD
         self._states: dict[int, tuple[int, ...]] = {0: (0,) * len(shares)}
         self._known = [0]
 
     def draws(self, start: int, stop: int) -> tuple[Array, Array]:
         """Of the positions ``start .. stop``: the source of each, and how many draws of it came before."""
-        if not self.is_long:
-            passed, within = np.divmod(np.arange(start, stop, dtype=np.int64), self.period)
-            sources, numbers = (column[within] for column in self._pattern)
-            parts: Array = np.asarray(self.parts, dtype=np.int64)
-            return sources, numbers + passed.astype(np.int64) * parts[sources]
         rounds, first = divmod(start, self.period)
         anchor = self._before(first)
         before = self._states[anchor]
@@ -73,20 +65,19 @@ class Mixture:
     def counts(self, position: int) -> tuple[int, ...]:
         """Draws of each source before ``position``."""
         rounds, within = divmod(position, self.period)
-        anchor = self._before(within) if self.is_long else 0
-        passed = self._follow(anchor, within) if self.is_long else self._pattern[0][:within]
-        drawn = np.bincount(np.asarray(passed, dtype=np.int64), minlength=len(self.parts)).tolist()
+        anchor = self._before(within)
+        passed = np.asarray(self._follow(anchor, within), dtype=np.int64)
+        drawn = np.bincount(passed, minlength=len(self.parts)).tolist()
         columns = zip(self.parts, self._states[anchor], drawn, strict=True)
         return tuple(rounds * part + before + number for part, before, number in columns)
 
     def state(self, position: int) -> tuple[int, ...]:
         """What ``remember`` needs to find ``position`` at once; empty where nothing is needed."""
-        return self._states[self._before(position % self.period)] if self.is_long else ()
+        state = self._states[self._before(position % self.period)]
+        return state if any(state) else ()
 
     def remember(self, position: int, state: Sequence[int]) -> bool:
         """Take over what ``state`` returned for ``position``. False: it is not a state of this mixture."""
-        if not self.is_long:
-            return not state
         anchor = position % self.period
         anchor -= anchor % _ANCHORS
         near = (abs(n * self.period - part * anchor) <= self.period for n, part in zip(state, self.parts, strict=False))
@@ -94,15 +85,6 @@ class Mixture:
             return False
         self._keep(anchor, tuple(state))
         return True
-
-    @cached_property
-    def _pattern(self) -> tuple[Array, Array]:
-        """``draws`` of one period."""
-        sources = np.asarray(follow(self.parts, self._states[0], self.period), dtype=np.int64)
-        numbers = np.empty_like(sources)
-        for source, part in enumerate(self.parts):
-            numbers[sources == source] = np.arange(part)
-        return sources, numbers
 
     def _before(self, position: int) -> int:
         """The last position up to ``position``, a multiple of ``_ANCHORS``, now with a known state."""

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.json_values import json_values
 from unigen_ds.data.order.mixture import Mixture, exact
 from unigen_ds.system.seeding import derive_seed
 
@@ -76,9 +77,7 @@ class Draw(NamedTuple):
         return f"Draw(source={self.source}, index={self.index}, pass_number={self.pass_number}{piece})"
 
     def sample_id(self, names: Sequence[str]) -> str:
-        """``source:index:pass``, of a piece ``source:index:pass:piece``: what the ledger digests and what a sample's
-        randomness is keyed by.
-        """
+        """``source:index:pass``, of a piece ``...:piece``: of the ledger, and the key of all that is random in it."""
         piece = f":{self.piece}" if self.piece >= 0 else ""
         return f"{names[self.source]}:{self.index}:{self.pass_number}{piece}"
 
@@ -228,10 +227,6 @@ class GlobalOrder:
         return sources, records, passes
 
 
-def _lists(value: Any) -> Any:
-    return [_lists(one) for one in value] if isinstance(value, tuple) else value
-
-
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(one) for one in value) if isinstance(value, list | tuple) else value
 
@@ -250,13 +245,13 @@ class Cursor:
     extra: tuple[int, ...] = field(default=(), repr=False)
     """Additional draws of each mandatory group before its window."""
     drawn: tuple[int, ...] = field(default=(), repr=False)
-    """``Mixture.state`` at its window or row: only where the weights have a long period."""
+    """``Mixture.state`` at its window or row: only of weights with a period of more than 1,024 draws."""
     blocks: tuple[int, ...] = field(default=(), repr=False)
     """Of each streamed source where the block of its next draw begins, at the window or row: ``ShardWalk.state``."""
 
     def state_dict(self) -> dict[str, Any]:
         """As a checkpoint has it, without what is empty."""
-        return {name: _lists(value) for name, value in asdict(self).items() if value != ()}
+        return {name: value for name, value in json_values(asdict(self)).items() if value != []}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Cursor:
@@ -283,13 +278,11 @@ class Phase:
     """Numbers of the sources of each mandatory group."""
 
     def order(self, *, seed: int) -> GlobalOrder:
-        """That of its epochs."""
         arguments = {name: getattr(self, name) for name in ("first_epoch", "first_pass", "mandatory", "rows_per_epoch")}
         return GlobalOrder(self.sizes, self.weights, seed=seed, **arguments)
 
     def state_dict(self) -> dict[str, Any]:
-        """As a checkpoint has it."""
-        return {name: _lists(value) for name, value in asdict(self).items() if name != "mandatory" or value}
+        return {name: value for name, value in json_values(asdict(self)).items() if name != "mandatory" or value}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Phase:

@@ -37,9 +37,7 @@ _ID_BITS = 32
 
 
 class Packer(Protocol):
-    """Groups one window of samples into sequences, from lengths alone. A packer with ``plan_with`` knows mandatory
-    groups, too (``BestFitPacking.plan_with``).
-    """
+    """Groups a window of samples into sequences, from lengths alone; with ``plan_with`` it knows mandatory groups."""
 
     window: int
     """Samples that are planned together."""
@@ -108,9 +106,7 @@ class BestFitPacking:
 
 
 class _Samples:
-    """The samples of a window. A longer one is ``seq_length`` long, one with more images has ``max_tiles``; None: they
-    do not count.
-    """
+    """The samples of a window, of ``seq_length`` tokens and ``max_tiles`` images at most; None: these do not count."""
 
     def __init__(self, lengths: Sequence[int], tiles: Sequence[int], seq_length: int, max_tiles: int | None) -> None:
         self.sizes = np.minimum(np.asarray(lengths, dtype=np.int64), seq_length)

@@ -55,7 +55,6 @@ class Turn(NamedTuple):
 
     @property
     def is_target(self) -> bool:
-        """Whether it is learned."""
         return self.learned and self.role == "assistant"
 
 
@@ -208,7 +207,6 @@ class Values:
             yield f"{field}[{i}]", item
 
     def role(self, value: Any, field: str) -> Role:
-        """Return the role that a name means."""
         if not isinstance(value, str) or value not in _ROLES:
             raise self.wrong(field, value, ", ".join(_ROLES))
         return _ROLES[value]
@@ -237,8 +235,7 @@ class Values:
 
     def image(self, value: Any, field: str) -> str:
         """Return the path of an image, under ``image_root`` where it is relative, or the image that the record has:
-        bytes, or base64 as ``data:image/png;base64,...``. Raises ``DataError`` for everything else: nothing is
-        downloaded.
+        bytes, or base64 as ``data:image/png;base64,...``. Raises ``DataError`` for all else: nothing is downloaded.
         """
         if isinstance(value, StoredImage):
             return value
@@ -292,7 +289,6 @@ class _Chat:
                 self.turns.append(Turn(role, "text", piece, learned))
 
     def add_image(self, role: Role, *, learned: bool = True) -> None:
-        """The next image."""
         if self._asked < len(self._images):
             self.turns.append(Turn(role, "image", self._images[self._asked], learned))
         self._asked += 1

@@ -6,8 +6,7 @@ of all kinds, or all of them are left out, counted, and listed in ``left_out.jso
 
 A record with the keys of two layouts is read by the first one (``records.layout_of``); what it has of the other is
 counted for each source, in the log and in ``tools/inspect_data.py``. Keys that belong to no layout (``id``,
-``source``) are not looked at, nor are values that are null or empty. What a record has is one number: the layout, and a
-bit for each key.
+``source``) are not looked at, nor are null or empty values. It is one number: the layout, and a bit for each key.
 """
 
 from __future__ import annotations
@@ -128,8 +127,7 @@ def unusable_error(
     bad: Sequence[BadRecord], title: str, records: int, *, number: int | None = None, limit: float | None = None
 ) -> DataError:
     """Return the error that lists the first; what is allowed, and the remedy, once where several have the same.
-    ``number``: of them, where ``bad`` are a part; ``limit``: of the share that may be left out; None: malformed ones
-    are an error.
+    ``number``: of them, where ``bad`` are a part; ``limit``: of the share that may be left out; None: none may.
     """
     number = len(bad) if number is None else number
     allowed, remedy = None, f"mend or remove them; {SKIPPED} of the data set leaves them out, listed in {LIST_FILE}"
@@ -205,9 +203,7 @@ def unused_keys(record: Mapping[str, Any], layout: Layout, beside: Sequence[str]
 
 
 def unused_records(codes: Array) -> dict[str, Array]:
-    """Return what the records of a source do not use, as words, and the numbers of the records; most records first.
-    ``codes`` [N]: ``unused_keys`` of each record.
-    """
+    """What records do not use, as words, and their numbers, most first. ``codes`` [N]: ``unused_keys`` of each."""
     known, inverse = np.unique(codes, return_inverse=True)
     records = {}
     for number, name in enumerate(_NAMES, start=1):

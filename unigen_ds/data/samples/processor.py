@@ -120,7 +120,6 @@ class ConversationProcessor:
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def builder(self) -> PackedBuilder:
-        """As of ``Processor``."""
         return PackedBuilder(self)
 
     def read_image(self, image: str | Path | ImageContent | Image.Image) -> Image.Image:
@@ -132,16 +131,16 @@ class ConversationProcessor:
         """Of an image; ``keep``: read the whole file, for decoding it next."""
         return image_header(ImageContent(path) if keep else path)
 
-    def plan(self, turns: Sequence[Turn], where: object = "", *, keep_images: bool = False) -> Sample:
-        """The splits of a conversation. ``where`` begins errors; ``keep_images``: they are decoded next. An image whose
-        header cannot be read does not raise: its split carries the reason and the smallest size.
+    def plan(self, turns: Sequence[Turn], where: object = "", **options: bool) -> Sample:
+        """The splits of a conversation. ``where`` begins errors; ``options``: of ``plan_many``. An image whose header
+        cannot be read does not raise: its split carries the reason and the smallest size.
         """
-        return next(self.plan_many([(turns, where)], keep_images=keep_images))
+        return next(self.plan_many([(turns, where)], **options))
 
     def plan_many(
         self, records: Iterable[tuple[Sequence[Turn], object]], *, keep_images: bool = False
     ) -> Iterator[Sample]:
-        """``plan`` of each (turns, where); their texts are tokenized together."""
+        """``plan`` of each (turns, where); texts are tokenized together. ``keep_images``: they are decoded next."""
         merged = [(_merge(turns), where) for turns, where in records]
         texts = [turn.value for turns, _ in merged for turn in turns if turn.kind == "text"]
         together = getattr(self.tokenizer, "encode_texts", None)  # a user's own tokenizer may have "encode" alone

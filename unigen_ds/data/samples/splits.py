@@ -99,7 +99,6 @@ class TokenSplit(Split):
         return sum(label >= 0 for label in self.labels)
 
     def part(self, start: int, stop: int) -> TokenSplit:
-        """Tokens ``start .. stop``."""
         return TokenSplit(self.ids[start:stop], self.labels[start:stop])
 
     def count(self, tally: Tally) -> None:
@@ -279,9 +278,7 @@ def _normal(shape: tuple[int, ...], key: tuple[object, ...]) -> Tensor:
 
 
 class PackedBuilder:
-    """Adds documents one after the other and keeps every list of ``PackedBatch``. ``processor``: a
-    ``ConversationProcessor``, or what has its sizes.
-    """
+    """Makes a ``PackedBatch`` of documents. ``processor``: a ``ConversationProcessor``, or what has its sizes."""
 
     def __init__(self, processor: Any) -> None:
         self.processor, self.num_tokens = processor, 0
@@ -348,7 +345,6 @@ class PackedBuilder:
     def batch(
         self, num_sequences: int, sample_ids: tuple[str, ...], skipped: tuple[dict[str, str], ...]
     ) -> PackedBatch:
-        """Everything as tensors."""
         processor, integers = self.processor, _integers(())
         documents, splits = _integers(self._document_lengths), _integers(self._split_lengths)
         patches, vit_index, vit_positions = zip(*self._patches, strict=True) if self._patches else ((), (), ())

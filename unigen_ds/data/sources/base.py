@@ -2,8 +2,7 @@
 
 A source is made from one file or folder, without reading it. ``scan`` looks for the records once; what it returns is
 kept with the index, and ``use`` receives it again at every later start. A record is a ``FoundRecord``: its position,
-its values, and the bytes that its digest is of. Sources are sent to loading processes, so no value of theirs is an open
-file.
+its values, and the bytes that its digest is of. Sources are sent to loading processes, so they hold no open file.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
+from unigen_ds.core.json_values import json_values
 from unigen_ds.data.cache.array_cache import cache_folder, contents_digest, fingerprint
 from unigen_ds.data.images.image_files import StoredImage
 from unigen_ds.data.records.records import Captions
@@ -49,9 +49,7 @@ class FoundRecord(Protocol):
 
 
 class Row:
-    """A record whose values are known: the entry of every format but JSON. ``unused``: what of the files is not in
-    ``record``, by the names of ``unusable.unused_keys``.
-    """
+    """A record whose values are known, of every format but JSON. ``unused``: what it leaves out, of ``unused_keys``."""
 
     __slots__ = ("record", "unused", "where")
 
@@ -78,21 +76,17 @@ class InFolder:
 def canonical(record: Mapping[str, Any], where: object) -> bytes:
     """Return a record as bytes, whatever the order of its keys and the format of its file; images by their digest."""
     try:
-        return json.dumps(_plain(record), sort_keys=True, separators=(",", ":")).encode()
+        return json.dumps(json_values(record, _plain), sort_keys=True, separators=(",", ":")).encode()
     except RecursionError as error:
         raise DataError(f"{where}: its values are nested too deeply") from error
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can write of a value."""
+    """Return what JSON can write of a value that is no mapping and no list."""
     if isinstance(value, StoredImage):
         return {"image": value.digest}
     if value is None or isinstance(value, (str, int, float)):
         return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"bytes": xxhash.xxh3_128(bytes(value)).hexdigest()}
     return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)

@@ -1,8 +1,7 @@
 """Files of text: JSON and JSONL, CSV and TSV, plain text and Markdown. A record is a range of bytes.
 
 A file is scanned once for the byte range of each record; afterwards one record is one seek and one read, so a file
-may be larger than memory. A malformed record is a ``DataError`` that names file and line; the line number is counted
-only then.
+may be larger than memory. A malformed record is a ``DataError`` with file and line, which is counted only then.
 """
 
 from __future__ import annotations
@@ -281,8 +280,7 @@ class TextSource(RangeSource):
     """One file of text; nothing of it is interpreted, Markdown neither.
 
     Args:
-        divide: what a document is: ``file``, ``line`` or ``paragraph`` (between blank lines), without the white space
-            around it.
+        divide: what a document is: ``file``, ``line`` or ``paragraph`` (between blank lines); white space is stripped.
     """
 
     suffixes = (".txt", ".md", ".markdown")

@@ -50,9 +50,7 @@ def _unpacking(path: Path) -> Any:
 
 
 def copy_of(path: Path, folder: Path | None, *, suffix: str, size: int, write: Callable[[Path], None]) -> Path:
-    """The copy of ``path`` that ``write`` makes, once, of about ``size`` bytes. Raises ``DataError`` where there is no
-    folder for it, or no space.
-    """
+    """The copy of ``path``, of about ``size`` bytes, that ``write`` makes once. Raises ``DataError`` without space."""
     if folder is None:
         problem = f"data file {path} must be unpacked, and its folder is not writable"
         raise DataError(problem, remedy="cache_dir=FOLDER of the data set: a folder for the unpacked copy")

@@ -162,9 +162,7 @@ def _parts(name: str) -> tuple[str, str, str]:
 
 
 def _with_images(value: Any, images: Mapping[str, StoredImage], names: set[str], of_image: bool = False) -> Any:
-    """Return ``value`` with the images in place of their names, under the keys that images have; ``names`` gets these
-    names.
-    """
+    """``value`` with the images in place of their names, which ``names`` gets, under the keys that images have."""
     if isinstance(value, str):
         name = value if value in images else value.rpartition("/")[2]
         if not of_image or name not in images or ("." not in name and name != value):

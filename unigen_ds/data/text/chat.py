@@ -3,8 +3,7 @@
 The template is rendered to text (where transformers 4 and 5 agree; with ``tokenize=True`` they return different types,
 and the length of the wrong one masks the wrong tokens), growing by one message at a time: what a message adds
 after its generation prompt is the assistant's, its end token and what follows included. A template may mark these parts
-itself (``{% generation %}``). The whole text is tokenised once, and a token is the assistant's where it begins inside
-such a part.
+itself (``{% generation %}``). The whole text is tokenised once; a token is the assistant's where it begins in one.
 """
 
 from __future__ import annotations
@@ -107,9 +106,8 @@ def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[Encoded]:
 
 
 def encode_chats(tokenizer: Any, chats: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[Encoded]:
-    """Each of some rendered conversations, by a ``ChatTokenizer`` or ``ModelTokenizer``. ``chats``: the text, and the
-    signs in it for special tokens that users spelled (``Special.encode_shielded``). Those without signs are tokenized
-    in one call.
+    """Each of some rendered conversations, by a ``ChatTokenizer`` or ``ModelTokenizer``. ``chats``: the text, and its
+    signs for special tokens that users spelled (``Special.encode_shielded``); those without are tokenized in one call.
     """
     together = iter(encode_rendered(tokenizer.chat, [text for text, signs in chats if not signs]))
     for text, signs in chats:

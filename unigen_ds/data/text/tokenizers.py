@@ -222,8 +222,7 @@ class ChatTokenizer(_Tokenizer):
 
     Args:
         path: directory or hub name, as transformers' ``AutoTokenizer`` reads it.
-        chat_template: Jinja text; None: the tokenizer's own. It may only append: no message may change how earlier ones
-            are shown.
+        chat_template: Jinja text; None: the tokenizer's own. No message may change how earlier ones are shown.
         bos: token that begins each message.
         eos: token that ends each message, and an answer.
     """
@@ -295,9 +294,7 @@ class ModelTokenizer(_Tokenizer):
 
 
 def _folder(path: str) -> Path:
-    """The folder of a tokenizer. Raises ``ConfigError`` for one that is not there, before it is looked up on the hub,
-    and for one without a tokenizer.
-    """
+    """The folder of a tokenizer. Raises ``ConfigError`` for one without, or that is neither here nor a hub's name."""
     folder = folder_of(path, where="tokenizer.path", weights=False)
     allowed = "a folder with tokenizer.json, or a name on the hub: organisation/name"
     if folder.is_dir():

@@ -61,9 +61,7 @@ class Job:
 
 
 def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]:
-    """The command as a list of arguments. Raises ``ConfigError`` where it cannot be split, has an unknown field, or
-    lacks one without which no result can come.
-    """
+    """The command as a list. Raises ``ConfigError`` where it has an unknown field, or lacks one that it needs."""
     try:
         arguments = tuple(shlex.split(command) if isinstance(command, str) else command)
     except ValueError as error:
@@ -171,18 +169,14 @@ class JobFolder:
                 subprocess.run(("scancel", batch_job), stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
 
     def status(self, job: Job) -> int | str | None:
-        """Exit status of the command, below 0 where a signal ended it or nobody saw its end; ``running``; None: it
-        waits.
-        """
+        """Of the command, below 0 where a signal ended it or nobody saw its end; or ``running``; None: it waits."""
         with contextlib.suppress(OSError):
             text = self.file(job.update, "status").read_text(encoding="utf-8").strip()
             return text if text == _RUNNING else int(text)
         return None
 
     def start_worker(self, environment: Mapping[str, str]) -> int:
-        """Start one, which begins when no other works in this folder; returns its number. It imports no torch, and no
-        signal to the training reaches it.
-        """
+        """Start one, without torch, that begins when no other works here, and no signal to the training reaches."""
         variables = {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
         with (self.folder / "worker.log").open("ab") as log:
             self.worker = subprocess.Popen(

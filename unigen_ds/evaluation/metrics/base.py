@@ -3,8 +3,7 @@
 A metric keeps one *row* for each sample: its sufficient statistics (BLEU: counts of n-grams; ROUGE: scores; FID: two
 feature vectors). Rows of several processes are joined and ordered by the samples' keys, so a value does not depend on
 the number of processes, on their shares or on the sizes of the batches. The trade-off: FID keeps two vectors for each
-sample (16 KiB at 2,048 features in float32) where sums would be smaller; in return its value has the same bits for the
-same features.
+sample (16 KiB at 2,048 features in float32) where sums would be smaller, and its value depends on the features alone.
 
 ``LocalModel``: a model that scores, a user's local folder, read by transformers without executing anything.
 """
@@ -95,9 +94,9 @@ class Metric:
         """A row for each sample: numbers, an array, or whatever ``compute`` reads. Called on every rank."""
         return [self.row(one, several) for one, several in text_pairs(predictions, references, keys)]
 
-    def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
-        """The numbers of one sample, of a metric of texts."""
-        raise NotImplementedError
+    def row(self, prediction: str, references: Sequence[str]) -> Any:
+        """The row of one sample, of a metric of texts: its numbers; by default the texts, for ``compute``."""
+        return prediction, references
 
     def compute(self, rows: Sequence[Any]) -> dict[str, float]:
         """The values from the rows of all samples, at least one. Rank 0."""
@@ -249,7 +248,6 @@ class LocalModel:
 
     @property
     def name(self) -> str:
-        """The folder's."""
         return self.folder.resolve().name
 
     def check(self) -> None:

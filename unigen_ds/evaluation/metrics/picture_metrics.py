@@ -1,6 +1,4 @@
-"""Metrics of pictures: FID (features against features), CLIP score and multimodal consistency (pictures against texts,
-by a local CLIP-like model).
-"""
+"""Metrics of pictures: FID, and by a local CLIP-like model CLIP score and multimodal consistency (against texts)."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ def as_tensor(images: Sequence[Image.Image], size: int | None) -> Tensor:
     """Pictures as float32 of shape (n, 3, height, width), values 0 to 255.
 
     ``size``: height and width after resizing, bicubic with antialiasing in float32 (Parmar et al., "On Aliased Resizing
-    and Surprising Subtleties in GAN Evaluation", CVPR 2022); None: as they are, which must be one size. Raises
-    ``DataError``.
+    and Surprising Subtleties in GAN Evaluation", CVPR 2022); None: as they are. Raises ``DataError`` for two sizes.
     """
     sizes = {image.size for image in images}
     if size is None and len(sizes) > 1:

@@ -1,6 +1,4 @@
-"""Metrics of texts: BLEU, ROUGE, METEOR and BERTScore by their libraries; exact match of short answers; and
-perplexity, of the losses of texts.
-"""
+"""Metrics of texts: BLEU, ROUGE, METEOR and BERTScore by their libraries; exact match; perplexity, of losses."""
 
 from __future__ import annotations
 
@@ -43,9 +41,6 @@ class BLEU(Metric):
         smoothing: Literal["exp", "floor", "add-k", "none"] = "exp",
     ) -> None:
         super().__init__(tokenize=tokenize, lowercase=lowercase, max_order=max_order, smoothing=smoothing)
-
-    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        return text_pairs(predictions, references, keys)
 
     def compute(self, rows: Sequence[Any]) -> dict[str, float]:
         settings, order = self.settings, self.settings["max_order"]
@@ -116,9 +111,6 @@ class METEOR(Metric):
         if shutil.which("java") is None:
             remedy = "install a Java runtime (Debian: default-jre-headless)"
             raise ConfigError("METEOR needs Java, and there is no command java", remedy=remedy)
-
-    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        return text_pairs(predictions, references, keys)
 
     def compute(self, rows: Sequence[Any]) -> dict[str, float]:
         """Raises ``ConfigError`` where the program cannot be started, or ends meanwhile."""

@@ -1,8 +1,7 @@
 """At the end of the digits run: does the model draw the requested digit, and read the digit in an image?
 
 A classifier that is independent of the model reads the drawn digits: a support vector machine trained on the 1,500 real
-training images (scikit-learn's own example setting, about 99 % on the 297 held-out images). Captions must match word
-for word.
+training images (scikit-learn's example setting, about 99 % on the 297 held-out images). Captions must match exactly.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ def evaluate_digits(
     model: Any, processor: UnifiedProcessor, root: Path, *, flow: FlowSettings, seed: int
 ) -> tuple[dict[str, Any], Image.Image]:
     """Draw 20 of each digit and read the 297 held-out images. The model is in eval mode, on its device. Out: the
-    results, and a sheet of ten drawings of each digit, each beside a real scan of it; a red frame: classified as
-    another digit.
+    results, and a sheet of ten drawings of each digit beside real scans; a red frame: classified as another digit.
     """
     train_images, train_labels = read_split(root, "train")
     held_images, held_labels = read_split(root, "val")

@@ -1,5 +1,4 @@
-"""The demo's own model, autoencoder, tokenizer and family: ``UnifiedModel`` that predicts the clean picture, not the
-velocity.
+"""The demo's own model, autoencoder, tokenizer and family: ``UnifiedModel`` predicts the picture, not the velocity.
 
 Noise needs all numbers of a patch, a picture few of them. Li and He ("Back to Basics: Let Denoising Generative Models
 Denoise", 2025) therefore let the network predict the picture and compute the velocity from it.
@@ -42,9 +41,7 @@ class EmojiModel(UnifiedModel):
 
 @FAMILIES.register_module()
 class EmojiFamily(Bagel):
-    """Trained, resumed, merged and asked as ``Bagel``; not exported, because BAGEL's directory is of a model that
-    predicts the velocity.
-    """
+    """As ``Bagel``, but not exported: a model in BAGEL's directory predicts the velocity."""
 
     model = EmojiModel
     published: ClassVar[tuple[PublishedFormat, ...]] = ()

@@ -90,7 +90,6 @@ class LoadedPicture:
     inputs: Inputs
 
     def place(self, builder: ModelBuilder, position: int) -> int:
-        """Add the tokens and inputs to a batch (``Loaded.place``)."""
         builder.add_tokens(self.ids, self.labels, position)
         builder.inputs.append(self.inputs)
         return position + len(self.ids)
@@ -107,7 +106,6 @@ class ModelBuilder(PackedBuilder):
         """Whether a batch without any image gets one that no record has."""
 
     def batch(self, num_sequences: int, sample_ids: tuple[str, ...], skipped: tuple[dict[str, str], ...]) -> ModelBatch:
-        """Everything as tensors."""
         number, before, pictures = len(self.inputs), self.num_tokens, self.pictures
         if self.adds_plain and not number:
             plain: Sequence[Loaded] = [pictures.plain]

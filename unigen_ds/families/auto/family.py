@@ -1,6 +1,4 @@
-"""``AutoCausal`` and ``AutoImages``: the families of ``CausalLM`` and ``ImageTextToText``, which answer by their chat
-template and ``generate`` of transformers itself.
-"""
+"""The families of ``CausalLM`` and ``ImageTextToText``: they answer by chat template and transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -147,8 +145,6 @@ class AutoDirectory(PublishedFormat):
 
 
 class _OfTransformers(ConversationFamily):
-    """The base of both families."""
-
     processor_type = ModelProcessor
     terms: ClassVar[Mapping[str, str]] = {"text": "weight of the mean cross-entropy per text target"}
 

@@ -3,8 +3,7 @@
 Parameters have transformers' names, so a merged checkpoint is a state dict of the model itself. Documents follow each
 other in one row where the model's attention keeps them apart (positions begin anew at each; ``attention.py``, or the
 mask or lengths that transformers makes of positions), else each is a row of its own, filled up. Which of these is found
-in the first forward pass: the model itself computes two short documents each way. The head computes the rows of targets
-alone.
+in the first forward pass: the model computes two short documents each way. The head computes rows of targets alone.
 
 Shape suffixes: T tokens of the micro-batch, D documents, L tokens of the longest, C targets.
 """
@@ -52,8 +51,7 @@ class TransformersModel(PretrainedModel):
             all sizes.
         config: keys of the model's config in transformers, over those of ``pretrained``; without ``pretrained`` with
             ``model_type``, and the initial weights are transformers' own.
-        freeze: regular expressions; parameters whose names one of them matches anywhere have no gradient and stay
-            bit-identical.
+        freeze: regular expressions; parameters in whose names one is found have no gradient and stay bit-identical.
         packing: whether documents share a row; None: checked at the start, by the model itself.
         attention: transformers' name of an attention: ``sdpa``, ``flash_attention_2``, ``flex_attention``, ``eager``;
             None: transformers chooses, and where that is SDPA and plainly causal, documents of a row attend inside of
@@ -318,9 +316,7 @@ class TransformersModel(PretrainedModel):
         return getattr(inner, "get_rope_index", None) if self.reads_images else None
 
     def positions(self, batch: ModelBatch) -> Tensor:
-        """``[1, T]``, from 0 in each document; with positions in images ``[4, 1, T]``: those first, then time, row and
-        column, as transformers accepts them.
-        """
+        """``[1, T]``, from 0 in each document; with images ``[4, 1, T]`` of transformers: then time, row, column."""
         flat = batch.position_ids
         if self._inner_positions is None:
             return flat[None]

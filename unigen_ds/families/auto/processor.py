@@ -13,7 +13,6 @@ by the model's own processor class, whose video part stays empty.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from PIL import Image
 
 from unigen_ds.config.registry import checked
 from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.images.image_files import ImageHeader
 from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.processor import is_document
@@ -77,16 +77,13 @@ class ModelProcessor(ChatProcessor):
     @property
     def fingerprint(self) -> str:
         """A digest of all that changes a plan (``ConversationProcessor.fingerprint``)."""
-        facts = ("model-plan-1", self.tokenizer.fingerprint, self.pictures is not None)
-        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+        return fingerprint("model-plan-1", self.tokenizer.fingerprint, self.pictures is not None)
 
     def builder(self) -> ModelBuilder:
         return ModelBuilder(self)
 
     def two_documents(self) -> tuple[ModelBatch, ModelBatch]:
-        """Two short documents, with an image each where the model reads images; and again with another text in the
-        first: what a model must keep apart.
-        """
+        """Two short documents, each with an image if the model reads any; and again with another text in the first."""
         special = {*self.tokenizer.chat.all_special_ids, *(self.pictures.token_ids if self.pictures else ())}
         plain = [i for i in range(len(self.tokenizer)) if i not in special][:4] * 4
         image = [self.pictures.plain] if self.pictures else []

@@ -146,8 +146,7 @@ class UnifiedModel(PretrainedModel):
         llm: sizes under Qwen2's names and ``dropout``, [its keys](configs.md#unifiedmodel); those that ``pretrained``
             does not have.
         vit: sizes under SigLIP's names, [its keys](configs.md#unifiedmodel); those that ``pretrained`` does not have.
-        vae: component: the autoencoder, always frozen, whole on every process and in fp32; needed where ``pretrained``
-            has none.
+        vae: component: the autoencoder, frozen, whole on every process, in fp32; needed where ``pretrained`` has none.
         latent_patch_size: side of a latent patch, in latent pixels; as ``pretrained`` has it, else 2.
         max_latent_size: rows and columns of the latent position table, in patches: the largest image; as ``pretrained``
             has it, else 64.
@@ -156,12 +155,10 @@ class UnifiedModel(PretrainedModel):
         timestep_shift: moves training times towards the noise above 1; 1 leaves them alone. ``tools/generate.py`` and
             the inferencer draw with it by default; with a published directory, taken as it is, they use BAGEL's public
             3.0.
-        freeze: any of ``vae``, ``vit``, ``llm``, ``connector``: no gradient, bit-identical after training; the VAE
-            always is.
+        freeze: any of ``vit``, ``llm``, ``connector``, ``vae`` (always): no gradient, bit-identical after training.
         quantize: packed weights for the linear layers of frozen parts: ``dict(llm='nf4', vit='int8')``, [quantised
             weights](configs.md#quantised-frozen-weights).
-        activation_checkpointing: compute each layer of decoder and vision tower again in the backward pass: less
-            memory, more time.
+        activation_checkpointing: compute decoder and tower layers again in the backward pass: less memory, more time.
         compile: ``torch.compile`` each decoder layer.
         pretrained: initial weights and all sizes: a published BAGEL directory, or ``dict(llm='DIR', vit='DIR',
             vae='DIR')`` of some of the three.

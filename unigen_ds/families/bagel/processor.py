@@ -11,7 +11,6 @@ Lengths are known after planning; randomness comes later, in ``collate``. Planni
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
@@ -19,6 +18,7 @@ from annotated_types import Ge, Le
 
 from unigen_ds.config.registry import checked
 from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.images.augment import Augment
 from unigen_ds.data.images.image_files import ImageHeader, ImageTransform
 from unigen_ds.data.records.records import Turn
@@ -87,7 +87,7 @@ class UnifiedProcessor(ConversationProcessor):
     @property
     def fingerprint(self) -> str:
         """Changes whenever the plan of a record may change; dropout, weights and seed change none."""
-        facts = (
+        return fingerprint(
             "plan-1",
             self.tokenizer.fingerprint,
             (self.tokenizer.bos_id, self.tokenizer.eos_id, self.tokenizer.image_start_id, self.tokenizer.image_end_id),
@@ -96,7 +96,6 @@ class UnifiedProcessor(ConversationProcessor):
             self.vae_transform.fingerprint if self.vae_transform else None,
             self.vae_downsample,
         )
-        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def splits_of(
         self, turns: Sequence[Turn], ids: Iterator[Sequence[int]], where: object, *, keep_images: bool

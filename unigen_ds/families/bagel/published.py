@@ -177,9 +177,7 @@ def _vae_sizes(tensors: Mapping[str, Stored], path: Path) -> dict[str, Any]:
 
 
 def model_sizes(source: Pretrained | None, of_config: Mapping[str, Any]) -> dict[str, Any]:
-    """``llm``, ``vit``, ``vae``, ``latent_patch_size``, ``max_latent_size`` and ``vit_max_patches_per_side``: as given,
-    else as in the files, else the default.
-    """
+    """``llm``, ``vit``, ``vae``, sides of patches and tables: as given, else as in the files, else the default."""
     of_files = source.sizes if source else {}
     sizes: dict[str, Any] = {}
     for part in _PREFIX:

@@ -6,8 +6,7 @@ tokens that replace the image tokens in a causal text. Text alone is trained, by
 By default the trio of nanoVLM: SigLIP2-base-patch16-512, factor 4 and SmolLM2-360M, so 512 x 512 pixels are 64 tokens
 and 768 numbers become 960. Parameter names are those of transformers; ``published.py`` has nanoVLM's.
 
-Shape suffixes: T tokens, D width, V patches, I image tokens.
-Source: huggingface/nanoVLM.
+Shape suffixes: T tokens, D width, V patches, I image tokens. Source: huggingface/nanoVLM.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from unigen_ds.config.registry import MODELS, checked
-from unigen_ds.config.section import Section
 from unigen_ds.config.values import Number
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError
@@ -40,49 +38,36 @@ _INIT_STD = 0.02
 SMOLLM2_VOCABULARY = 49152 + EXTRA_TOKENS
 
 
-def _default(section: type[Section], name: str, default: int) -> Any:
-    """The field of a section, which has a least value, with a default."""
-    field = section.model_fields[name]
-    [limit] = field.metadata
-    return Field(default=default, ge=limit.ge, description=field.description)
-
-
 class LlamaSizes(LanguageSizes):
     """Under Llama's names; what is left out is SmolLM2-360M's."""
 
-    hidden_size: int = _default(LanguageSizes, "hidden_size", 960)
-    intermediate_size: int = _default(LanguageSizes, "intermediate_size", 2560)
-    num_hidden_layers: int = _default(LanguageSizes, "num_hidden_layers", 32)
-    num_attention_heads: int = _default(LanguageSizes, "num_attention_heads", 15)
-    num_key_value_heads: int = _default(LanguageSizes, "num_key_value_heads", 5)
-    vocab_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="rows of the embedding; None: the tokenizer's where `model.llm` is given, which is also the least,"
-        " else 49218",
-    )
-    rms_norm_eps: Number = Field(default=1e-5, gt=0, description="epsilon of the norms")
-    rope_theta: Number = Field(default=100_000.0, gt=0, description="base of the rotary positions")
-    max_position_embeddings: int = Field(
-        default=8192, ge=1, description="number of positions; those of a longer document are squeezed into it"
-    )
-    tie_word_embeddings: bool = Field(default=True, description="one table for the embedding and the output head")
+    hidden_size: int = Field(default=960, ge=1)
+    intermediate_size: int = Field(default=2560, ge=1)
+    num_hidden_layers: int = Field(default=32, ge=0)
+    num_attention_heads: int = Field(default=15, ge=1)
+    num_key_value_heads: int = Field(default=5, ge=1)
+    vocab_size: int | None = Field(default=None, ge=1)
+    """Rows of the embedding; None: the tokenizer's where `model.llm` is given, which is also the least, else 49218."""
+    rms_norm_eps: Number = Field(default=1e-5, gt=0)
+    """Epsilon of the norms."""
+    rope_theta: Number = Field(default=100_000.0, gt=0)
+    """Base of the rotary positions."""
+    max_position_embeddings: int = Field(default=8192, ge=1)
+    """Number of positions; those of a longer document are squeezed into it."""
+    tie_word_embeddings: bool = True
+    """One table for the embedding and the output head."""
 
 
 class SiglipSizes(VisionSizes):
     """Under SigLIP's names; what is left out is SigLIP2-base-patch16-512's."""
 
-    hidden_size: int = _default(VisionSizes, "hidden_size", 768)
-    intermediate_size: int = _default(VisionSizes, "intermediate_size", 3072)
-    num_hidden_layers: int = _default(VisionSizes, "num_hidden_layers", 12)
-    num_attention_heads: int = _default(VisionSizes, "num_attention_heads", 12)
-    image_size: int = Field(
-        default=512,
-        ge=1,
-        description="side of a tile in pixels: an image is split into tiles; a multiple of"
-        " `patch_size * pixel_shuffle_factor`",
-    )
-    patch_size: int = _default(VisionSizes, "patch_size", 16)
+    hidden_size: int = Field(default=768, ge=1)
+    intermediate_size: int = Field(default=3072, ge=1)
+    num_hidden_layers: int = Field(default=12, ge=0)
+    num_attention_heads: int = Field(default=12, ge=1)
+    image_size: int = Field(default=512, ge=1)
+    """Side of a tile in pixels: an image is split into tiles; a multiple of `patch_size * pixel_shuffle_factor`."""
+    patch_size: int = Field(default=16, ge=1)
 
 
 class PixelShuffleConnector(nn.Module):
@@ -111,8 +96,7 @@ class VLM(PretrainedModel):
         freeze: any of ``vit``, ``llm``, ``connector``: no gradient, bit-identical after training.
         quantize: packed weights for the linear layers of frozen parts: ``dict(llm='nf4', vit='int8')``, [quantised
             weights](configs.md#quantised-frozen-weights).
-        activation_checkpointing: compute each layer of decoder and vision tower again in the backward pass: less
-            memory, more time.
+        activation_checkpointing: compute decoder and tower layers again in the backward pass: less memory, more time.
         compile: ``torch.compile`` each decoder layer.
         pretrained: published weights, [one of](configs.md#vlm) nanoVLM's directory or ``dict(vit='DIR', llm='DIR')`` of
             a SigLIP2 and a SmolLM2 directory; they have every size that is not given.
@@ -238,9 +222,7 @@ class VLM(PretrainedModel):
 
 
 def _sizes(source: Pretrained | None, of_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Sizes of the language model and of the vision tower, and the factor: as given, else as in the files. Raises
-    ``ConfigError`` where the factor does not fit.
-    """
+    """Sizes of language model and vision tower, and the factor: as given, else of the files. Raises ``ConfigError``."""
     of_files = source.sizes if source else {}
     llm = LlamaSizes.with_defaults({**of_files.get("llm", {}), **(of_config.get("llm") or {})}, where="model.llm")
     if llm["vocab_size"] is None:

@@ -6,7 +6,6 @@ does. Everything is causal, every token has a rotary position of its own. Planni
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from unigen_ds.config.registry import checked
 from unigen_ds.core.batch import CAUSAL
 from unigen_ds.core.errors import DataError
+from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.images.augment import Augment
 from unigen_ds.data.images.image_files import ImageHeader, UnreadableImage, patchify
 from unigen_ds.data.images.tiles import Tiling, image_string, num_tiles, split_tiles
@@ -38,14 +38,12 @@ class VLMProcessor(ChatProcessor):
         tile_size: pixels of a side of a tile, the ViT's image size.
         vit_patch_size: pixels of a side of one ViT patch.
         pixel_shuffle_factor: sides of a square of patches that become one token.
-        max_image_size: pixels of the longer side of an image at most; a multiple of ``vit.image_size``, up to 8 of it;
-            None: 4 of it.
+        max_image_size: pixels of the longer side at most: 1, 2, ... or 8 times ``vit.image_size``; None: 4 times.
         resize_to_max_side_len: enlarge smaller images to ``max_image_size``.
         ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
         augment: list of components: random changes of every image of a record, all in the same way, generated ones
             included; in training only, keyed by sample.
-        vit_augment: list of components: random changes of the resized picture before it is split into tiles, in
-            training only, keyed by sample.
+        vit_augment: as ``augment``, of the resized picture before it is split into tiles.
         seed: of the random changes.
     """
 
@@ -77,8 +75,7 @@ class VLMProcessor(ChatProcessor):
     @property
     def fingerprint(self) -> str:
         """A digest of all that changes a plan (``ConversationProcessor.fingerprint``)."""
-        facts = f"('vlm-plan-1', {self.tokenizer.fingerprint!r}, {self.tiling}, {self.tokens_per_tile!r})"
-        return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+        return fingerprint("vlm-plan-1", self.tokenizer.fingerprint, self.tiling, self.tokens_per_tile)
 
     vit_lowest = 0.0
     """Black, of pixels in [0, 1]."""
@@ -161,7 +158,6 @@ class LoadedTiles:
     vit_patches: Tensor
 
     def place(self, builder: PackedBuilder, position: int) -> int:
-        """Add the patches and tokens to a batch (``Loaded.place``)."""
         split, start, side = self.split, builder.num_tokens, builder.processor.vit_max_patches_per_side
         text = [i for i, token in enumerate(split.ids) if token != split.image_id]
         builder.add_text([split.ids[i] for i in text], [start + i for i in text])

@@ -1,7 +1,6 @@
 """``nanovlm_460m`` with nanoVLM's smaller language model: SigLIP2-base-512 and SmolLM2-135M, 228 M parameters.
 
-The sizes of ``lusxvr/nanoVLM-230M-8k``, from which ``model.pretrained=DIR`` begins. An image is one tile of 512 pixels,
-64 tokens.
+The sizes of ``lusxvr/nanoVLM-230M-8k``, which ``model.pretrained=DIR`` loads. An image: one tile, 512 px, 64 tokens.
 
     python tools/train.py nanovlm_230m --cfg-options train_dataloader.dataset.data_path=my.parquet
 """
