@@ -66,6 +66,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     disks.unmount(disk)
 
 
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The digits and the index of their records, made once. A test that changes a file of them writes its own."""
+    from unigen_ds.examples.digits.dataset import write_digits  # here: not every test needs it
+
+    return write_digits(tmp_path_factory.mktemp("data") / "digits")
+
+
 @pytest.fixture(autouse=True)
 def _plain_logger() -> Iterator[None]:
     """A run configures the logger of the whole process; the next test needs an unconfigured one, for caplog."""

@@ -166,15 +166,3 @@ def test_a_call_is_refused_and_never_done(copy, tmp_path, way, where):
             break
         subprocess.run(["sleep", "0.05"])
     assert mark.exists()
-
-
-class Mine:
-    """A user's class in ``client_state``; unpickling it would be detected."""
-
-    loaded = False
-
-    def __init__(self) -> None:
-        self.value = 3
-
-    def __setstate__(self, state: Any) -> None:
-        type(self).loaded = True

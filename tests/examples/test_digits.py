@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.examples.digits.dataset import read_split, write_digits
+from unigen_ds.examples.digits.dataset import read_split
 from unigen_ds.examples.digits.report_hook import evaluate_digits, train_classifier
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.runner import Runner
@@ -20,13 +20,8 @@ Split = tuple[np.ndarray, np.ndarray]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_digits(tmp_path_factory.mktemp("data") / "digits")
-
-
-@pytest.fixture(scope="module")
-def splits(root: Path) -> tuple[Split, Split]:
-    return read_split(root, "train"), read_split(root, "val")
+def splits(digits: Path) -> tuple[Split, Split]:
+    return read_split(digits, "train"), read_split(digits, "val")
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +34,12 @@ def test_the_classifier_reads_real_digits(classifier: Any, splits: tuple[Split, 
     assert len(images) == 297 and classifier.score(images.reshape(len(images), -1), labels) >= 0.95
 
 
-def test_an_untrained_model_fails(root: Path, tmp_path: Path) -> None:
+def test_an_untrained_model_fails(digits: Path, tmp_path: Path) -> None:
     """And its sheet has red frames: ten of each digit are shown."""
-    runner = Runner.from_cfg(tiny_config(tmp_path, root), max_updates=3)
+    runner = Runner.from_cfg(tiny_config(tmp_path, digits), max_updates=3)
     runner.train()
     flow = FlowSettings(num_timesteps=3)
-    results, sheet = evaluate_digits(runner.backend.model.eval(), runner.processor, root, flow=flow, seed=0)
+    results, sheet = evaluate_digits(runner.backend.model.eval(), runner.processor, digits, flow=flow, seed=0)
     assert results["drawn"] == 200 and results["captioned"] == 297
     assert results["prompt_accuracy"] < 0.3 and results["caption_accuracy"] < 0.3
     assert results["judge_accuracy"] >= 0.95 and results["flow_steps"] == 2
@@ -61,11 +56,11 @@ def report(work_dir: Path, data: Path, dataset: object) -> dict[str, Any]:
     return found
 
 
-def test_the_hook_finds_the_digits_among_the_runs_data(root: Path, tmp_path: Path) -> None:
-    mixture = [{"type": "DigitsDataset", "root": str(root), "task": task} for task in ("draw", "caption")]
-    own = {"type": "UnifiedGenerationDataset", "data_path": str(root / "train.jsonl"), "cache_dir": str(tmp_path)}
-    results = report(tmp_path / "mixture", root, mixture)
+def test_the_hook_finds_the_digits_among_the_runs_data(digits: Path, tmp_path: Path) -> None:
+    mixture = [{"type": "DigitsDataset", "root": str(digits), "task": task} for task in ("draw", "caption")]
+    own = {"type": "UnifiedGenerationDataset", "data_path": str(digits / "train.jsonl"), "cache_dir": str(tmp_path)}
+    results = report(tmp_path / "mixture", digits, mixture)
     assert results["drawn"] == 200 and results["captioned"] == 297
     with pytest.raises(ConfigError, match="DigitsReportHook needs a data set of type DigitsDataset"):
-        report(tmp_path / "none", root, own)
+        report(tmp_path / "none", digits, own)
     assert not (tmp_path / "none" / "metrics.jsonl").exists(), "refused before the training"

@@ -198,11 +198,6 @@ def config(folder: Path, data: Path, **overrides: Any) -> Any:
     return tiny_config(folder, data, **{**base, **overrides})
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data") / "digits"
-
-
 def train(cfg: Any, updates: int) -> Runner:
     runner = Runner.from_cfg(cfg, max_updates=updates)
     runner.train()
@@ -210,14 +205,14 @@ def train(cfg: Any, updates: int) -> Runner:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Runner, Path]:
+def straight(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Runner, Path]:
     folder = tmp_path_factory.mktemp("straight")
-    return train(config(folder, data), 4), folder
+    return train(config(folder, digits), 4), folder
 
 
-def test_other_parts_move_and_packed_bytes_do_not(straight: tuple[Runner, Path], data: Path) -> None:
+def test_other_parts_move_and_packed_bytes_do_not(straight: tuple[Runner, Path], digits: Path) -> None:
     runner, folder = straight
-    own = settings(folder, data)
+    own = settings(folder, digits)
     made = build_data(own, geometry=Geometry(12), ruler=None)
     initial = build_model(own, made.processor, seed=own.seed).state_dict()
     trained = runner.backend.model.state_dict()
@@ -241,10 +236,10 @@ def test_other_parts_move_and_packed_bytes_do_not(straight: tuple[Runner, Path],
     [({"vit": "int8"}, r"layers.0.self_attn.q_proj.weight is new"), ({**QUANTIZE, "llm": "int8"}, "llm was nf4")],
 )
 def test_other_packing_is_refused(
-    straight: tuple[Runner, Path], data: Path, tmp_path: Path, quantize: dict[str, str], message: str
+    straight: tuple[Runner, Path], digits: Path, tmp_path: Path, quantize: dict[str, str], message: str
 ) -> None:
     _, folder = straight
     with pytest.raises(ResumeBlocked, match=message):
-        train(config(folder, data, model__quantize=quantize, resume=True), 6)
+        train(config(folder, digits, model__quantize=quantize, resume=True), 6)
     with pytest.raises(CheckpointError, match="does not fit the model"):
-        train(config(tmp_path, data, model__quantize=quantize, load_from=str(folder / "iter_4.pth")), 6)
+        train(config(tmp_path, digits, model__quantize=quantize, load_from=str(folder / "iter_4.pth")), 6)

@@ -103,11 +103,6 @@ class Watch(Hook):
         self.applied.append(result.applied)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("data") / "digits"
-
-
 def train(work_dir: Path, data: Path, *, updates: int, spoil: int | None = None, **ema: Any) -> tuple[Runner, Watch]:
     config = tiny_config(
         work_dir, data, train_dataloader__batch_size=2, optim_wrapper__accumulative_counts=2, custom_hooks=[
@@ -127,23 +122,23 @@ def average_of(runner: Runner) -> torch.Tensor:
     return torch.cat([s.data for s in hook.average.shards]).double()
 
 
-def test_once_for_each_update_whatever_the_accumulation(tmp_path, data):
-    runner, watch = train(tmp_path, data, updates=5)
+def test_once_for_each_update_whatever_the_accumulation(tmp_path, digits):
+    runner, watch = train(tmp_path, digits, updates=5)
     torch.testing.assert_close(average_of(runner), by_hand(watch.weights, 0.1), rtol=1e-5, atol=1e-6)
 
 
-def test_until_begin_iter_the_average_is_the_weights(tmp_path, data):
+def test_until_begin_iter_the_average_is_the_weights(tmp_path, digits):
     """begin_iter=6 with 2 iterations per update: it starts with the update that completes iteration 6, the third."""
-    runner, watch = train(tmp_path / "before", data, updates=2, begin_iter=6)
+    runner, watch = train(tmp_path / "before", digits, updates=2, begin_iter=6)
     assert torch.equal(average_of(runner), watch.weights[-1].double())
-    runner, watch = train(tmp_path / "after", data, updates=6, begin_iter=6)
+    runner, watch = train(tmp_path / "after", digits, updates=6, begin_iter=6)
     hook = ema_of(runner)
     assert hook is not None and hook.average.num_updates == 4
     torch.testing.assert_close(average_of(runner), by_hand(watch.weights[2:], 0.1), rtol=1e-5, atol=1e-6)
 
 
-def test_a_skipped_update_does_not_move_it(tmp_path, data):
-    runner, watch = train(tmp_path, data, updates=5, spoil=2)
+def test_a_skipped_update_does_not_move_it(tmp_path, digits):
+    runner, watch = train(tmp_path, digits, updates=5, spoil=2)
     assert watch.applied == [True, True, False, True, True]
     moved = [weights for weights, applied in zip(watch.weights, watch.applied, strict=True) if applied]
     torch.testing.assert_close(average_of(runner), by_hand(moved, 0.1), rtol=1e-5, atol=1e-6)

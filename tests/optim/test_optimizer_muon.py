@@ -23,11 +23,6 @@ ADAMW = {"lr": 2e-3, "betas": (0.9, 0.95)}
 MUON = {"type": "Muon", "lr": 0.02, "weight_decay": 0.1, "adamw": ADAMW}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data") / "digits"
-
-
 def train(work_dir: Path, data: Path, *, updates: int, optimizer: Any = MUON, **changes: Any) -> Runner:
     config = tiny_config(work_dir, data, optim_wrapper__optimizer=optimizer, **changes)
     runner = Runner.from_cfg(config, max_updates=updates)
@@ -40,8 +35,8 @@ def state(runner: Runner) -> dict[str, dict[str, Any]]:
     return {name: backend._optimizer.state[p] for name, p in backend._masters.items() if p.requires_grad}
 
 
-def test_matrices_are_muons_and_everything_else_is_adamws(tmp_path: Path, data: Path) -> None:
-    runner = train(tmp_path, data, updates=2)
+def test_matrices_are_muons_and_everything_else_is_adamws(tmp_path: Path, digits: Path) -> None:
+    runner = train(tmp_path, digits, updates=2)
     masters: dict[str, Parameter] = runner.backend._masters  # type: ignore[attr-defined]
     muons = {name for name, kept in state(runner).items() if set(kept) == {"momentum_buffer"}}
     others = {name for name, kept in state(runner).items() if set(kept) == {"step", "exp_avg", "exp_avg_sq"}}
@@ -55,10 +50,10 @@ def test_matrices_are_muons_and_everything_else_is_adamws(tmp_path: Path, data: 
     assert last["lr"] / last["lr/default.adamw"] == pytest.approx(0.02 / 2e-3), "one curve, a rate for each group"
 
 
-def test_it_learns_and_resumes_bit_equal(tmp_path: Path, data: Path) -> None:
-    straight = train(tmp_path / "straight", data, updates=5)
-    train(tmp_path / "run", data, updates=2)
-    resumed = train(tmp_path / "run", data, updates=5, resume=True)
+def test_it_learns_and_resumes_bit_equal(tmp_path: Path, digits: Path) -> None:
+    straight = train(tmp_path / "straight", digits, updates=5)
+    train(tmp_path / "run", digits, updates=2)
+    resumed = train(tmp_path / "run", digits, updates=5, resume=True)
     losses = [
         [line["loss"] for line in read_lines(tmp_path / name / "metrics.jsonl") if "loss" in line]
         for name in ("straight", "run")
@@ -69,24 +64,24 @@ def test_it_learns_and_resumes_bit_equal(tmp_path: Path, data: Path) -> None:
             assert torch.equal(value, state(resumed)[name][kind]), (kind, name)
 
 
-def test_a_matrix_that_changes_its_optimizer_on_a_resume_is_named(tmp_path: Path, data: Path) -> None:
-    train(tmp_path, data, updates=1)
+def test_a_matrix_that_changes_its_optimizer_on_a_resume_is_named(tmp_path: Path, digits: Path) -> None:
+    train(tmp_path, digits, updates=1)
     other = {**MUON, "adamw": {**ADAMW, "patterns": ["llm2vae"]}}
     with pytest.raises(CheckpointError, match=r"of exp_avg: missing: .*llm2vae\.weight"):
-        train(tmp_path, data, updates=2, optimizer=other, resume=True)
+        train(tmp_path, digits, updates=2, optimizer=other, resume=True)
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero2_offload", "zero3"])
-def test_zero_refuses_it_by_name(tmp_path: Path, data: Path, stage: str) -> None:
+def test_zero_refuses_it_by_name(tmp_path: Path, digits: Path, stage: str) -> None:
     number = stage[4]
     words = rf"type is 'Muon', which computes on whole matrices: ZeRO-{number}.*--backend fsdp:FULL_SHARD, or single"
     with pytest.raises(ConfigError, match=words):
-        train(tmp_path, data, updates=1, backend={"type": "deepspeed", "config": stage})
+        train(tmp_path, digits, updates=1, backend={"type": "deepspeed", "config": stage})
     assert not tmp_path.exists() or not any(tmp_path.iterdir()), "before anything was started"
 
 
-def test_its_class_means_its_name(tmp_path: Path, data: Path) -> None:
-    config = tiny_config(tmp_path, data)
+def test_its_class_means_its_name(tmp_path: Path, digits: Path) -> None:
+    config = tiny_config(tmp_path, digits)
     config.optim_wrapper.optimizer = {**MUON, "type": torch.optim.Muon}
     assert Runner.from_cfg(config, max_updates=1).backend.trainable_sizes()
 
@@ -107,7 +102,7 @@ class Forgetful(torch.optim.Optimizer):
                 self.state[p]["history"] = [p.clone()]
 
 
-def test_an_optimizer_whose_state_would_be_lost_is_refused_after_its_first_update(tmp_path: Path, data: Path) -> None:
+def test_an_optimizer_whose_state_would_be_lost_is_refused_after_its_first_update(tmp_path: Path, digits: Path) -> None:
     with pytest.raises(ConfigError, match="Forgetful keeps 'history'"):
-        train(tmp_path / "run", data, updates=2, optimizer={"type": "Forgetful", "lr": 0.1})
+        train(tmp_path / "run", digits, updates=2, optimizer={"type": "Forgetful", "lr": 0.1})
     assert not list((tmp_path / "run").glob("*.pth")), "before anything was saved"

@@ -25,14 +25,9 @@ FAST = ["--num-timesteps", "3", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    folder = tmp_path_factory.mktemp("generate")
-    config = tiny_config(
-        folder / "run",
-        folder / "digits",
-        custom_hooks=[{"type": "EMAHook", "momentum": 0.5}],
-        default_hooks__checkpoint__interval=2,
-    )
+def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Runner:
+    average = [{"type": "EMAHook", "momentum": 0.5}]
+    config = tiny_config(tmp_path_factory.mktemp("generate") / "run", digits, custom_hooks=average)
     runner = Runner.from_cfg(config, max_updates=2)
     runner.train()
     return runner

@@ -25,11 +25,6 @@ UNPACKED = {"train_dataloader.packing": None, "train_dataloader.batch_size": 20}
 Report = Callable[..., tuple[int, dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data") / "digits"
-
-
 def options(data: Path, **more: Any) -> list[str]:
     """``--cfg-options`` of the tiny config."""
     values = {**TINY, "train_dataloader.dataset.root": str(data), "train_dataloader.dataset.split": "val", **more}
@@ -37,24 +32,24 @@ def options(data: Path, **more: Any) -> list[str]:
 
 
 @pytest.fixture
-def report(data: Path, capsys: pytest.CaptureFixture[str]) -> Report:
+def report(digits: Path, capsys: pytest.CaptureFixture[str]) -> Report:
     """Exit status and the JSON object of ``inspect_data unified_digits ...``."""
 
     def run(*arguments: str, **more: Any) -> tuple[int, dict[str, Any]]:
-        status = main(["unified_digits", "--json", *arguments, *options(data, **more)])
+        status = main(["unified_digits", "--json", *arguments, *options(digits, **more)])
         return status, json.loads(capsys.readouterr().out)
 
     return run
 
 
 @pytest.fixture(scope="module", params=[{}, UNPACKED], ids=["packed", "unpacked"])
-def resumed_run(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def resumed_run(request: pytest.FixtureRequest, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """6 updates; then back to the checkpoint of update 3 and on to 8: lines 4 to 6 are in the ledger twice."""
     work_dir = tmp_path_factory.mktemp("run")
     overrides = {"default_hooks.checkpoint.interval": 3, "train_dataloader.dataset.split": "val", **request.param}
     for resume, updates in ((False, 6), (str(work_dir / "iter_3.pth"), 8)):
         dotted = {key.replace(".", "__"): value for key, value in overrides.items()}
-        Runner.from_cfg(tiny_config(work_dir, data, resume=resume, **dotted), max_updates=updates).train()
+        Runner.from_cfg(tiny_config(work_dir, digits, resume=resume, **dotted), max_updates=updates).train()
     return work_dir / "ledger.jsonl", request.param
 
 
@@ -68,10 +63,10 @@ def test_statistics_are_those_of_the_data(report: Report) -> None:
     assert 0.8 < found["utilisation"] <= 1.0
 
 
-def test_statistics_as_text(data: Path) -> None:
+def test_statistics_as_text(digits: Path) -> None:
     """As a user starts it: a script of a checkout."""
-    command = [sys.executable, str(ROOT / "tools" / "inspect_data.py"), "unified_digits", *options(data)]
-    done = run(command, text=True, timeout=120, cwd=data.parent)
+    command = [sys.executable, str(ROOT / "tools" / "inspect_data.py"), "unified_digits", *options(digits)]
+    done = run(command, text=True, timeout=120, cwd=digits.parent)
     assert done.returncode == 0, done.stderr
     assert "digits_val: 594 records" in done.stdout and "image targets" in done.stdout
 

@@ -16,7 +16,6 @@ from tests.end_to_end.engines.cases import KILL_AT
 from tests.end_to_end.engines.feature_cases import WANDB, WATCHED_SAVED_AT, WATCHED_UPDATES
 from tests.end_to_end.engines.launch import want
 from tests.tiny import tiny_config
-from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.log.logger import logger_of
 from unigen_ds.runner import Runner
@@ -175,13 +174,13 @@ def test_tensorboard_of_the_real_runner_holds_what_metrics_jsonl_holds(watched: 
         assert found == [(line["update"], pytest.approx(line[name], rel=1e-6)) for line in lines]
 
 
-def test_results_on_an_axis_of_their_own_and_pictures(tmp_path: Path, data: Path, capfd) -> None:
+def test_results_on_an_axis_of_their_own_and_pictures(tmp_path: Path, digits: Path, capfd) -> None:
     """Through the real runner: what a hook logs reaches each writer under its names. W&B ends with one line."""
     pytest.importorskip("wandb")
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     wandb = {**WANDB, "define_metric_cfg": []}
     writers = [wandb, {"type": "TensorboardVisBackend", "save_dir": str(tmp_path / "events")}]
-    config = tiny_config(tmp_path / "run", data, visualizer={"vis_backends": writers}, **SMALL)
+    config = tiny_config(tmp_path / "run", digits, visualizer={"vis_backends": writers}, **SMALL)
     runner = Runner.from_cfg(config, max_updates=3)
     runner.hooks = sorted([*runner.hooks, ShowsHook()], key=lambda hook: hook.priority)
     runner.train()
@@ -207,7 +206,7 @@ def test_results_on_an_axis_of_their_own_and_pictures(tmp_path: Path, data: Path
     assert [(e.step, e.value) for e in events.Scalars("val/loss")] == [(2, 0.25)]
 
 
-def test_runs_with_one_folder_do_not_mix(tmp_path: Path, data: Path) -> None:
+def test_runs_with_one_folder_do_not_mix(tmp_path: Path, digits: Path) -> None:
     """Two work dirs of the same name: each has a folder of its own, which a resume finds again."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = tmp_path / "tensorboard"
@@ -215,7 +214,7 @@ def test_runs_with_one_folder_do_not_mix(tmp_path: Path, data: Path) -> None:
 
     def train(name: str, updates: int, **more: Any) -> list[float]:
         """The losses."""
-        Runner.from_cfg(tiny_config(tmp_path / name / "run", data, visualizer=visualizer, **SMALL, **more),
+        Runner.from_cfg(tiny_config(tmp_path / name / "run", digits, visualizer=visualizer, **SMALL, **more),
                         max_updates=updates).train()  # fmt: skip
         return [pytest.approx(line["loss"], rel=1e-6) for line in read_lines(tmp_path / name / "run" / "metrics.jsonl")]
 
@@ -251,11 +250,6 @@ def trained(work_dir: Path, data: Path, writer: dict[str, Any]) -> list[str]:
     return [line.partition(" WARNING ")[2] for line in lines if "is disabled" in line]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_digits(tmp_path_factory.mktemp("data") / "digits")
-
-
 @pytest.mark.parametrize(
     ("package", "writer"),
     [
@@ -264,16 +258,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_writer_that_fails_stops_nothing(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, package: str, writer: dict[str, Any]
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, package: str, writer: dict[str, Any]
 ) -> None:
     pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("a file where a folder should be")
-    (line,) = trained(tmp_path / "run", data, writer)
+    (line,) = trained(tmp_path / "run", digits, writer)
     assert line.startswith(f"{writer['type']} is disabled, training continues")
 
 
-def test_a_missing_package_names_what_to_install(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_what_to_install(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # Python's own way to say "not installed"
-    (line,) = trained(tmp_path / "run", data, {"type": "TensorboardVisBackend"})
+    (line,) = trained(tmp_path / "run", digits, {"type": "TensorboardVisBackend"})
     assert "unigen_ds[tensorboard]" in line

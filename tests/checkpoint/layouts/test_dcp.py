@@ -115,13 +115,6 @@ def test_damaged_metadata_is_named(checkpoint, damage):
         DCPReader(checkpoint)
 
 
-def read_all(directory: Path) -> None:
-    reader = DCPReader(directory)
-    for kind in reader.kinds():
-        for name in reader.names(kind):
-            reader.read(kind, name, 0, reader.numel(kind, name))
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_rank_is_named_before_anything_is_read(checkpoint, rank):
     (checkpoint / f"__{rank}_0.distcp").unlink()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 from collections import Counter
@@ -104,14 +103,6 @@ def test_global_random_state_is_left_alone(data: Any, workers: int) -> None:
     before = torch.get_rng_state()
     updates(2, data, Geometry(2, 1, 1), num_workers=workers)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_a_packet_has_the_same_bits_and_aligned_memory(data: Any) -> None:

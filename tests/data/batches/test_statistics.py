@@ -11,7 +11,6 @@ import pytest
 from tests.data.support import make_stream, mixed_dataset
 from tests.tiny import tiny_config
 from unigen_ds.data.batches.statistics import derive, describe_data
-from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
 
 
@@ -41,13 +40,8 @@ def test_derive_names_the_samples_of_any_range(tmp_path: Path, window: int | Non
         assert derive(stream, start, stop) == ids[start:stop]
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_digits(tmp_path_factory.mktemp("data") / "digits")
-
-
 def logged(folder: Path, digits: Path, lines: list[str]) -> list[str]:
-    data = digits / f"{folder.name}.jsonl"
+    data = folder.with_suffix(".jsonl")
     data.write_text("".join(lines))
     source = [{"type": "UnifiedGenerationDataset", "data_path": str(data), "image_root": str(digits)}]
     Runner.from_cfg(tiny_config(folder, digits, train_dataloader__dataset=source, train_dataloader__batch_size=2))

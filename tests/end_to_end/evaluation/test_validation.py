@@ -105,11 +105,6 @@ def at_start(folder: Path, **dotted: Any) -> Mapping[str, float]:
 # --- the training notices nothing -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("digits") / "data"
-
-
 def digits_run(folder: Path, root: Path, **dotted: Any) -> Runner:
     config = {
         "model__type": "Drawing", "model__llm__dropout": 0.1, "train_dataloader__batch_size": 2,

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from tests.tiny import tiny_config
 from unigen_ds.config.registry import TRANSFORMS
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.log.logger import logger_of
 from unigen_ds.runner import Runner
@@ -62,11 +61,6 @@ class Trained:
         return [line for line in read_lines(self.runner.work_dir / "metrics.jsonl") if "loss" in line]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_digits(tmp_path_factory.mktemp("data") / "digits")
-
-
 def train(work_dir: Path, data: Path, *, updates: int = UPDATES, sleep_s: float = 0.0, **changes: Any) -> Trained:
     watch = {"type": Watcher, "sleep_s": sleep_s}
     given = {"param_scheduler": [], "train_dataloader__batch_size": 4, "custom_hooks": [watch], **changes}
@@ -76,12 +70,12 @@ def train(work_dir: Path, data: Path, *, updates: int = UPDATES, sleep_s: float 
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Trained:
-    return train(tmp_path_factory.mktemp("plain"), data)
+def plain(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Trained:
+    return train(tmp_path_factory.mktemp("plain"), digits)
 
 
-def test_an_augmentation_of_ones_own_changes_what_is_read_alone(tmp_path: Path, data: Path, plain: Trained) -> None:
-    changed = train(tmp_path, data, processor__vit_augment=[{"type": "Negative"}])
+def test_an_augmentation_of_ones_own_changes_what_is_read_alone(tmp_path: Path, digits: Path, plain: Trained) -> None:
+    changed = train(tmp_path, digits, processor__vit_augment=[{"type": "Negative"}])
     for own, other in zip(changed.watcher.batches, plain.watcher.batches, strict=True):
         assert torch.equal(own.vit_patches, -other.vit_patches)
         assert torch.equal(own.vae_images, other.vae_images) and torch.equal(own.text_ids, other.text_ids)
@@ -93,15 +87,15 @@ def test_a_late_result_is_a_line_at_its_own_update(plain: Trained) -> None:
     assert events == [{"event": "lmms_eval", "update": 2, "at": 3, "score": 0.25}]
 
 
-def test_another_seed_is_another_run_and_the_same_one_the_same(tmp_path: Path, data: Path, plain: Trained) -> None:
-    same = [line["loss"] for line in train(tmp_path / "same", data).lines]
-    other = [line["loss"] for line in train(tmp_path / "other", data, randomness__seed=7).lines]
+def test_another_seed_is_another_run_and_the_same_one_the_same(tmp_path: Path, digits: Path, plain: Trained) -> None:
+    same = [line["loss"] for line in train(tmp_path / "same", digits).lines]
+    other = [line["loss"] for line in train(tmp_path / "other", digits, randomness__seed=7).lines]
     assert same == [line["loss"] for line in plain.lines] and not set(other) & set(same)
 
 
-def test_targets_are_weighed_by_the_length_of_their_text(tmp_path: Path, data: Path, plain: Trained) -> None:
+def test_targets_are_weighed_by_the_length_of_their_text(tmp_path: Path, digits: Path, plain: Trained) -> None:
     assert all(torch.all(batch.text_target_weight == 1.0) for batch in plain.watcher.batches)
-    weighed = train(tmp_path, data, processor__ce_reweight=True)
+    weighed = train(tmp_path, digits, processor__ce_reweight=True)
     texts = 0
     for batch in weighed.watcher.batches:
         of_split = batch.split_ids[batch.text_target_index]
@@ -112,9 +106,9 @@ def test_targets_are_weighed_by_the_length_of_their_text(tmp_path: Path, data: P
     assert texts > 10
 
 
-def test_conditions_are_dropped_as_often_as_asked(tmp_path: Path, data: Path, plain: Trained) -> None:
+def test_conditions_are_dropped_as_often_as_asked(tmp_path: Path, digits: Path, plain: Trained) -> None:
     """With probability 1 no question is left: prompts and the pictures that are read are gone, targets are not."""
-    none = train(tmp_path, data, processor__text_dropout=1.0, processor__vit_dropout=1.0)
+    none = train(tmp_path, digits, processor__text_dropout=1.0, processor__vit_dropout=1.0)
     targets = [sum(len(b.text_target_ids) for b in t.watcher.batches) for t in (none, plain)]
     assert targets[0] == targets[1] > 0
     assert all(batch.vit_patches.numel() == 0 for batch in none.watcher.batches)
@@ -122,12 +116,12 @@ def test_conditions_are_dropped_as_often_as_asked(tmp_path: Path, data: Path, pl
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision_keeps_fp32_masters_and_resumes_bit_equal(tmp_path: Path, data: Path, precision: str) -> None:
+def test_low_precision_keeps_fp32_masters_and_resumes_bit_equal(tmp_path: Path, digits: Path, precision: str) -> None:
     """fp16 begins with its loss scale: a first overflow is skipped, and the scale continues after a resume."""
     changes: dict[str, Any] = {"optim_wrapper__precision": precision}
-    straight = train(tmp_path / "straight", data, **changes)
-    train(tmp_path / "cut", data, updates=2, **changes)
-    cut = train(tmp_path / "cut", data, resume=True, **changes)
+    straight = train(tmp_path / "straight", digits, **changes)
+    train(tmp_path / "cut", digits, updates=2, **changes)
+    cut = train(tmp_path / "cut", digits, resume=True, **changes)
     assert [line["loss"] for line in cut.lines] == [line["loss"] for line in straight.lines]
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     assert {p.dtype for p in straight.runner.backend.model.parameters()} == {low}
@@ -140,7 +134,7 @@ def test_low_precision_keeps_fp32_masters_and_resumes_bit_equal(tmp_path: Path, 
     assert (scales is not None) == (precision == "fp16")
 
 
-def test_a_slow_hook_is_named_once(tmp_path: Path, data: Path) -> None:
-    train(tmp_path, data, updates=56, sleep_s=0.02, train_dataloader__batch_size=1)
+def test_a_slow_hook_is_named_once(tmp_path: Path, digits: Path) -> None:
+    train(tmp_path, digits, updates=56, sleep_s=0.02, train_dataloader__batch_size=1)
     log = (tmp_path / "train.log").read_text()
     assert log.count("of the time is other") == 1 and "slow hooks" in log

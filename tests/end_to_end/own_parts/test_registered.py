@@ -32,17 +32,12 @@ def train(work_dir: Path, data: Path, *, updates: int, **changes: Any) -> Runner
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data") / "digits"
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     """Two updates, and two more after a resume."""
     folder = tmp_path_factory.mktemp("run")
     assert MODULE not in sys.modules
-    train(folder, data, updates=2, **OWN)
-    train(folder, data, updates=4, resume=True, **OWN)
+    train(folder, digits, updates=2, **OWN)
+    train(folder, digits, updates=4, resume=True, **OWN)
     return folder
 
 
@@ -50,14 +45,14 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
 
 
-def test_backend_and_layout(run: Path, tmp_path: Path, data: Path) -> None:
+def test_backend_and_layout(run: Path, tmp_path: Path, digits: Path) -> None:
     newest = max(run.glob("*.pth"), key=lambda path: path.stat().st_mtime)
     manifest = Manifest.read(newest)
     assert manifest.layout == "registered_layout" and manifest.topology["engine"] == "registered"
     assert sys.modules[MODULE].OPENED, "the resume read it"
-    straight = train(tmp_path, data, updates=4, **{**OWN, "backend": {"type": "single"}})
+    straight = train(tmp_path, digits, updates=4, **{**OWN, "backend": {"type": "single"}})
     assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(tmp_path)]
-    resumed = train(run, data, updates=4, resume=True, **OWN)
+    resumed = train(run, digits, updates=4, resume=True, **OWN)
     for a, b in zip(resumed.backend.master_shards(), straight.backend.master_shards(), strict=True):
         assert torch.equal(a.data, b.data), a.name
 

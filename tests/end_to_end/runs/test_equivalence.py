@@ -52,14 +52,9 @@ def train(folder: Path, data: Path, cut: tuple[int, int]) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("data") / "digits"
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory, data) -> dict[tuple[int, int], Outcome]:
+def outcomes(tmp_path_factory, digits) -> dict[tuple[int, int], Outcome]:
     root = tmp_path_factory.mktemp("cuts")
-    return {cut: train(root / f"{cut[0]}x{cut[1]}", data, cut) for cut in CUTS}
+    return {cut: train(root / f"{cut[0]}x{cut[1]}", digits, cut) for cut in CUTS}
 
 
 def mismatches(a: Outcome, b: Outcome) -> list[str]:

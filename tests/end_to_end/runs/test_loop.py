@@ -107,11 +107,6 @@ class Outcome:
         return [i for _, result in self.recorder.updates for i in result.sample_ids]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return write_digits(tmp_path_factory.mktemp("data") / "digits")
-
-
 def prepared(work_dir: Path, data: Path, *, hooks: tuple[Any, ...] = (), max_updates: int | None = None, **overrides):
     """A runner with a recorder among its custom hooks."""
     settings = {
@@ -142,8 +137,8 @@ def checkpoints(work_dir: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def two_epochs(tmp_path_factory, data) -> Outcome:
-    return trained(tmp_path_factory.mktemp("two_epochs"), data, **limit(max_epochs=2))
+def two_epochs(tmp_path_factory, digits) -> Outcome:
+    return trained(tmp_path_factory.mktemp("two_epochs"), digits, **limit(max_epochs=2))
 
 
 # --- the order of calls -------------------------------------------------------------------------------------------
@@ -185,15 +180,15 @@ def test_calls_come_in_the_documented_order(two_epochs):
         ({"max_epochs": 1, "max_updates": 2}, 2),  # whichever comes first
     ],
 )
-def test_a_run_never_trains_on_more_than_asked(tmp_path, data, train_cfg, updates):
-    outcome = trained(tmp_path, data, **limit(**train_cfg))
+def test_a_run_never_trains_on_more_than_asked(tmp_path, digits, train_cfg, updates):
+    outcome = trained(tmp_path, digits, **limit(**train_cfg))
     assert outcome.progress.updates == len(outcome.recorder.updates) == updates
     assert outcome.progress.sequences == updates * GLOBAL == len(outcome.sample_ids)
     assert outcome.runner.finished and outcome.runner.stop_reason is None
 
 
-def test_max_updates_stops_hard_and_leaves_the_curve_alone(two_epochs, tmp_path, data):
-    stopped = trained(tmp_path, data, max_updates=5, **limit(max_epochs=2))
+def test_max_updates_stops_hard_and_leaves_the_curve_alone(two_epochs, tmp_path, digits):
+    stopped = trained(tmp_path, digits, max_updates=5, **limit(max_epochs=2))
     assert stopped.progress.updates == 5 and not stopped.runner.finished
     assert [line["lr"] for line in stopped.lines] == [line["lr"] for line in two_epochs.lines[:5]]
     assert [line["loss"] for line in stopped.lines] == [line["loss"] for line in two_epochs.lines[:5]]

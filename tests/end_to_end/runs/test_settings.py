@@ -17,18 +17,12 @@ from torch import Tensor
 
 from tests.tiny import tiny_config
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
 
 HEADS = {"text": "language_model.lm_head.weight", "image": "llm2vae.weight"}
 """The weights that one term of the loss alone reaches."""
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return write_digits(tmp_path_factory.mktemp("data") / "digits")
 
 
 def trained(work_dir: Path, data: Path, *, max_updates: int, **overrides: Any) -> list[dict[str, Any]]:
@@ -56,7 +50,7 @@ def last_weights(work_dir: Path) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def weighted(tmp_path_factory, data) -> dict[str, tuple[list[dict[str, Any]], dict[str, Tensor]]]:
+def weighted(tmp_path_factory, digits) -> dict[str, tuple[list[dict[str, Any]], dict[str, Tensor]]]:
     """Metrics and last weights of two updates, with several ``loss_weights``."""
     given = {
         "none": {},
@@ -68,8 +62,8 @@ def weighted(tmp_path_factory, data) -> dict[str, tuple[list[dict[str, Any]], di
     found = {}
     for name, weights in given.items():
         folder = tmp_path_factory.mktemp("run")
-        found[name] = (trained(folder, data, max_updates=2, loss_weights=weights), last_weights(folder))
-    runner = Runner.from_cfg(tiny_config(tmp_path_factory.mktemp("start"), data))
+        found[name] = (trained(folder, digits, max_updates=2, loss_weights=weights), last_weights(folder))
+    runner = Runner.from_cfg(tiny_config(tmp_path_factory.mktemp("start"), digits))
     found["start"] = ([], dict(runner.backend.model.state_dict()))
     return found
 
@@ -114,7 +108,7 @@ class Storages(Hook):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("pin_memory", [True, False])
-def test_batches_come_from_page_locked_memory_if_asked_for(tmp_path, data, monkeypatch, pin_memory, num_workers):
+def test_batches_come_from_page_locked_memory_if_asked_for(tmp_path, digits, monkeypatch, pin_memory, num_workers):
     """Without CUDA: torch's real loader, which is told of an accelerator; the page-locked copy alone is a plain one."""
     pinned: list[Tensor] = []
 
@@ -131,7 +125,7 @@ def test_batches_come_from_page_locked_memory_if_asked_for(tmp_path, data, monke
     Storages.seen.clear()
     Storages.locked.clear()
     settings = {"train_dataloader__pin_memory": pin_memory, "train_dataloader__num_workers": num_workers}
-    trained(tmp_path, data, max_updates=2, custom_hooks=[dict(type=Storages)], **settings)
+    trained(tmp_path, digits, max_updates=2, custom_hooks=[dict(type=Storages)], **settings)
     blocks = {block.untyped_storage().data_ptr() for block in pinned}
     if pin_memory:
         assert all(len(found) == 1 for found in Storages.seen), "one block a batch, for one copy"
@@ -159,21 +153,21 @@ class Pairs:
 
 
 @pytest.mark.parametrize(("drop_last", "iterations"), [(True, 781), (False, 782)])
-def test_iterations_of_an_epoch(tmp_path, data, drop_last, iterations):
+def test_iterations_of_an_epoch(tmp_path, digits, drop_last, iterations):
     """100,000 samples, 64 on each of 2 processes, all divided by 32: 781 whole iterations, or a further one that is
     filled up.
     """
     settings = pairs(100_000 // 32, batch_size=64 * 2 // 32, drop_last=drop_last)
-    runner = Runner.from_cfg(tiny_config(tmp_path, data, **settings, train_cfg={"max_epochs": 8}))
+    runner = Runner.from_cfg(tiny_config(tmp_path, digits, **settings, train_cfg={"max_epochs": 8}))
     assert runner.ruler.sequences_per_epoch / runner.geometry.sequences_per_iteration == iterations
     assert runner.total_sequences == 8 * iterations * runner.geometry.sequences_per_iteration
 
 
 @pytest.mark.parametrize(("drop_last", "iterations", "samples"), [(True, 6, 96), (False, 7, 100)])
-def test_the_last_iteration_of_an_epoch_is_left_out_or_filled_up(tmp_path, data, drop_last, iterations, samples):
+def test_the_last_iteration_of_an_epoch_is_left_out_or_filled_up(tmp_path, digits, drop_last, iterations, samples):
     """100 records, 16 an iteration: with ``drop_last=False`` the last iteration has 4 records and 12 empty rows."""
     settings = pairs(100, batch_size=16, drop_last=drop_last)
-    lines = trained(tmp_path, data, max_updates=99, **settings, train_cfg={"max_epochs": 1})
+    lines = trained(tmp_path, digits, max_updates=99, **settings, train_cfg={"max_epochs": 1})
     assert [line["iteration"] for line in lines] == list(range(1, iterations + 1))
     assert (lines[-1]["samples"], lines[-1]["epoch"]) == (samples, 1.0)
 
@@ -195,9 +189,9 @@ def pairs(length: int, *, batch_size: int, drop_last: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("recompute", "calls"), [(False, 1), (True, 2)])
-def test_layers_are_computed_again_in_the_backward_pass_if_asked_for(tmp_path, data, recompute, calls):
+def test_layers_are_computed_again_in_the_backward_pass_if_asked_for(tmp_path, digits, recompute, calls):
     """Calls of each layer of the decoder and of the vision tower for a micro-batch."""
-    config = tiny_config(tmp_path, data, train_dataloader__dataset__split="val", train_dataloader__batch_size=2,
+    config = tiny_config(tmp_path, digits, train_dataloader__dataset__split="val", train_dataloader__batch_size=2,
                          optim_wrapper__accumulative_counts=1, model__activation_checkpointing=recompute)  # fmt: skip
     runner = Runner.from_cfg(config, max_updates=1)
     seen: Counter[str] = Counter()

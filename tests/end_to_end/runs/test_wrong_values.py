@@ -32,9 +32,8 @@ EVERYWHERE = list(places(tiny_config(Path("run"), Path("data"), custom_hooks=HOO
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("wrong")
-    return tiny_config(folder / "run", folder / "data", custom_hooks=HOOKS)
+def config(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Any:
+    return tiny_config(tmp_path_factory.mktemp("wrong") / "run", digits, custom_hooks=HOOKS)
 
 
 @pytest.fixture(autouse=True)

@@ -28,54 +28,36 @@ class StrangersHook(Hook):
 """
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose config imports a module, which is then no longer imported."""
-    folder = tmp_path_factory.mktemp("strange")
-    (folder / f"{MODULE}.py").write_text(SOURCE)
-    sys.path.insert(0, str(folder))
-    config = tiny_config(
-        folder / "run",
-        folder / "data",
-        custom_imports={"imports": [MODULE]},
-        custom_hooks=[{"type": "StrangersHook"}],
-        default_hooks__checkpoint__interval=1,
-    )
-    Runner.from_cfg(config, max_updates=1).train()
-    sys.path.remove(str(folder))
-    return folder / "run"
-
-
-@pytest.fixture
-def ran(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Exists once the module has been executed again."""
-    monkeypatch.syspath_prepend(str(checkpoint.parent))
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    HOOKS.module_dict.pop("StrangersHook", None)
-    marker = checkpoint.parent / f"{MODULE}.ran"
-    marker.unlink(missing_ok=True)
-    return marker
+ARGUMENTS = ["--prompt", "draw a one", "--size", "8", "8", "--num-timesteps", "2", "--out", "out"]
 
 
 def test_modules_of_this_package_need_no_permission(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config(tmp_path / "run", tmp_path / "data", default_hooks__checkpoint__interval=1)
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config(tmp_path / "run", digits, default_hooks__checkpoint__interval=1)
     Runner.from_cfg(config, max_updates=1).train()
     for name in ("unigen_ds.examples.digits", "unigen_ds_of_a_stranger"):
         monkeypatch.delitem(sys.modules, name, raising=False)  # as in a process that has not trained
-    arguments = ["--prompt", "draw a one", "--size", "8", "8", "--num-timesteps", "2", "--out", str(tmp_path / "out")]
-    assert generate([str(tmp_path / "run"), *arguments]) == 0
+    assert generate(["run", *ARGUMENTS]) == 0
     assert "unigen_ds.examples.digits" in sys.modules
 
     manifest = Manifest.read(tmp_path / "run" / "iter_1.pth")
     strange = {**manifest.config, "custom_imports": {"imports": ["unigen_ds_of_a_stranger"]}}
     (tmp_path / "run" / "iter_1.pth" / FILE_NAME).write_text(replace(manifest, config=strange).to_json())
-    assert generate([str(tmp_path / "run"), *arguments]) == 2
+    assert generate(["run", *ARGUMENTS]) == 2
     assert "imports unigen_ds_of_a_stranger" in capsys.readouterr().err, "its name begins alike, no more"
 
 
-def test_a_config_of_the_users_own_is_trusted(checkpoint: Path, ran: Path, tmp_path: Path) -> None:
-    arguments = ["--prompt", "draw a one", "--size", "8", "8", "--num-timesteps", "2", "--out", str(tmp_path / "out")]
-    assert generate([str(checkpoint), "--config", str(checkpoint / "config.py"), *arguments]) == 0
-    assert ran.exists()
+def test_a_config_of_the_users_own_is_trusted(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module is executed again in a process that has not trained."""
+    (tmp_path / f"{MODULE}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    own = {"custom_imports": {"imports": [MODULE]}, "custom_hooks": [{"type": "StrangersHook"}]}
+    Runner.from_cfg(tiny_config(tmp_path / "run", digits, **own), max_updates=1).train()
+    monkeypatch.delitem(sys.modules, MODULE)
+    HOOKS.module_dict.pop("StrangersHook")
+    (tmp_path / f"{MODULE}.ran").unlink()
+    assert generate(["run", "--config", "run/config.py", *ARGUMENTS]) == 0
+    assert (tmp_path / f"{MODULE}.ran").exists()

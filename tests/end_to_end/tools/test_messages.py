@@ -21,10 +21,10 @@ from unigen_ds.families.bagel.family import Bagel
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def plain(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> dict[str, Any]:
     """A config that trains, as plain values."""
     folder = tmp_path_factory.mktemp("messages")
-    config = tiny_config(folder / "run", folder / "data", train_dataloader__num_workers=0)
+    config = tiny_config(folder / "run", digits, train_dataloader__num_workers=0)
     values: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
     return values
 

@@ -89,10 +89,10 @@ def test_without_its_source_a_checkpoint_is_exported_loaded_and_used(
 
 
 @pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def scratch(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Runner:
     """Trained from nothing, on pixels, with a shift."""
     folder = tmp_path_factory.mktemp("scratch")
-    cfg = tiny_config(folder / "run", folder / "digits", model__timestep_shift=2.0)
+    cfg = tiny_config(folder / "run", digits, model__timestep_shift=2.0)
     runner = Runner.from_cfg(cfg, max_updates=1)
     runner.train()
     return runner
@@ -105,7 +105,9 @@ def exported(scratch: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_model_on_pixels_is_exported_and_loaded(scratch: Runner, exported: Path, tmp_path: Path) -> None:
+def test_a_model_on_pixels_is_exported_and_loaded(
+    scratch: Runner, exported: Path, digits: Path, tmp_path: Path
+) -> None:
     """It draws the same picture, and may be trained further."""
     assert not (exported / "ae.safetensors").exists()
     assert set(load_file(exported / "ema.safetensors")) == set(scratch.backend.model.state_dict())
@@ -114,7 +116,7 @@ def test_a_model_on_pixels_is_exported_and_loaded(scratch: Runner, exported: Pat
         for place in (scratch.work_dir, exported)
     ]
     assert drawn[0] == drawn[1] and len(set(drawn[0])) > 2
-    cfg = tiny_config(tmp_path / "run", tmp_path / "digits")
+    cfg = tiny_config(tmp_path / "run", digits)
     cfg.model = {"type": "UnifiedModel", "pretrained": str(exported)}
     cfg.tokenizer = {"type": "PretrainedTokenizer", "path": str(exported)}
     Runner.from_cfg(cfg, max_updates=1).train()

@@ -72,10 +72,10 @@ def test_a_unified_model_gets_ordinary_text(
 
 
 @pytest.fixture(scope="module")
-def unified(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unified(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     folder = tmp_path_factory.mktemp("unified")
     known = [*load_config("unified_digits").tokenizer["words"], *PIECES]
-    config = tiny_config(folder / "run", folder / "digits", tokenizer__words=known)
+    config = tiny_config(folder / "run", digits, tokenizer__words=known)
     Runner.from_cfg(config, max_updates=1).train()
     return folder / "run"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,12 +27,11 @@ PROMPTS = [draw_prompt(digit) for digit in (3, 8, 1)]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, UnifiedProcessor, list[Image.Image]]:
-    folder = tmp_path_factory.mktemp("sampler")
-    config = tiny_config(folder / "run", folder / "digits", param_scheduler=[])
+def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Any, UnifiedProcessor, list[Image.Image]]:
+    config = tiny_config(tmp_path_factory.mktemp("sampler") / "run", digits, param_scheduler=[])
     runner = Runner.from_cfg(config, max_updates=40)
     runner.train()
-    images = [Image.open(path).copy() for path in sorted((folder / "digits" / "val").glob("*.png"))[:3]]
+    images = [Image.open(path).copy() for path in sorted((digits / "val").glob("*.png"))[:3]]
     return runner.backend.model.eval(), runner.processor, images
 
 

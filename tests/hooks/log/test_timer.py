@@ -89,18 +89,18 @@ def counted(model: torch.nn.Module, batch: PackedBatch) -> int:
     return counter.get_total_flops()
 
 
-def train(tmp_path: Path, **overrides: object) -> tuple[Runner, Recorder]:
+def train(work_dir: Path, digits: Path, **overrides: object) -> tuple[Runner, Recorder]:
     changes = {"train_cfg": {"max_updates": 3}, "default_hooks__timer": {"type": "IterTimerHook", "window": 1}}
-    config = tiny_config(tmp_path / "run", tmp_path / "digits", **{**changes, **overrides})
+    config = tiny_config(work_dir, digits, **{**changes, **overrides})
     parts, recorder = build_parts(config), Recorder()
     runner = Runner(dataclasses.replace(parts, hooks=[*parts.hooks, recorder]))
     runner.train()
     return runner, recorder
 
 
-def test_a_line_holds_operations_counted_one_by_one(tmp_path: Path) -> None:
+def test_a_line_holds_operations_counted_one_by_one(tmp_path: Path, digits: Path) -> None:
     """Two iterations per update; ``time/update`` is that of the same update."""
-    runner, recorder = train(tmp_path, env={"peak_tflops": PEAK}, optim_wrapper__accumulative_counts=2)
+    runner, recorder = train(tmp_path / "run", digits, env={"peak_tflops": PEAK}, optim_wrapper__accumulative_counts=2)
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
     assert len(lines) == len(recorder.updates) == 3
     for line, batches in zip(lines, recorder.updates, strict=True):

@@ -15,15 +15,9 @@ from tools.resume import main as inspect
 from unigen_ds.checkpoint import store
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry
-from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.naming import NANOVLM, name_from_template
 from unigen_ds.runner.settings.tree import Settings
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_digits(tmp_path_factory.mktemp("data") / "digits")
 
 
 @dataclass

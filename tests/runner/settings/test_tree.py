@@ -44,9 +44,9 @@ SAMPLER = "train_dataloader.update(sampler=dict(type='DefaultSampler', shuffle={
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> dict[str, Any]:
+def plain(tmp_path: Path, digits: Path) -> dict[str, Any]:
     """A config that trains, as plain values."""
-    config = tiny_config(tmp_path / "run", tmp_path / "data", train_dataloader__dataset__split="val")
+    config = tiny_config(tmp_path / "run", digits, train_dataloader__dataset__split="val")
     return json.loads(json.dumps(plain_values(config)))  # type: ignore[no-any-return]
 
 
