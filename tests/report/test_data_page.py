@@ -15,6 +15,7 @@ import torch
 from tests.data.support import image, picture, talk, text, write_jsonl
 from tests.data.text.chat_support import character_tokenizer
 from tests.end_to_end.engines.users import write_rows
+from tests.end_to_end.models.test_vlm_run import config as vlm_config
 from tests.report.test_page import Page
 from tests.text_run import KeepBatches, text_config, words
 from tests.tiny import tiny_config
@@ -28,26 +29,6 @@ from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import load_config
 from unigen_ds.system.journals import read_lines, sample_digest
-
-VLM = """
-model = dict(
-    type="VLM",
-    llm=dict(hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1),
-    vit=dict(hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, image_size=16,
-             patch_size=4),
-    pixel_shuffle_factor=2,
-)
-tokenizer = dict(type="ChatTokenizer", path="tokenizer")
-processor = dict(max_image_size=32)
-train_dataloader = dict(batch_size=2, seq_length=160, packing=dict(type="BestFitPacking", window=32, max_tiles=12),
-                        dataset=dict(type="UnifiedGenerationDataset", data_path="train.jsonl"))
-optim_wrapper = dict(optimizer=dict(type="AdamW", lr=5e-3), precision="fp32")
-train_cfg = dict(max_epochs=2)
-backend = dict(type="single")
-default_hooks = dict(logger=dict(interval=1), checkpoint=dict(interval=-1))
-randomness = dict(seed=1)
-work_dir = "run"
-"""
 
 
 @dataclass(frozen=True)
@@ -120,8 +101,8 @@ def vlm(folder: Path) -> Path:
         for name in ("red", "blue", "dark")
     ]
     write_jsonl(folder / "train.jsonl", records)
-    (folder / "config.py").write_text(VLM, encoding="utf-8")
-    return folder / "config.py"
+    vlm_config(folder, folder / "run")
+    return folder / "run.py"
 
 
 def documents(folder: Path) -> Path:

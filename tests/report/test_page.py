@@ -27,21 +27,15 @@ from unigen_ds.runner import Runner
 
 SAVES = {"default_hooks__checkpoint__interval": 3, "default_hooks__checkpoint__by_epoch": False}
 KILLED = """
-import os, signal, sys
+import sys
 from pathlib import Path
+from tests.end_to_end.evaluation.test_validation import KillOnce
 from tests.report.test_page import SAVES
 from tests.tiny import tiny_config
-from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
 
-class Kill(Hook):
-    name, priority = "kill", 99
-    def after_update(self, run, result):
-        if run.progress.updates == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-
 runner = Runner.from_cfg(tiny_config(Path(sys.argv[1]), Path(sys.argv[2]), **SAVES))
-runner.hooks = [*runner.hooks, Kill()]
+runner.hooks = [*runner.hooks, KillOnce(at_update=5)]
 runner.train()
 """
 VOID = {"meta", "img", "br", "path", "line", "rect"}
@@ -121,15 +115,14 @@ def report(*folders: Path, more: tuple[str, ...] = (), out: Path | None = None) 
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
-    data, killed, other = folder / "digits", folder / "killed", folder / "other"
-    Runner.from_cfg(tiny_config(other, data, optim_wrapper__optimizer__lr=0.5e-3), max_updates=3).train()
-    command = [sys.executable, "-c", KILLED, str(killed), str(data)]
-    done = run(command, cwd=ROOT, env=ENVIRONMENT, text=True, timeout=120)
+    killed, other = folder / "killed", folder / "other"
+    Runner.from_cfg(tiny_config(other, digits, optim_wrapper__optimizer__lr=0.5e-3), max_updates=3).train()
+    done = run([sys.executable, "-c", KILLED, str(killed), str(digits)], cwd=ROOT, env=ENVIRONMENT, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     batch = {"train_dataloader__batch_size": 6, "on_batch_change": "sqrt"}
-    Runner.from_cfg(tiny_config(killed, data, resume=True, **SAVES, **batch), max_updates=9).train()
+    Runner.from_cfg(tiny_config(killed, digits, resume=True, **SAVES, **batch), max_updates=9).train()
     return Runs(killed, other)
 
 
@@ -157,9 +150,9 @@ sys.exit(", ".join(name for name in sys.modules if name.startswith("unigen_ds.re
 """
 
 
-def test_a_training_imports_no_module_of_the_report(runs: Runs, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", NO_REPORT, str(tmp_path / "run"), str(runs.other.parent / "digits")]
-    done = run(command, cwd=ROOT, env=ENVIRONMENT, text=True, timeout=120)
+def test_a_training_imports_no_module_of_the_report(digits: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", NO_REPORT, str(tmp_path / "run"), str(digits)]
+    done = run(command, cwd=ROOT, env=ENVIRONMENT, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -189,8 +182,8 @@ def test_the_timeline_has_starts_saves_and_ends(runs: Runs) -> None:
     assert lines[-1]["reason"] == "stopped" and lines[-1]["seconds"] >= lines[-2]["seconds"]
 
 
-def test_an_error_ends_the_timeline_with_its_reason(tmp_path: Path, runs: Runs) -> None:
-    runner = Runner.from_cfg(tiny_config(tmp_path / "run", runs.killed.parent / "digits"), max_updates=3)
+def test_an_error_ends_the_timeline_with_its_reason(tmp_path: Path, digits: Path) -> None:
+    runner = Runner.from_cfg(tiny_config(tmp_path / "run", digits), max_updates=3)
     update = runner.train_update
 
     def fail(updates: Any) -> None:

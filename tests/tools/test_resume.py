@@ -15,7 +15,6 @@ from tests.checkpoint.support import flip_byte
 from tests.processes import ROOT, run
 from tests.tiny import TINY, tiny_config
 from tools import resume as tool
-from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
 
@@ -28,11 +27,12 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory) -> Path:
-    """Four updates of 4 x 3 sequences."""
+def run_dir(tmp_path_factory, digits) -> Path:
+    """Four updates of 4 x 3 sequences; the digits are beside it."""
     folder = tmp_path_factory.mktemp("run") / "run"
+    (folder.parent / "digits").symlink_to(digits)
     overrides = {key.replace(".", "__"): value for key, value in OPTIONS.items()}
-    Runner.from_cfg(tiny_config(folder, folder.parent / "digits", **overrides), max_updates=4).train()
+    Runner.from_cfg(tiny_config(folder, digits, **overrides), max_updates=4).train()
     return folder
 
 
@@ -123,7 +123,6 @@ class HungryHook(Hook):
 
 def test_a_real_out_of_memory_error_prints_the_plans(tmp_path, run_dir):
     (tmp_path / "hungry.py").write_text(HUNGRY, encoding="utf-8")
-    write_digits(run_dir.parent / "digits")
     command = [sys.executable, "tools/train.py", "unified_digits", "--work-dir", str(tmp_path / "run")]
     command += ["--load-from", str(next(run_dir.glob("*.pth"))), "--resume"]
     command += options(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.data.support import image, picture, talk, text
+from tests.data.support import image, picture, talk, text, write_jsonl
 from tests.data.text.chat_support import character_tokenizer
+from tests.end_to_end.models.test_vlm_run import config as vlm_config
 from tests.text_run import text_config, trained, words
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
@@ -141,25 +142,6 @@ def test_documents_beyond_the_models_positions_are_refused_at_the_start(tmp_path
         Runner.from_cfg(config)
 
 
-VLM = """
-model = dict(type="VLM", llm=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-             num_key_value_heads=1), vit=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-             num_attention_heads=2, image_size=16, patch_size=4), pixel_shuffle_factor=2)
-processor = dict(max_image_size=32)
-"""
-
-
-def vlm_config(folder: Path, records: list[Any], **overrides: Any) -> Any:
-    character_tokenizer().save_pretrained(folder / "tokenizer")
-    text_config(folder, records)
-    body = (folder / "config.py").read_text(encoding="utf-8")
-    tokenizer = f"tokenizer = dict(type='ChatTokenizer', path={str(folder / 'tokenizer')!r})\n"
-    (folder / "config.py").write_text(body + VLM + tokenizer, encoding="utf-8")
-    from unigen_ds.runner.settings.tree import load_config
-
-    return load_config(folder / "config.py", {key.replace("__", "."): value for key, value in overrides.items()})
-
-
 def test_a_vision_language_model(tmp_path: Path) -> None:
     picture(tmp_path / "a.png", 30, 30)
     records = [
@@ -167,8 +149,10 @@ def test_a_vision_language_model(tmp_path: Path) -> None:
         talk(image("user", "a.png"), text("user", "?"), text("assistant", "no")),
         talk(text("user", "?"), text("assistant", "yes")),
     ]
-    config = vlm_config(tmp_path, records, train_dataloader__seq_length=32)
-    runner, kept = trained(config)
+    write_jsonl(tmp_path / "train.jsonl", records)
+    character_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    loader = {"train_dataloader__seq_length": 32, "train_dataloader__batch_size": 1, "train_cfg": {"max_epochs": 1}}
+    runner, kept = trained(vlm_config(tmp_path, tmp_path / "run", custom_hooks=[{"type": "KeepBatches"}], **loader))
     assert sorted(kept.ids) == ["train:0:0:0", "train:0:0:1", "train:2:0"]
     chat = runner.processor.tokenizer.chat
     shown = [chat.decode(batch.text_target_ids) for batch in kept.batches]
@@ -178,8 +162,8 @@ def test_a_vision_language_model(tmp_path: Path) -> None:
     assert "1 skipped (train:1)" in log_of(runner)
 
 
-def test_a_prompt_and_its_image_are_never_parted_but_by_truncation(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path / "run", tmp_path / "digits", train_dataloader__dataset__split="val",
+def test_a_prompt_and_its_image_are_never_parted_but_by_truncation(tmp_path: Path, digits: Path) -> None:
+    config = tiny_config(tmp_path / "run", digits, train_dataloader__dataset__split="val",
                          train_dataloader__seq_length=22)  # fmt: skip
     for overflow, units in ((None, 297), ("split", 297), ("truncate", 594)):
         config["train_dataloader"]["overflow"] = overflow

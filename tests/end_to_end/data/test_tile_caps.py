@@ -9,37 +9,13 @@ import pytest
 
 from tests.data.support import image, picture, talk, text, write_jsonl
 from tests.data.text.chat_support import character_tokenizer
+from tests.end_to_end.models.test_vlm_run import config
 from tests.text_run import KeepBatches, trained
 from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.errors import ResumeBlocked
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import load_config
 
-SMALL = """
-model = dict(
-    type="VLM",
-    llm=dict(hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1),
-    vit=dict(
-        hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4
-    ),
-    pixel_shuffle_factor=2,
-)
-tokenizer = dict(type="ChatTokenizer", path="tokenizer")
-processor = dict(max_image_size=32)
-train_dataloader = dict(
-    batch_size=1,
-    seq_length=1600,
-    packing=dict(type="BestFitPacking", window=64),
-    dataset=dict(type="UnifiedGenerationDataset", data_path="train.jsonl"),
-)
-optim_wrapper = dict(optimizer=dict(type="AdamW", lr=5e-3), precision="fp32")
-train_cfg = dict(max_updates=6)
-backend = dict(type="single")
-default_hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False))
-randomness = dict(seed=1)
-work_dir = "run"
-"""
-"""A VLM without caps."""
 SAMPLE, SEQUENCE = 4, 18
 RECORDS, EVERY = 60, 6
 """Every sixth record has an image of four tiles and the global one; the others have one tile."""
@@ -98,8 +74,11 @@ def test_every_recipe_caps_tiles_and_counts_what_exceeds(folder: Path) -> None:
 
 
 def small(**overrides: Any) -> Any:
-    Path("config.py").write_text(SMALL, encoding="utf-8")
-    return load_config("config.py", {key.replace("__", "."): value for key, value in overrides.items()})
+    """A VLM without caps."""
+    loader = {"batch_size": 1, "seq_length": 1600, "packing": {"type": "BestFitPacking", "window": 64}}
+    given = {f"train_dataloader__{key}": value for key, value in loader.items()}
+    saves = {"default_hooks__checkpoint": {"interval": 1, "by_epoch": False}}
+    return config(Path.cwd(), Path.cwd() / "run", **{**given, **saves, **overrides})
 
 
 def test_caps_that_a_run_is_given_later_are_changed_data_with_numbers(folder: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,51 +40,29 @@ class Recorder(Hook):
         self.batches: list[PackedBatch] = []
         self.error: BaseException | None = None
 
-    def _note(self, run: Run, call: str) -> None:
-        self.calls.append(call)
-
-    def before_run(self, run: Run) -> None:
-        self._note(run, "before_run")
-
-    def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
-        self._note(run, "after_load_checkpoint")
-
-    def before_train(self, run: Run) -> None:
-        self._note(run, "before_train")
-
     def before_train_epoch(self, run: Run) -> None:
-        self._note(run, f"before_train_epoch {run.progress.epoch}")
-
-    def before_update(self, run: Run) -> None:
-        self._note(run, "before_update")
+        self.calls.append(f"before_train_epoch {run.progress.epoch}")
 
     def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
-        self._note(run, f"before_train_iter {index}")
+        self.calls.append(f"before_train_iter {index}")
         self.batches.append(batch)
 
     def after_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
-        self._note(run, f"after_train_iter {index}")
+        self.calls.append(f"after_train_iter {index}")
         assert batch is self.batches[-1]
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        self._note(run, "after_update")
+        self.calls.append("after_update")
         self.updates.append((run.progress, result))
 
-    def after_train_epoch(self, run: Run) -> None:
-        self._note(run, "after_train_epoch")
-
-    def before_save_checkpoint(self, run: Run, manifest: dict[str, Any]) -> None:
-        self._note(run, "before_save_checkpoint")
-
-    def after_train(self, run: Run) -> None:
-        self._note(run, "after_train")
-
-    def after_run(self, run: Run) -> None:
-        self._note(run, "after_run")
-
     def on_exception(self, run: Run, error: BaseException) -> None:
-        self._note(run, "on_exception")
+        self.calls.append("on_exception")
         self.error = error
+
+
+for point in ("before_run", "after_load_checkpoint", "before_train", "before_update", "after_train_epoch",
+              "before_save_checkpoint", "after_train", "after_run"):  # fmt: skip
+    setattr(Recorder, point, lambda self, *_, point=point: self.calls.append(point))
 
 
 @dataclasses.dataclass

@@ -20,13 +20,12 @@ CONFIG = Path(__file__).with_name("frozen_backbones.py")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Path, list[str]]:
     """The work dir after four updates and, resumed, two more; what the two starts printed."""
-    folder, data = tmp_path_factory.mktemp("flmm") / "run", tmp_path_factory.mktemp("data") / "digits"
-    printed = []
+    folder, printed = tmp_path_factory.mktemp("flmm") / "run", []
     for updates in (4, 6):
         arguments = [str(CONFIG), "--work-dir", str(folder), "--resume", "--max-updates", str(updates)]
-        arguments += ["--cfg-options", f"train_dataloader.dataset.root={data}"]
+        arguments += ["--cfg-options", f"train_dataloader.dataset.root={digits}"]
         ended = ranks([sys.executable, TRAIN, *arguments], LOCAL_WORLD_SIZE="2")
         assert [one.status for one in ended] == [0, 0], ended[0].ending + ended[1].ending
         printed.append(ended[0].text + ended[1].text)
