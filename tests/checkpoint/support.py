@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,20 @@ def write_state(backend: Backend, directory: Path) -> str:
     for file in state.index([state.plan], [[one for one in results if one is not None]]) if state.index else ():
         write_output(directory, file)
     return state.layout
+
+
+class Evil:
+    """Unpickling it creates a file, by one of several methods."""
+
+    def __init__(self, path: Path, way: str = "os.system") -> None:
+        self.path, self.way = path, way
+
+    def __reduce__(self) -> Any:
+        if self.way == "os.system":
+            return os.system, (f"touch '{self.path}'",)
+        if self.way == "subprocess.Popen":
+            return subprocess.Popen, (["touch", str(self.path)],)
+        return eval, (f"open({str(self.path)!r}, 'w')",)
 
 
 def flip_byte(path: Path, at: int = -1) -> None:

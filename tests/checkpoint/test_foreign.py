@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from safetensors.torch import load_file as load_safetensors
 
 from tests.checkpoint import plain_deepspeed
 from tests.checkpoint.plain_deepspeed import ACCUMULATE, MICRO, STEPS, ZERO
+from tests.checkpoint.support import Evil
 from unigen_ds.checkpoint.foreign import read_foreign
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.progress import Geometry
@@ -134,20 +134,6 @@ def test_missing_optimizer_files_are_not_taken_for_a_run_without_zero(copy):
 
 
 # ---- unpickling ------------------------------------------------------------------------------------------------------
-
-
-class Evil:
-    """Unpickling it creates a file, by one of several methods."""
-
-    def __init__(self, path: Path, way: str) -> None:
-        self.path, self.way = path, way
-
-    def __reduce__(self) -> Any:
-        if self.way == "os.system":
-            return os.system, (f"touch '{self.path}'",)
-        if self.way == "subprocess.Popen":
-            return subprocess.Popen, (["touch", str(self.path)],)
-        return eval, (f"open({str(self.path)!r}, 'w')",)
 
 
 @pytest.mark.parametrize("way", ["os.system", "subprocess.Popen", "eval"])

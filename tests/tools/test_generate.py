@@ -152,15 +152,11 @@ def test_parts_of_a_file_are_those_of_the_python_interface(published: Path, tmp_
 # --- a model that goes on with a text -------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of a ``DecoderLM`` of 64 positions."""
-    runner = Runner.from_cfg(text_config(tmp_path_factory.mktemp("decoder"), [{"text": words(9)}] * 4), max_updates=1)
+def test_a_prompt_longer_than_the_models_positions(tmp_path: Path, capsys: Any) -> None:
+    """Of a ``DecoderLM`` of 64."""
+    runner = Runner.from_cfg(text_config(tmp_path, [{"text": words(9)}] * 4), max_updates=1)
     runner.train()
-    return next(iter(runner.work_dir.glob("iter_*.pth")))
-
-
-def test_a_prompt_longer_than_the_models_positions(decoder: Path, tmp_path: Path, capsys: Any) -> None:
+    (decoder,) = runner.work_dir.glob("iter_*.pth")
     short = ["--out", str(tmp_path), "--device", "cpu"]
     assert main([str(decoder), "--prompt", words(70), *short]) == 1
     assert "the prompt has 71 tokens, and the model has 64 positions" in capsys.readouterr().err

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.checkpoint.support import Evil
 from tests.end_to_end.engines.launch import Outcome, want
 from unigen_ds.checkpoint.layouts.dcp import DCPReader
 from unigen_ds.checkpoint.manifest import Manifest
@@ -31,16 +30,6 @@ def run_of(name: str) -> Outcome:
 def checkpoint(tmp_path) -> Path:
     """A copy that a test may damage."""
     return Path(shutil.copytree(run_of("FULL_SHARD@2-fp32").checkpoints[-1], tmp_path / "iter.pth"))
-
-
-class Evil:
-    """Unpickling it creates a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch '{self.path}'",)
 
 
 @pytest.mark.parametrize("name", NAMES)

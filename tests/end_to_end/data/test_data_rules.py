@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from tests.text_run import text_config, trained
-
-RECORDS = [{"text": "one two three"}] * 9
-
-
-def config(folder: Path, **overrides: Any) -> Any:
-    return text_config(folder, RECORDS, default_hooks__checkpoint=dict(interval=1, by_epoch=False), **overrides)
 
 
 def test_the_identity_of_data_that_no_rule_touches_stays_the_same(tmp_path: Path) -> None:
     """Pinned: checkpoints, indices and caches are recognised by these."""
-    trained(config(tmp_path, train_cfg=dict(max_updates=1)))
+    trained(text_config(tmp_path, [{"text": "one two three"}] * 9, train_cfg=dict(max_updates=1)))
     (path,) = (tmp_path / "run").glob("iter_*.pth")
     loader = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["loader"]
     assert (loader["fingerprint"], loader["facts"]["digests"], loader["facts"]["records"]) == (

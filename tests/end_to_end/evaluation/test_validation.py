@@ -406,6 +406,3 @@ def test_wrong_settings(tmp_path: Path, changes: dict[str, Any], words: str) -> 
     config = {**{key: text_config(tmp_path)[key] for key in text_config(tmp_path)}, **changes}
     with pytest.raises(ConfigError, match=words):
         Settings.from_config(config)
-
-
-# --- other kinds of models --------------------------------------------------------------------------------------------

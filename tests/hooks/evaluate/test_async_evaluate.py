@@ -234,11 +234,15 @@ nohup sh -c 'sleep 0.3; shift; exec "$@"' - "$@" > /dev/null 2>&1 &
 """
 
 
+def submit_by(monkeypatch, folder: Path, script: str) -> None:
+    """``script`` is found as ``sbatch``."""
+    (folder / "sbatch").write_text(script)
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
 def test_sbatch(tmp_path, script, monkeypatch):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "sbatch").write_text(SBATCH)
-    (tmp_path / "bin" / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    submit_by(monkeypatch, tmp_path, SBATCH)
     monkeypatch.setenv("SUBMITTED", str(tmp_path / "submitted"))
     run(tmp_path, f"sbatch eval.slurm {script} 0", updates=3, wait=(2,))
     assert [update for update, _ in logged(tmp_path)] == [2]
@@ -246,10 +250,7 @@ def test_sbatch(tmp_path, script, monkeypatch):
 
 
 def test_a_batch_job_keeps_its_checkpoint_until_it_is_given_up(tmp_path, monkeypatch):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho 17\n")  # --parsable
-    (tmp_path / "bin" / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    submit_by(monkeypatch, tmp_path, "#!/bin/sh\necho 17\n")  # --parsable
     runner = Runner.from_cfg(config(tmp_path, "sbatch --parsable eval.slurm {checkpoint} {out}", updates=5, interval=4))
     runner.train()
     hook = next(hook for hook in runner.hooks if hook.name == "async_evaluate")
