@@ -49,14 +49,11 @@ def test_the_plans_keep_the_effective_batch(monkeypatch):
     assert {plan.geometry.global_batch_size for plan in (a, b, c, d)} == {256}
 
 
-def test_one_process_needs_another_backend_for_more():
+def test_plans_of_one_process_and_of_an_odd_batch():
     _, b, c, d = memory_plans(Geometry(4), backend=SingleBackend(), loader=LOADER, recomputes=None)
     assert (b.backend, c.backend, d.backend) == ("deepspeed:zero2", "deepspeed:zero2", "deepspeed:zero2_offload")
-
-
-def test_an_odd_batch_is_cut_by_its_smallest_factor():
     a, *_ = memory_plans(Geometry(9, 1), backend=SingleBackend(), loader=LOADER, recomputes=None)
-    assert a.geometry == Geometry(3, 3)
+    assert a.geometry == Geometry(3, 3), "by its smallest factor"
 
 
 def test_a_global_batch_size_stays_the_users():

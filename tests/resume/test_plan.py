@@ -25,7 +25,7 @@ from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.hooks.evaluate.ema import ema_of
 from unigen_ds.resume.finding import model_findings, refuse
-from unigen_ds.resume.plan import checkpoint_directory, plan_resume
+from unigen_ds.resume.plan import ResumePlan, checkpoint_directory, plan_resume
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
 
@@ -48,32 +48,27 @@ def test_resume_takes_the_newest(tmp_path):
     assert plan.messages == (f"Auto resumed from the latest checkpoint {paths[1]}.",)
 
 
-def test_resume_says_what_it_passed_over(tmp_path):
-    paths = save_chain(tmp_path, 12, 24)
+@pytest.mark.parametrize("resume", [True, AUTO])
+def test_resume_with_none_usable_is_an_error_and_without_any_checkpoint_it_is_fresh(tmp_path, resume):
+    def plan(load_from: str | None = None) -> ResumePlan:
+        return plan_resume(run, resume=resume, load_from=load_from)
+
+    run, other = tmp_path / "run", str(save(tmp_path / "other"))
+    paths = save_chain(run, 12, 24)
     flip_byte(paths[1] / "model.safetensors")
-    plan = plan_resume(tmp_path, resume=True, load_from=None)
-    assert plan.checkpoint == paths[0]
-    assert f"Not resumed from {paths[1]}: " in plan.messages[0] and "hash differs" in plan.messages[0]
-
-
-def test_resume_without_any_checkpoint_is_fresh_and_says_so(tmp_path):
-    plan = plan_resume(tmp_path, resume=True, load_from=None)
-    assert plan.mode == "fresh"
-    assert plan.messages == (f"No checkpoint found in {tmp_path}: training starts from scratch.",)
-
-
-def test_resume_with_none_usable_is_an_error(tmp_path):
-    paths = save_chain(tmp_path, 12, 24)
+    assert plan().checkpoint == paths[0]
+    assert f"Not resumed from {paths[1]}: " in plan().messages[0] and "hash differs" in plan().messages[0]
     for path in paths:
         (path / "optimizer.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"holds 2 checkpoint\(s\) and none is usable.*optimizer.*never starts"):
-        plan_resume(tmp_path, resume=True, load_from=None)
+        plan(other if resume == AUTO else None)
     for path in paths:
         shutil.rmtree(path)
     with pytest.raises(CheckpointError, match="last_checkpoint names it, and it is not there"):
-        plan_resume(tmp_path, resume=True, load_from=None)
-    (tmp_path / store.HINT).unlink()
-    assert plan_resume(tmp_path, resume=True, load_from=None).mode == "fresh"
+        plan()
+    (run / store.HINT).unlink()
+    assert plan().mode == "fresh"
+    assert plan().messages == (f"No checkpoint found in {run}: training starts from scratch.",)
 
 
 @pytest.mark.parametrize("key", ["resume", "load_from"])
@@ -99,13 +94,6 @@ def test_auto_begins_as_load_from_says_and_then_goes_on_with_its_own(tmp_path):
     assert plan_resume(tmp_path / "none", resume=AUTO, load_from=None).mode == "fresh"
 
 
-def test_auto_over_unusable_checkpoints_begins_nothing(tmp_path):
-    own = save(tmp_path / "run")
-    (own / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="none is usable"):
-        plan_resume(tmp_path / "run", resume=AUTO, load_from=str(save(tmp_path / "other")))
-
-
 def test_two_names_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="both resume='a' and load_from='b'"):
         plan_resume(tmp_path, resume="a", load_from="b")
@@ -125,18 +113,14 @@ def test_a_resume_is_exact(tmp_path, given):
 # ---- names of a checkpoint ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inside", ["", "model.safetensors", "manifest.json", "ema/rank00000.safetensors", "ema"])
-def test_a_file_inside_means_its_directory(tmp_path, inside):
-    path = save(tmp_path)
-    assert checkpoint_directory(str(path / inside)) == path
-
-
-def test_relative_paths_and_links(tmp_path, monkeypatch):
+def test_a_file_inside_and_relative_paths_and_links_mean_the_directory(tmp_path, monkeypatch):
     path = save(tmp_path / "work_dirs" / "run")
     (tmp_path / "link").symlink_to(path)
     monkeypatch.chdir(tmp_path)
-    for given in ("work_dirs/run/iter_12.pth", "./work_dirs/../link/", "work_dirs/run/iter_12.pth/hooks.json"):
-        assert checkpoint_directory(given) == path
+    inside = [str(path / name) for name in ("model.safetensors", "manifest.json", "ema/rank00000.safetensors", "ema")]
+    relative = ("work_dirs/run/iter_12.pth", "./work_dirs/../link/", "work_dirs/run/iter_12.pth/hooks.json")
+    for given in (str(path), *inside, *relative):
+        assert checkpoint_directory(given) == path, given
 
 
 @pytest.mark.parametrize("key", ["resume", "load_from"])
@@ -206,10 +190,11 @@ class Bench:
     """A straight run of 14 updates, and another that stopped after 4 (``short``)."""
 
     folder: Path
+    digits: Path
 
     def train(self, name: str, *, updates: int, **options: Any) -> Runner:
         changed = {key.replace("__", "."): value for key, value in options.items()}
-        config = tiny_config(self.folder / name, self.folder / "digits", **{**OPTIONS, **changed})
+        config = tiny_config(self.folder / name, self.digits, **{**OPTIONS, **changed})
         runner = Runner.from_cfg(config, max_updates=updates)
         runner.train()
         return runner
@@ -219,15 +204,15 @@ class Bench:
 
     def command(self, name: str, *flags: str, **options: Any) -> int:
         changed = {key.replace("__", "."): value for key, value in options.items()}
-        values = {**TINY, **OPTIONS, "train_dataloader.dataset.root": str(self.folder / "digits"), **changed}
+        values = {**TINY, **OPTIONS, "train_dataloader.dataset.root": str(self.digits), **changed}
         pairs = [f"{key}={value if isinstance(value, str) else repr(value)}" for key, value in values.items()]
         arguments = ["unified_digits", "--work-dir", str(self.folder / name), "--max-updates", "6", *flags]
         return main([*arguments, "--cfg-options", *pairs])
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    bench = Bench(tmp_path_factory.mktemp("resume"))
+def bench(tmp_path_factory, digits) -> Bench:
+    bench = Bench(tmp_path_factory.mktemp("resume"), digits)
     bench.train("straight", updates=14)
     bench.train("short", updates=4)
     return bench

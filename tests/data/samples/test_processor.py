@@ -46,34 +46,36 @@ def test_text_to_image(folder: Path) -> None:
     assert sample.num_tokens == 6 + 4
 
 
-def test_understanding(folder: Path) -> None:
-    sample = plan(folder, image("user", "a.png"), text("user", "what"), text("assistant", "that"))
-    assert shown(sample) == ["vit:a?", "-what?", "+that"]
-    assert sample.splits[0].grid == (2, 4)
+ASK, DRAWN, SEEN = text("user", "1"), image("assistant", "a.png"), image("user", "a.png")
+TURNS = {
+    "understanding": ([SEEN, ASK, text("assistant", "that")], ["vit:a?", "-1?", "+that"]),
+    "editing has the clean latent before the ViT": (
+        [SEEN, ASK, image("assistant", "b.png")], ["vae:a?", "vit:a?", "-1?", "noise:b"],
+    ),
+    "a drawn image is shown again": (
+        [ASK, DRAWN, text("user", "2"), text("assistant", "3")], ["-1?", "noise:a", "vit:a?", "-2?", "+3"],
+    ),
+    "and edited": (
+        [ASK, DRAWN, text("user", "2"), image("assistant", "b.png")],
+        ["-1?", "noise:a", "vae:a?", "vit:a?", "-2?", "noise:b"],
+    ),
+    "an image that only a text follows is no edit": (
+        [DRAWN, image("user", "b.png"), text("assistant", "x")], ["noise:a", "vit:a?", "vit:b?", "+x"],
+    ),
+    "neighbouring texts of one role are joined": (
+        [text("system", "s"), text("user", "a"), text("human", "b"), text("gpt", "c"), text("assistant", "d")],
+        ["-s?", "-a\nb?", "+c\nd"],
+    ),
+    "but not around an image": (
+        [text("user", "a"), SEEN, text("user", "b"), text("assistant", "c")], ["-a?", "vit:a?", "-b?", "+c"],
+    ),
+}  # fmt: skip
 
 
-def test_editing_has_the_clean_latent_before_the_vit(folder: Path) -> None:
-    sample = plan(folder, image("user", "a.png"), text("user", "edit"), image("assistant", "b.png"))
-    assert shown(sample) == ["vae:a?", "vit:a?", "-edit?", "noise:b"]
-
-
-def test_several_turns_show_a_drawn_image_again(folder: Path) -> None:
-    turns = [text("user", "1"), image("assistant", "a.png"), text("user", "2"), text("assistant", "3")]
-    assert shown(plan(folder, *turns)) == ["-1?", "noise:a", "vit:a?", "-2?", "+3"]
-    turns = [text("user", "1"), image("assistant", "a.png"), text("user", "2"), image("assistant", "b.png")]
-    assert shown(plan(folder, *turns)) == ["-1?", "noise:a", "vae:a?", "vit:a?", "-2?", "noise:b"]
-
-
-def test_an_image_that_only_a_text_follows_is_no_edit(folder: Path) -> None:
-    turns = [image("assistant", "a.png"), image("user", "b.png"), text("assistant", "x")]
-    assert shown(plan(folder, *turns)) == ["noise:a", "vit:a?", "vit:b?", "+x"]
-
-
-def test_neighbouring_texts_of_one_role_are_joined(folder: Path) -> None:
-    turns = [text("system", "s"), text("user", "a"), text("human", "b"), text("gpt", "c"), text("assistant", "d")]
-    assert shown(plan(folder, *turns)) == ["-s?", "-a\nb?", "+c\nd"]
-    turns = [text("user", "a"), image("user", "a.png"), text("user", "b"), text("assistant", "c")]
-    assert shown(plan(folder, *turns)) == ["-a?", "vit:a?", "-b?", "+c"]
+@pytest.mark.parametrize("case", TURNS)
+def test_splits_of_turns(folder: Path, case: str) -> None:
+    turns, expected = TURNS[case]
+    assert shown(plan(folder, *turns)) == expected
 
 
 def test_unreadable_header_is_the_smallest_image(folder: Path) -> None:
