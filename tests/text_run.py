@@ -12,6 +12,7 @@ from unigen_ds.core.batch import PackedBatch
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system.journals import read_lines
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 CONFIG = """
@@ -61,6 +62,14 @@ def trained(config: Any) -> tuple[Runner, KeepBatches]:
     runner = Runner.from_cfg(config)
     runner.train()
     return runner, next(hook for hook in runner.hooks if isinstance(hook, KeepBatches))
+
+
+def log(folder: Path) -> str:
+    return (folder / "run" / "train.log").read_text(encoding="utf-8")
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in read_lines(folder / "run" / "metrics.jsonl") if line.get("event") == "evaluation"]
 
 
 def words(number: int, first: int = 0) -> str:

@@ -21,7 +21,7 @@ from tests.data.support import make_processor, write_jsonl
 from tests.end_to_end.data.test_formats import write_parquet
 from tests.end_to_end.data.test_mixtures import train_and_kill
 from tests.shard_server import Fault, Served, serving
-from tests.text_run import KeepBatches, text_config, trained, words
+from tests.text_run import KeepBatches, log, text_config, trained, words
 from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError, ResumeBlocked
@@ -103,14 +103,6 @@ def digests(folder: Path) -> list[str]:
     return [line["digest"] for line in read_lines(folder / "run" / "ledger.jsonl") if "digest" in line]
 
 
-def log(folder: Path) -> str:
-    return log_of(folder / "run")
-
-
-def log_of(work_dir: Path) -> str:
-    return (work_dir / "train.log").read_text(encoding="utf-8")
-
-
 def exact(ids: list[str], sizes: tuple[int, ...] = SIZES, name: str = "web") -> int:
     """Every record once in each pass, in passes one after the other; the rest of the last but one may be in the part of
     its window that was not trained on. The number of whole passes.
@@ -172,13 +164,24 @@ def test_a_state_is_enough_to_continue_without_the_shards_before() -> None:
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_the_same_over_kills_and_wherever_its_shards_are(tmp_path: Path, served: Served) -> None:
+Straight = tuple[Runner, KeepBatches, list[str]]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """From local files in one go, with the digests of its updates."""
+    folder = tmp_path_factory.mktemp("straight")
+    return *trained(config(folder, streamed(write_shards(folder / "shards")))), digests(folder)
+
+
+def test_a_run_is_the_same_over_kills_and_wherever_its_shards_are(
+    tmp_path: Path, served: Served, straight: Straight
+) -> None:
     """From local files in one go; from a server killed in the middle of windows, with other workers and other splits of
     the batch, and once without any of the copies.
     """
-    straight, kept = trained(config(tmp_path / "straight", streamed(served.folder / "*.jsonl")))
+    ended, kept, expected = straight
     assert exact(kept.ids) >= 3
-    expected = digests(tmp_path / "straight")
     folder, data = tmp_path / "killed", streamed(urls(served))
     chain = [(7, 2, 2, 0), (8, 4, 1, 3), (19, 1, 4, 1)]
     for number, (stop, batch_size, counts, workers) in enumerate(chain):
@@ -187,7 +190,7 @@ def test_a_run_is_the_same_over_kills_and_wherever_its_shards_are(tmp_path: Path
         if number == 1:
             shutil.rmtree(folder / "cache")
     runner, _ = trained(config(folder, data, resume=True))
-    assert digests(folder) == expected and runner.progress == straight.progress
+    assert digests(folder) == expected and runner.progress == ended.progress
     newest = max((folder / "run").glob("iter_*"), key=lambda path: path.stat().st_mtime)
     cursor = Manifest.read(newest).loader["cursor"]
     assert len(cursor["blocks"]) == 3 and cursor["blocks"][1] == max(int(one.split(":")[2]) for one in kept.ids)
@@ -263,24 +266,22 @@ def test_numbers_of_a_streamed_source_name_the_part_that_is_measured(
 
 @pytest.mark.parametrize("fault", ["short", "reset", "silent", "long", "chunks_cut", "page", "503", "429"])
 def test_a_transfer_that_fails_is_tried_again(
-    tmp_path: Path, served: Served, fault: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, served: Served, straight: Straight, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_files, "_SILENCE_S", 0.2)
     served.faults = {f"part-{shard}.jsonl": [Fault(fault, times=1)] for shard in range(7)}
     trained(config(tmp_path, streamed(urls(served))))
-    trained(config(tmp_path / "local", streamed(served.folder)))
-    assert digests(tmp_path) == digests(tmp_path / "local")
+    assert digests(tmp_path) == straight[-1]
     assert "part-4.jsonl: attempt 1 of 5 failed" in log(tmp_path).replace(f"{served.url}/", "")
 
 
-def test_a_copy_that_is_too_short_is_fetched_again(tmp_path: Path, served: Served) -> None:
+def test_a_copy_that_is_too_short_is_fetched_again(tmp_path: Path, served: Served, straight: Straight) -> None:
     data = streamed(urls(served))
     killed(tmp_path, data, 3)
     for path in (tmp_path / "cache").glob("streamed/shards/*/part-*"):
         path.write_bytes(path.read_bytes()[:-9])
     trained(config(tmp_path, data, resume=True))
-    trained(config(tmp_path / "straight", data))
-    assert digests(tmp_path) == digests(tmp_path / "straight")
+    assert digests(tmp_path) == straight[-1]
     assert re.search(r"shard part-\d\.jsonl: its copy \S+ is damaged, and is fetched again", log(tmp_path))
 
 
@@ -333,14 +334,12 @@ def test_another_list_of_shards_is_changed_data(tmp_path: Path, served: Served) 
     assert not {*whole.ids} & {*kept.ids}
 
 
-def test_a_moved_copy_and_another_limit_are_the_same_data(tmp_path: Path, shards: Path) -> None:
+def test_a_moved_copy_and_another_limit_are_the_same_data(tmp_path: Path, shards: Path, straight: Straight) -> None:
     killed(tmp_path, streamed(shards), 9)
     shutil.move(shards, tmp_path / "moved")
     data = streamed(tmp_path / "moved", streaming={**MIXED, "attempts": 2})
     trained(config(tmp_path, data, resume=True))
-    other = tmp_path / "straight"
-    trained(config(other, streamed(tmp_path / "moved")))
-    assert digests(tmp_path) == digests(other)
+    assert digests(tmp_path) == straight[-1]
 
 
 def test_a_cursor_of_other_blocks_is_refused(shards: Path) -> None:
@@ -385,7 +384,9 @@ def hub_files(server: Served, revision: str, token: str | None) -> dict[str, Any
     return streamed(path, streaming={**MIXED, "attempts": 3, "storage_options": options})
 
 
-def test_files_of_a_private_data_set_at_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_private_data_set_at_a_revision(
+    tmp_path: Path, straight: Straight, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A hub that asks to wait is asked again; a wrong token or revision is named."""
     old, new = write_shards(tmp_path / "old"), write_shards(tmp_path / "new", (5, 3))
     slept: list[float] = []
@@ -401,8 +402,7 @@ def test_files_of_a_private_data_set_at_a_revision(tmp_path: Path, monkeypatch: 
         server.limited = 2
         trained(config(tmp_path / "newer", hub_files(server, "main", "hf_right"), train_cfg=dict(max_updates=2)))
     assert slept and "streamed from 2 shards" in log(tmp_path / "newer")
-    _, whole = trained(config(tmp_path / "local", streamed(old)))
-    assert [batch.text_ids.tolist() for batch in found.batches] == [b.text_ids.tolist() for b in whole.batches]
+    assert [batch.text_ids.tolist() for batch in found.batches] == [b.text_ids.tolist() for b in straight[1].batches]
 
 
 # --- filters, long records, refusals --------------------------------------------------------------------------------

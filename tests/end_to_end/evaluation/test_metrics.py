@@ -18,7 +18,7 @@ from tests.end_to_end.evaluation.test_validation import assert_same_training
 from tests.end_to_end.models.test_vlm_run import config as vlm_config
 from tests.end_to_end.models.test_vlm_run import data as vlm_data  # noqa: F401 - a fixture
 from tests.end_to_end.own_parts.test_own_family import config as regression_config
-from tests.text_run import text_config
+from tests.text_run import evaluations, log, text_config
 from tests.text_run import words as spoken
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint.best_record import best_of
@@ -107,14 +107,6 @@ def text_run(
     folder.mkdir(exist_ok=True)
     config = text_config(folder, data or records(), custom_hooks=list(hooks), **given)
     return Runner.from_cfg(config, max_updates=stops)
-
-
-def log(folder: Path) -> str:
-    return (folder / "run" / "train.log").read_text(encoding="utf-8")
-
-
-def evaluations(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in read_lines(folder / "run" / "metrics.jsonl") if line.get("event") == "evaluation"]
 
 
 def training(folder: Path) -> list[tuple[Any, ...]]:

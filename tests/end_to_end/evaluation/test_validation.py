@@ -18,6 +18,7 @@ from torch import nn
 
 from tests.end_to_end.engines.launch import tensors, unequal
 from tests.end_to_end.runs.text_run import count_up, text_config, write_records
+from tests.text_run import evaluations
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import list_checkpoints
@@ -73,10 +74,6 @@ class KeepValues(Hook):
 
 def kept_of(run: Runner) -> KeepValues:
     return next(hook for hook in run.hooks if isinstance(hook, KeepValues))
-
-
-def evaluations(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in read_lines(folder / "run" / "metrics.jsonl") if line.get("event") == "evaluation"]
 
 
 def training(folder: Path) -> list[tuple[Any, ...]]:

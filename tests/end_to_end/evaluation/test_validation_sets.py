@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tests.data.support import write_jsonl
-from tests.end_to_end.evaluation.test_metrics import evaluating, evaluations, records, text_run, training
+from tests.end_to_end.evaluation.test_metrics import evaluating, records, text_run, training
 from tests.end_to_end.evaluation.test_validation import KillOnce  # noqa: F401 - registers it
 from tests.processes import ROOT, run
+from tests.text_run import evaluations
 from tools.evaluate import main as evaluate
 from tools.train import main as train
 from unigen_ds.checkpoint.best_record import best_of

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from tests.data.support import image, talk, text, write_jsonl
 from tests.end_to_end.engines.launch import tensors, unequal
+from tests.end_to_end.models.test_vlm_run import losses
 from tests.families.tiny_transformers import IMAGE, write, write_images, write_language
 from tests.golden_files import BAGEL, NANOVLM
 from tools.evaluate import main as evaluate
@@ -27,7 +28,6 @@ from unigen_ds.data.records.records import Turn
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_inferencer, open_model
 from unigen_ds.runner.settings.tree import load_config
-from unigen_ds.system.journals import read_lines
 
 COLOURS = {"red": (230, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 230)}
 CONFIG = """
@@ -68,10 +68,6 @@ def config(data: Path, kind: str, work_dir: Path, **overrides: Any) -> Any:
     paths = {"folder": str(data / kind), "data": str(data / f"{talks}.jsonl"), "work_dir": str(work_dir)}
     path.write_text(CONFIG.format(type=type_, **paths), encoding="utf-8")
     return load_config(path, {key.replace("__", "."): value for key, value in overrides.items()})
-
-
-def losses(work_dir: Path) -> dict[int, float]:
-    return {line["update"]: line["loss"] for line in read_lines(work_dir / "metrics.jsonl") if "loss" in line}
 
 
 @pytest.fixture(scope="module")

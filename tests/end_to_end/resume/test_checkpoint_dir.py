@@ -64,30 +64,28 @@ def test_going_back_is_recorded_there(home: Path, tmp_path: Path) -> None:
     assert checkpoints(["list", str(tmp_path / "run")]) == 0
 
 
-@pytest.mark.parametrize("resume", [False, True, "auto"])
-def test_another_run_cannot_use_it(home: Path, tmp_path: Path, resume: bool | str) -> None:
-    said = refused(tmp_path / "b", checkpoint_dir=str(home), resume=resume)
-    assert f"{home} has the checkpoints of the run in {tmp_path / 'run'}, and this run is in" in said
-    assert "Remedy: another --checkpoint-dir; or, to continue that run, --work-dir" in said
-    assert "has the checkpoints of the run in" in refused(tmp_path / "c", work_dir=str(home), resume=resume)
+def test_another_run_cannot_use_it(home: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     train(plain)
-    assert f"has the checkpoints of the run in {plain / 'run'}" in refused(
-        tmp_path / "d", checkpoint_dir=str(plain / "run"), resume=resume
-    )
+    for resume in (False, True, "auto"):
+        new = tmp_path / f"new {resume}"
+        said = refused(new / "b", checkpoint_dir=str(home), resume=resume)
+        assert f"{home} has the checkpoints of the run in {tmp_path / 'run'}, and this run is in" in said
+        assert "Remedy: another --checkpoint-dir; or, to continue that run, --work-dir" in said
+        assert "has the checkpoints of the run in" in refused(new / "c", work_dir=str(home), resume=resume)
+        said = refused(new / "d", checkpoint_dir=str(plain / "run"), resume=resume)
+        assert f"has the checkpoints of the run in {plain / 'run'}" in said
 
 
-@pytest.mark.parametrize("resume", [False, True, "auto"])
-def test_a_run_is_not_started_where_it_would_not_see_its_checkpoints(
-    home: Path, tmp_path: Path, resume: bool | str
-) -> None:
-    said = refused(tmp_path, resume=resume)
-    assert f"has 1 checkpoint(s) in {home}, and checkpoint_dir is " in said
-    assert f"--checkpoint-dir {home} to continue it" in said
-    assert "and checkpoint_dir is" in refused(tmp_path, checkpoint_dir=str(tmp_path / "other"), resume=resume)
+def test_a_run_is_not_started_where_it_would_not_see_its_checkpoints(home: Path, tmp_path: Path) -> None:
     train(tmp_path / "plain")
-    said = refused(tmp_path / "plain", checkpoint_dir=str(tmp_path / "other"), resume=resume)
-    assert "Remedy: leave checkpoint_dir out to continue it" in said
+    for resume in (False, True, "auto"):
+        said = refused(tmp_path, resume=resume)
+        assert f"has 1 checkpoint(s) in {home}, and checkpoint_dir is " in said
+        assert f"--checkpoint-dir {home} to continue it" in said
+        other = {"checkpoint_dir": str(tmp_path / "other"), "resume": resume}
+        assert "and checkpoint_dir is" in refused(tmp_path, **other)
+        assert "Remedy: leave checkpoint_dir out to continue it" in refused(tmp_path / "plain", **other)
 
 
 def test_a_folder_that_is_gone_is_named(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

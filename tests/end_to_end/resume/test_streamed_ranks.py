@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.datasets.test_streamed import MIXED, exact, write_shards
+from tests.data.datasets.test_streamed import MIXED, digests, exact, write_shards
 from tests.data.support import write_jsonl
 from tests.end_to_end.data.test_mixtures import train_and_kill
 from tests.end_to_end.resume.kill_tools import HOOK
@@ -22,7 +22,6 @@ from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.runner.settings.tree import load_config
 from unigen_ds.system.dist import free_port
-from unigen_ds.system.journals import read_lines
 
 UPDATES = 18
 
@@ -57,19 +56,23 @@ def start_ranks(number: int, config: Path, *options: str, **environment: str) ->
         assert ended.status == (-signal.SIGKILL if environment else 0), ended.ending
 
 
-@pytest.mark.timeout(600)
-def test_two_ranks_one_and_four_use_the_same_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shards = write_shards(tmp_path / "shards")
-    own = write_jsonl(tmp_path / "own.jsonl", [{"text": words(3, i)} for i in range(10)])
-    monkeypatch.syspath_prepend(str(tmp_path / "straight"))
-    _, kept = trained(
-        load_config(
-            write_config(tmp_path / "straight", str(shards), own=own), {"custom_hooks": [{"type": "KeepBatches"}]}
-        )
-    )
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
+    """Shards, the file beside them, and the digests of a run in this process on both."""
+    folder = tmp_path_factory.mktemp("data")
+    shards = write_shards(folder / "shards")
+    own = write_jsonl(folder / "own.jsonl", [{"text": words(3, i)} for i in range(10)])
+    config = write_config(folder, str(shards), own=own)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        _, kept = trained(load_config(config, {"custom_hooks": [{"type": "KeepBatches"}]}))
     assert exact(kept.ids) >= 1
-    expected = [line["digest"] for line in read_lines(tmp_path / "straight" / "run" / "ledger.jsonl")]
+    return shards, own, digests(folder)
 
+
+@pytest.mark.timeout(600)
+def test_two_ranks_one_and_four_use_the_same_samples(tmp_path: Path, data: tuple[Path, Path, list[str]]) -> None:
+    shards, own, expected = data
     folder = tmp_path / "killed"
     with serving(shards) as served:
         config = write_config(folder, f"{served.url}/part-{{0..6}}.jsonl", own=own)
@@ -82,18 +85,16 @@ def test_two_ranks_one_and_four_use_the_same_samples(tmp_path: Path, monkeypatch
         start_ranks(4, config, "--resume")
         assert inspect_data.main([str(config), "--html", str(tmp_path / "page.html")]) == 0
         assert inspect_data.main([str(config), "--ledger", str(folder / "run" / "ledger.jsonl")]) == 0
-    lines = read_lines(folder / "run" / "ledger.jsonl")
-    assert [line["digest"] for line in lines if "digest" in line] == expected and len(expected) == UPDATES
+    assert digests(folder) == expected and len(expected) == UPDATES
     stored = max((folder / "run").glob("iter_*"), key=lambda found: found.stat().st_mtime)
     assert len(Manifest.read(stored).loader["cursor"]["blocks"]) == 3
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_data_set_of_the_hub(tmp_path: Path, there: bool) -> None:
+def test_a_data_set_of_the_hub(tmp_path: Path, data: tuple[Path, Path, list[str]], there: bool) -> None:
     """Of a server that speaks the part of the hub's API that this needs: a revision of a private data set, by a token,
     of a hub that asks to wait; and of one that is not there."""
-    shards = write_shards(tmp_path / "shards")
-    own = write_jsonl(tmp_path / "own.jsonl", [{"text": words(3, i)} for i in range(10)])
+    shards, own, expected = data
     config = write_config(tmp_path / "run", "hf://datasets/org/name@v1", own=own)
     command = [sys.executable, "tools/train.py", str(config), "--max-updates", "2"]
     options = ["--cfg-options", "train_dataloader.dataset.0.streaming.attempts=1"]
@@ -115,11 +116,4 @@ def test_a_data_set_of_the_hub(tmp_path: Path, there: bool) -> None:
         return
     assert ended.status == 0, ended.ending
     assert "Data, web: streamed from 7 shards of" in ended.text
-    expected = trained_digests(tmp_path / "local", shards, own)
-    assert [line["digest"] for line in read_lines(tmp_path / "run" / "run" / "ledger.jsonl")] == expected[:2]
-
-
-def trained_digests(folder: Path, shards: Path, own: Path) -> list[str]:
-    """Of a run in this process on local files."""
-    trained(load_config(write_config(folder, str(shards), own=own), {"custom_hooks": [{"type": "KeepBatches"}]}))
-    return [line["digest"] for line in read_lines(folder / "run" / "ledger.jsonl")]
+    assert digests(tmp_path / "run") == expected[:2]

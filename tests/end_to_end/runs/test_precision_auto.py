@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.resume.test_checkpoint_dir import train
-from tests.text_run import text_config
+from tests.text_run import log, text_config
 from tools.evaluate import main as evaluate
 from tools.resume import main as resume
 from unigen_ds.backends import base
@@ -35,10 +35,6 @@ def saved(folder: Path, number: int) -> tuple[str, str]:
     """The precision of the engine and that of the config, as a checkpoint has them."""
     manifest = Manifest.read(folder / "run" / f"iter_{number}.pth")
     return manifest.topology["precision"], manifest.config["optim_wrapper"]["precision"]
-
-
-def log(folder: Path) -> str:
-    return (folder / "run" / "train.log").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("bf16", "chosen"), [(True, "bf16"), (False, "fp16")])

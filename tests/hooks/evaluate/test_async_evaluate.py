@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tests import processes
 from tests.processes import ENVIRONMENT, ROOT
-from tests.text_run import text_config, words
+from tests.text_run import log, text_config, words
 from unigen_ds.checkpoint.home import RUN
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import HOOKS
@@ -120,10 +120,6 @@ def logged(folder: Path) -> list[tuple[int, dict[str, float]]]:
     lines = read_lines(folder / "run" / "metrics.jsonl")
     return [(line["update"], {k: v for k, v in line.items() if k.startswith("lmms_eval/")})
             for line in lines if line.get("event") == "async_evaluation"]  # fmt: skip
-
-
-def log(folder: Path) -> str:
-    return (folder / "run" / "train.log").read_text(encoding="utf-8")
 
 
 def until(condition: Any, seconds: float = 30.0) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.text_run import text_config, words
+from tests.text_run import log, text_config, words
 from tools.evaluate import main
 from unigen_ds.config.registry import METRICS, MODELS
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
@@ -42,10 +42,6 @@ def evaluating(**arguments: Any) -> dict[str, Any]:
 def config(folder: Path, *hooks: dict[str, Any], records: list[Any] = RECORDS, **overrides: Any) -> Any:
     given = {"train_cfg": {"max_updates": 2}, "val_dataloader": OWN_VALIDATION, "custom_hooks": [*hooks]}
     return text_config(folder, records, **{**given, **overrides})
-
-
-def log(folder: Path) -> str:
-    return (folder / "run" / "train.log").read_text(encoding="utf-8")
 
 
 FID = {"type": "FID", "extractor": {"type": "MeanColour"}}
