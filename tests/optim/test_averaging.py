@@ -122,11 +122,6 @@ def average_of(runner: Runner) -> torch.Tensor:
     return torch.cat([s.data for s in hook.average.shards]).double()
 
 
-def test_once_for_each_update_whatever_the_accumulation(tmp_path, digits):
-    runner, watch = train(tmp_path, digits, updates=5)
-    torch.testing.assert_close(average_of(runner), by_hand(watch.weights, 0.1), rtol=1e-5, atol=1e-6)
-
-
 def test_until_begin_iter_the_average_is_the_weights(tmp_path, digits):
     """begin_iter=6 with 2 iterations per update: it starts with the update that completes iteration 6, the third."""
     runner, watch = train(tmp_path / "before", digits, updates=2, begin_iter=6)

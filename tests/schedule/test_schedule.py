@@ -78,16 +78,6 @@ class TestGeometry:
             many = Progress(sequences=sequences, updates=sequences // 8, epoch=3, skipped_updates=2)
             assert schedules.at(few) == schedules.at(many)
 
-    def test_a_resume_under_another_geometry_reads_the_same_curve(self) -> None:
-        """16 -> 4 per device: the stored curve is kept; a new one in iterations would differ."""
-        cfg = dict(type="LinearLR", start_factor=0.01, by_epoch=False, end=100)
-        first = make(cfg, geometry=Geometry(16))
-        resumed = Schedules.from_state_dict(json.loads(json.dumps(first.state_dict())))
-        anew = make(cfg, geometry=Geometry(4))
-        positions = range(0, 3200, 4)
-        assert [lrs(resumed, s) for s in positions] == [lrs(first, s) for s in positions]
-        assert lrs(anew, 400) != lrs(first, 400)
-
     @pytest.mark.parametrize(("unit", "size"), [({"by_epoch": False}, 8), ({"unit": "update"}, 24)])
     def test_steps_are_those_of_the_first_geometry(self, unit: dict, size: int) -> None:
         """``LinearLR`` over 10 iterations of 8, or updates of 24 sequences, ends at the last of them."""

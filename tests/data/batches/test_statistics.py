@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from tests.data.support import make_stream, mixed_dataset
 from tests.tiny import tiny_config
-from unigen_ds.data.batches.statistics import derive, describe_data
+from unigen_ds.data.batches.statistics import describe_data
 from unigen_ds.runner import Runner
 
 
@@ -29,15 +28,6 @@ def test_describe(tmp_path: Path) -> None:
     tokens = sum(min(int(sets[d.source].lengths()[0][d.index]), 60) for r in stream.window_rows(0, 0) for d in r)
     assert both["utilisation"] == pytest.approx(tokens / (60 * stream.sequences_per_epoch))
     assert describe_data(make_stream(sets))["samples_per_sequence"] == 1.0
-
-
-@pytest.mark.parametrize("window", [None, 6])
-def test_derive_names_the_samples_of_any_range(tmp_path: Path, window: int | None) -> None:
-    stream = make_stream([mixed_dataset(tmp_path, 20)], window=window)
-    rows = list(islice(stream.rows(), 60))
-    ids = [[d.sample_id(stream.names) for d in row] for row, _ in rows]
-    for start, stop in ((0, 3), (5, 5), (7, 31), (45, 60)):
-        assert derive(stream, start, stop) == ids[start:stop]
 
 
 def logged(folder: Path, digits: Path, lines: list[str]) -> list[str]:

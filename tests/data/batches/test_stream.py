@@ -49,13 +49,6 @@ def test_continuing_from_every_cursor(data: Any, window: int | None) -> None:
         assert take(fresh, 20, restored) == rows[i + 1 : i + 21]
 
 
-@pytest.mark.parametrize("window", [None, 7, 41])
-def test_seek_finds_every_sequence(data: Any, window: int | None) -> None:
-    stream = make_stream([data], window=window)
-    cursors = [Cursor(), *(cursor for _, cursor in take(stream, 60))]
-    assert [stream.seek(i) for i in range(61)] == cursors
-
-
 @pytest.mark.parametrize("weights", [None, [0.3, 0.5, 0.2]])
 @pytest.mark.parametrize("window", [4, 16, 37])
 def test_a_packed_epoch_holds_each_draw_of_the_order_once(three: list[Any], window: int, weights: Any) -> None:
@@ -83,14 +76,6 @@ def test_unpacked_drop_last(data: Any, spi: int, length: int) -> None:
         indices = [draw.index for row, _ in part for draw in row]
         assert len(indices) == len(set(indices)) == length
     assert rows[length - 1][1] == Cursor(1, 0, 0, length)
-
-
-def test_unpacked_keeping_the_last_fills_up_with_empty_rows(data: Any) -> None:
-    stream = make_stream([data], sequences_per_iteration=6, drop_last=False)
-    assert stream.sequences_per_epoch == 42
-    rows = [row for row, _ in take(stream, 84)]
-    for epoch in (rows[:42], rows[42:]):
-        assert epoch[41] == () and sorted(d.index for row in epoch for d in row) == list(range(41))
 
 
 def test_too_little_data(data: Any) -> None:
@@ -134,9 +119,3 @@ def test_fingerprint_follows_every_part(data: Any, three: list[Any], tmp_path: P
     again = make_stream([data], window=8, sequences_per_epoch=7, sequences_per_iteration=3)
     assert again.fingerprint == streams[0].fingerprint  # neither geometry nor epoch length is part of the data
     assert streams[0].facts["sizes"] == [41] and streams[0].facts["names"] == ["train"]
-
-
-def test_tile_limit_holds(data: Any) -> None:
-    stream = make_stream([data], window=41, max_tiles=2, seq_length=400)
-    tiles = data.lengths()[1]
-    assert max(sum(int(tiles[d.index]) for d in row) for row in stream.window_rows(0, 0)) == 2

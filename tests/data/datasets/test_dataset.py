@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.data.support import make_processor, mixed_dataset, picture
-from unigen_ds.config.registry import DATASETS, PACKERS, TRANSFORMS, build
+from unigen_ds.config.registry import DATASETS, build
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.datasets.adapter import DatasetAdapter
@@ -40,20 +40,6 @@ def test_every_shipped_example_loads(tmp_path: Path) -> None:
     assert batch.num_tokens == dataset.lengths()[0].sum()
     counts = dataset.counts()
     assert batch.target_counts() == {"text": counts.text_targets.sum(), "image": counts.image_targets.sum()}
-
-
-def test_image_root_and_registry(tmp_path: Path) -> None:
-    picture(tmp_path / "images" / "a.png", 16, 16)
-    path = tmp_path / "data" / "t.jsonl"
-    path.parent.mkdir()
-    path.write_text('{"text_prompt": "x", "image_path": "a.png"}\n')
-    spec = dict(type="UnifiedGenerationDataset", data_path=str(path), image_root=str(tmp_path / "images"), weight=2.0)
-    dataset = build(DATASETS, spec, where="dataset", processor=make_processor())
-    assert dataset.counts().unreadable.sum() == 0 and dataset.name == "t" and dataset.weight == 2.0
-    assert UnifiedGenerationDataset(path, make_processor()).counts().unreadable.sum() == 1
-    assert build(PACKERS, dict(type="BestFitPacking", window=4), where="packing").window == 4
-    made = build(TRANSFORMS, dict(type="ImageTransform", max_size=8, min_size=4, stride=2), where="transform")
-    assert made.size(4, 4) == (4, 4)
 
 
 def test_names_and_weights(tmp_path: Path) -> None:

@@ -140,11 +140,6 @@ def test_malformed_records_stop_the_build(tmp_path: Path) -> None:
         build_index(path)
 
 
-def test_unreadable_images_do_not(tmp_path: Path) -> None:
-    built = build_index(write_jsonl(tmp_path / "t.jsonl", [{"text_prompt": "x", "image_path": "none.png"}]))
-    assert built.counts.tokens.tolist() == [3 + 3] and built.counts.unreadable.tolist() == [1]
-
-
 def test_moved_data_keeps_its_digest_and_other_sizes_change_it(tmp_path: Path) -> None:
     digests = []
     for name in ("one", "two"):

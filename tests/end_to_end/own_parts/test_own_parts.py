@@ -1,4 +1,4 @@
-"""What a user plugs in, switches on or evaluates late, in a real run: curve, augmentation, hooks, precision, weights.
+"""What a user plugs in or switches on, in a real run: curve, augmentation, hooks, precision, weights.
 
 Each run trains the tiny model of ``tests/tiny.py`` on real digits for a few updates.
 """
@@ -19,7 +19,6 @@ from tests.tiny import tiny_config
 from unigen_ds.config.registry import TRANSFORMS
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.log.logger import logger_of
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
 
@@ -35,7 +34,7 @@ class Negative:
 
 
 class Watcher(Hook):
-    """Keeps the batches; at the third update a result of the second one arrives."""
+    """Keeps the batches."""
 
     def __init__(self, *, sleep_s: float = 0.0) -> None:
         self.sleep_s = sleep_s
@@ -46,9 +45,6 @@ class Watcher(Hook):
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         time.sleep(self.sleep_s)
-        if run.progress.updates == 3:
-            log = logger_of(run)
-            log.log(run, {"score": 0.25}, update=2, event="lmms_eval")
 
 
 @dataclass(frozen=True)
@@ -80,11 +76,6 @@ def test_an_augmentation_of_ones_own_changes_what_is_read_alone(tmp_path: Path, 
         assert torch.equal(own.vit_patches, -other.vit_patches)
         assert torch.equal(own.vae_images, other.vae_images) and torch.equal(own.text_ids, other.text_ids)
     assert any(batch.vit_patches.numel() for batch in plain.watcher.batches)
-
-
-def test_a_late_result_is_a_line_at_its_own_update(plain: Trained) -> None:
-    events = [line for line in read_lines(plain.runner.work_dir / "metrics.jsonl") if "event" in line]
-    assert events == [{"event": "lmms_eval", "update": 2, "at": 3, "score": 0.25}]
 
 
 def test_another_seed_is_another_run_and_the_same_one_the_same(tmp_path: Path, digits: Path, plain: Trained) -> None:

@@ -16,7 +16,6 @@ from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.images.image_files import open_image, patchify
 from unigen_ds.data.images.tiles import GLOBAL_TOKEN, split_tiles, tile_token
 from unigen_ds.data.order.order import Draw
-from unigen_ds.data.records.records import parse_record
 from unigen_ds.data.text.tokenizers import ChatTokenizer
 from unigen_ds.families.nanovlm.processor import TiledSplit, VLMProcessor
 
@@ -84,12 +83,6 @@ def test_an_image_that_does_not_fit_goes_with_all_that_follows(tmp_path, tokeniz
     shortened = whole.truncated(whole.num_tokens - 40)
     assert any(isinstance(split, TiledSplit) for split in whole.splits)
     assert not any(isinstance(split, TiledSplit) for split in shortened.splits) and shortened.num_tokens < 10
-
-
-def test_a_text_that_names_the_image_token_shows_no_image(tokenizer) -> None:
-    record = talk(text("user", "a<|image|>b"), text("assistant", "c"))
-    sample = make(tokenizer).plan(parse_record(record, "here"))
-    assert all(tokenizer.image_id not in split.ids for split in sample.splits)
 
 
 def test_fingerprint_follows_what_changes_a_plan(tokenizer, tmp_path) -> None:

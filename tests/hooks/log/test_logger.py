@@ -14,7 +14,7 @@ from tests.hooks.tiny_run import TinyRun
 from tests.processes import ROOT, popen, together
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.log.journal import LedgerHook
-from unigen_ds.hooks.log.logger import LoggerHook, global_losses, logger_of
+from unigen_ds.hooks.log.logger import LoggerHook, global_losses
 from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.system.journals import read_lines
 
@@ -108,19 +108,6 @@ def test_the_ledger_has_every_update(tmp_path: Path) -> None:
     }  # fmt: skip
     assert [line["update"] for line in ledger] == [1, 2, 3]
     run.finish()
-
-
-def test_validation_and_late_results_are_lines_of_their_own(tmp_path: Path) -> None:
-    logger = LoggerHook()
-    run = TinyRun(tmp_path, [logger])
-    run.start()
-    run.update()
-    run.call("after_val", {"val/loss": 0.25})
-    logger.log(run, {"lmms_eval/mme": 3.0}, update=0, event="lmms_eval", axis="<lmms-eval-step>")
-    run.finish()
-    assert {"event": "evaluation", "update": 1, "val/loss": 0.25} in lines(run)
-    assert {"event": "lmms_eval", "update": 0, "at": 1, "lmms_eval/mme": 3.0} in lines(run)
-    assert logger_of(run) is logger
 
 
 def test_a_terminal_gets_a_live_line_and_warnings_above_it(tmp_path: Path) -> None:

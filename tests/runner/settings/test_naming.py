@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +15,16 @@ from unigen_ds.checkpoint import store
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings.naming import NANOVLM, name_from_template
+from unigen_ds.runner.settings.naming import name_from_template
 from unigen_ds.runner.settings.tree import Settings
 
 
-@dataclass
-class Part:
-    name: str
-    arguments: dict[str, Any]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.arguments.get(key, default)
-
-
-def test_nanovlms_name(tmp_path: Path, digits: Path) -> None:
+def test_fields_of_a_template(tmp_path: Path, digits: Path) -> None:
+    """nanoVLM's own name: ``tests/end_to_end/models/test_vlm_run.py``."""
     groups = [{"pattern": "vit", "name": "vision", "lr": 5e-5}, {"pattern": "llm", "name": "language", "lr": 5e-5}]
-    config = tiny_config(
-        tmp_path,
-        digits,
-        optim_wrapper__paramwise_cfg={"groups": groups},
-        optim_wrapper__optimizer__lr=0.00512,
-        train_cfg={"_delete_": True, "max_updates": 40000},
-    )
-    settings = Settings.from_config(config)
-    weights = {"vit": "google/siglip2-base-patch16-512", "llm": "HuggingFaceTB/SmolLM2-360M-Instruct"}
-    model: Any = Part("VLM", {"pretrained": weights})
-    settings = settings.model_copy(update={"model": model, "processor": {"max_image_size": 2048}})
-    found = name_from_template(NANOVLM, settings, Geometry(2, 8, 8), date="1229-143022")
-    assert found == (
-        "nanoVLM_siglip2-base-patch16-512_2048_mp4_SmolLM2-360M-Instruct_8xGPU_bs128_40000"
-        "_lr_vision_5e-05-language_5e-05-0.00512_1229-143022"
-    )
-    rates = name_from_template("{group_lrs}", settings, Geometry(2))
-    assert rates == "vision_5e-05-language_5e-05-0.00512"
+    changes = {"optim_wrapper__paramwise_cfg": {"groups": groups}, "optim_wrapper__optimizer__lr": 0.00512}
+    settings = Settings.from_config(tiny_config(tmp_path, digits, **changes))
+    assert name_from_template("{group_lrs}", settings, Geometry(2)) == "vision_5e-05-language_5e-05-0.00512"
     with pytest.raises(ConfigError, match=r"visualizer\.run_name has size\. Allowed: fields model"):
         name_from_template("{size}", settings, Geometry(2), date="")
 
