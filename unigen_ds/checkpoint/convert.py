@@ -27,7 +27,7 @@ from unigen_ds.checkpoint.foreign import locate, read_foreign, stored_dtype
 from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.checkpoint.saver import TOKENIZER, free_name
 from unigen_ds.core.choices import DTYPE_NAMES
-from unigen_ds.core.errors import CheckpointError, ConfigError, UnigenError
+from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.shards import BUFFER, EMA, MASTER, OPTIMIZER_FILE, PieceReader
 from unigen_ds.system.files import check_digests, check_new, make_directory, new_directory
 from unigen_ds.system.log import logger
@@ -188,7 +188,7 @@ def export_weights(checkpoint: Path) -> None:
             make_directory(out.parent)
             merge(checkpoint, out, ema=ema, safe_serialization=True)
             logger().info("Saved weights %s.", out)
-        except (OSError, UnigenError) as error:  # the checkpoint is complete, and training continues
+        except Exception as error:  # the checkpoint is complete, and training continues
             option = " --ema" if ema else ""
             logger().error("%s was not written: %s The checkpoint itself is complete. By hand, while it is there:"
                            " tools/zero_to_fp32.py %s %s --safe-serialization%s", out, error, checkpoint, out,
