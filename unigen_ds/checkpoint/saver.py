@@ -118,7 +118,8 @@ def save(
         for folder, shards in hook_shards.items():
             yield from ((f"{folder} of {shard.name}", shard.data) for shard in shards)
 
-    attempt = Save(work_dir, name, manifest, form, then)
+    attempt = Save(work_dir, name, manifest, form)
+    attempt.then = then
     try:
         attempt.announce(collect, before)
         if hand_over is not None:
@@ -155,10 +156,10 @@ class Save:
     ``write`` uses no collective, and needs of the engine's memory only what the outputs read.
     """
 
-    def __init__(
-        self, work_dir: Path, name: str, manifest: Manifest, form: Form, then: Callable[[Path], None] | None = None
-    ) -> None:
-        self.work_dir, self.manifest, self.form, self.then = work_dir, manifest, form, then
+    then: Callable[[Path], None] | None = None
+
+    def __init__(self, work_dir: Path, name: str, manifest: Manifest, form: Form) -> None:
+        self.work_dir, self.manifest, self.form = work_dir, manifest, form
         self.final = work_dir / name
         self.staging: Path | None = None
         """The folder that this rank writes to; on rank 0 None once it is renamed."""

@@ -36,12 +36,9 @@ class TimeLimitHook(Hook):
         self.max_time = max_time
         self._limit = math.inf
         """When the time is over, of ``time.monotonic``."""
-        self._assumed_s = 0.0
-        self._save_s: float | None = None
+        self._save_s, self._is_measured = 0.0, False
         """The longest save: from its beginning until it is committed, and what other hooks do then is done."""
-        self._saving_since = 0.0
-        self._updates = 0
-        self._update_since = math.nan
+        self._saving_since, self._update_since, self._updates = 0.0, math.nan, 0
         self._longest_s = self._last_s = 0.0
 
     def before_train(self, run: Run) -> None:
@@ -54,11 +51,11 @@ class TimeLimitHook(Hook):
         if not limits:
             return
         self._limit, what = min(limits)
-        self._assumed_s = max(0.0, min(ASSUMED_SAVE_S, (self._limit - now) / 10))
+        self._save_s = max(0.0, min(ASSUMED_SAVE_S, (self._limit - now) / 10))
         when = datetime.fromtimestamp(time.time() + self._limit - now)
         logger().info("The run ends before %s with a checkpoint and exit status 143, unless it is complete: %s. Until a"
                       " save is measured, %.0f s are assumed for one.", f"{when:%Y-%m-%d %H:%M:%S}", what,
-                      self._assumed_s)  # fmt: skip
+                      self._save_s)  # fmt: skip
 
     def before_update(self, run: Run) -> None:
         """An update lasts until the next one begins: with its data, evaluations and exports, without its save."""
@@ -73,25 +70,23 @@ class TimeLimitHook(Hook):
 
     def after_save_checkpoint(self, run: Run, path: Path) -> None:
         length = time.monotonic() - self._saving_since
-        self._save_s = max(length, self._save_s or 0.0)
+        self._save_s = max(length, self._save_s if self._is_measured else 0.0)
+        self._is_measured = True
         if self._saving_since > self._update_since:  # not one that other updates have waited for in part
             self._update_since += length
 
-    @property
-    def _needed_s(self) -> float:
-        return self._longest_s + self._last_s + 2 * (self._assumed_s if self._save_s is None else self._save_s)
-
     def has_request(self) -> bool:
-        return dist.is_main() and time.monotonic() + self._needed_s > self._limit
+        needed = self._longest_s + self._last_s + 2 * self._save_s
+        return dist.is_main() and time.monotonic() + needed > self._limit
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if self.name not in result.requests:
             return
         if dist.is_main():
-            logger().warning("The time limit is near: %.0f s are left; an update took up to %.1f s, a save %s. Saving a"
-                             " checkpoint, then stopping; --resume continues.",
-                             self._limit - time.monotonic(), self._longest_s,
-                             "was not measured" if self._save_s is None else f"{self._save_s:.1f} s")  # fmt: skip
+            logger().warning("The time limit is near: %.0f s are left; an update took up to %.1f s, a save %.1f s%s."
+                             " Saving a checkpoint, then stopping; --resume continues.",
+                             self._limit - time.monotonic(), self._longest_s, self._save_s,
+                             "" if self._is_measured else " (assumed)")  # fmt: skip
         run.request_stop(STOPPED_BY_TIME)
 
 
