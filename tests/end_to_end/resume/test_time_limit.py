@@ -43,7 +43,7 @@ def updates(work_dir):
     return [line["update"] for line in read_lines(work_dir / "ledger.jsonl")]
 
 
-@pytest.mark.parametrize("minutes", [90, 93, 96])
+@pytest.mark.parametrize("minutes", [84, 90, 101])
 def test_the_last_save_ends_before_max_time_and_the_run_continues(tmp_path, data, minutes, monkeypatch, capsys):
     """Evaluations take longer than updates, and a periodic save may be the one before the last."""
     monkeypatch.setenv(JOB_END, str(int(START_S) + 7200))
@@ -75,7 +75,7 @@ def test_ranks_stop_after_the_same_update_by_the_clock_of_rank_0(tmp_path, data)
     ended = ranks(command, **{JOB_END: str(int(START_S) + 2500)})
     assert [one.status for one in ended] == [143, 143], ended[0].ending
     assert f"the end of the SLURM job ({JOB_END}). Until a save is measured, 250 s are assumed" in ended[0].err
-    assert ended[0].err.count("Saved checkpoint") == 3 and "Training stopped (time limit) after 10" in ended[0].err
+    assert ended[0].err.count("Saved checkpoint") == 2 and "Training stopped (time limit) after 11" in ended[0].err
     last = list_checkpoints(tmp_path / "run")[-1]
     assert last.problem is None and last.manifest is not None
     assert [last.manifest.progress.updates] == updates(tmp_path / "run")[-1:] and "The time limit" not in ended[1].err

@@ -80,7 +80,7 @@ class TimeLimitHook(Hook):
         return dist.is_main() and time.monotonic() + needed > self._limit
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        if self.name not in result.requests:
+        if self.name not in result.requests or run.done:
             return
         if dist.is_main():
             logger().warning("The time limit is near: %.0f s are left; an update took up to %.1f s, a save %.1f s%s."
