@@ -140,7 +140,7 @@ def test_retention_keeps_the_newest(tmp_path):
 
 
 def test_milestones_are_kept_beyond_number_and_days(tmp_path):
-    """The first at or after each multiple; an abandoned one is none, and the next in its place is one."""
+    """The first at or after each multiple; an abandoned one is none, and the next one is."""
     every = Duration(5 * 12.0, "sequence")
     paths = [save(tmp_path / "a", f"iter_{3 * n}.pth", updates=n) for n in (1, 2, 3, 5, 6, 10, 12, 13)]
     removed = [*paths[:3], paths[4], paths[6]]

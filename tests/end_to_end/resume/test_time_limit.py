@@ -62,7 +62,7 @@ def test_the_last_save_ends_before_max_time_and_the_run_continues(tmp_path, data
     assert max(gaps) <= 60 * MINUTES + 2 * UPDATE_S + EVALUATION_S + SAVE_S
     text = capsys.readouterr().err
     assert f"unless it is complete: train_cfg.max_time='{minutes}m', counted from the start of this process." in text
-    assert "an update took up to 400.0 s, a save 200.0 s. Saving a checkpoint" in text
+    assert "an update lasted up to 400.0 s, a save 200.0 s. Saving a checkpoint" in text
     last = stopped.progress.updates
     runner(train_cfg={"max_updates": last + 2}, resume=True).train()
     assert updates(tmp_path) == [*range(1, last + 3)]

@@ -83,7 +83,7 @@ class TimeLimitHook(Hook):
         if self.name not in result.requests or run.done:
             return
         if dist.is_main():
-            logger().warning("The time limit is near: %.0f s are left; an update took up to %.1f s, a save %.1f s%s."
+            logger().warning("The time limit is near: %.0f s are left; an update lasted up to %.1f s, a save %.1f s%s."
                              " Saving a checkpoint, then stopping; --resume continues.",
                              self._limit - time.monotonic(), self._longest_s, self._save_s,
                              "" if self._is_measured else " (assumed)")  # fmt: skip

@@ -45,7 +45,7 @@ class CheckpointHook(Hook):
         weights_interval: as ``interval``: a save at which the weights alone are exported, too, once it is committed:
             ``weights/<checkpoint>/model.safetensors`` in fp32, as of ``tools/zero_to_fp32.py --safe-serialization``,
             and where the run has an average of the weights (EMA), that in ``weights/<checkpoint>_ema``. They are
-            never deleted, and no resume takes them. Rank 0 writes them; with ``async_save`` its other process does.
+            never deleted, and no resume loads them. Rank 0 writes them; with ``async_save`` its other process does.
         form: `sharded`: the files of the engine, written by all processes; `full`: `model.safetensors` and
             `optimizer.safetensors` alone, from which any engine resumes in full; `both`: the second in the folder
             `full` of the first, a checkpoint of its own. Rank 0 makes them from the first, so the last two take
