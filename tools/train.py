@@ -25,7 +25,7 @@ from unigen_ds.system import machine
 from unigen_ds.system.log import quiet_libraries
 from unigen_ds.system.pipes import add_config, ends_quietly, positive, tool_parser
 
-TO_BE_RESUMED = 143
+STOPPED_BY_SIGNAL = 143
 
 
 def parser() -> argparse.ArgumentParser:
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
             announced.say(cause)
         status = cause.exit_status
     else:
-        status = TO_BE_RESUMED if stopped in ("signal", "time limit") else 0
+        status = STOPPED_BY_SIGNAL if stopped in ("signal", "time limit") else 0
     finally:
         dist.shutdown(after_error=failed)
     if argv is None:  # as a command
