@@ -14,8 +14,9 @@
 #   sbatch scripts/train_slurm.sh CONFIG [OPTIONS of tools/train.py]
 #   sbatch --nodes=1 --ntasks-per-node=4 --gpus-per-node=4 scripts/train_slurm.sh my_config.py --backend fsdp
 #
-# Submit it in the checkout. 300 seconds before the time limit SLURM sends SIGUSR1 to all processes: they save a checkpoint
-# after the present update and end with exit status 143, and this script puts the job back into the queue. A job that is
+# Submit it in the checkout. A run stops before the time limit by itself (SLURM_JOB_END_TIME); otherwise SLURM sends SIGUSR1
+# to all processes 300 seconds before: they save a checkpoint after the present update. Either way they end with exit
+# status 143, and this script puts the job back into the queue. A job that is
 # preempted gets SIGTERM, saves as well, and is put back by SLURM itself (--requeue). A job that was cancelled is not.
 # The job that starts again resumes from the newest checkpoint: --resume=auto is added here.
 #

@@ -3,7 +3,7 @@
 ``--dry-run`` checks everything that can fail before the first update, and trains nothing (docs/dry_run.md).
 
 Exit status: 0 done, 1 another error (an unexpected one: with a traceback), 2 wrong usage or config, 3 the resume is
-blocked, 4 the last save failed, 143 stopped by a signal after saving.
+blocked, 4 the last save failed, 143 stopped by a signal or before a time limit, after saving.
 
 ``--dry-run`` ends with 0 where it finds no problem, with 1 where it does.
 """
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
             announced.say(cause)
         status = cause.exit_status
     else:
-        status = STOPPED_BY_SIGNAL if stopped == "signal" else 0
+        status = STOPPED_BY_SIGNAL if stopped in ("signal", "time limit") else 0
     finally:
         dist.shutdown(after_error=failed)
     if argv is None:  # as a command

@@ -12,6 +12,7 @@ from tests.checkpoint.support import flip_byte, save, save_chain, tree
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.progress import Duration
 
 
 def go_on_from(work_dir: Path, checkpoint: Path) -> None:
@@ -136,6 +137,19 @@ def test_retention_keeps_the_newest(tmp_path):
     assert names(store.list_checkpoints(tmp_path)) == ["iter_12.pth", "iter_6.pth"]
     assert store.retain(tmp_path, max_keep=2) == [] == store.retain(tmp_path, max_keep=-1)
     assert not list(tmp_path.glob(f"*{store.DELETING}"))
+
+
+def test_milestones_are_kept_beyond_number_and_days(tmp_path):
+    """The first at or after each multiple; an abandoned one is none, and the next one is."""
+    every = Duration(5 * 12.0, "sequence")
+    paths = [save(tmp_path / "a", f"iter_{3 * n}.pth", updates=n) for n in (1, 2, 3, 5, 6, 10, 12, 13)]
+    removed = [*paths[:3], paths[4], paths[6]]
+    assert store.retain(tmp_path / "a", max_keep=1, max_days=1e-9, every=every) == removed
+    paths = [save(tmp_path, f"iter_{3 * n}.pth", updates=n) for n in (3, 5, 6)]
+    go_on_from(tmp_path, paths[0])
+    later = [save(tmp_path, f"iter_{3 * n}.pth", updates=n, parent="iter_9.pth") for n in (7, 8)]
+    assert store.retain(tmp_path, max_keep=1, every=every) == [*paths[1:], paths[0]]
+    assert names(store.list_checkpoints(tmp_path)) == [path.name for path in later]
 
 
 def test_of_a_link_to_a_checkpoint_the_link_alone_is_deleted(tmp_path):

@@ -25,11 +25,12 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.base_files import Base
 from unigen_ds.checkpoint.foreign import locate, read_foreign, stored_dtype
 from unigen_ds.checkpoint.manifest import FILE_NAME
-from unigen_ds.checkpoint.saver import TOKENIZER
+from unigen_ds.checkpoint.saver import TOKENIZER, free_name
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.shards import BUFFER, EMA, MASTER, OPTIMIZER_FILE, PieceReader
-from unigen_ds.system.files import check_digests, check_new, new_directory
+from unigen_ds.system.files import check_digests, check_new, make_directory, new_directory
+from unigen_ds.system.log import logger
 from unigen_ds.system.outputs import Entry, save_entries, save_torch
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
@@ -175,3 +176,20 @@ def merge(
             content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (staging / files[-1]).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return Merged(files, len(entries), sum(entry.numel for entry in entries.values()), needed)
+
+
+def export_weights(checkpoint: Path) -> None:
+    """Write the weights of a committed checkpoint into ``weights/<its name>`` beside it, in safetensors, and their
+    average, where there is one, into ``weights/<its name>_ema``. What cannot be written is an error in the log.
+    """
+    for ema in [False, True] if (checkpoint / EMA).is_dir() else [False]:
+        out = free_name(checkpoint.parent / store.WEIGHTS / (checkpoint.name.removesuffix(".pth") + "_ema" * ema))
+        try:
+            make_directory(out.parent)
+            merge(checkpoint, out, ema=ema, safe_serialization=True)
+            logger().info("Saved weights %s.", out)
+        except Exception as error:  # the checkpoint is complete, and training continues
+            option = " --ema" if ema else ""
+            logger().error("%s was not written: %s The checkpoint itself is complete. By hand, while it is there:"
+                           " tools/zero_to_fp32.py %s %s --safe-serialization%s", out, error, checkpoint, out,
+                           option)  # fmt: skip

@@ -79,6 +79,7 @@ def save(
     form: Form = "sharded",
     before: Callable[[], None] = lambda: None,
     write_tokenizer: Callable[[str], None] | None = None,
+    then: Callable[[Path], None] | None = None,
     hand_over: Callable[[Save, list[tuple[str, Tensor]]], None] | None = None,
 ) -> Path | None:
     """Write and commit ``work_dir/name``. Collective. Returns the committed directory; raises ``SaveError``.
@@ -88,7 +89,7 @@ def save(
     ``hook_shards``: directory name -> shards (``{'ema': [...]}``). ``before`` is called on rank 0 first of all; an
     error of it is a failure of the save. ``manifest`` gets its commit number, files and layout here. A name that exists
     gets a suffix: ``iter_100.pth`` -> ``iter_100_2.pth``. ``write_tokenizer`` fills a folder with the tokenizer's
-    files. ``form``: as of ``CheckpointHook``.
+    files. ``form``: as of ``CheckpointHook``. ``then`` is called with the committed directory, where that is written.
     """
 
     def collect() -> StateFiles:
@@ -118,6 +119,7 @@ def save(
             yield from ((f"{folder} of {shard.name}", shard.data) for shard in shards)
 
     attempt = Save(work_dir, name, manifest, form)
+    attempt.then = then
     try:
         attempt.announce(collect, before)
         if hand_over is not None:
@@ -154,6 +156,8 @@ class Save:
     ``write`` uses no collective, and needs of the engine's memory only what the outputs read.
     """
 
+    then: Callable[[Path], None] | None = None
+
     def __init__(self, work_dir: Path, name: str, manifest: Manifest, form: Form) -> None:
         self.work_dir, self.manifest, self.form = work_dir, manifest, form
         self.final = work_dir / name
@@ -183,7 +187,7 @@ class Save:
             before()
             make_directory(self.work_dir)
             self.manifest.commit = store.next_commit(self.work_dir)
-            self.final = _free_name(self.final)
+            self.final = free_name(self.final)
             if shutil.disk_usage(self.work_dir).free < self._needed:
                 raise UnigenError("the disk has too little free space")
             staging = self.final.with_name(f"{self.final.name}{store.STAGING}{self.manifest.commit}")
@@ -284,7 +288,7 @@ class Save:
         staging, names = self.staging, list(dict.fromkeys(name for *_, bad in parts for name in bad))
         assert staging is not None
         if names:
-            self.final = _free_name(self.work_dir / f"{store.NOT_FINITE}{self.final.name}")
+            self.final = free_name(self.work_dir / f"{store.NOT_FINITE}{self.final.name}")
         entries = [entry for of_rank, *_ in parts for entry in of_rank]
         if (index := self._state.index) is not None:
             entries += _write(staging, index(self._plans, [results for _, results, _ in parts]))[0]
@@ -304,6 +308,8 @@ class Save:
                 store.write_hint(self.work_dir, self.final)
             except OSError as error:  # it is committed; the hint is only for people and other tools
                 logger().warning("%s could not be updated: %s", store.HINT, error)
+            if self.then is not None:
+                self.then(self.final)
             return self.final, None
         for former in self.work_dir.glob(f"{store.NOT_FINITE}*"):
             if former != self.final and former.is_dir():
@@ -328,7 +334,8 @@ class Save:
                 logger().warning("%s could not be removed (%s): the next start tries again.", self.staging, error)
 
 
-def _free_name(path: Path) -> Path:
+def free_name(path: Path) -> Path:
+    """``path``, or the first of ``<stem>_2``, ``<stem>_3``, ... that does not exist."""
     stem, dot, ending = path.name.rpartition(".") if "." in path.name else (path.name, "", "")
     candidate, number = path, 2
     while candidate.exists():

@@ -25,6 +25,7 @@ from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
 from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.progress import Duration
 from unigen_ds.core.shards import STAMP, PieceReader
 from unigen_ds.system import dist
 from unigen_ds.system.files import (
@@ -44,6 +45,8 @@ DELETING = ".deleting"
 NOT_FINITE = "not_finite_"
 """Begins the name of a checkpoint whose state is not finite: it is listed as no checkpoint of the run."""
 RNG_DIRECTORY, HOOKS_FILE = "rng", "hooks.json"
+WEIGHTS = "weights"
+"""Folder beside the checkpoints with exports of weights alone (``CheckpointHook(weights_interval=...)``)."""
 
 BY_UPDATE = ("step", "update")
 """First letters of names that count updates; others count iterations."""
@@ -234,25 +237,32 @@ def retain(
     *,
     max_keep: int,
     max_days: float | None = None,
+    every: Duration | None = None,
     keeps: Callable[[Manifest], bool] = lambda manifest: False,
 ) -> list[Path]:
     """Delete complete checkpoints beyond ``max_keep`` (-1: keep all), the abandoned ones first, then the oldest; and
     those that are older than ``max_days``, except the newest.
 
-    Called only after a commit. One that ``keeps`` is not deleted, however old. Damaged ones do not count: they would
-    replace good ones. A checkpoint that cannot be deleted is a warning. Returns what was deleted.
+    Called only after a commit. One that ``keeps`` is not deleted, however old, nor is the first, not abandoned, at or
+    after each multiple of ``every``. Damaged ones do not count: they would replace good ones. A checkpoint that cannot
+    be deleted is a warning. Returns what was deleted.
     """
     if max_keep < 0 and max_days is None:
         return []
     abandoned = Lineage.read(work_dir).abandoned
     complete = [(f.path, f.manifest) for f in list_checkpoints(work_dir) if f.problem is None and f.manifest]
+    milestones: dict[int, int] = {}
+    for _, manifest in complete:
+        if every is not None and every.reached(manifest.progress) and manifest.commit not in abandoned:
+            number = int(manifest.progress.count(every.unit) // every.value)
+            milestones.setdefault(number, manifest.commit)
     complete.sort(key=lambda pair: pair[1].commit not in abandoned)
     beyond = len(complete) - max_keep if max_keep >= 0 else 0
     deleted = []
     for number, (path, manifest) in enumerate(complete[:-1]):
         age = datetime.now(timezone.utc) - datetime.fromisoformat(manifest.created)
         old = max_days is not None and age.total_seconds() > 86400.0 * max_days
-        if not (number < beyond or old) or keeps(manifest):
+        if not (number < beyond or old) or manifest.commit in milestones.values() or keeps(manifest):
             continue
         try:
             delete(path)
@@ -264,7 +274,7 @@ def retain(
 
 def sweep(work_dir: Path) -> list[Path]:
     """Remove what a killed save or deletion left. Called at the start, on rank 0, under the lock: no process saves."""
-    swept = remove_leftovers(work_dir)
+    swept = [*remove_leftovers(work_dir), *remove_leftovers(work_dir / WEIGHTS)]
     for path in sorted(work_dir.iterdir()) if work_dir.is_dir() else []:
         if is_checkpoint_name(path.name, unfinished=True) and path.is_dir():
             try:

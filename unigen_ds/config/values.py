@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,23 @@ Rule = Predicate
 Number = Annotated[float, Rule(lambda value: not math.isnan(value))]
 """A number of a section; a whole one is one, too."""
 Share = Annotated[float, Ge(0), Le(1)]
+_TIME = re.compile("".join(rf"(?:(\d+(?:\.\d+)?){unit})?" for unit in "dhms"))
+
+
+def seconds(value: float | str) -> float:
+    """Seconds of a ``Time``; 0 where a text is none."""
+    if not isinstance(value, str):
+        return value
+    match = _TIME.fullmatch(value)
+    parts = match.groups("0") if match else ()
+    return sum(float(part) * unit for part, unit in zip(parts, (86400, 3600, 60, 1), strict=False))
+
+
+Time = Annotated[
+    float | str,
+    Rule(lambda value: 0 < seconds(value) < math.inf),
+    Allowed("days, hours, minutes and seconds as in '1d2h', '3h50m', '90m' or '45s', or seconds: a number above 0"),
+]
 NotNegative = Annotated[float, Ge(0), AllowInfNan(False)]
 
 

@@ -22,7 +22,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -50,6 +50,7 @@ PRIORITY = {
     "preview": 50,
     "logger": 60,
     "signals": 65,
+    "time_limit": 66,
     "continuity": 68,
     "checkpoint": 70,
     "timeline": 80,
@@ -89,6 +90,8 @@ class UpdateResult:
     """Both as of ``StepResult``."""
     stop_wanted: bool = False
     """Whether a hook of any process wanted to stop (``Hook.wants_stop``) when this update began."""
+    requests: Collection[str] = ()
+    """Names of the hooks that had a request (``Hook.has_request``) on any process when this update began."""
 
 
 @dataclass(frozen=True)
@@ -188,11 +191,14 @@ class Run(Protocol):
     def request_stop(self, reason: str) -> None:
         """Ask the loop to end after this update (a hard stop: a checkpoint is saved)."""
 
-    def save_checkpoint(self, name: str, *, form: Form = "sharded", background: bool = False) -> Path | None:
+    def save_checkpoint(
+        self, name: str, *, form: Form = "sharded", background: bool = False, weights: bool = False
+    ) -> Path | None:
         """Save and commit now, at an update boundary. Collective. Raises ``CheckpointError``; nothing is lost then.
 
         ``form``: the engine's own files, the consolidated ones, or both. With ``background`` another process writes and
-        commits it: None; no other may be saved before ``finish_save`` has returned it.
+        commits it: None; no other may be saved before ``finish_save`` has returned it. ``weights``: export its weights
+        as well, once it is committed (``checkpoint.convert.export_weights``).
         """
 
     def finish_save(self, *, wait: bool) -> Path | None:
@@ -258,6 +264,12 @@ class Hook:
 
         The answers are summed with the counts of the next update: every rank finds ``UpdateResult.stop_wanted`` after
         the update that begins next, and no rank waits for it.
+        """
+        return False
+
+    def has_request(self) -> bool:
+        """Whether this process asks that all do what this hook does where its name is in ``UpdateResult.requests``.
+        Asked and summed as ``wants_stop``.
         """
         return False
 

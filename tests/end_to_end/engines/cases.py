@@ -257,7 +257,7 @@ def full_disk(*, full: bool) -> list[Job]:
         hook = {"type": "FullDiskHook", "at_update": FAULTS_AT}
         faults = {**overrides, "custom_hooks": [*overrides["custom_hooks"], hook]}
         jobs.append(Job(f"full_disk/{engine}@{world}", [Phase(world, faults, ODD_UPDATES)]))
-        overrides |= {"default_hooks__checkpoint__async_save": True}
+        overrides |= {"default_hooks__checkpoint__async_save": True, **_weights(world)}
         jobs.append(Job(f"async/{engine}@{world}", [Phase(world, overrides, ODD_UPDATES)]))
     return jobs
 
@@ -300,7 +300,11 @@ def packed(*, full: bool) -> list[Job]:
 
 
 ODD_ENGINES = ("single", "zero1", "zero2", "zero3", "FULL_SHARD")
-ODD_UPDATES = 10
+ODD_UPDATES, MILESTONE = 10, 4
+
+
+def _weights(world: int) -> dict[str, Any]:
+    return {"default_hooks__checkpoint__weights_interval": MILESTONE * GEOMETRY[world][1]}
 
 
 def _odd(engine: str) -> tuple[int, dict[str, Any]]:
@@ -314,7 +318,11 @@ def odd(*, full: bool) -> list[Job]:
     jobs = []
     for engine in ("single", *ENGINES) if full else ODD_ENGINES:
         world, overrides = _odd(engine)
-        jobs.append(Job(f"odd/{engine}@{world}", [Phase(world, overrides, ODD_UPDATES)]))
+        kept = {"interval": 2 * GEOMETRY[world][1], "max_keep_ckpts": 1, "keep_every": MILESTONE * GEOMETRY[world][1]}
+        saves = {f"default_hooks__checkpoint__{key}": value for key, value in kept.items()}
+        jobs.append(
+            Job(f"odd/{engine}@{world}", [Phase(world, {**overrides, **saves, **_weights(world)}, ODD_UPDATES)])
+        )
         half = {**overrides, "default_hooks__checkpoint__form": "full"}  # resumed from the consolidated files
         phases = [Phase(world, half, 5), Phase(world, {**overrides, "resume": True}, ODD_UPDATES)]
         if full or engine in ("zero3", "FULL_SHARD"):

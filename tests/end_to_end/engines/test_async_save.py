@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.end_to_end.engines import cases
 from tests.end_to_end.engines.launch import different_values, tensors, unequal, want
+from unigen_ds.checkpoint import store
+from unigen_ds.core.shards import BUFFER, EMA, MASTER
 
 runs = want("full_disk", "odd")
 pytestmark = pytest.mark.timeout(3600)
@@ -27,6 +31,26 @@ def test_an_asynchronous_checkpoint_is_the_blocking_one(name):
         files = [{path.relative_to(folder) for path in folder.rglob("*")} for folder in (one, other)]
         assert files[0] == files[1]
     assert not list(run.folder.glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("kind", ["odd", "async"])
+def test_milestones_are_kept_and_have_their_weights_alone(kind, name):
+    """The weights are those of the checkpoint, to the bit, by the model's names; and so is their average."""
+    run, counts = runs().outcome(f"{kind}/{name}"), cases.GEOMETRY[int(name[-1])][1]
+    if kind == "odd":
+        assert [path.name for path in run.checkpoints] == [f"iter_{n * counts}.pth" for n in (4, 8, 10)]
+    folder = run.folder / store.WEIGHTS
+    names = {f"iter_{n * counts}" for n in (4, 8)}
+    assert {path.name for path in folder.iterdir()} == names | {f"{name}_ema" for name in names}
+    for name in names:
+        stored = tensors(run.folder / f"{name}.pth")
+        raw, average = (load_file(folder / one / "model.safetensors") for one in (name, f"{name}_ema"))
+        for (of, tensor), value in stored.items():
+            if of in (MASTER, BUFFER, EMA):
+                assert torch.equal((average if of == EMA else raw)[tensor].flatten(), value.flatten()), (of, tensor)
+        assert raw.keys() == average.keys() >= {tensor for of, tensor in stored if of in (MASTER, BUFFER)}
+        assert {path.name for path in (folder / name).iterdir()} == {"digests.json", "model.safetensors"}
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -67,6 +67,8 @@ def watch(event, arguments):
         path = os.fspath(arguments[0])
         if POINT == "staged" and f"{WHERE}.tmp-" in path and path.endswith("manifest.json"):
             die()  # every file is written and flushed, the manifest is not
+        if POINT == "exported" and f"{WHERE}.writing-" in path and path.endswith("digests.json"):
+            die()  # the weights alone are written, and not complete
         if POINT == "renamed" and ".last_checkpoint.tmp-" in path and os.path.exists(f"{sys_work_dir()}/{WHERE}"):
             die()  # committed, but last_checkpoint still names the one before
     if event == "shutil.rmtree" and WHERE in str(arguments[0]):
@@ -82,7 +84,7 @@ def sys_work_dir():
     return sys.argv[sys.argv.index("--work-dir") + 1]
 
 
-if POINT in ("staged", "renamed", "deleting"):
+if POINT in ("staged", "exported", "renamed", "deleting"):
     sys.addaudithook(watch)
 '''
 

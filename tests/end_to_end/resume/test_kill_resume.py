@@ -98,6 +98,19 @@ def test_killed_during_accumulation_with_worker_processes(bench):
     assert_same_run(bench, "accumulating")
 
 
+def test_killed_while_weights_alone_are_exported(bench):
+    """What is half there has no name that anyone takes, and the next start removes it. The checkpoint is complete."""
+    arguments = ("--cfg-options", "default_hooks.checkpoint.weights_interval=24")
+    bench.kill("exporting", "exported:iter_24", *arguments)
+    weights = bench.work_dir("exporting") / store.WEIGHTS
+    (left,) = weights.iterdir()
+    assert left.name.startswith(".iter_24.writing-") and (left / "model.safetensors").stat().st_size
+    output = resume(bench, "exporting", *arguments, start="iter_24.pth")
+    assert f"Removed {left}, left by an interrupted save" in output
+    assert sorted(path.name for path in weights.iterdir()) == ["iter_48", "iter_48_ema"]
+    assert_same_run(bench, "exporting")
+
+
 def test_killed_again_and_again(bench):
     """Before the first save, while a save is staged, right after a commit, while an old one is deleted, at random."""
     name = "again"

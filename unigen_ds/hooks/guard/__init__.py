@@ -1,1 +1,1 @@
-"""Hooks that end or question a run: NaN, a first update that is wrong, signals."""
+"""Hooks that end or question a run: NaN, a first update that is wrong, signals, a time limit."""

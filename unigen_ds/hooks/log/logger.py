@@ -53,7 +53,7 @@ _NUMBERS = ("model", "tokenizer", "processor", "train_dataloader", "optim_wrappe
             "on_data_change")  # fmt: skip
 """Sections of a config that determine the numbers of a run."""
 _WITHOUT_EFFECT = ("batch_size", "global_batch_size", "accumulative_counts", "num_workers", "prefetch_factor",
-                   "pin_memory", "timeout", "max_skipped_fraction")  # fmt: skip
+                   "pin_memory", "timeout", "max_skipped_fraction", "max_time")  # fmt: skip
 """Keys of them that change no number beyond rounding; the effective batch is compared by itself."""
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import Manifest
@@ -20,6 +21,7 @@ from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 
 Interval = Annotated[float, Rule(lambda value: value > 0 or value == -1), Allowed("a number above 0, or -1")]
+Positive = Annotated[float, Rule(lambda value: value > 0), Allowed("a number above 0")]
 MaxKeep = Annotated[int, Rule(lambda value: value != 0), Allowed("a whole number of at least 1, or -1")]
 
 
@@ -37,6 +39,13 @@ class CheckpointHook(Hook):
         max_keep_days: days after which a complete checkpoint is deleted, also where `max_keep_ckpts` would keep it,
             once a newer one is durable; None: never by its age. The newest and those that a hook needs are kept,
             however old.
+        interval_minutes: a save also where the last one began so long ago, by the clock of rank 0.
+        keep_every: with ``max_keep_ckpts`` or ``max_keep_days``: the first checkpoint at or after each multiple of so
+            many epochs, iterations or updates, as ``interval`` counts them, is never deleted.
+        weights_interval: as ``interval``: a save at which the weights alone are exported, too, once it is committed:
+            ``weights/<checkpoint>/model.safetensors`` in fp32, as of ``tools/zero_to_fp32.py --safe-serialization``,
+            and where the run has an average of the weights (EMA), that in ``weights/<checkpoint>_ema``. They are
+            never deleted, and no resume loads them. Rank 0 writes them; with ``async_save`` its other process does.
         form: `sharded`: the files of the engine, written by all processes; `full`: `model.safetensors` and
             `optimizer.safetensors` alone, from which any engine resumes in full; `both`: the second in the folder
             `full` of the first, a checkpoint of its own. Rank 0 makes them from the first, so the last two take
@@ -65,9 +74,12 @@ class CheckpointHook(Hook):
         by_epoch: bool = True,
         unit: Literal["epoch", "iteration", "update"] | None = None,
         max_keep_ckpts: MaxKeep = -1,
-        max_keep_days: Annotated[float, Rule(lambda value: value > 0), Allowed("a number above 0")] | None = None,
+        max_keep_days: Positive | None = None,
         form: Form = "sharded",
         filename_tmpl: str = "iter_{}.pth",
+        interval_minutes: Positive | None = None,
+        keep_every: Positive | None = None,
+        weights_interval: Positive | None = None,
         async_save: bool = False,
         async_busy: Literal["wait", "skip"] = "wait",
         save_base: bool = False,
@@ -77,29 +89,52 @@ class CheckpointHook(Hook):
                 f"filename_tmpl is {filename_tmpl!r}",
                 allowed="a name with one {} and the ending .pth, or step_{}, update_{}, iter_{}",
             )
+        if keep_every is not None and max_keep_ckpts < 0 and max_keep_days is None:
+            raise ConfigError(f"keep_every is {keep_every}, and all are kept", remedy="max_keep_ckpts=2, say")
         if async_save and not hasattr(os, "memfd_create"):
             raise ConfigError("async_save=True on a system without memfd_create", remedy="async_save=False, or Linux")
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
         self.max_keep_ckpts, self.max_keep_days, self.form = max_keep_ckpts, max_keep_days, form
         self.filename_tmpl, self.save_base = filename_tmpl, save_base
         self.async_save, self.async_busy = async_save, async_busy
+        self.interval_minutes, self.keep_every, self.weights_interval = interval_minutes, keep_every, weights_interval
         self._every: Duration | None = None
+        self._milestones: Duration | None = None
+        self._weights: Duration | None = None
+        self._saved_at = 0.0
+        """When the last save was due, of ``time.monotonic``."""
         self._settled: int | None = None
         """The update of the last complete checkpoint."""
         self.pending: int | None = None
         """The update of the one that is being written."""
 
     def before_run(self, run: Run) -> None:
-        self._every = run.ruler.duration(self.interval, self.unit) if self.interval > 0 else None
+        def duration(length: float | None) -> Duration | None:
+            return run.ruler.duration(length, self.unit) if length and length > 0 else None
+
+        self._every, self._milestones = duration(self.interval), duration(self.keep_every)
+        self._weights = duration(self.weights_interval)
+        if self.weights_interval is not None and run.config.get("lora"):
+            raise ConfigError(
+                "CheckpointHook has weights_interval, and the run trains adapters, whose base is elsewhere",
+                remedy="custom_hooks=[dict(type='SavePretrainedHook')] exports the adapters beside each checkpoint",
+            )
 
     def before_train(self, run: Run) -> None:
         if self.save_base:
             run.save_base()
-        self._settled = run.progress.updates
+        self._settled, self._saved_at = run.progress.updates, time.monotonic()
+
+    def has_request(self) -> bool:
+        """Rank 0's clock decides for all."""
+        minutes = (time.monotonic() - self._saved_at) / 60
+        return dist.is_main() and self.interval_minutes is not None and minutes >= self.interval_minutes
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        due = self._every is not None and self._every.every(run.progress, run.previous)
-        due = due or any(hook.wants_save() for hook in run.hooks)
+        due = any(each is not None and each.every(run.progress, run.previous) for each in (self._every, self._weights))
+        due = due or self.name in result.requests or any(hook.wants_save() for hook in run.hooks)
+        if due:
+            self._saved_at = time.monotonic()
         if self.pending is not None:
             self._finish(run, wait=run.done or (due and self.async_busy == "wait"))
         if run.done:
@@ -131,7 +166,8 @@ class CheckpointHook(Hook):
         by_update = self.filename_tmpl.startswith(store.BY_UPDATE)
         number = run.progress.updates if by_update else run.progress.iteration(run.geometry)
         name, self.pending = self.filename_tmpl.format(number), run.progress.updates
-        self._settle(run, run.save_checkpoint(name, form=self.form, background=background))
+        weights = self._weights is not None and self._weights.every(run.progress, run.previous)
+        self._settle(run, run.save_checkpoint(name, form=self.form, background=background, weights=weights))
 
     def _finish(self, run: Run, *, wait: bool) -> None:
         with self._reported():
@@ -150,8 +186,8 @@ class CheckpointHook(Hook):
             return any(hook.keeps(manifest) for hook in run.hooks)
 
         try:
-            days = self.max_keep_days
-            for old in store.retain(run.checkpoint_dir, max_keep=self.max_keep_ckpts, max_days=days, keeps=kept):
+            limits: dict[str, Any] = {"max_keep": self.max_keep_ckpts, "max_days": self.max_keep_days}
+            for old in store.retain(run.checkpoint_dir, **limits, every=self._milestones, keeps=kept):
                 logger().info("Deleted old checkpoint %s.", old)
         except (OSError, UnigenError) as error:  # happens on this rank alone: it must not end the run
             logger().warning("Old checkpoints were not deleted: %s", error)

@@ -14,7 +14,7 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.background import BackgroundWriter
 from unigen_ds.checkpoint.base_files import save_base
-from unigen_ds.checkpoint.convert import DTYPES
+from unigen_ds.checkpoint.convert import DTYPES, export_weights
 from unigen_ds.checkpoint.home import WorkDirLock, claim, run_id, same
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.saver import Form
@@ -118,7 +118,7 @@ class Runner:
             updates = count_ahead(
                 iter(self._parts.loader),
                 terms=self._loss_weights,
-                stop=lambda: any(hook.wants_stop() for hook in self.hooks),
+                requests=self._requests,
             )
             epoch: int | None = None
             while not self.done:
@@ -146,6 +146,9 @@ class Runner:
             self.backend.close()
             self._unlock_folders()
         return self.progress
+
+    def _requests(self) -> list[bool]:
+        return [any(hook.wants_stop() for hook in self.hooks), *(hook.has_request() for hook in self.hooks)]
 
     def _lock_folders(self) -> str:
         """On rank 0: lock both folders, connect them, and remove unfinished files. Returns the id of the run."""
@@ -206,6 +209,7 @@ class Runner:
         )
         names = self._parts.start.data.stream.names
         sample_ids = [draw.sample_id(names) for m in micro_batches for row in m.rows for draw in row]
+        stop_wanted, *requests = update.requests()
         result = UpdateResult(
             local_sums=sums,
             counts=update.counts,
@@ -220,7 +224,8 @@ class Runner:
             tokens=update.tokens,
             loss_scale=step.loss_scale,
             scale_fell=step.scale_fell,
-            stop_wanted=update.stop_wanted(),
+            stop_wanted=stop_wanted,
+            requests={hook.name for hook, requested in zip(self.hooks, requests, strict=True) if requested},
         )
         self._call("after_update", result)
 
@@ -238,7 +243,9 @@ class Runner:
             except Exception:
                 logger().exception("%s failed in on_exception:", type(hook).__name__)
 
-    def save_checkpoint(self, name: str, *, form: Form = "sharded", background: bool = False) -> Path | None:
+    def save_checkpoint(
+        self, name: str, *, form: Form = "sharded", background: bool = False, weights: bool = False
+    ) -> Path | None:
         """See ``hooks.base.Run``."""
         if background and self._writer is None:
             self._writer = BackgroundWriter()
@@ -270,6 +277,7 @@ class Runner:
             config_text=self._config_text,
             form=form,
             before=self._before_save,
+            then=export_weights if weights else None,
             write_tokenizer=getattr(tokenizer, "save_pretrained", None) if of_files else None,
             hand_over=self._writer.start if background and self._writer is not None else None,
         )
@@ -319,7 +327,7 @@ class Runner:
 
 def train_config(config: Any, *, max_updates: int | None = None) -> str | None:
     """Train a loaded config. Returns None when training is complete or hit ``max_updates``, ``'signal'`` when stopped
-    by one, else the reason of the hook that stopped it.
+    by one, ``'time limit'`` by that, else the reason of the hook that stopped it.
 
     Raises what ``runner.start.build.build_parts`` raises, and ``TrainingError``.
     """

@@ -3,7 +3,7 @@
 In: micro-batches of this rank. Out: per update the micro-batches, the number of targets of each loss term, and tokens,
 samples and skipped samples, over all ranks and iterations. The counts come from labels on the CPU and are summed over
 gloo while the previous update is computed, so the loop waits for neither device nor network. The same sum contains
-whether this process asks the run to stop, so all ranks stop after the same update.
+what this process asks of all, such as to stop, so all ranks do it after the same update.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unigen_ds.evaluation.validation import evaluating
 from unigen_ds.system import dist
 from unigen_ds.system.seeding import kept_generators
 
-_TALLIES = ("tokens", "samples", "skipped", "stops")
+_TALLIES = ("tokens", "samples", "skipped")
 
 
 @dataclass(frozen=True)
@@ -36,30 +36,31 @@ class Update:
     tokens: int
     samples: int
     skipped: int
-    stops: int = 0
-    """Processes that had asked for a stop when this update was counted."""
+    asked: Sequence[float] = ()
+    """For each request, the processes that had it when this update was counted."""
     ahead: _Pending | None = None
     """The next update, which was counted when this one began."""
 
-    def stop_wanted(self) -> bool:
-        """Whether any process had asked for a stop when this update began. The same on all ranks. Collective.
+    def requests(self) -> list[bool]:
+        """Whether any process had each request when this update began. The same on all ranks. Collective.
 
         Called after the update: the sum was started before it, so nothing is left to wait for.
         """
-        return bool(self.stops or (self.ahead is not None and self.ahead.finished().stops))
+        assert self.ahead is not None
+        return [number > 0 for number in self.ahead.finished().asked]
 
 
 def count_ahead(
-    loader: Iterator[Sequence[MicroBatch]], *, terms: Collection[str], stop: Callable[[], bool] = lambda: False
+    loader: Iterator[Sequence[MicroBatch]], *, terms: Collection[str], requests: Callable[[], Sequence[bool]]
 ) -> Iterator[Update]:
     """Read one update ahead, so that its sums are ready when it begins. Collective.
 
     ``terms``: those of the family; raises ``ConfigError`` where a batch counts others.
-    ``stop``: whether this process asks the run to stop; asked once for each update.
+    ``requests``: which of several requests this process has; called once for each update.
     """
-    ahead = _start(next(loader), stop=stop(), declared=terms)
+    ahead = _start(next(loader), declared=terms)
     while True:
-        present, ahead = ahead, _start(next(loader), stop=stop(), declared=terms)
+        present, ahead = ahead, _start(next(loader), requests(), declared=terms)
         yield present.finished(ahead)
 
 
@@ -71,11 +72,15 @@ class _Pending:
 
     def finished(self, ahead: _Pending | None = None) -> Update:
         values = self.sums.wait()
-        tallies = dict(zip(_TALLIES, map(int, values[len(self.terms) :]), strict=True))
-        return Update(self.micro_batches, dict(zip(self.terms, values, strict=False)), ahead=ahead, **tallies)
+        rest = values[len(self.terms) :]
+        tallies, asked = dict(zip(_TALLIES, map(int, rest), strict=False)), rest[len(_TALLIES) :]
+        counts = dict(zip(self.terms, values, strict=False))
+        return Update(self.micro_batches, counts, **tallies, asked=asked, ahead=ahead)
 
 
-def _start(micro_batches: Sequence[MicroBatch], *, stop: bool, declared: Collection[str] | None = None) -> _Pending:
+def _start(
+    micro_batches: Sequence[MicroBatch], requests: Sequence[bool] = (), *, declared: Collection[str] | None = None
+) -> _Pending:
     batches: list[Batch] = [micro_batch.batch for micro_batch in micro_batches]
     targets = [batch.target_counts() for batch in batches]
     for each in targets:
@@ -83,7 +88,7 @@ def _start(micro_batches: Sequence[MicroBatch], *, stop: bool, declared: Collect
     terms = sorted(targets[0])
     local = [sum(t[term] for t in targets) for term in terms]
     local += [float(sum(b.num_tokens for b in batches)), float(sum(b.num_samples for b in batches))]
-    local += [float(sum(len(b.skipped) for b in batches)), float(stop)]
+    local += [float(sum(len(b.skipped) for b in batches)), *map(float, requests)]
     return _Pending(micro_batches, terms, dist.PendingSum(local))
 
 
@@ -118,7 +123,7 @@ class LastUpdate:
         geometry = replace(geometry, accumulative_counts=iterations)
         # a loader draws a seed when it begins
         with kept_generators(), closing(loader_at(geometry, self.cursor)) as loader:
-            return _start(next(iter(loader)), stop=False).finished()
+            return _start(next(iter(loader))).finished()
 
 
 def losses(backend: Backend, update: Update) -> dict[str, float]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from mmengine.config import Config
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
@@ -27,7 +27,7 @@ from unigen_ds.config.paths import expand_paths
 from unigen_ds.config.registry import BACKENDS, MODELS, find
 from unigen_ds.config.section import LISTED, Component, Of, Section, argument_defaults, keys
 from unigen_ds.config.translation import translate
-from unigen_ds.config.values import Number
+from unigen_ds.config.values import Number, Time
 from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.core.errors import ConfigError, raise_any
 from unigen_ds.core.progress import Duration, Ruler
@@ -63,22 +63,27 @@ class Randomness(Section):
 class TrainCfg(Section):
     """When training is complete: the first limit that is reached."""
 
+    _UNITS: ClassVar = {"max_epochs": "epoch", "max_iters": "iteration", "max_updates": "update", "max_tokens": "token"}
     max_epochs: Number | None = Field(default=None, gt=0, description="passes over the data; may be fractional")
     max_iters: int | None = Field(default=None, gt=0, description="iterations of the first start")
     max_updates: int | None = Field(default=None, gt=0, description="updates of the first start")
     max_tokens: Number | None = Field(default=None, gt=0, description="tokens over all processes")
+    max_time: Time | None = Field(
+        default=None,
+        description="how long a process may run, as `'3h50m'`, `'1d2h'` or seconds: the run stops before, with a"
+        " checkpoint and exit status 143 ([launching.md](launching.md#a-time-limit)), and is not complete",
+    )
 
     @model_validator(mode="after")
     def _one_limit(self) -> TrainCfg:
         if not any(math.isfinite(value) for value, _ in self.limits):
-            raise ConfigError("train_cfg sets no limit", allowed=", ".join(type(self).model_fields))
+            raise ConfigError("train_cfg sets no limit", allowed=", ".join(self._UNITS))
         return self
 
     @property
     def limits(self) -> list[tuple[float, str]]:
         """(amount, unit) of each limit that is given."""
-        units = {"max_epochs": "epoch", "max_iters": "iteration", "max_updates": "update", "max_tokens": "token"}
-        return [(getattr(self, key), unit) for key, unit in units.items() if getattr(self, key) is not None]
+        return [(getattr(self, key), unit) for key, unit in self._UNITS.items() if getattr(self, key) is not None]
 
     def durations(self, ruler: Ruler) -> list[Duration]:
         """When training is complete, in amounts of data. The first limit reached ends it."""

@@ -29,6 +29,7 @@ from unigen_ds.data.order.order import Cursor, GlobalOrder
 from unigen_ds.data.settings import TrainDataloader
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
+from unigen_ds.hooks.guard.time_limit import TimeLimitHook
 from unigen_ds.hooks.log.journal import LedgerHook, SkippedSamplesHook, TimelineHook
 from unigen_ds.hooks.mmengine import with_runtime_info
 from unigen_ds.hooks.save.best import BestHook
@@ -280,7 +281,7 @@ def build_hooks(settings: Settings) -> list[Hook]:
             extra["writers"] = [writer.build() for writer in settings.visualizer.vis_backends]
             extra |= {"run_name": settings.run_name} if settings.run_name else {}
         hooks.append(component.build(**extra))
-    hooks += [LedgerHook(), TimelineHook()]
+    hooks += [LedgerHook(), TimelineHook(), TimeLimitHook(settings.train_cfg.max_time)]
     hooks.append(SkippedSamplesHook(max_skipped_fraction=settings.train_dataloader.max_skipped_fraction))
     hooks += [component.build() for component in settings.custom_hooks]
     evaluates = any(isinstance(hook, EvaluateHook) for hook in hooks)

@@ -1,0 +1,99 @@
+"""A run stops before its time is over: ``train_cfg.max_time``, or the end of the SLURM job, whichever is sooner.
+
+Rank 0's clock alone decides. Its request is summed with the counts of the next update, as that of a signal is
+(``signals.py``), so all ranks stop after the same update. Until then two updates may pass, and a periodic save after
+the first of them; so the request comes when the longest update so far, the last one and two of the longest saves would
+take longer than there is time. An update is measured with its data, evaluations and exports.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from datetime import datetime
+from pathlib import Path
+
+from unigen_ds.config.values import seconds
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.system import dist
+from unigen_ds.system.log import logger
+from unigen_ds.system.machine import env_number
+
+STOPPED_BY_TIME = "time limit"
+JOB_END = "SLURM_JOB_END_TIME"
+"""Variable of a job of SLURM (22.05 and later): when it ends, in seconds since 1970."""
+ASSUMED_SAVE_S = 300.0
+"""Of a save before the first one was measured; at most a tenth of the time that is left at the start."""
+
+
+class TimeLimitHook(Hook):
+    """The builder adds it to every run. ``max_time``: of ``train_cfg``, counted from the start of the process."""
+
+    name = "time_limit"
+
+    def __init__(self, max_time: float | str | None = None) -> None:
+        self.max_time = max_time
+        self._limit = math.inf
+        """When the time is over, of ``time.monotonic``."""
+        self._save_s, self._is_measured = 0.0, False
+        """The longest save: from its beginning until it is committed, and what other hooks do then is done."""
+        self._saving_since, self._update_since, self._updates = 0.0, math.nan, 0
+        self._longest_s = self._last_s = 0.0
+
+    def before_train(self, run: Run) -> None:
+        now, limits = time.monotonic(), []
+        if self.max_time is not None:
+            what = f"train_cfg.max_time={self.max_time!r}, counted from the start of this process"
+            limits.append((now - process_age() + seconds(self.max_time), what))
+        if end := env_number(JOB_END, 0):
+            limits.append((now - time.time() + end, f"the end of the SLURM job ({JOB_END})"))
+        if not limits:
+            return
+        self._limit, what = min(limits)
+        self._save_s = max(0.0, min(ASSUMED_SAVE_S, (self._limit - now) / 10))
+        when = datetime.fromtimestamp(time.time() + self._limit - now)
+        logger().info("The run ends before %s with a checkpoint and exit status 143, unless it is complete: %s. Until a"
+                      " save is measured, %.0f s are assumed for one.", f"{when:%Y-%m-%d %H:%M:%S}", what,
+                      self._save_s)  # fmt: skip
+
+    def before_update(self, run: Run) -> None:
+        """An update lasts until the next one begins: with its data, evaluations and exports, without its save."""
+        now = time.monotonic()
+        if self._updates:
+            self._last_s = now - self._update_since
+            self._longest_s = self._last_s if self._updates < 3 else max(self._longest_s, self._last_s)  # 1: compiles
+        self._updates, self._update_since = self._updates + 1, now
+
+    def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
+        self._saving_since = time.monotonic()
+
+    def after_save_checkpoint(self, run: Run, path: Path) -> None:
+        length = time.monotonic() - self._saving_since
+        self._save_s = max(length, self._save_s if self._is_measured else 0.0)
+        self._is_measured = True
+        if self._saving_since > self._update_since:  # not one that other updates have waited for in part
+            self._update_since += length
+
+    def has_request(self) -> bool:
+        needed = self._longest_s + self._last_s + 2 * self._save_s
+        return dist.is_main() and time.monotonic() + needed > self._limit
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if self.name not in result.requests or run.done:
+            return
+        if dist.is_main():
+            logger().warning("The time limit is near: %.0f s are left; an update lasted up to %.1f s, a save %.1f s%s."
+                             " Saving a checkpoint, then stopping; --resume continues.",
+                             self._limit - time.monotonic(), self._longest_s, self._save_s,
+                             "" if self._is_measured else " (assumed)")  # fmt: skip
+        run.request_stop(STOPPED_BY_TIME)
+
+
+def process_age() -> float:
+    """Seconds since the system started this process; 0 on a system without ``/proc``."""
+    try:
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
