@@ -195,6 +195,7 @@ def check_ledger(stream: SequenceStream, path: Path, *, manifest: Manifest | Non
     Lines from before the data was replaced are only counted: their samples no longer exist.
     """
     from unigen_ds.data.batches.change import compare
+    from unigen_ds.data.order.order import Skip, merged_skips
 
     lines = [line for line in read_lines(path) if "event" not in line]
     if not lines:
@@ -203,6 +204,9 @@ def check_ledger(stream: SequenceStream, path: Path, *, manifest: Manifest | Non
     lines = lines[len(replaced) :] or lines
     report: dict[str, Any] = {"ledger": str(path), "updates": len(lines), "replaced": len(replaced), "samples": 0}
     report["sequences"] = [lines[0]["sequences"][0], lines[-1]["sequences"][1]]
+    left_out = merged_skips(Skip(*one) for line in lines for one in line.get("left_out", ()))
+    report["left_out"] = [*map(list, left_out)]
+    stream = stream.skipping(left_out)
     report["same_data"] = manifest is None or not compare(manifest.loader, stream).obstacles
     start = lines[0]["sequences"][0]
     rows = stream.rows(stream.seek(start))
@@ -231,7 +235,11 @@ def _check_line(
     if first != before["sequences"][1]:
         what = "repeated" if first < before["sequences"][1] else "skipped"
         return f"its sequences begin at {first}, the line before ends at {before['sequences'][1]}: some were {what}", 0
-    ids = [draw.sample_id(names) for row, _ in islice(rows, stop - first) for draw in row]
+    ids = []
+    for row, cursor in rows:
+        ids += [draw.sample_id(names) for draw in row]
+        if cursor.sequences >= stop:
+            break
     if sample_digest(ids) != line["digest"]:
         first_ids = ", ".join(ids[:3])
         present = f"the config results in {sample_digest(ids)} ({first_ids}, ...)"
@@ -265,6 +273,8 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
         what = f"{report['ledger']}: {report['updates']:,} updates, sequences {first}:{stop}"
         if number := report["replaced"]:
             yield f"{report['ledger']}: {number:,} updates before the data was replaced cannot be recomputed."
+        for first, stop, why in report["left_out"]:
+            yield f"{report['ledger']}: sequences {first}:{stop} were left out: {why}."
         if report["agrees"]:
             yield f"{what}, {report['samples']:,} samples: each occurs once, every digest agrees."
             return
