@@ -1,8 +1,4 @@
-"""Which sequences a run leaves out: those that its checkpoint records, those of a start after it, and new ones.
-
-In: the manifest, ``lineage.json`` and the config's ``skip_sequences``. Out: the ranges from here on. Nothing
-here reads a file; a range that cannot be left out is refused with the numbers.
-"""
+"""Which sequences a run leaves out: those that its checkpoint records, those of a start after it, and new ones."""
 
 from __future__ import annotations
 
@@ -38,10 +34,7 @@ def settled_skips(
                 remedy=f"--resume CKPT of a checkpoint at sequence {skip.first} or before",
             )
         if skip.first >= end:
-            raise ConfigError(
-                f"sequences {skip} cannot be left out: the run ends at sequence {end:,.0f}",
-                allowed=f"ranges that begin before {end:.0f}",
-            )
+            raise ConfigError(f"sequences {skip} cannot be left out: the run ends at sequence {end:,.0f}")
         for one in known:
             if skip.first < one.stop and one.first < skip.stop:
                 notice(f"Sequences {skip} overlap {one}, which are left out already: each is left out once.")

@@ -142,10 +142,10 @@ def test_a_skip_is_kept_by_every_later_start_and_a_wrong_one_is_refused(tmp_path
 
 
 class StopHook(Hook):
-    """SIGTERM in update 36: the look at its end finds the spike of update 33."""
+    """SIGTERM in update 34: the look at its end finds the spike of update 33."""
 
     def before_update(self, run: Any) -> None:
-        if run.progress.updates == 35:
+        if run.progress.updates == 33:
             os.kill(os.getpid(), signal.SIGTERM)
 
 

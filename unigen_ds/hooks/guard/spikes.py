@@ -1,9 +1,8 @@
 """Loss spikes: the run goes back to the checkpoint before one, and leaves out the data with which it began.
 
-One bad batch, or gradients that fit the present weights badly, can throw a run far off: the usual answer is to go back
-some updates and leave out the data of the spike (PaLM, arXiv 2204.02311, section 5.1). Losses stay on the device
-until ``interval`` updates are complete, or a checkpoint is to be saved: no update waits for it, and no checkpoint has
-a spike that was not found. The losses are summed over the ranks, and rank 0 decides.
+As PaLM was trained (arXiv 2204.02311, section 5.1). Losses stay on the device until ``interval`` updates are complete
+or a checkpoint is to be saved: no update waits for them, and no checkpoint has a spike that was not found. They are
+summed over the ranks, and rank 0 decides.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ SMALLEST = 0.01
 NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 WHY = "spike"
-"""First word of the reason of a skip of this hook."""
 
 
 @HOOKS.register_module()
@@ -70,7 +68,6 @@ class SpikeHook(Hook):
         self.recent: list[list[float]] = []
         """Loss and gradient norm of the last updates that are no spikes: on rank 0."""
         self._pending: list[tuple[int, UpdateResult]] = []
-        """Updates that were not looked at."""
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         self._pending.append((run.progress.updates, result))

@@ -54,8 +54,8 @@ class Replay:
         stream, weights, samples = self.data.stream, self.settings.term_weights, list[dict[str, Any]]()
         for one in self.batches:
             for draw in one.rows[0]:
-                batch = collate([(draw,)], stream.sources, self.data.processor, seq_length=stream.sample_length,
-                                seed=stream.order.seed, names=stream.names)  # fmt: skip
+                length = stream.sample_length
+                batch = collate([(draw,)], stream.sources, self.data.processor, seq_length=length, names=stream.names)
                 model.zero_grad()
                 counts, terms = batch.target_counts(), model(batch.to(device))
                 means = {name: value.item() / counts[name] for name, value in terms.sums.items() if counts[name]}
@@ -78,15 +78,9 @@ class Replay:
             for one in samples
             if one["loss"] is not None
         }
-        return write_data_page(
-            out,
-            title=self.title,
-            stream=self.data.stream,
-            processor=self.data.processor,
-            batches=batches,
-            skipped_sources=len(self.data.skipped),
-            notes=texts,
-        )
+        stream, processor, skipped = self.data.stream, self.data.processor, len(self.data.skipped)
+        given: dict[str, Any] = {"batches": batches, "skipped_sources": skipped, "notes": texts}
+        return write_data_page(out, title=self.title, stream=stream, processor=processor, **given)
 
 
 SECTIONS = (
@@ -109,9 +103,7 @@ def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Man
     settings = Settings.from_config({**config, **_OTHERS})
     if settings.randomness.seed is None:
         if manifest is None:
-            remedy = (
-                "name the run's folder with --work-dir: its checkpoint records it; or --cfg-options randomness.seed=N"
-            )
+            remedy = "name the run's folder with --work-dir, its checkpoint has it; or --cfg-options randomness.seed=N"
             raise ConfigError("randomness.seed is None: the run draws it", remedy=remedy)
         settings = settings.settled(seed=int(manifest.loader["seed"]))
     geometry = manifest.ruler.geometry if manifest else build_geometry(settings, dp_size=world_size)

@@ -115,7 +115,6 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         schedules=schedules,
         parameters=parameters,
         plain_config=stages.plain_config(settings, model=model),
-        validation=[Validation(one, settings.term_weights) for one in data.validation],
         max_updates=max_updates,
         **_loaders(start, backend, geometry),
     )
@@ -130,19 +129,12 @@ def parts_after(back: GoBack, parts: Parts, model: Any) -> Parts:
     settings = parts.settings.going_back(back.checkpoint, back.skip)
     plan, start, findings, hooks = _begin(settings, backend, geometry, parts.max_updates)
     build.connect(model, start.data.processor)
-    validation = [Validation(one, settings.term_weights) for one in start.data.validation]
-    changed: dict[str, Any] = {
-        "settings": start.settings,
-        "plan": plan,
-        "start": start,
-        "findings": findings,
-        "hooks": hooks,
-    }
-    return replace(parts, **changed, validation=validation, **_loaders(start, backend, geometry))
+    found: dict[str, Any] = {"plan": plan, "start": start, "findings": findings, "hooks": hooks}
+    return replace(parts, settings=start.settings, **found, **_loaders(start, backend, geometry))
 
 
 def _loaders(start: Start, backend: Backend, geometry: Geometry) -> dict[str, Any]:
-    """``loader`` and ``loader_at``; and a line for sequences that they leave out."""
+    """The parts that read data; and a line for sequences that they leave out."""
     load = partial(build.build_loader, start.settings.train_dataloader, start.data, dp_rank=backend.dp_rank)
     if skips := start.data.stream.skips:
         texts = ", ".join(f"{skip} ({skip.why})" for skip in skips)
@@ -151,6 +143,7 @@ def _loaders(start: Start, backend: Backend, geometry: Geometry) -> dict[str, An
     return {
         "loader": load(geometry=geometry, cursor=start.cursor),
         "loader_at": lambda geometry, cursor: load(geometry=geometry, cursor=cursor, workers=False),
+        "validation": [Validation(one, start.settings.term_weights) for one in start.data.validation],
     }
 
 
