@@ -54,7 +54,7 @@ train_dataloader.update(dataset={dataset!r}, batch_size=None, global_batch_size=
 optim_wrapper["optimizer"]["lr"] = 3e-2
 train_cfg = dict(max_updates={UPDATES})
 default_hooks = dict(logger=dict(interval=1), checkpoint=dict(interval=10, unit="update"))
-custom_hooks = [{SPIKE!r}]
+custom_hooks = [{SPIKE!r}, dict(type="EMAHook", momentum=0.1)]
 """
     (folder / "config.py").write_text(body, encoding="utf-8")
     for spoiled in (False, True):
