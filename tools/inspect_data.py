@@ -27,7 +27,7 @@ if not __package__:
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.system.journals import read_lines, sample_digest
-from unigen_ds.system.pipes import add_config, ends_quietly, positive, tool_parser
+from unigen_ds.system.pipes import add_config, ends_quietly, positive, sequence_range, tool_parser
 
 if TYPE_CHECKING:
     from unigen_ds.data.batches.stream import SequenceStream
@@ -43,7 +43,8 @@ def parser() -> argparse.ArgumentParser:
     p = tool_parser("unigen-inspect-data", __doc__)
     add_config(p)
     what = p.add_mutually_exclusive_group()
-    what.add_argument("--sequences", type=_range, metavar="A:B", help="the sample ids of sequences A .. B-1 of the run")
+    what.add_argument("--sequences", type=sequence_range, metavar="A:B",
+                      help="the sample ids of sequences A .. B-1 of the run")  # fmt: skip
     what.add_argument("--ledger", type=Path, metavar="FILE", help="check every valid line of a run's ledger.jsonl")
     p.add_argument("--html", type=Path, metavar="OUT", help="write the page; with --sequences it shows those")
     p.add_argument("--num", type=positive, metavar="N",
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     _check(arguments)
     from unigen_ds.data.batches.statistics import derive, describe_data  # after parsing: --help does not wait for torch
+    from unigen_ds.runner.open.replayed import build_inspected
     from unigen_ds.system.log import pending_notices
 
     config = data_sections(arguments.config, arguments.cfg_options)
@@ -87,13 +89,6 @@ def main(argv: list[str] | None = None) -> int:
         report["refused"] = refused(data, settings.train_dataloader.max_skipped_fraction)
     print(json.dumps(report) if arguments.json else "\n".join(lines_of(report)))
     return 0 if report.get("agrees", True) and not report.get("refused") else 1
-
-
-def _range(text: str) -> tuple[int, int]:
-    first, separator, last = text.partition(":")
-    if not (separator and first.isdigit() and last.isdigit() and int(first) < int(last)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range: give A:B with A < B, for example 0:12")
-    return int(first), int(last)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -125,16 +120,9 @@ def newest_manifest(work_dir: Path) -> Manifest | None:
     return manifests[-1] if manifests else None
 
 
-_SECTIONS = ("custom_imports", "model", "tokenizer", "processor", "train_dataloader", "val_dataloader", "randomness")
-_OTHERS: dict[str, Any] = {
-    "backend": {"type": "single"}, "train_cfg": {"max_updates": 1},
-    "optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 1e-3}},
-}  # fmt: skip
-"""What a whole config has besides: the data is the same with any."""
-
-
 def data_sections(name: str, options: Sequence[str]) -> dict[str, Any]:
     """The sections of a config that decide its data. Others are not checked; an unknown name is a note."""
+    from unigen_ds.runner.open.replayed import SECTIONS
     from unigen_ds.runner.settings.custom_imports import import_custom
     from unigen_ds.runner.settings.tree import read_config
     from unigen_ds.system.log import notice
@@ -143,35 +131,13 @@ def data_sections(name: str, options: Sequence[str]) -> dict[str, Any]:
     for problem in read.problems:
         notice(str(problem))
     config = read.values
-    sections = {key: config[key] for key in _SECTIONS if key in config}
+    sections = {key: config[key] for key in SECTIONS if key in config}
     try:
         import_custom(sections)
     except ConfigError as error:
         notice(str(error))
         sections.pop("custom_imports")
     return sections
-
-
-def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Manifest | None) -> tuple[Settings, Data]:
-    """Settings and data of a run, with the epoch length and phases of its manifest; without it those of a first start.
-
-    If records were appended later, only the old ones belong to the run.
-    """
-    from unigen_ds.runner.settings.tree import Settings
-    from unigen_ds.runner.start.build import build_geometry
-    from unigen_ds.runner.start.stages import continue_data
-
-    settings = Settings.from_config({**config, **_OTHERS})
-    if settings.randomness.seed is None:
-        if manifest is None:
-            remedy = (
-                "name the run's folder with --work-dir: its checkpoint records it; or --cfg-options randomness.seed=N"
-            )
-            raise ConfigError("randomness.seed is None: the run draws it", remedy=remedy)
-        settings = settings.settled(seed=int(manifest.loader["seed"]))
-    geometry = manifest.ruler.geometry if manifest else build_geometry(settings, dp_size=world_size)
-    data, *_ = continue_data(settings, manifest, geometry=geometry, on_change="append", check=False)
-    return settings, data
 
 
 def write_html(settings: Settings, data: Data, out: Path, sequences: tuple[int, int], config: str) -> dict[str, Any]:
@@ -195,6 +161,7 @@ def check_ledger(stream: SequenceStream, path: Path, *, manifest: Manifest | Non
     Lines from before the data was replaced are only counted: their samples no longer exist.
     """
     from unigen_ds.data.batches.change import compare
+    from unigen_ds.data.order.order import Skip, merged_skips
 
     lines = [line for line in read_lines(path) if "event" not in line]
     if not lines:
@@ -203,6 +170,9 @@ def check_ledger(stream: SequenceStream, path: Path, *, manifest: Manifest | Non
     lines = lines[len(replaced) :] or lines
     report: dict[str, Any] = {"ledger": str(path), "updates": len(lines), "replaced": len(replaced), "samples": 0}
     report["sequences"] = [lines[0]["sequences"][0], lines[-1]["sequences"][1]]
+    left_out = merged_skips(Skip(*one) for line in lines for one in line.get("left_out", ()))
+    report["left_out"] = [*map(list, left_out)]
+    stream = stream.skipping(left_out)
     report["same_data"] = manifest is None or not compare(manifest.loader, stream).obstacles
     start = lines[0]["sequences"][0]
     rows = stream.rows(stream.seek(start))
@@ -231,7 +201,11 @@ def _check_line(
     if first != before["sequences"][1]:
         what = "repeated" if first < before["sequences"][1] else "skipped"
         return f"its sequences begin at {first}, the line before ends at {before['sequences'][1]}: some were {what}", 0
-    ids = [draw.sample_id(names) for row, _ in islice(rows, stop - first) for draw in row]
+    ids = []
+    for row, cursor in rows:
+        ids += [draw.sample_id(names) for draw in row]
+        if cursor.sequences >= stop:
+            break
     if sample_digest(ids) != line["digest"]:
         first_ids = ", ".join(ids[:3])
         present = f"the config results in {sample_digest(ids)} ({first_ids}, ...)"
@@ -265,6 +239,8 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
         what = f"{report['ledger']}: {report['updates']:,} updates, sequences {first}:{stop}"
         if number := report["replaced"]:
             yield f"{report['ledger']}: {number:,} updates before the data was replaced cannot be recomputed."
+        for first, stop, why in report["left_out"]:
+            yield f"{report['ledger']}: sequences {first}:{stop} were left out: {why}."
         if report["agrees"]:
             yield f"{what}, {report['samples']:,} samples: each occurs once, every digest agrees."
             return

@@ -35,6 +35,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--resume", nargs="?", const=AUTO, default=None, metavar="CKPT",
                    help="continue from the newest valid checkpoint of the work dir, or from CKPT;\n"
                    "if there is none yet, start as the config states")  # fmt: skip
+    p.add_argument("--skip-sequences", action="append", metavar="A:B",
+                   help="leave sequences A .. B-1 of the run out, also in later resumes; may be repeated")  # fmt: skip
     p.add_argument("--load-from", metavar="CKPT", help="load only the weights of CKPT and start a new run")
     p.add_argument("--print-config", action="store_true",
                    help="print every key with its value and its origin, without training")  # fmt: skip

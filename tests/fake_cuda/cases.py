@@ -131,7 +131,7 @@ def config(case: Case, work_dir: Path, data: Path, *, on_cpu: bool = False, **ov
         "train_cfg__max_epochs": 99,
         "train_dataloader__drop_last": False,  # an iteration of 1,024 sequences is more than an epoch has
         "env": {"dist_timeout_s": TIMEOUT_S},
-        "custom_hooks": [{"type": "EMAHook", "momentum": 0.1}],
+        "custom_hooks": [{"type": "EMAHook", "momentum": 0.1}, {"type": "SpikeHook", "interval": 1000}],
         "default_hooks__logger__interval": 1000,
         **overrides,
     }

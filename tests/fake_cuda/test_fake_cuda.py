@@ -38,11 +38,12 @@ FIRST = {("value read", "hooks/guard/losses.py:<listcomp>")}
 """After the first update from published weights: its losses."""
 SAVE = {
     *EPOCH, ("value read", "runner/loop/updates.py:losses"),
+    ("value read", "hooks/guard/spikes.py:<genexpr>"), ("value read", "hooks/guard/spikes.py:_decide"),
     ("value read", "hooks/log/logger.py:_read_norms"),
     ("cuda.get_rng_state", "system/seeding.py:rng_state"), ("cuda.set_rng_state", "system/seeding.py:set_rng_state"),
 }  # fmt: skip
 """At a save: the losses of the last update at its new weights, which leave the generators as they are, the sums of the
-epoch so far, and the gradient norms since the last log line."""
+epoch so far, and losses and gradient norms since the last look or log line."""
 
 
 PACKING = {

@@ -17,7 +17,7 @@ geometry             batch_size, accumulative_counts, dp_size at the save
 ruler                geometry of the first start and sequences_per_epoch: what user units mean in this run
 topology             engine, sharding, offload, process count, precision
 schedule             the curves in sequences and tokens (``Schedules.state_dict``), with ``lr_scale``
-loader               cursor {epoch, window, row, sequences}, seed, data fingerprint
+loader               cursor {epoch, window, row, sequences}, seed, data fingerprint, sequences that are left out
 parameters           [{name, shape, dtype, trainable, group, tied}]; tied: further names of the same tensor
 files                [{path, size, digest}] of every file but this one; digest: ``xxh3_128:<hex>``
 config               the config as plain values (data, never executed)

@@ -27,6 +27,7 @@ from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.progress import Duration
 from unigen_ds.core.shards import STAMP, PieceReader
+from unigen_ds.data.order.order import Skip
 from unigen_ds.system import dist
 from unigen_ds.system.files import (
     delete_inside,
@@ -192,7 +193,7 @@ def continued_lineage(work_dir: Path, checkpoint: Path, listing: Sequence[Found]
     ]
     last_commit = max([before.last_commit, *(manifest.commit for manifest in manifests.values())])
     outside = None if is_inside(work_dir, checkpoint) else str(checkpoint)
-    return Lineage(outside, tuple(sorted(abandoned)), last_commit)
+    return Lineage(outside, tuple(sorted(abandoned)), last_commit, before.skips)
 
 
 def continue_from(work_dir: Path, checkpoint: Path, lineage: Lineage) -> None:
@@ -366,6 +367,8 @@ class Lineage:
     """Commits that were abandoned."""
     last_commit: int = 0
     """The highest commit number so far: a number is never used twice, even when checkpoints are removed."""
+    skips: tuple[Skip, ...] = ()
+    """What the run leaves out of its data: a checkpoint from before that was decided does not have it."""
 
     @classmethod
     def read(cls, work_dir: Path) -> Lineage:
@@ -383,5 +386,5 @@ class Lineage:
 
     def write(self, work_dir: Path) -> None:
         """Durable when it returns. The file is not made for an empty lineage."""
-        if self.start or self.abandoned or (work_dir / self.FILE).exists():
+        if self.start or self.abandoned or self.skips or (work_dir / self.FILE).exists():
             write_text_atomic(work_dir / self.FILE, json.dumps(dataclasses.asdict(self)) + "\n")

@@ -221,7 +221,8 @@ def overrides_of(arguments: Any, *, checkpoint: str | None = None) -> dict[str, 
         overrides |= {"resume": checkpoint, "load_from": None, "load_cfg": None}
     if arguments.backend is not None:
         overrides = with_backend(overrides, arguments.backend)
-    names = ("work_dir", "checkpoint_dir", "load_from", "base", "launcher", "on_batch_change", "on_data_change")
+    names = ("work_dir", "checkpoint_dir", "load_from", "base", "launcher", "on_batch_change", "on_data_change",
+             "skip_sequences")  # fmt: skip
     values = {name: getattr(arguments, name, None) for name in names}
     return overrides | {name: value for name, value in values.items() if value is not None}
 

@@ -36,12 +36,14 @@ from unigen_ds.core.batch import Batch
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import Shard, ShardReader
 from unigen_ds.data.datasets.dataset import PlannedDataset
+from unigen_ds.data.order.order import Skip
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.system.clock import Clock
 
 PRIORITY = {
     "timer": 10,
     "nan_guard": 20,
+    "spike": 22,
     "skipped": 25,
     "ema": 30,
     "first_update": 35,
@@ -78,7 +80,7 @@ class UpdateResult:
     num_skipped: int
     """Samples that could not be decoded and were replaced by padding, over all ranks."""
     sequences: tuple[int, int]
-    """Half-open range of global sequence numbers."""
+    """Half-open range of global sequence numbers; those of ``Run.skips`` in it are left out."""
     sample_digest: str
     """Digest of the sample ids of the whole update, over all ranks, in global order."""
     sample_ids: Sequence[str]
@@ -105,6 +107,16 @@ class Iteration:
     each: Mapping[str, Tensor]
     """The value of each target, as of ``LossTerms.each``: detached, on the device."""
     loss_weights: Mapping[str, float]
+
+
+class GoBack(Exception):
+    """Raised by a hook in ``after_update`` or ``before_save_checkpoint``, on all ranks alike: the run continues from
+    ``checkpoint`` without the sequences of ``skip``. Hooks, data and position are those of a resume; the engine stays.
+    """
+
+    def __init__(self, checkpoint: Path, skip: Skip) -> None:
+        super().__init__(f"back to {checkpoint.name}, without sequences {skip}: {skip.why}")
+        self.checkpoint, self.skip = checkpoint, skip
 
 
 class Run(Protocol):
@@ -139,6 +151,10 @@ class Run(Protocol):
         """The model itself, without an engine's wrapper (``backend.model``, which computes). Under ZeRO-3 and FSDP2 its
         parameters are shards.
         """
+
+    @property
+    def skips(self) -> Sequence[Skip]:
+        """Sequences that the run leaves out: recorded by its checkpoints, or since the last one."""
 
     @property
     def processor(self) -> Any:

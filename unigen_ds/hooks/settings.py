@@ -13,6 +13,7 @@ from unigen_ds.hooks.evaluate import async_evaluate as _async_evaluate  # noqa: 
 from unigen_ds.hooks.evaluate import ema as _ema  # noqa: F401
 from unigen_ds.hooks.evaluate import evaluate as _evaluate  # noqa: F401
 from unigen_ds.hooks.evaluate import preview as _preview  # noqa: F401
+from unigen_ds.hooks.guard import spikes as _spikes  # noqa: F401
 from unigen_ds.hooks.guard.losses import ContinuityHook, FirstUpdateHook, NanGuardHook
 from unigen_ds.hooks.guard.signals import SignalHook
 from unigen_ds.hooks.log.logger import LoggerHook

@@ -18,7 +18,7 @@ SECTIONS = (
     "custom_imports", "model", "lora", "base", "tokenizer", "processor", "train_dataloader", "val_dataloader",
     "optim_wrapper", "loss_weights", "param_scheduler", "train_cfg", "backend", "default_hooks", "custom_hooks",
     "visualizer", "randomness", "env", "load_from", "load_cfg", "resume", "on_batch_change", "on_data_change",
-    "work_dir", "checkpoint_dir", "launcher", "world_size",
+    "skip_sequences", "work_dir", "checkpoint_dir", "launcher", "world_size",
 )  # fmt: skip
 """Keys at the top of a config, in the order in which they are written."""
 Kind = Callable[[Any], Any]

@@ -41,6 +41,7 @@ def write_data_page(
     processor: Any,
     batches: Sequence[MicroBatch],
     skipped_sources: int = 0,
+    notes: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the page of a config. Raises ``ConfigError`` where ``out`` cannot be written.
 
@@ -51,6 +52,7 @@ def write_data_page(
         processor: the run's.
         batches: of one sequence each, as the run's loader makes them; a cursor is the position after its batch.
         skipped_sources: data sets of the config that could not be opened (``on_error='skip'``).
+        notes: of a sample, by its id.
     """
     report, names = describe_data(stream), titles(stream)
     left_out: dict[bool, list[tuple[Any, ...]]] = {False: [], True: []}  # by whether the run uses the records
@@ -72,7 +74,7 @@ def write_data_page(
         num_rows=len(first_rows(stream)),
         left_out=left_out,
         skipped_sources=skipped_sources,
-        sequences=[_sequence(stream, one, processor) for one in batches],
+        sequences=[_sequence(stream, one, processor, notes or {}) for one in batches],
     )
 
 
@@ -92,7 +94,7 @@ def _balance(sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, floa
     return bars
 
 
-def _sequence(stream: SequenceStream, one: MicroBatch, processor: Any) -> dict[str, Any]:
+def _sequence(stream: SequenceStream, one: MicroBatch, processor: Any, notes: Mapping[str, str]) -> dict[str, Any]:
     (row,) = one.rows
     samples, (planned,) = shown(one.batch, processor), tokens_of(stream, [row])
     own = [sample for sample in samples if sample.id]
@@ -110,12 +112,14 @@ def _sequence(stream: SequenceStream, one: MicroBatch, processor: Any) -> dict[s
             *(f"{grouped(count)} {term} targets" for term, count in targets.items() if count),
         ],
         "fill": [(f"p{k % 2}", sample.id, sample.num_tokens / stream.seq_length) for k, sample in enumerate(own)],
-        "samples": [_sample(sample, length) for sample, length in zip(samples, lengths, strict=False)],
+        "samples": [
+            _sample(sample, length, notes.get(sample.id)) for sample, length in zip(samples, lengths, strict=False)
+        ],
     }
 
 
-def _sample(sample: ShownSample, planned: int) -> dict[str, Any]:
-    facts = [plural(sample.num_tokens, "token")]
+def _sample(sample: ShownSample, planned: int, note: str | None) -> dict[str, Any]:
+    facts = [plural(sample.num_tokens, "token"), *([note] if note else [])]
     facts += [plural(count, f"{term} target") for term, count in sample.targets.items() if count]
     if sample.targets and not any(sample.targets.values()):
         facts.append("nothing to learn")

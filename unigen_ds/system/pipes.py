@@ -81,6 +81,14 @@ def add_source(p: argparse.ArgumentParser) -> None:
                    help="import (and so execute) the modules that the checkpoint's config names")  # fmt: skip
 
 
+def sequence_range(text: str) -> tuple[int, int]:
+    """``0:12`` -> (0, 12)."""
+    first, separator, last = text.partition(":")
+    if not (separator and first.isdigit() and last.isdigit() and int(first) < int(last)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range: give A:B with A < B, for example 0:12")
+    return int(first), int(last)
+
+
 # Sizes and shares as a command line has them: ``80GiB``, ``5%``.
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

@@ -304,7 +304,7 @@ def first_rows(stream: SequenceStream) -> list[Row]:
     epoch = stream.phases[-1].first_epoch
     if stream.packer is None:
         units = min(stream.epoch_order(epoch).epoch_size, 65536)
-        return [row for row, _ in islice(stream.rows(Cursor(epoch)), units)]
+        return [row for row, _ in islice(stream.skipping(()).rows(Cursor(epoch)), units)]
     return [r for w in range(min(stream.num_windows(epoch), _WINDOWS)) for r in stream.window_rows(epoch, w)]
 
 
@@ -335,5 +335,5 @@ def epoch_balance(stream: SequenceStream) -> dict[str, dict[str, float]]:
 
 def derive(stream: SequenceStream, start: int, stop: int) -> list[list[str]]:
     """The sample ids of each of the global sequences ``start .. stop``, in the stream's order."""
-    rows = islice(stream.rows(stream.seek(start)), stop - start)
+    rows = islice(stream.skipping(()).rows(stream.seek(start)), stop - start)
     return [[draw.sample_id(stream.names) for draw in row] for row, _ in rows]

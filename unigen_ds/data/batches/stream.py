@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,7 @@ from unigen_ds.data.datasets.groups import Blend, check_mandatory
 from unigen_ds.data.datasets.overflow import Overflow
 from unigen_ds.data.datasets.streamed_units import ShardWalk, StreamedFitted, fit
 from unigen_ds.data.datasets.subset import division_of, filtering_of, whole_of
-from unigen_ds.data.order.order import Cursor, Draw, GlobalOrder, Phase
+from unigen_ds.data.order.order import Cursor, Draw, GlobalOrder, Phase, Skip, merged_skips
 from unigen_ds.data.order.packing import Packer
 from unigen_ds.data.samples.sample import Array
 from unigen_ds.system.seeding import derive_seed
@@ -82,6 +82,8 @@ class SequenceStream:
         """What the draws of rows point into."""
         self.sample_length = overflow.seq_length
         self.drop_last, self.sequences_per_iteration = drop_last, sequences_per_iteration
+        self.skips: tuple[Skip, ...] = ()
+        """What ``rows`` leaves out; no number of another sequence changes."""
         self.blend, self.names = blend or Blend(), source_names(datasets)
         self._tokens = [source.tokens for source in self.fitted]
         tiles = [source.tiles for source in self.fitted]
@@ -113,6 +115,20 @@ class SequenceStream:
         stream = copy.copy(self)
         stream._use(tuple(phases))
         return stream
+
+    def skipping(self, skips: Iterable[Skip]) -> SequenceStream:
+        """The same data without these sequences."""
+        stream = copy.copy(self)
+        stream.skips = merged_skips(skips)
+        return stream
+
+    def position_after(self, position: int, number: int) -> int:
+        """The position of a run after ``number`` sequences more."""
+        stop = position + number
+        for skip in self.skips:
+            if skip.stop > position and skip.first < stop:
+                stop += skip.stop - max(skip.first, position)
+        return stop
 
     def new_phase(
         self, first_epoch: int, *, first_pass: int, first_sequence: int | None, rows: int | None = None
@@ -227,7 +243,8 @@ class SequenceStream:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the cursor: which data this is, and in which phases the run uses it."""
         phases = [phase.state_dict() for phase in self.phases]
-        return {"seed": self.order.seed, "fingerprint": self.fingerprint, "facts": self.facts, "phases": phases}
+        skips = {"skips": [list(skip) for skip in self.skips]} if self.skips else {}
+        return {"seed": self.order.seed, "fingerprint": self.fingerprint, "facts": self.facts, "phases": phases} | skips
 
     def window_rows(self, epoch: int, window: int) -> list[Row]:
         """All rows of one window of a packed stream."""
@@ -328,10 +345,12 @@ class SequenceStream:
             self.fitted[k].shards.fetches_ahead = True  # type: ignore[attr-defined]
 
     def rows(self, cursor: Cursor | None = None) -> Iterator[tuple[Row, Cursor]]:
-        """Every row from ``cursor`` on, over all epochs, each with the cursor after it. Endless."""
+        """Every row from ``cursor`` on, over all epochs, each with the cursor after it. Endless. Without ``skips``."""
         cursor = cursor or Cursor()
         self._take_over(cursor)
-        return self._single_rows(cursor) if self.packer is None else self._packed_rows(cursor)
+        rows = self._single_rows(cursor) if self.packer is None else self._packed_rows(cursor)
+        skips = self.skips
+        return (pair for pair in rows if not any(one.first < pair[1].sequences <= one.stop for one in skips))
 
     def _take_over(self, cursor: Cursor) -> None:
         """What the cursor knows of its position, so that nothing before it is planned again."""

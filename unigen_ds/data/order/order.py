@@ -11,7 +11,7 @@ and ``Phase`` are where a run is in the order of its data, as a checkpoint keeps
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
 from functools import cached_property
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import json_values
 from unigen_ds.data.order.mixture import Mixture, exact
 from unigen_ds.system.seeding import derive_seed
@@ -258,6 +258,39 @@ class Cursor:
         if missing := sorted({"epoch", "window", "row", "sequences"} - set(state)):
             raise CheckpointError(f"a data cursor without {', '.join(missing)}")
         return cls(**{one.name: _tuples(state[one.name]) for one in fields(cls) if one.name in state})
+
+
+class Skip(NamedTuple):
+    """Global sequence numbers ``first .. stop - 1`` that a run leaves out. They count in its position, as if they had
+    been used: limits, schedules and intervals do not wait for others instead.
+    """
+
+    first: int
+    stop: int
+    why: str = "by hand"
+
+    def __str__(self) -> str:
+        return f"{self.first}:{self.stop}"
+
+    @classmethod
+    def parse(cls, text: Any) -> Skip:
+        """``96:128``. Raises ``ConfigError``."""
+        first, _, stop = str(text).partition(":")
+        if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
+            raise ConfigError(f"skip_sequences has {text!r}", allowed="A:B with A < B: sequences A .. B-1 of the run")
+        return cls(int(first), int(stop))
+
+
+def merged_skips(skips: Iterable[Skip]) -> tuple[Skip, ...]:
+    """In their order; those that overlap are one."""
+    merged: list[Skip] = []
+    for skip in sorted(set(skips)):
+        if merged and skip.first < merged[-1].stop:
+            last = merged.pop()
+            whys = [last.why] + [skip.why] * (skip.stop > last.stop and skip.why != last.why)
+            skip = Skip(last.first, max(last.stop, skip.stop), "; ".join(whys))
+        merged.append(skip)
+    return tuple(merged)
 
 
 @dataclass(frozen=True)

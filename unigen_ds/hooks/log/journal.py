@@ -116,7 +116,9 @@ class LedgerHook(JournalHook):
             "skipped": result.num_skipped,
             "applied": result.applied,
         }
-        self.append(run, record)
+        first, stop = result.sequences
+        left_out = [list(skip) for skip in run.skips if skip.first < stop and skip.stop > first]
+        self.append(run, {**record, **({"left_out": left_out} if left_out else {})})
 
 
 @HOOKS.register_module()

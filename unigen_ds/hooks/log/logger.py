@@ -311,7 +311,8 @@ def _identity(run: Run) -> dict[str, Any]:
         if isinstance(section, Mapping):
             sections[name] = {key: value for key, value in section.items() if key not in _WITHOUT_EFFECT}
     data = [dataset.fingerprint for dataset in run.datasets]
-    return {"config": sections, "global_batch_size": run.geometry.global_batch_size, "data": data}
+    skips = {"skips": [*map(str, run.skips)]} if run.skips else {}
+    return {"config": sections, "global_batch_size": run.geometry.global_batch_size, "data": data, **skips}
 
 
 def progress_line(record: Mapping[str, Any], *, summary: Mapping[str, float]) -> str:

@@ -23,13 +23,14 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Progress
 from unigen_ds.core.shards import first_names
 from unigen_ds.data.batches.statistics import list_left_out
-from unigen_ds.data.order.order import Cursor
-from unigen_ds.hooks.base import PRIORITY, Hook, Iteration, UpdateResult
+from unigen_ds.data.order.order import Cursor, Skip
+from unigen_ds.hooks.base import PRIORITY, GoBack, Hook, Iteration, UpdateResult
+from unigen_ds.hooks.guard.signals import STOPPED_BY_SIGNAL
 from unigen_ds.hooks.log.journal import SkippedSamplesHook
 from unigen_ds.runner.loop.updates import LastUpdate, Update, count_ahead, losses
 from unigen_ds.runner.open.trained import export_checkpoint
 from unigen_ds.runner.start.build import check_states
-from unigen_ds.runner.start.parts import Parts, build_parts, restore
+from unigen_ds.runner.start.parts import Parts, build_parts, parts_after, restore
 from unigen_ds.system import announced, dist
 from unigen_ds.system.clock import Clock
 from unigen_ds.system.files import write_text_atomic
@@ -41,6 +42,11 @@ class Runner:
     """Trains ``Parts`` to its limits. ``Runner.from_cfg(cfg).train()``; implements ``hooks.base.Run``."""
 
     def __init__(self, parts: Parts) -> None:
+        self._locks: list[WorkDirLock] = []
+        self._use(parts)
+
+    def _use(self, parts: Parts) -> None:
+        """Begin with these parts, as a new process does."""
         self._parts, settings, start = parts, parts.settings, parts.start
         self.config, self.work_dir, self.checkpoint_dir = settings.given, settings.folder, settings.checkpoints
         self.backend, self.geometry, self.peak_tflops = parts.backend, parts.geometry, settings.env.peak_tflops
@@ -62,7 +68,6 @@ class Runner:
             self._parent = store.outer(parent).name if store.is_inside(self.checkpoint_dir, parent) else str(parent)
         self._loss_weights = settings.term_weights
         self._config_text, self._identity = config_text(settings.given), start.data.stream.identity
-        self._locks: list[WorkDirLock] = []
         self._writer: BackgroundWriter | None = None
         self._parameters = Parameters(parts.backend)
 
@@ -84,7 +89,8 @@ class Runner:
 
         A limit in tokens ends with the update that reaches it: how many the next update has is not known in advance.
         """
-        ahead = self.progress.sequences + self.geometry.global_batch_size
+        stream = self._parts.start.data.stream
+        ahead = stream.position_after(self.progress.sequences, self.geometry.global_batch_size)
         return any(
             ahead > limit.value if limit.unit == "sequence" else limit.reached(self.progress)
             for limit in self._parts.start.limits
@@ -104,7 +110,21 @@ class Runner:
         return None if update is None else losses(self.backend, update)
 
     def train(self) -> Progress:
-        """Restore, train until done, clean up. Collective. Returns the final progress."""
+        """Restore, train until done, clean up; again from a checkpoint where a hook raises ``GoBack``. Collective.
+        Returns the final progress.
+        """
+        try:
+            while (back := self._train()) is not None:
+                stops = dist.sum_floats([float(any(hook.wants_stop() for hook in self.hooks))])[0]
+                self._use(parts_after(back, self._parts, self.model))
+                if stops:  # the signal came before, and new hooks do not know of it
+                    self.request_stop(STOPPED_BY_SIGNAL)
+        finally:
+            self.backend.close()
+        return self.progress
+
+    def _train(self) -> GoBack | None:
+        """``train`` until it is done, or a hook has it go back."""
         self.run_id = dist.on_main(self._lock_folders)
         try:
             self._call("before_run")
@@ -130,6 +150,9 @@ class Runner:
                     self._call("after_train_epoch")
             self._call("after_train")
             self._call("after_run")
+        except GoBack as back:
+            self._report(back)
+            return back.with_traceback(None)  # its frames have the batches of an update
         except BaseException as error:
             cause = announced.explain(error)
             self._report(cause)
@@ -143,9 +166,8 @@ class Runner:
             self._parts.loader.close()
             if self._writer is not None:
                 self._writer.close()
-            self.backend.close()
             self._unlock_folders()
-        return self.progress
+        return None
 
     def _requests(self) -> list[bool]:
         return [any(hook.wants_stop() for hook in self.hooks), *(hook.has_request() for hook in self.hooks)]
@@ -293,6 +315,11 @@ class Runner:
             self._parent = path.name
             self._call("after_save_checkpoint", path)
         return path
+
+    @property
+    def skips(self) -> Sequence[Skip]:
+        """See ``hooks.base.Run``."""
+        return self._parts.start.data.stream.skips
 
     @property
     def model(self) -> nn.Module:

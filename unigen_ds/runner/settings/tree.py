@@ -25,13 +25,14 @@ from unigen_ds.checkpoint.partial import LoadSettings
 from unigen_ds.config.overrides import ConfigValues, override_path, plain_values, read_values, top_problems
 from unigen_ds.config.paths import expand_paths
 from unigen_ds.config.registry import BACKENDS, MODELS, find
-from unigen_ds.config.section import LISTED, Component, Of, Section, argument_defaults, keys
+from unigen_ds.config.section import LISTED, Component, Of, Section, argument_defaults, keys, one_or_many
 from unigen_ds.config.translation import translate
 from unigen_ds.config.values import Number, Time
 from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.core.errors import ConfigError, raise_any
 from unigen_ds.core.progress import Duration, Ruler
 from unigen_ds.data.order import packing as _packing  # noqa: F401
+from unigen_ds.data.order.order import Skip
 from unigen_ds.data.settings import Tokenizer, TrainDataloader, ValDataloader
 from unigen_ds.data.text import tokenizers as _tokenizers  # noqa: F401
 from unigen_ds.evaluation import metrics as _metrics  # noqa: F401
@@ -114,6 +115,9 @@ class ModelSettings(Section):
         return {key: {} if key in none and value is None else value for key, value in dict(config).items()}
 
 
+Skips = BeforeValidator(lambda value: tuple(map(Skip.parse, one_or_many(value))))
+
+
 class Settings(ModelSettings):
     """One field for each key of a config."""
 
@@ -163,6 +167,11 @@ class Settings(ModelSettings):
         default="refuse",
         description="changed data on a resume: `'append'` (records were added: they join from the next epoch on),"
         " `'restart'` (a new epoch of the new data begins). `--on-data-change`",
+    )
+    skip_sequences: Annotated[tuple[Skip, ...], Skips] = Field(
+        default=(),
+        description="ranges `'A:B'` of global sequence numbers that are left out, also by every later resume"
+        " ([resume.md](resume.md#sequences-that-are-left-out)). `--skip-sequences`",
     )
     work_dir: str | None = Field(
         default=None,
@@ -302,6 +311,11 @@ class Settings(ModelSettings):
     def with_resume(self, resume: str) -> Settings:
         """The same, with ``resume`` where the config does not resume."""
         return self if self.resume else self._changed({"resume": resume}, {**self._given, "resume": resume})
+
+    def going_back(self, checkpoint: Path, skip: Skip) -> Settings:
+        """The same from ``checkpoint`` without the sequences of ``skip``; records of the run keep its config."""
+        update = {"resume": str(checkpoint), "load_from": None, "skip_sequences": (*self.skip_sequences, skip)}
+        return self._changed({**update, "load_cfg": None}, self._given)
 
     @property
     def seed(self) -> int:

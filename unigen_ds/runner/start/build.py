@@ -229,13 +229,18 @@ def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: b
     stream = stream and bool(spec.get("pretrained")) and not packed and hasattr(kind, "initial_weights")
     with torch.device("meta") if stream else nullcontext():
         model = family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
+    connect(model, processor)
+    if settings.lora is not None:
+        add_adapters(model, settings.lora, seed=seed)
+    return model
+
+
+def connect(model: Any, processor: Any) -> None:
+    """Let each know what it needs of the other."""
     if getattr(processor, "vocab_size", 0) is None:
         processor.vocab_size = getattr(model, "vocab_size", None)
     if use_processor := getattr(model, "use_processor", None):
         use_processor(processor)
-    if settings.lora is not None:
-        add_adapters(model, settings.lora, seed=seed)
-    return model
 
 
 def build_groups(settings: Settings, named: Iterable[tuple[str, nn.Parameter]]) -> list[ParamGroup]:

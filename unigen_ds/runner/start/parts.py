@@ -13,7 +13,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from logging import INFO, WARNING
@@ -35,7 +35,7 @@ from unigen_ds.data.batches.statistics import start_lines
 from unigen_ds.data.datasets.overflow import check_positions
 from unigen_ds.data.order.order import Cursor
 from unigen_ds.evaluation.validation import Validation
-from unigen_ds.hooks.base import Hook
+from unigen_ds.hooks.base import GoBack, Hook
 from unigen_ds.resume.finding import Finding, model_findings, other_model, other_sizes, refuse
 from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan
 from unigen_ds.runner.settings.environment import apply_environment, apply_variables
@@ -104,7 +104,6 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         for line in chain.from_iterable(one.start_lines() for one in data.validation):
             logger.info(line)
         logger.info("Effective batch: %s sequences per update; %d per epoch.", geometry, per_epoch)
-    load = partial(build.build_loader, settings.train_dataloader, data, dp_rank=backend.dp_rank)
     return Parts(
         settings=settings,
         plan=plan,
@@ -116,11 +115,36 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         schedules=schedules,
         parameters=parameters,
         plain_config=stages.plain_config(settings, model=model),
-        loader=load(geometry=geometry, cursor=start.cursor),
-        loader_at=lambda geometry, cursor: load(geometry=geometry, cursor=cursor, workers=False),
-        validation=[Validation(one, settings.term_weights) for one in data.validation],
         max_updates=max_updates,
+        **_loaders(start, backend, geometry),
     )
+
+
+def parts_after(back: GoBack, parts: Parts, model: Any) -> Parts:
+    """The parts of a run that goes back to a checkpoint: engine and model stay, and ``restore`` loads them; all else is
+    new and checked as at a resume. Collective.
+    """
+    clock.begin()
+    backend, geometry = parts.backend, parts.geometry
+    settings = parts.settings.going_back(back.checkpoint, back.skip)
+    plan, start, findings, hooks = _begin(settings, backend, geometry, parts.max_updates)
+    build.connect(model, start.data.processor)
+    found: dict[str, Any] = {"plan": plan, "start": start, "findings": findings, "hooks": hooks}
+    return replace(parts, settings=start.settings, **found, **_loaders(start, backend, geometry))
+
+
+def _loaders(start: Start, backend: Backend, geometry: Geometry) -> dict[str, Any]:
+    """The parts that read data; and a line for sequences that they leave out."""
+    load = partial(build.build_loader, start.settings.train_dataloader, start.data, dp_rank=backend.dp_rank)
+    if skips := start.data.stream.skips:
+        texts = ", ".join(f"{skip} ({skip.why})" for skip in skips)
+        number = sum(skip.stop - skip.first for skip in skips)
+        log.logger().info("Left out: %d sequences, %s. They count in the position of the run.", number, texts)
+    return {
+        "loader": load(geometry=geometry, cursor=start.cursor),
+        "loader_at": lambda geometry, cursor: load(geometry=geometry, cursor=cursor, workers=False),
+        "validation": [Validation(one, start.settings.term_weights) for one in start.data.validation],
+    }
 
 
 def _begin(
@@ -307,6 +331,7 @@ def restore(parts: Parts, hooks: Sequence[Hook], *, home: Path) -> dict[str, Any
         logger().warning("The checkpoint is of another number of processes: network dropout is seeded anew.")
     lineage = parts.plan.lineage
     assert lineage is not None, "planned with a resume"
+    lineage = replace(lineage, skips=parts.start.data.stream.skips)
     dist.on_main(lambda: store.continue_from(home, checkpoint, lineage))
     findings = [finding.state_dict() for finding in parts.findings]
     return {**manifest.state_dict(), "path": str(checkpoint), "findings": findings}

@@ -45,6 +45,7 @@ from unigen_ds.resume import checklist
 from unigen_ds.resume.finding import BUILT, Finding, Proposal, Saves
 from unigen_ds.resume.geometry import lr_factor
 from unigen_ds.resume.plan import ResumePlan, plan_resume
+from unigen_ds.resume.skips import settled_skips
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start import build
 from unigen_ds.schedule.schedule import Schedules
@@ -198,6 +199,8 @@ def read_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> S
     ruler = manifest.ruler if manifest else Ruler(geometry, data.stream.sequences_per_epoch)
     limits = settings.train_cfg.durations(ruler)
     total = build.total_sequences(limits, geometry, data.stream.tokens_per_sequence)
+    skips = settled_skips(settings.skip_sequences, manifest, plan.lineage, end=total)
+    data = replace(data, stream=data.stream.skipping(skips))
     return Start(settings, manifest, unknown, data, change, cursor, ruler, limits, total)
 
 

@@ -1,0 +1,157 @@
+"""Loss spikes: the run goes back to the checkpoint before one, and leaves out the data with which it began.
+
+As PaLM was trained (arXiv 2204.02311, section 5.1). Losses stay on the device until ``interval`` updates are complete
+or a checkpoint is to be saved: no update waits for them, and no checkpoint has a spike that was not found. They are
+summed over the ranks, and rank 0 decides.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Annotated
+
+from annotated_types import Ge, Gt
+
+from unigen_ds.checkpoint import store
+from unigen_ds.config.registry import HOOKS, checked
+from unigen_ds.core.batch import DEFAULT_WEIGHT
+from unigen_ds.core.errors import TrainingError
+from unigen_ds.data.order.order import Skip
+from unigen_ds.hooks.base import GoBack, Hook, Run, UpdateResult
+from unigen_ds.system import dist
+from unigen_ds.system.log import logger
+
+FEWEST = 20
+"""Updates before the first spike: a loss that falls fast at the start has no usual range."""
+SMALLEST = 0.01
+"""Share of the median that a standard deviation has at least: a loss that hardly changes has no spikes of noise."""
+NORMAL = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+WHY = "spike"
+
+
+@HOOKS.register_module()
+class SpikeHook(Hook):
+    """Where the loss of an update is far above recent ones, the run goes back to the newest checkpoint before it and
+    continues without the sequences of the spike.
+
+    Args:
+        z: a loss of more than so many standard deviations above the median of the last `window` updates is a spike; the
+            deviation is 1.4826 times the median absolute one, and at least 1 % of the median.
+        grad_norm_z: the same for the gradient norm; None: it is not looked at.
+        window: updates that are compared with; before the 20th there is no spike.
+        interval: updates between two looks at the losses; before each save there is one, too.
+        skip_updates: updates from the spike's first one on whose sequences are left out, at least; of a spike of more
+            updates, up to the look that finds it, all.
+        max_rollbacks: a further spike ends the run with an error; 0: the first one does.
+    """
+
+    name = "spike"
+    state_attributes = ("recent",)
+
+    @checked()
+    def __init__(
+        self,
+        *,
+        z: Annotated[float, Gt(0)] = 6.0,
+        grad_norm_z: Annotated[float, Gt(0)] | None = None,
+        window: Annotated[int, Ge(FEWEST)] = 100,
+        interval: Annotated[int, Ge(1)] = 10,
+        skip_updates: Annotated[int, Ge(1)] = 1,
+        max_rollbacks: Annotated[int, Ge(0)] = 3,
+    ) -> None:
+        self.limits = {"loss": z, "gradient norm": grad_norm_z or math.inf}
+        self.window, self.interval = window, interval
+        self.skip_updates, self.max_rollbacks = skip_updates, max_rollbacks
+        self.recent: list[list[float]] = []
+        """Loss and gradient norm of the last updates that are no spikes: on rank 0."""
+        self._pending: list[tuple[int, UpdateResult]] = []
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        self._pending.append((run.progress.updates, result))
+        if len(self._pending) >= self.interval:
+            self._look(run)
+
+    def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
+        self._look(run)
+
+    def _look(self, run: Run) -> None:
+        """Collective. Raises ``GoBack``, or ``TrainingError`` where that is not possible."""
+        pending, self._pending = self._pending, []
+        if pending:
+            losses = dist.sum_floats([_local_loss(result) for _, result in pending])
+            back: GoBack | None = dist.on_main(lambda: self._decide(run, pending, losses))
+            if back is not None:
+                raise back
+
+    def _decide(self, run: Run, pending: Sequence[tuple[int, UpdateResult]], losses: Sequence[float]) -> GoBack | None:
+        """On rank 0."""
+        spike, text = list[tuple[int, UpdateResult]](), ""
+        for (update, result), loss in zip(pending, losses, strict=True):
+            values = [loss, float(result.grad_norm)]
+            if not (result.applied and any(result.counts.values()) and all(map(math.isfinite, values))):
+                continue  # the NanGuardHook's
+            if above := self._above(values):
+                spike, text = [*spike, (update, result)], text or above
+            elif spike:
+                break
+            else:
+                self.recent = [*self.recent, values][-self.window :]
+        return self._back(run, spike, text) if spike else None
+
+    def _above(self, values: Sequence[float]) -> str:
+        """How far one of them is above what is usual; empty where none is."""
+        if len(self.recent) < FEWEST:
+            return ""
+        for i, (name, limit) in enumerate(self.limits.items()):
+            recent = [one[i] for one in self.recent]
+            median = statistics.median(recent)
+            usual = NORMAL * statistics.median(abs(one - median) for one in recent)
+            z = (values[i] - median) / max(usual, SMALLEST * abs(median), 1e-12)
+            if z > limit:
+                return (
+                    f"the {name} is {values[i]:.4g}, {z:.1f} standard deviations above {median:.4g}, the median of the"
+                    f" last {len(recent)} updates ({limit:g} are allowed)"
+                )
+        return ""
+
+    def _back(self, run: Run, spike: Sequence[tuple[int, UpdateResult]], text: str) -> GoBack:
+        (update, first), (last_update, last) = spike[0], spike[-1]
+        start, done = first.sequences[0], sum(skip.why.startswith(WHY) for skip in run.skips)
+        stop = max(last.sequences[1], start + self.skip_updates * run.geometry.global_batch_size)
+        updates = f"update {update}" if update == last_update else f"updates {update} to {last_update}"
+        skip = Skip(start, stop, f"{WHY} at update {update}: {text}")
+        problem = f"a loss spike in {updates} (sequences {start}:{last.sequences[1]}): {text}"
+        look = f"`python tools/replay.py {run.work_dir} --update {update}` shows the data"
+        if done >= self.max_rollbacks:
+            raise TrainingError(
+                f"{problem}. The run went back {done} times",
+                allowed=f"SpikeHook.max_rollbacks={self.max_rollbacks}",
+                remedy=f"{look}; lower the learning rate; or continue without it: --resume --skip-sequences {skip}",
+            )
+        listing = store.list_checkpoints(run.checkpoint_dir)
+        earlier = [one for one in listing if one.manifest and one.manifest.progress.sequences <= start]
+        found, _ = store.newest(run.checkpoint_dir, hashes=False, listing=earlier)
+        if found is None:
+            raise TrainingError(
+                f"{problem}, and there is no checkpoint before it",
+                remedy=f"{look}; save earlier (CheckpointHook.interval), or begin again in another --work-dir with"
+                f" --skip-sequences {skip}",
+            )
+        logger().warning(
+            "Spike: %s. The run goes back to %s and leaves out sequences %s, %d in all (rollback %d of %d)."
+            " `python tools/replay.py %s --sequences %s` shows the data.",
+            problem, found.path, skip, stop - start, done + 1, self.max_rollbacks, run.work_dir, skip,
+        )  # fmt: skip
+        return GoBack(found.path, skip)
+
+
+def _local_loss(result: UpdateResult) -> float:
+    """This rank's part of the loss of an update. Reads the device."""
+    return sum(
+        result.loss_weights.get(name, DEFAULT_WEIGHT) * float(value) / result.counts[name]
+        for name, value in result.local_sums.items()
+        if result.counts.get(name)
+    )
