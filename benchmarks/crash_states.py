@@ -37,6 +37,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 ENGINES = {"single": 1, "zero2": 2, "zero3": 2, "fsdp": 2}
+SAVES = ("blocking", "async")
 UPDATES, STOPPED, BACK = 8, 6, 6
 """Of the run; of its first start; the one of the checkpoint to which a later start goes back."""
 CONFIG = """
@@ -240,7 +242,8 @@ class Case:
             recorded_run("--resume")
         else:
             merge(FIRST)
-            recorded_run("--resume", "--max-updates", str(STOPPED + 1))
+            form = "default_hooks.checkpoint.form=full"
+            recorded_run("--resume", "--max-updates", str(STOPPED + 1), "--cfg-options", form)
             self.backs = count()
             recorded_run("--resume", run / f"iter_{BACK}.pth")
             merge(SECOND, "--safe-serialization", "--max-shard-size", "1KB")
@@ -388,8 +391,8 @@ def train(
 # ---- the campaign ----------------------------------------------------------------------------------------------------
 
 
-def campaign(engine: str, numbers: range, seed: int, resumes: int, base: Path) -> dict[str, Any]:
-    """The states of one engine, half of them with each kind of save."""
+def campaign(engine: str, kinds: Sequence[str], numbers: range, seed: int, resumes: int, base: Path) -> dict[str, Any]:
+    """The states of one engine, of each kind of save as many."""
     from shared.crash_model import write_tree
 
     session = Session(base, ENGINES[engine])
@@ -399,14 +402,14 @@ def campaign(engine: str, numbers: range, seed: int, resumes: int, base: Path) -
         write_inputs(base, straight, hook="")
         statuses, text = train(session, base / "config.py", engine, work_dir=straight / RUN)
         assert not any(statuses), text
-        for half, saves in enumerate(("blocking", "async")):
+        for part, saves in enumerate(kinds):
             folder = base / saves
             folder.mkdir()
             case = Case(engine, saves, folder, session, straight / RUN)
             total = len(case.recording.changes)
             result["changes"][saves] = total
-            own = numbers[half::2]
-            to_resume = set(own[:: max(1, len(own) // max(1, resumes // 2))][: -(-resumes // 2)]) if resumes else set()
+            own = numbers[part :: len(kinds)]
+            to_resume = {own[k * len(own) // resumes] for k in range(part, resumes, len(kinds))}
             for number in own:
                 draw = random.Random(f"{seed} {engine} {number}")
                 t = draw.randint(0, total)
@@ -435,6 +438,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resumes", type=int, default=50, help="states that are trained to the end")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=[*ENGINES])
+    parser.add_argument("--saves", nargs="+", choices=SAVES, default=[*SAVES])
     parser.add_argument("--only", type=int, metavar="K", help="one state of one engine, kept")
     parser.add_argument("--no-result", action="store_true")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
@@ -452,7 +456,7 @@ def main() -> int:
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         base = Path(tempfile.mkdtemp(prefix=f"crash-states-{engine}-", dir=memory))
         try:
-            by_engine[engine] = campaign(engine, numbers, arguments.seed, resumes, base)
+            by_engine[engine] = campaign(engine, arguments.saves, numbers, arguments.seed, resumes, base)
         finally:
             if arguments.only is None:
                 shutil.rmtree(base)

@@ -22,7 +22,7 @@ from shared.crash_model import Recording, Tree, read_inodes, read_tree  # noqa: 
 STATES = 500
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_last_saved_checkpoint_is_whole_and_resumed_after_a_power_cut_at_any_moment() -> None:
     command = [sys.executable, "benchmarks/crash_states.py", "--engines", "single", "--no-result"]
     options = ["--num", str(STATES), "--resumes", "3", "--seed", "1"]
