@@ -33,6 +33,8 @@ KINDS = ("", "create", "truncate", "write", "fsync", "mkdir", "rename", "unlink"
          "mapping", "unsupported")  # fmt: skip
 _HEAD = struct.Struct("<qqqiiii")
 Tree = dict[str, bytes | None]
+READ_ONLY = ".mapped"
+"""Ends the name of a file whose shared mapping is read alone: a merge's, which is deleted (``system/outputs.py``)."""
 ROOT = 0
 """The node of the recorded folder."""
 
@@ -149,7 +151,7 @@ class Recording:
                 to, to_name = self._locate(names, other)
                 fields = {"node": names[folder].pop(name), "folder": folder, "name": name, "to": to, "to_name": to_name}
                 names[to][to_name] = int(fields["node"])
-            elif kind != "mapping":
+            elif kind != "mapping" or not path.endswith(READ_ONLY):
                 raise NotImplementedError(f"{kind} {path} {other}: the model has no such change")
             change = Change(len(self.changes), kind, path, other, offset=offset, data=data, **fields)  # type: ignore[arg-type]
             self.changes.append(change)
