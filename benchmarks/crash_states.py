@@ -47,6 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 ENGINES = {"single": 1, "zero2": 2, "zero3": 2, "fsdp": 2}
+BACKENDS = {"single": "single", "zero2": "deepspeed:zero2", "zero3": "deepspeed:zero3", "fsdp": "fsdp:FULL_SHARD"}
 SAVES = ("blocking", "async")
 UPDATES, STOPPED, BACK = 8, 6, 6
 """Of the run; of its first start; the one of the checkpoint to which a later start goes back."""
@@ -203,11 +204,12 @@ class Case:
     """The change after which the run goes back."""
 
     def __post_init__(self) -> None:
+        from unigen_ds.config.overrides import with_backend
         from unigen_ds.runner.settings.tree import Settings, read_config
 
         self.root = self.folder / "root"
         self.config = self.folder / "config.py"
-        changes = {"work_dir": str(self.root / RUN)} | backend_of(self.engine)
+        changes = with_backend({"work_dir": str(self.root / RUN)}, BACKENDS[self.engine])
         self._record()
         self._find_events()
         self.settings = Settings.from_config(read_config(str(self.config), changes)).with_resume("auto")
@@ -366,11 +368,6 @@ def lines_until(content: bytes, updates: int) -> list[dict[str, Any]]:
     return [line for line in in_effect(lines) if line.get("update", 0) <= updates]
 
 
-def backend_of(engine: str) -> dict[str, Any]:
-    kind = {"single": {"type": "single"}, "fsdp": {"type": "fsdp", "sharding_strategy": "FULL_SHARD"}}
-    return {"backend": kind.get(engine) or {"type": "deepspeed", "config": engine}}
-
-
 def write_inputs(folder: Path, root: Path, *, hook: str) -> None:
     """The config and the data, whose index is written beside it by the first start."""
     (root / "data").mkdir(parents=True)
@@ -384,7 +381,7 @@ def write_inputs(folder: Path, root: Path, *, hook: str) -> None:
 def train(
     session: Session, config: Path, engine: str, *more: str | Path, work_dir: Path, **how: Any
 ) -> tuple[list[int], str]:
-    options = ["--backend", {"fsdp": "fsdp:FULL_SHARD"}.get(engine, engine), "--work-dir", work_dir]
+    options = ["--backend", BACKENDS[engine], "--work-dir", work_dir]
     return session.run("train", config, *options, *more, world=ENGINES[engine], **how)
 
 
