@@ -7,6 +7,8 @@
 # make matrix  every engine, process count, precision and load, as a dated table (make test runs a pairwise part; half an hour)
 # make mixtures  of the matrix the data alone: each engine, killed and resumed with other numbers of processes and workers
 # make robustness  10,000 damaged data sets of every format: read, skipped and counted, or named (CASES=N SEED=S, or ONLY=K)
+# make crash-states  10,000 states of the disk after a power cut within saves, deletions, merges and resumes of each engine
+#                (N=COUNT SEED=S): what a resume then finds (make test has 500)
 # make kills   a data worker is killed 200 times at random moments, of runs too (make test: fewer)
 # make mutations  small edits of the source, each with the test that must then fail; PART=K/N: a part, MINUTES=M: a limit;
 #                SAMPLE=N SEED=S: random edits instead, and the share that the modules' own tests detect
@@ -23,7 +25,7 @@ TOOLS := $(wildcard tools/*.py)
 DEMO_DIR := work_dirs/unified_digits
 EMOJI_DIR := work_dirs/unified_emoji
 
-.PHONY: demo demo-emoji check-report docs test matrix mixtures robustness kills mutations lint bench clean
+.PHONY: demo demo-emoji check-report docs test matrix mixtures robustness crash-states kills mutations lint bench clean
 .DEFAULT_GOAL := test
 
 $(BIN)/python:
@@ -82,6 +84,10 @@ CASES ?= 10000
 SEED ?= 0
 robustness: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/robustness.py --seed $(SEED) $(if $(ONLY),--only $(ONLY),--num $(CASES))
+
+N ?= 10000
+crash-states: $(VENV)/.stamp-test
+	$(BIN)/python benchmarks/crash_states.py --seed $(SEED) --num $(N)
 
 kills: $(VENV)/.stamp-test
 	KILLS=200 $(BIN)/python -m pytest --timeout 1200 tests/system/test_workers.py tests/end_to_end/resume/test_lost_data.py -k killed

@@ -170,7 +170,8 @@ def new_directory(out: Path) -> Iterator[Path]:
     check_new(out)
     staging = temporary_beside(out, "writing")
     try:
-        staging.mkdir(parents=True)
+        make_directory(out.parent)
+        staging.mkdir()
         yield staging
         write_digests(staging)
         for path in (*staging.iterdir(), staging):

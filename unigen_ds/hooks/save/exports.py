@@ -43,7 +43,6 @@ class ExportHook(Hook):
 
     def export(self, run: Run, checkpoint: Path, out: Path) -> None:
         """Export ``checkpoint`` to ``out``; what is there is deleted first."""
-        out.parent.mkdir(exist_ok=True)
         delete_inside(out, out.parent.parent)
         run.export(checkpoint, out, raw=self._raw, dtype=self._dtype)
 
