@@ -111,6 +111,7 @@ class HashedFile:
             if kind is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
+                self._file.close()  # a network disk may report here that it has not what was written
         finally:
             with suppress(OSError):  # of what could not be flushed: it was raised before
                 self._file.close()
