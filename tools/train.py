@@ -65,8 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     rank = machine.env_number("RANK", machine.env_number("SLURM_PROCID", 0))
     quiet_libraries(rank)
     if argv is None:  # as a command
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, end_start)
+        signal.signal(signal.SIGUSR1, end_start)
     given = [name for name in DRY if getattr(arguments, name) is not None] + ["json"] * arguments.json
     if given and not arguments.dry_run:
         p.error(f"--{given[0].removeprefix('num_').replace('_', '-')} belongs to --dry-run")

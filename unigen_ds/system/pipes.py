@@ -23,8 +23,8 @@ STOPPED_BY_SIGNAL = 143
 
 
 def end_start(number: int, frame: FrameType | None) -> None:
-    """Handler of a signal before the first update: the process ends at once, and lets the other ranks know. The hook of
-    signals replaces it.
+    """Handler of SIGUSR1 before the first update: the process ends at once, with the status that SIGTERM has by itself,
+    and lets the other ranks know. The hook of signals replaces it.
     """
     error = UnigenError(f"{signal.Signals(number).name} received outside of the training loop: there is nothing to save")
     error.exit_status = STOPPED_BY_SIGNAL

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import mmengine.hooks
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -280,7 +279,7 @@ class FullDiskHook(Hook):
     """Saves while the N-th change of the disk by one rank fails, for every N and every rank, until none fails.
 
     The errors take turns. ``faults.json`` of the work dir: each attempt's rank, error, failed call, messages, and
-    what it left in the work dir. With ``async_save`` one call of the last rank's writer fails, once.
+    what it left in the work dir. With ``async_save`` calls of the last rank's writer fail.
     """
 
     def __init__(self, *, at_update: int) -> None:
@@ -323,10 +322,10 @@ class FullDiskHook(Hook):
 
     def _of_writer(self, run: Any, rank: int) -> dict[str, Any]:
         error = ""
-        with pytest.MonkeyPatch.context() as patch:
-            if dist.rank() == rank:
-                patch.setenv("FULL_DISK", f"9 {errno.EIO} {run.work_dir}")
-            run.save_checkpoint("try.pth", background=True)
+        if dist.rank() == rank:
+            os.environ["FULL_DISK"] = f"9 {errno.EIO} {run.work_dir}"
+        run.save_checkpoint("try.pth", background=True)
+        os.environ.pop("FULL_DISK", None)
         try:
             run.finish_save(wait=True)
         except SaveError as raised:
