@@ -26,7 +26,7 @@ def end_start(number: int, frame: FrameType | None) -> None:
     """Handler of SIGUSR1 before the first update: the process ends at once, with the status that SIGTERM has by itself,
     and lets the other ranks know. The hook of signals replaces it.
     """
-    error = UnigenError(f"{signal.Signals(number).name} received outside of the training loop: there is nothing to save")
+    error = UnigenError(f"{signal.Signals(number).name} received outside of the training: there is nothing to save")
     error.exit_status = STOPPED_BY_SIGNAL
     os.write(2, f"{error}\n".encode())
     if (announced := sys.modules.get("unigen_ds.system.announced")) is not None:
