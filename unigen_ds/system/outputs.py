@@ -232,7 +232,7 @@ def all_finite(tensor: Tensor) -> bool:
 def write_output(directory: Path, output: Output) -> tuple[int, str, Any]:
     """Write one file durably. Returns its size, its digest and what ``write`` returned."""
     path = directory / output.path
-    if not path.parent.is_dir():
+    if path.parent != directory and not path.parent.is_dir():  # ``directory`` itself may be gone, with its disk
         path.parent.mkdir(exist_ok=True)
     try:
         with HashedFile(path) as stream:
