@@ -131,6 +131,7 @@ def make_backend(engine: str, world: int, *, universal: bool = False) -> Any:
 def write_state(backend: Any, folder: Path) -> None:
     """The engine's own files only, without the rest of a checkpoint. Collective."""
     state = backend.state_files()
+    folder.mkdir(exist_ok=True)
     results = [write_output(folder, file)[2] for file in state.files]
     gathered = dist.gather_to_main([result for result in results if result is not None])
     for file in state.index(gathered) if gathered is not None else ():

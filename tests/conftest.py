@@ -60,7 +60,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 2 MiB. Skips the test only if this process has no permission to mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if not disks.mount(disk, kib=2048):
+    if not disks.mount(disk, kib=2048, inodes=500):
         pytest.skip(disks.NO_PERMISSION)
     yield disk
     disks.unmount(disk)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import subprocess
 from pathlib import Path
 
@@ -19,9 +20,11 @@ def library(folder: Path) -> Path:
     return path
 
 
-def arm(folder: Path, number: int, *, lasting: bool = False) -> None:
-    """Let the ``number``-th change below ``folder`` fail; with ``lasting`` also every later one."""
-    ctypes.CDLL(None).full_disk_arm(str(folder).encode(), ctypes.c_long(number), int(lasting))
+def arm(folder: Path, number: int, *, lasting: bool = False, error: int = errno.ENOSPC) -> None:
+    """Let the ``number``-th change below ``folder`` fail; with ``lasting`` also every later one. Error 0: none fails,
+    and every write takes half of what it is given.
+    """
+    ctypes.CDLL(None).full_disk_arm(str(folder).encode(), ctypes.c_long(number), int(lasting), error)
 
 
 def disarm() -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import sys
 from typing import Any
 
@@ -23,9 +24,7 @@ from unigen_ds.core.choices import AUTO, LAUNCHERS
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.system import machine
 from unigen_ds.system.log import quiet_libraries
-from unigen_ds.system.pipes import add_config, ends_quietly, positive, tool_parser
-
-STOPPED_BY_SIGNAL = 143
+from unigen_ds.system.pipes import STOPPED_BY_SIGNAL, add_config, end_start, ends_quietly, positive, tool_parser
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,6 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = p.parse_args(argv)
     rank = machine.env_number("RANK", machine.env_number("SLURM_PROCID", 0))
     quiet_libraries(rank)
+    if argv is None:  # as a command
+        signal.signal(signal.SIGUSR1, end_start)
     given = [name for name in DRY if getattr(arguments, name) is not None] + ["json"] * arguments.json
     if given and not arguments.dry_run:
         p.error(f"--{given[0].removeprefix('num_').replace('_', '-')} belongs to --dry-run")

@@ -101,6 +101,7 @@ def save_chain(work_dir: Path, *iterations: int, parent: str | None = None) -> l
 def write_state(backend: Backend, directory: Path) -> str:
     """The engine's files only, of one process, without the rest of a checkpoint. Returns the layout."""
     state = backend.state_files()
+    directory.mkdir(exist_ok=True)
     results = [write_output(directory, file)[2] for file in state.files]
     for file in state.index([state.plan], [[one for one in results if one is not None]]) if state.index else ():
         write_output(directory, file)

@@ -169,8 +169,8 @@ class WorkDirLock:
             present = None
         if present is None or (present.st_dev, present.st_ino) != (held.st_dev, held.st_ino):
             raise TrainingError(
-                f"{self._key} {self._work_dir} was moved or deleted during the run",
-                remedy="move it back: the next save then succeeds; from a deleted folder nothing can be"
+                f"{self._key} {self._work_dir} was moved or deleted during the run, or its disk is no longer mounted",
+                remedy="move it back, or mount it: the next save then succeeds; from a deleted folder nothing can be"
                 " resumed, so start the run again",
             )
 

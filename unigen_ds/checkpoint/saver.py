@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -166,7 +167,8 @@ class Save:
         self._state = StateFiles("", [])
         self._plans: list[Any] = []
         """Of every rank, on rank 0."""
-        self._needed: int | None = None
+        self._needed: tuple[int, int] | None = None
+        """Bytes and files of all ranks."""
         self._written = _Outcome(None)
 
     def announce(self, collect: Callable[[], StateFiles], before: Callable[[], None]) -> None:
@@ -175,25 +177,28 @@ class Save:
         ``collect`` returns the files of this rank. ``before`` is called on rank 0 first of all.
         """
 
-        def listed() -> tuple[int, set[str], Any]:
+        def listed() -> tuple[int, int, set[str], Any]:
             self._state = collect()
-            folders = {os.path.dirname(file.path) for file in self._state.files}
-            return sum(file.nbytes for file in self._state.files), folders, self._state.plan
+            files = self._state.files
+            folders = {os.path.dirname(file.path) for file in files}
+            return sum(file.nbytes for file in files), len(files), folders, self._state.plan
 
-        def prepare(announced: Sequence[tuple[int, set[str], Any]]) -> Path:
+        def prepare(announced: Sequence[tuple[int, int, set[str], Any]]) -> Path:
             """A quota is found only when it is reached; then the save fails."""
-            self._needed = sum(size for size, *_ in announced) * (2 if self._consolidates else 1)
+            folders = sorted(set().union({""}, *(folders for *_, folders, _ in announced)))
+            size, files = (sum(column) for column in list(zip(*announced, strict=True))[:2])
+            self._needed = size * (2 if self._consolidates else 1), files + len(folders) + 1  # the manifest
             self._plans = [plan for *_, plan in announced]
             before()
             make_directory(self.work_dir)
             self.manifest.commit = store.next_commit(self.work_dir)
             self.final = free_name(self.final)
-            if shutil.disk_usage(self.work_dir).free < self._needed:
+            if _free(self.work_dir)[0] < self._needed[0]:
                 raise UnigenError("the disk has too little free space")
             staging = self.final.with_name(f"{self.final.name}{store.STAGING}{self.manifest.commit}")
             delete_inside(staging, self.work_dir)
             self.staging = staging
-            for folder in sorted(set().union({""}, *(folders for _, folders, _ in announced))):
+            for folder in folders:
                 (staging / folder).mkdir()
             return staging
 
@@ -241,9 +246,12 @@ class Save:
         self.remove()
         parts = [f"rank {one.rank}: {one.problem}" for one in failed[:_SHOWN]]
         parts += [f"and {len(failed) - _SHOWN} more ranks"] * (len(failed) > _SHOWN)
-        if self._needed is not None and self.work_dir.is_dir():
-            free = shutil.disk_usage(self.work_dir).free
-            parts.append(f"it needs {self._needed:,} bytes and {free:,} bytes are free there")
+        with suppress(OSError):  # of a disk that is gone
+            (size, files), (free, inodes) = self._needed or (0, 0), _free(self.work_dir)
+            if size:
+                parts.append(f"it needs {size:,} bytes and {free:,} bytes are free there")
+            if files > inodes:
+                parts.append(f"it has {files:,} files and only {inodes:,.0f} can be made there (df -i)")
         remedy = next((one.remedy for one in failed if one.remedy), _REMEDY)
         return None, SaveError(f"could not write checkpoint {self.final}: {'; '.join(parts)}", remedy=remedy)
 
@@ -332,6 +340,12 @@ class Save:
                 delete_inside(self.staging, self.work_dir)
             except OSError as error:
                 logger().warning("%s could not be removed (%s): the next start tries again.", self.staging, error)
+
+
+def _free(folder: Path) -> tuple[int, float]:
+    """Bytes and files that can still be written below ``folder``."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize, status.f_favail if status.f_files else math.inf
 
 
 def free_name(path: Path) -> Path:

@@ -6,12 +6,12 @@ line of an update beyond ``n``, because those updates run again. Only ``read_lin
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,22 +48,28 @@ class JsonLines:
         while self.pending:
             descriptor = self._open()
             self._unsynced = True
-            line = self.pending[0]
+            line, written = self.pending[0], 0
             try:
-                written = os.write(descriptor, line)
+                while written < len(line):  # a disk may take a part only
+                    written += os.write(descriptor, line[written:])
             except OSError as error:
                 error.filename = str(self.path)
+                if written:  # no part of a line stays; where that fails, it is ended when the file is opened again
+                    with suppress(OSError):
+                        os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+                    self.close()
                 raise
-            if written < len(line):  # the disk is full now: no part of a line stays
-                os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             del self.pending[0]
 
     def sync(self) -> None:
         """Have every line on disk, the file's name too. Raises ``OSError`` where a line is still pending."""
         self.write_pending()
         if self._descriptor is not None and self._unsynced:
-            os.fsync(self._descriptor)
+            try:
+                os.fsync(self._descriptor)
+            except OSError as error:
+                error.filename = str(self.path)
+                raise
             fsync_path(self.path.parent)
             self._unsynced = False
 
@@ -79,8 +85,8 @@ class JsonLines:
     def close(self) -> None:
         """Lines that are still pending are lost."""
         if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
 
 
 def finite(value: Any) -> Any:

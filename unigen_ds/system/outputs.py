@@ -111,6 +111,7 @@ class HashedFile:
             if kind is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
+                self._file.close()  # a network disk may report here that it has not what was written
         finally:
             with suppress(OSError):  # of what could not be flushed: it was raised before
                 self._file.close()
@@ -231,7 +232,7 @@ def all_finite(tensor: Tensor) -> bool:
 def write_output(directory: Path, output: Output) -> tuple[int, str, Any]:
     """Write one file durably. Returns its size, its digest and what ``write`` returned."""
     path = directory / output.path
-    if not path.parent.is_dir():
+    if path.parent != directory and not path.parent.is_dir():  # ``directory`` itself may be gone, with its disk
         path.parent.mkdir(exist_ok=True)
     try:
         with HashedFile(path) as stream:

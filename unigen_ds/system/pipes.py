@@ -8,14 +8,30 @@ import argparse
 import functools
 import os
 import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES, SHIPPED
 from unigen_ds.core.errors import UnigenError
 
 READER_GONE = 141
 """Exit status where nobody reads the output any more: what a shell reports of a program that SIGPIPE ended."""
+STOPPED_BY_SIGNAL = 143
+"""Exit status of a training that can go on: ``scripts/train_slurm.sh`` puts the job back into the queue."""
+
+
+def end_start(number: int, frame: FrameType | None) -> None:
+    """Handler of SIGUSR1 before the first update: the process ends at once, with the status that SIGTERM has by itself,
+    and lets the other ranks know. The hook of signals replaces it.
+    """
+    error = UnigenError(f"{signal.Signals(number).name} received outside of the training: there is nothing to save")
+    error.exit_status = STOPPED_BY_SIGNAL
+    os.write(2, f"{error}\n".encode())
+    if (announced := sys.modules.get("unigen_ds.system.announced")) is not None:
+        announced.explain(error)
+    os._exit(STOPPED_BY_SIGNAL)
 
 
 def ends_quietly(main: Callable[..., int]) -> Callable[..., int]:

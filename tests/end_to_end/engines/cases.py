@@ -258,6 +258,8 @@ def full_disk(*, full: bool) -> list[Job]:
         faults = {**overrides, "custom_hooks": [*overrides["custom_hooks"], hook]}
         jobs.append(Job(f"full_disk/{engine}@{world}", [Phase(world, faults, ODD_UPDATES)]))
         overrides |= {"default_hooks__checkpoint__async_save": True, **_weights(world)}
+        if engine in ("single", "zero2"):
+            overrides["custom_hooks"] = faults["custom_hooks"]
         jobs.append(Job(f"async/{engine}@{world}", [Phase(world, overrides, ODD_UPDATES)]))
     return jobs
 

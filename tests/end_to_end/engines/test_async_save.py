@@ -33,6 +33,13 @@ def test_an_asynchronous_checkpoint_is_the_blocking_one(name):
     assert not list(run.folder.glob("*.tmp-*"))
 
 
+@pytest.mark.parametrize("name", ["single@1", "zero2@2"])
+def test_an_error_of_a_writers_disk_is_that_of_all_ranks(name):
+    [attempt] = json.loads((runs().outcome(f"async/{name}").folder / "faults.json").read_text())
+    said = "the writer of 1 rank(s) has failed" if name[-1] == "2" else "rank 0: OSError: [Errno 5] Input/output error"
+    assert len(set(attempt["errors"])) == 1 and said in attempt["errors"][0] and attempt["left"] == []
+
+
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("kind", ["odd", "async"])
 def test_milestones_are_kept_and_have_their_weights_alone(kind, name):

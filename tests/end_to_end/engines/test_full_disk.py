@@ -6,6 +6,7 @@ Every engine, the failure on each rank, at the first save of the run.
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -50,7 +51,8 @@ def test_every_failure_is_that_of_all_ranks_and_leaves_nothing(name):
             assert errors[0] == "" and attempt["left"] == ["try.pth"], attempt
             continue
         assert attempt["left"] == [], attempt
-        assert f"try.pth: rank {attempt['rank']}: OSError: [Errno 28] No space left on device" in errors[0], attempt
+        number = attempt["errno"]
+        assert f"try.pth: rank {attempt['rank']}: OSError: [Errno {number}] {os.strerror(number)}" in errors[0], attempt
         assert re.search(r"it needs [\d,]+ bytes,? and [\d,]+ (bytes )?are free", errors[0])
 
 
@@ -59,14 +61,17 @@ def test_every_file_and_every_call_had_its_turn(name):
     """Else the loop above could be short for a wrong reason."""
     for rank, own in enumerate(OWN_FILES[name]):
         calls = [attempt["failed"].split() for attempt in attempts(name) if attempt["rank"] == rank]
-        assert calls.pop() == [], "the last attempt of a rank is one that nothing disturbed"
+        assert calls[-2:] == [[], []], "in the last attempts of a rank nothing fails: one of them has short writes"
+        del calls[-2:]
         failed = {(call, path.rpartition("/")[2]) for call, path in calls}
         files = (
             own
             | {f"rank0000{rank}.safetensors"}
             | ({"manifest.json", "hooks.json", "config.py"} if not rank else set())
         )
-        assert files <= {file for _, file in failed} and {"open", "write", "fsync"} <= {call for call, _ in failed}
+        assert files <= {file for _, file in failed} and {"open", "write", "fsync", "close"} <= {
+            call for call, _ in failed
+        }
         if rank == 0:
             assert {call for call, _ in calls} >= {"mkdir", "rename"}
             flushes = [a["errors"][0] for a in attempts(name) if a["failed"].endswith(f"{name}/")]

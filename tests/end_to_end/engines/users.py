@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import math
@@ -270,11 +271,15 @@ class SaveAtOnceHook(Hook):
             run.save_checkpoint("loaded.pth")
 
 
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.ESTALE, errno.EDQUOT)
+
+
 @HOOKS.register_module()
 class FullDiskHook(Hook):
     """Saves while the N-th change of the disk by one rank fails, for every N and every rank, until none fails.
 
-    ``faults.json`` of the work dir: each attempt's rank, failed call, error by rank, and what it left in the work dir.
+    The errors take turns. ``faults.json`` of the work dir: each attempt's rank, error, failed call, messages, and
+    what it left in the work dir. With ``async_save`` calls of the last rank's writer fail.
     """
 
     def __init__(self, *, at_update: int) -> None:
@@ -282,20 +287,24 @@ class FullDiskHook(Hook):
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if run.progress.updates == self.at_update:
-            attempts = [attempt for rank in range(dist.world_size()) for attempt in self._attempts(run, rank)]
+            if run.config["default_hooks"]["checkpoint"].get("async_save"):
+                attempts = [self._of_writer(run, dist.world_size() - 1)]
+            else:
+                attempts = [attempt for rank in range(dist.world_size()) for attempt in self._attempts(run, rank)]
             if dist.is_main():
                 (run.work_dir / "faults.json").write_text(json.dumps(attempts), encoding="utf-8")
 
     def _attempts(self, run: Run, rank: int) -> Iterator[dict[str, Any]]:
-        number, failed = 0, "first"
+        number, failed, kind = 0, "first", ERRORS[0]
         saver._THREADS = 1  # the N-th call is the same one in every attempt
-        while failed:
+        while kind:
             number += 1
+            kind = ERRORS[number % len(ERRORS)] if failed else 0  # in the end one whose writes are short
             if dist.is_main():  # else the journals' flushes would be among the counted calls of some attempts alone
                 for hook in run.hooks:
                     hook.sync()
             if dist.rank() == rank:
-                full_disk.arm(run.work_dir, number, lasting=number % 2 == 0)
+                full_disk.arm(run.work_dir, number, lasting=number % 2 == 0, error=kind)
             error, path = "", None
             try:
                 path = run.save_checkpoint("try.pth")
@@ -307,8 +316,22 @@ class FullDiskHook(Hook):
             left = sorted(p.name for p in run.work_dir.iterdir() if ".pth" in p.name)
             dist.barrier()
             if path is not None and dist.is_main():
+                store.verify_manifest(path)
                 store.delete(path)
-            yield {"rank": rank, "failed": failed, "errors": errors, "left": left}
+            yield {"rank": rank, "errno": kind, "failed": failed, "errors": errors, "left": left}
+
+    def _of_writer(self, run: Any, rank: int) -> dict[str, Any]:
+        error = ""
+        if dist.rank() == rank:
+            os.environ["FULL_DISK"] = f"9 {errno.EIO} {run.work_dir}"
+        run.save_checkpoint("try.pth", background=True)
+        os.environ.pop("FULL_DISK", None)
+        try:
+            run.finish_save(wait=True)
+        except SaveError as raised:
+            error = str(raised)
+        run._writer._stop()  # its calls would fail from now on
+        return {"errors": dist.gather_objects(error), "left": [*map(str, run.work_dir.glob("*.pth*"))]}
 
 
 @HOOKS.register_module()

@@ -1,4 +1,6 @@
-"""``CheckpointHook(async_save=True)``: busy and full disks, writers that die, runs that are killed, stopped or fail."""
+"""``CheckpointHook(async_save=True)``: writers that die, runs that are killed, stopped or fail. Disks that are busy,
+full, gone, slow or fail, of blocking saves, too.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,24 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from types import MappingProxyType
 
 import psutil
 import pytest
 import torch
 
+from tests import small_disk as disks
 from tests.checkpoint.support import tree
 from tests.end_to_end.resume.test_saving import config, fill, free
 from unigen_ds.checkpoint import store
 from unigen_ds.config.registry import HOOKS
-from unigen_ds.core.errors import TrainingError
+from unigen_ds.core.errors import SaveError, TrainingError
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook
+from unigen_ds.hooks.save import checkpoint
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
 
@@ -112,6 +119,24 @@ class ActHook(Hook):
     def free(self, run):
         free(run)
 
+    def inodes(self, run):
+        with suppress(OSError):
+            for number in range(1000):
+                (run.work_dir / f"{number}.empty").touch()
+
+    def free_inodes(self, run):
+        for path in run.work_dir.glob("*.empty"):
+            path.unlink()
+
+    def read_only(self, run):
+        disks.bind(run.work_dir, run.work_dir, read_only=True)
+
+    def unmount(self, run):
+        disks.unmount(run.work_dir)
+
+    def mount(self, run):
+        disks.bind(run.work_dir.parent / "disk" / "run", run.work_dir)
+
 
 AT = {}
 """After each update: the checkpoints, and those that hooks were told of."""
@@ -155,6 +180,66 @@ def test_a_disk_that_is_full_after_the_save_has_begun_is_reported(small_disk, da
     assert "Training continues without this checkpoint." in printed
     assert names(work_dir)[-1] == "iter_10.pth" and "iter_2.pth" not in names(work_dir)
     assert [line["update"] for line in read_lines(work_dir / "metrics.jsonl")] == [*range(1, UPDATES + 1)]
+
+
+FAULTS = {
+    "inodes": ("free_inodes", r"\[Errno 28\] .* bytes are free there; it has \d+ files and only \d can be made there"),
+    "read_only": ("unmount", r"\[Errno 30\] Read-only file system"),
+    "unmount": (
+        "mount",
+        "deleted during the run, or its disk is no longer mounted; .* Remedy: move it back, or mount it",
+    ),
+}
+
+
+@pytest.fixture
+def twice(small_disk, tmp_path) -> Iterator[Path]:
+    """A folder of the small disk, mounted a second time."""
+    (small_disk / "run").mkdir()
+    (tmp_path / "work").mkdir()
+    disks.bind(small_disk / "run", tmp_path / "work")
+    yield tmp_path / "work"
+    with suppress(OSError):
+        while True:
+            disks.unmount(tmp_path / "work")
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_disk_that_fails_for_a_while(twice, data, fault, async_save, capsys):
+    """Between two blocking saves, and while an asynchronous one is written."""
+    end, said = FAULTS[fault]
+    train(twice, data, _2=f"stop {fault} go" if async_save else fault, _7=end, checkpoint={"async_save": async_save})
+    failed = re.findall(r"ERROR could not write checkpoint \S+/(iter_\d.pth): (.*)", capsys.readouterr().err)
+    assert [name for name, _ in failed] == iterations(*([2] if async_save else []), 4, 6)
+    assert all(text.endswith("Training continues without this checkpoint.") for _, text in failed)
+    assert all(re.search(said, text) for name, text in failed if name != "iter_2.pth"), failed
+    assert names(twice) == iterations(*([] if async_save else [2]), 8, 10)
+    assert fault == "unmount" or not list(twice.glob("*.tmp-*")), (
+        "what is on a disk that is gone is left to the next start"
+    )
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        assert [line["update"] for line in read_lines(twice / name)] == [*range(1, 11)]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_disk_that_fails_ends_the_run_by_choice(twice, data, async_save):
+    action, number = ("stop read_only go", 2) if async_save else ("read_only", 4)
+    with pytest.raises(SaveError, match=rf"iter_{number}.pth: .*Read-only file system") as raised:
+        train(twice, data, _2=action, checkpoint={"async_save": async_save, "on_save_error": "stop"})
+    assert raised.value.exit_status == 4 and names(twice) == iterations(*range(2, number, 2))
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_disk_that_is_slower_than_the_interval_is_one_line(tmp_path, data, async_save, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "SLOW_S", 0.3)  # which the first save of a writer takes, too
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: time.sleep(0.15) or fsync(number))
+    train(tmp_path, data, checkpoint={"async_save": async_save})
+    text = r"save takes (\S+) s, .* between two saves (\S+) s: .* is 2 \(iteration\), to (\d+) or more(.*)"
+    [(took, trained, interval, more)] = re.findall(text, capsys.readouterr().err)
+    assert float(took) >= max(float(trained), 0.3) and int(interval) > 2
+    assert ("async_save=True" in more) == (not async_save)
 
 
 SCRIPT = """

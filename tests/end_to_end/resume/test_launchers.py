@@ -172,15 +172,30 @@ def test_the_deepspeed_launcher(tmp_path, data, losses, python):
 
 SIGNALLED = """
 import os, signal
+from unigen_ds.system import dist
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.hooks.base import Hook
 
 @HOOKS.register_module()
 class TimeLimitHook(Hook):
-    def before_train_iter(self, run, index, batch):
-        if os.environ["SLURM_RESTART_COUNT"] == "0" and index == 0 and run.progress.updates == 0:
+    def before_run(self, run):
+        if os.environ.get("SLURM_RESTART_COUNT") == "0" and dist.rank() == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
+
+    def before_train_iter(self, run, index, batch):
+        if os.environ.get("SLURM_RESTART_COUNT") == "1" and index == 0 and run.progress.updates == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if "SLURM_RESTART_COUNT" not in os.environ and dist.rank() == 1 and index == 0 and run.progress.updates == 1:
+            os.kill(os.getppid(), signal.SIGTERM)
 """
+
+
+def signalled_config(folder: Path, data: Path) -> str:
+    (folder / "time_limit.py").write_text(SIGNALLED, encoding="utf-8")
+    imports = {"imports": ["unigen_ds.examples.digits", "time_limit"]}
+    return written_config(folder, data, custom_imports=imports, custom_hooks=[{"type": "TimeLimitHook"}])
+
+
 SRUN = """#!/usr/bin/env bash
 # The stand-in of SLURM's: the tasks of a step, and the highest of their exit statuses.
 while [[ "$1" == --* ]]; do shift; done
@@ -212,17 +227,12 @@ def free_job() -> int:
 
 def test_slurm_requeues_a_job_at_its_time_limit(tmp_path, data, losses, python):
     """SIGUSR1 before the time limit: a checkpoint, exit status 143, back into the queue; the job that starts again
-    resumes, although the command names no checkpoint."""
+    resumes, although the command names no checkpoint. During the start one process gets it, and all end."""
     (tmp_path / "bin").mkdir()
     for name, text in {"srun": SRUN, **OTHERS}.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
-    (tmp_path / "time_limit.py").write_text(SIGNALLED, encoding="utf-8")
-    hooks = {
-        "custom_imports": {"imports": ["unigen_ds.examples.digits", "time_limit"]},
-        "custom_hooks": [{"type": "TimeLimitHook"}],
-    }
-    command = script("train_slurm.sh", written_config(tmp_path, data, **hooks), "--backend", "fsdp:NO_SHARD")
+    command = script("train_slurm.sh", signalled_config(tmp_path, data), "--backend", "fsdp:NO_SHARD")
     job = {
         "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHON": python,
         "CALLS": str(tmp_path / "calls"), "JOB_STATE": "RUNNING", "SLURM_JOB_ID": str(free_job()),
@@ -230,14 +240,34 @@ def test_slurm_requeues_a_job_at_its_time_limit(tmp_path, data, losses, python):
     }  # fmt: skip
     command += ["--max-updates", str(UPDATES)]
     [ended] = together([command], [{**job, "SLURM_RESTART_COUNT": "0"}])
+    assert ended.status == 143 and not list_checkpoints(tmp_path), ended.ending
+    assert "rank 1 has ended: SIGUSR1 received outside of the training" in (tmp_path / "train.log").read_text()
+    [ended] = together([command], [{**job, "SLURM_RESTART_COUNT": "1"}])
     assert ended.status == 143, ended.ending
-    assert (tmp_path / "calls").read_text() == f"requeue {job['SLURM_JOB_ID']}\n"
+    assert (tmp_path / "calls").read_text() == 2 * f"requeue {job['SLURM_JOB_ID']}\n"
     [saved] = list_checkpoints(tmp_path)
     assert saved.problem is None and saved.manifest.progress.updates < UPDATES
-    [again] = together([command], [{**job, "SLURM_RESTART_COUNT": "1"}])
+    [again] = together([command], [{**job, "SLURM_RESTART_COUNT": "2"}])
     assert_trained(tmp_path, [again], losses)
     assert [line["update"] for line in read_lines(tmp_path / "ledger.jsonl")] == [*range(1, UPDATES + 1)]
-    assert (tmp_path / "calls").read_text().count("\n") == 1
+    assert (tmp_path / "calls").read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_a_launcher_passes_sigterm_on(tmp_path, data, losses, launcher):
+    """Rank 1 sends it to its launcher during the second update: all end after the third, with one checkpoint."""
+    (tmp_path / "hosts.txt").write_text("here slots=2\n")
+    arguments = [signalled_config(tmp_path, data), "--backend", "fsdp" if launcher == "torchrun" else "deepspeed:zero2"]
+    given = {"nproc_per_node": "2", "node_rank": "0", "master_addr": "127.0.0.1", "master_port": str(free_port())}
+    given |= {"PYTHON": sys.executable, "hostfile": str(tmp_path / "hosts.txt")}
+    [ended] = together([script(f"train_{launcher}.sh", *arguments)], [given])
+    assert ended.status != 0 and "SIGTERM received: saving a checkpoint, then stopping" in ended.text, ended.ending
+    [saved] = list_checkpoints(tmp_path)
+    updates = saved.manifest.progress.updates
+    assert saved.problem is None and updates in (2, 3)
+    assert [line["loss"] for line in read_lines(tmp_path / "metrics.jsonl")] == pytest.approx(
+        losses[:updates], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(("state", "calls"), [("RUNNING", 1), ("COMPLETING", 0), ("", 0)])

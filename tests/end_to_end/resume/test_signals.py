@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,11 +33,17 @@ ZERO = "deepspeed:zero2"
 
 class Case(NamedTuple):
     signals: dict[int, int]
-    """Rank -> update during which it gets SIGTERM; 0: before the first."""
+    """Rank -> update at which it gets SIGTERM; 0: before the first."""
     stopped_after: int
     """The update after which all must stop."""
     backend: str = "fsdp"
+    phase: str = "in_update"
+    """The method of a hook that sends it."""
+    more: Sequence[str] = ()
+    """Overrides of the config."""
 
+
+SAVES = ("default_hooks.checkpoint.interval=2", "default_hooks.checkpoint.unit=update")
 
 RUNS = {
     "before_the_first": Case({1: 0}, 1),
@@ -45,6 +52,13 @@ RUNS = {
     "on_rank_1": Case({1: 3}, 4),
     "on_both_at_different_updates": Case({0: 2, 1: 3}, 3),
     "during_the_last": Case({1: UPDATES}, UPDATES),
+    "in_a_validation": Case({1: 2}, 3, phase="before_val"),
+    "in_the_last_validation": Case({0: UPDATES}, UPDATES, phase="before_val"),
+    "in_a_save": Case({1: 2}, 3, phase="before_save_checkpoint", more=SAVES),
+    "in_the_last_save": Case({1: UPDATES}, UPDATES, phase="before_save_checkpoint", more=SAVES),
+    "in_an_asynchronous_save": Case(
+        {0: 2}, 3, phase="after_update", more=(*SAVES, "default_hooks.checkpoint.async_save=True")
+    ),
     "none": Case({}, UPDATES),
     "zero2_on_rank_1": Case({1: 4}, 5, ZERO),  # the last: DeepSpeed keeps the process groups of its first run
 }
@@ -71,22 +85,28 @@ class SignalledHook(Hook):
     def before_train_epoch(self, run):
         self.per_update = []
         if run.progress.updates == 0:
-            self.at(0)
+            self.at(0, "in_update")
+
+    def before_val(self, run):
+        self.at(run.progress.updates, "before_val")
+
+    def before_save_checkpoint(self, run, metrics):
+        self.at(run.progress.updates, "before_save_checkpoint")
 
     def before_update(self, run):
         calls.clear()
 
     def before_train_iter(self, run, index, batch):
         if index == 0:
-            self.at(run.progress.updates + 1)
+            self.at(run.progress.updates + 1, "in_update")
 
     def after_update(self, run, result):
+        self.at(run.progress.updates, "after_update")
         self.per_update.append(len(calls))
         (run.work_dir / f"calls_{dist.rank()}.json").write_text(json.dumps(self.per_update))
 
-
-    def at(self, update):
-        if json.loads(os.environ["SIGNALS"]).get(os.environ["RANK"]) == update:
+    def at(self, update, phase):
+        if phase == os.environ["PHASE"] and json.loads(os.environ["SIGNALS"]).get(os.environ["RANK"]) == update:
             os.kill(os.getpid(), signal.SIGTERM)
 """
 
@@ -94,9 +114,10 @@ TRAIN = """
 import json, os, sys
 from tools.train import main
 config, out, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-for name, backend, signals, port in cases:
-    os.environ.update(SIGNALS=json.dumps(signals), MASTER_PORT=str(port))
-    status = main([config, "--backend", backend, "--launcher", "pytorch", "--work-dir", f"{out}/{name}"])
+for name, port, signals, _, backend, phase, more in cases:
+    os.environ.update(SIGNALS=json.dumps(signals), MASTER_PORT=str(port), PHASE=phase)
+    more = more and ["--cfg-options", *more]
+    status = main([config, "--backend", backend, "--launcher", "pytorch", "--work-dir", f"{out}/{name}", *more])
     print(name, status, flush=True)
 """
 
@@ -117,10 +138,15 @@ def runs(tmp_path_factory, data) -> tuple[Path, list[list[str]]]:
         train_cfg={"max_updates": UPDATES},
         default_hooks__logger__interval=1000,
         custom_imports={"imports": ["unigen_ds.examples.digits", "signalled"]},
-        custom_hooks=[{"type": "SignalledHook"}],
+        custom_hooks=[
+            {"type": "SignalledHook"},
+            {"type": "EvaluateHook", "interval": 2, "unit": "update", "max_batches": 1},
+        ],
+        val_dataloader={"dataset": {"type": "DigitsDataset", "root": str(data), "split": "val"}, "batch_size": 2},
+        default_hooks__checkpoint__max_keep_ckpts=1,
     )
     Runner.from_cfg(tiny_config(folder / "unused", data))  # draws the data once, not in two processes at a time
-    cases = json.dumps([(name, RUNS[name].backend, RUNS[name].signals, free_port()) for name in RUNS])
+    cases = json.dumps([(name, free_port(), *case) for name, case in RUNS.items()])
     ended = ranks([sys.executable, "-c", TRAIN, config, str(folder), cases], PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
     printed = [[line for line in one.out.splitlines() if line.split()[:1] and line.split()[0] in RUNS] for one in ended]
     assert all(len(lines) == len(RUNS) for lines in printed), ended[0].ending
@@ -130,7 +156,7 @@ def runs(tmp_path_factory, data) -> tuple[Path, list[list[str]]]:
 @pytest.mark.parametrize("name", RUNS)
 def test_all_processes_stop_after_the_same_update_and_a_checkpoint_is_saved(runs, name):
     folder, printed = runs
-    signals, stopped_after, _ = RUNS[name]
+    signals, stopped_after, *_ = RUNS[name]
     status = 143 if signals else 0
     assert [line for lines in printed for line in lines if line.split()[0] == name] == [f"{name} {status}"] * 2
     trained = [len(json.loads((folder / name / f"calls_{rank}.json").read_text())) for rank in range(2)]

@@ -25,6 +25,7 @@ from unigen_ds.config.registry import HOOKS
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
+from unigen_ds.system.pipes import end_start
 
 STOPPED_BY_SIGNAL = "signal"
 REPEAT_S = 5.0
@@ -47,7 +48,7 @@ class SignalHook(Hook):
     def before_train(self, run: Run) -> None:
         self._alone = dist.world_size() == 1
         if threading.current_thread() is threading.main_thread():
-            is_free = signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+            is_free = signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, end_start)
             numbers = [number for number in _SIGNALS if number != signal.SIGUSR1 or is_free]
             self._previous = {number: signal.signal(number, self._handle) for number in numbers}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
@@ -83,10 +84,10 @@ class JournalHook(Hook):
         if self._lines is None:
             return
         try:
-            self._lines.write_pending()
+            with closing(self._lines):
+                self._lines.write_pending()
         except OSError as error:
             logger().error("%d lines of %s could not be written: %s", len(self._lines.pending), self._lines.path, error)
-        self._lines.close()
         self._lines = None
 
     def after_run(self, run: Run) -> None:

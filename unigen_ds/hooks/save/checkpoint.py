@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ from unigen_ds.system.log import logger
 Interval = Annotated[float, Rule(lambda value: value > 0 or value == -1), Allowed("a number above 0, or -1")]
 Positive = Annotated[float, Rule(lambda value: value > 0), Allowed("a number above 0")]
 MaxKeep = Annotated[int, Rule(lambda value: value != 0), Allowed("a whole number of at least 1, or -1")]
+
+SLOW_S = 2.0
+"""A save that takes less is never slow."""
 
 
 @HOOKS.register_module()
@@ -56,12 +60,13 @@ class CheckpointHook(Hook):
         async_save: training waits only until the state is copied to the host's memory, which needs as many bytes there
             as the files of the process; another process of each rank writes and commits it. Linux.
         async_busy: where the next save is due before the last one is complete: ``wait`` for it, or ``skip`` this one.
+        on_save_error: after a periodic save that fails (a full disk) ``continue``, with an error in the log: the state
+            in memory is worth more than the save; or ``stop``: the run ends (``SaveError``, exit status 4).
         save_base: with ``lora``: copy the files of the base into ``base`` beside the checkpoints, once, when training
             begins. They are hashed, found by a resume and by the tools, and never deleted.
 
-    A periodic save that fails (a full disk) is an error in the log and training continues: the state in memory is worth
-    more than the save. The last save of a run, and the one on a signal, is never asynchronous, and raises ``SaveError``
-    (exit status 4).
+    The last save of a run, and the one on a signal, is never asynchronous, and raises ``SaveError`` (exit status 4).
+    Where a save takes longer than the training between two of them, a warning has both times and the interval to set.
     """
 
     name = "checkpoint"
@@ -82,6 +87,7 @@ class CheckpointHook(Hook):
         weights_interval: Positive | None = None,
         async_save: bool = False,
         async_busy: Literal["wait", "skip"] = "wait",
+        on_save_error: Literal["continue", "stop"] = "continue",
         save_base: bool = False,
     ) -> None:
         if filename_tmpl.count("{}") != 1 or not store.is_checkpoint_name(filename_tmpl.format(0)):
@@ -96,7 +102,7 @@ class CheckpointHook(Hook):
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
         self.max_keep_ckpts, self.max_keep_days, self.form = max_keep_ckpts, max_keep_days, form
         self.filename_tmpl, self.save_base = filename_tmpl, save_base
-        self.async_save, self.async_busy = async_save, async_busy
+        self.async_save, self.async_busy, self.on_save_error = async_save, async_busy, on_save_error
         self.interval_minutes, self.keep_every, self.weights_interval = interval_minutes, keep_every, weights_interval
         self._every: Duration | None = None
         self._milestones: Duration | None = None
@@ -107,6 +113,10 @@ class CheckpointHook(Hook):
         """The update of the last complete checkpoint."""
         self.pending: int | None = None
         """The update of the one that is being written."""
+        self._began = self._took = self._slow_s = 0.0
+        """Clock at the begin of the last save; its seconds, and those of the last one that a warning was about."""
+        self._went_on: float | None = None
+        """Clock where training continued after the last save that the interval asked for."""
 
     def before_run(self, run: Run) -> None:
         def duration(length: float | None) -> Duration | None:
@@ -131,20 +141,36 @@ class CheckpointHook(Hook):
         return dist.is_main() and self.interval_minutes is not None and minutes >= self.interval_minutes
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        due = any(each is not None and each.every(run.progress, run.previous) for each in (self._every, self._weights))
-        due = due or self.name in result.requests or any(hook.wants_save() for hook in run.hooks)
+        durations = [each for each in (self._every, self._weights) if each is not None]
+        regular = any(each.every(run.progress, run.previous) for each in durations) or self.name in result.requests
+        due = regular or any(hook.wants_save() for hook in run.hooks)
         if due:
             self._saved_at = time.monotonic()
+        trained_s = time.monotonic() - self._went_on if regular and self._went_on is not None else math.inf
         if self.pending is not None:
             self._finish(run, wait=run.done or (due and self.async_busy == "wait"))
+        self._compare(trained_s)
         if run.done:
             self._save(run)
         elif due and self.pending is not None:
             logger().warning("No checkpoint is saved at update %d: that of update %d is still being written"
                              " (async_busy='skip').", run.progress.updates, self.pending)  # fmt: skip
         elif due:
-            with self._reported():
+            with self._reported(run):
                 self._save(run, background=self.async_save)
+            self._went_on = time.monotonic() if regular else None
+
+    def _compare(self, trained_s: float) -> None:
+        """Warn where a save takes longer than the training between two, and again where it takes twice as long."""
+        took_s = self._took if self.pending is None else time.monotonic() - self._began
+        if took_s > max(trained_s, SLOW_S, 2 * self._slow_s) and dist.is_main():
+            self._slow_s = took_s
+            logger().warning(
+                "A save takes %.1f s, and the training between two saves %.1f s: set default_hooks.checkpoint.interval,"
+                " which is %g (%s), to %d or more%s.", took_s, trained_s, self.interval, self.unit,
+                math.ceil(self.interval * took_s / trained_s),
+                "" if self.async_save else ", or async_save=True, with which training does not wait for the disk",
+            )  # fmt: skip
 
     def after_train(self, run: Run) -> None:
         if self.pending is not None:
@@ -153,12 +179,14 @@ class CheckpointHook(Hook):
             self._save(run)
 
     @contextmanager
-    def _reported(self) -> Iterator[None]:
-        """A failure, which every rank raises alike, is an error in the log."""
+    def _reported(self, run: Run) -> Iterator[None]:
+        """A failure, which every rank raises alike, is an error in the log, or ends the run."""
         try:
             yield
         except SaveError as error:
             self.pending = None
+            if self.on_save_error == "stop" and not run.done:  # else the last save is still to come
+                raise
             if dist.is_main():
                 logger().error("%s Training continues without this checkpoint.", error)
 
@@ -166,18 +194,19 @@ class CheckpointHook(Hook):
         by_update = self.filename_tmpl.startswith(store.BY_UPDATE)
         number = run.progress.updates if by_update else run.progress.iteration(run.geometry)
         name, self.pending = self.filename_tmpl.format(number), run.progress.updates
+        self._began, self._took = time.monotonic(), 0.0
         weights = self._weights is not None and self._weights.every(run.progress, run.previous)
         self._settle(run, run.save_checkpoint(name, form=self.form, background=background, weights=weights))
 
     def _finish(self, run: Run, *, wait: bool) -> None:
-        with self._reported():
+        with self._reported(run):
             self._settle(run, run.finish_save(wait=wait))
 
     def _settle(self, run: Run, path: Path | None) -> None:
         """Where the checkpoint is complete: delete old ones."""
         if path is None:
             return
-        self._settled, self.pending = self.pending, None
+        self._settled, self.pending, self._took = self.pending, None, time.monotonic() - self._began
         logger().info("Saved checkpoint %s.", path)
         if not dist.is_main():
             return
