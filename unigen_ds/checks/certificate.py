@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
+from subprocess import DEVNULL, Popen
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ _POLL_S, _SLOW, _SLOWEST_S = 0.002, 20.0, 180.0
 class Launch:
     """How a run is started: ``command`` with its folder and ``--resume``, in ``world_size`` processes of this machine.
 
-    ``popen`` is called as ``subprocess.Popen``.
+    ``popen`` is called as ``Popen``.
     """
 
     command: Sequence[str]
@@ -61,9 +61,9 @@ class Launch:
     checkpoints: Path | None = None
     """Where each run has a folder of its checkpoints; None: its work dir."""
     environment: Mapping[str, str] = field(default_factory=lambda: {**os.environ})
-    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+    popen: Callable[..., Popen[bytes]] = field(default_factory=lambda: Popen)
 
-    def start(self, work_dir: Path) -> list[subprocess.Popen[bytes]]:
+    def start(self, work_dir: Path) -> list[Popen[bytes]]:
         """Each process has a session of its own; all append what they print to ``<work_dir>.log``."""
         command = [*self.command, "--work-dir", str(work_dir), "--resume"]
         if self.checkpoints is not None:
@@ -76,7 +76,7 @@ class Launch:
         with log_of(work_dir).open("ab") as log:
             for rank in range(self.world_size):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if several else {}
-                streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+                streams = {"stdin": DEVNULL, "stdout": log, "stderr": log}
                 environment = {**self.environment, **several, **own}
                 processes.append(self.popen(command, env=environment, start_new_session=True, **streams))
         return processes
@@ -87,7 +87,7 @@ def log_of(work_dir: Path) -> Path:
     return work_dir.with_name(f"{work_dir.name}.log")
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+def _end(ranks: Sequence[Popen[bytes]]) -> list[int]:
     """SIGKILL to each process with all that are in its group. Returns how the processes ended."""
     for rank in ranks:
         if rank.poll() is None:
@@ -131,9 +131,8 @@ class Trial:
     _longest: float = float("inf")
     _update_s: float = 0.0
 
-    @property
-    def undisturbed(self) -> Path:
-        return self.folder / "undisturbed"
+    def __post_init__(self) -> None:
+        self.undisturbed = self.folder / "undisturbed"
 
     @property
     def kills(self) -> int:
@@ -147,20 +146,18 @@ class Trial:
         self._longest = max(time.monotonic() - began, _SLOWEST_S / _SLOW)
         self._update_s = self.result()["seconds_of_update"]
 
-    def kill(self, number: int, *, until: float = float("inf")) -> None:
-        """Kill until ``number`` more have happened, or ``time.monotonic()`` is ``until``; each run is then trained to
-        its end and compared. One that ends before is followed by another. Ends at the first problem.
+    def kill(self, number: int) -> None:
+        """Kill ``number`` times; each run is then trained to its end and compared. One that ends before is followed by
+        another. Ends at the first problem.
         """
-        last = self.kills + number
-        while self.kills < last and time.monotonic() < until and not self.problems:
+        while self.kills < number and not self.problems:
             self.runs += 1
             work_dir, end = self.folder / f"killed_{self.runs}", KILLED
             while end == KILLED:
-                more = self.kills < last and time.monotonic() < until
-                end = self._train(work_dir, self.drawn.choice(MOMENTS) if more else None)
+                end = self._train(work_dir, self.drawn.choice(MOMENTS) if self.kills < number else None)
             self.problems = [end] if end != ENDED else differences(self.undisturbed, work_dir)
             equal = "is NOT the run without a kill" if self.problems else "is bit-equal to the run without a kill"
-            self.say(f"{work_dir.name} {equal}; {self.kills} of {last} kills")
+            self.say(f"{work_dir.name} {equal}; {self.kills} of {number} kills")
             if not (self.keep or self.problems):
                 for path in (home_of(work_dir), work_dir, log_of(work_dir)):
                     delete_inside(path, path.parent)
@@ -174,8 +171,7 @@ class Trial:
         """
         ledger, home = work_dir / LEDGER_FILE, (self.launch.checkpoints or self.folder) / work_dir.name
         size = ledger.stat().st_size if ledger.exists() else 0
-        first, later = self.drawn.randint(1, 2 * self.every), self.drawn.choice((1, self.every + 1))
-        least = later if moment == "save" else first
+        least = self.drawn.choice((1, self.every + 1)) if moment == "save" else self.drawn.randint(1, 2 * self.every)
         longest = {"start": self.starts[-1] if self.starts else 1.0, "save": 1.5 * mean(self.saves or [0.1])}
         delay = self.drawn.uniform(0.0, longest.get(moment or "", self._update_s))
         began, made, staged, due = time.monotonic(), 0, None, float("inf")
@@ -191,8 +187,8 @@ class Trial:
                     self.saves.append(now - staged)
                 staged = (staged or now) if saving else None
                 reached = made >= least and (saving or moment == "update")
-                if due == float("inf") and (moment == "start" or (moment and reached)):
-                    due = (began if moment == "start" else now) + delay
+                if due == float("inf") and moment and (moment == "start" or reached):
+                    due = now + delay
                 if now >= due:
                     break
                 if now > began + _SLOW * self._longest:
@@ -219,13 +215,13 @@ class Trial:
         spent = spent_by_start(read_work_dir(self.undisturbed).starts)[0]
         updates = max(1, last_update(self.undisturbed / LEDGER_FILE))
         training = {part: getattr(spent, part) for part in PARTS if part not in ("start_up", "repeated")}
-        update_s = (sum(training.values()) - spent.saves) / updates
-        number = max(1, updates // self.every)
+        total = max(sum(training.values()), 1e-9)
+        update_s, save_s = (total - spent.saves) / updates, spent.saves / max(1, updates // self.every)
         return {
             "bit_equal": not self.problems, "kills": self.kills, "moments": dict(self.moments), "runs": self.runs,
             "differences": self.problems[:1000], "deterministic": self.deterministic, "updates": updates,
-            "updates_between_saves": self.every, "seconds_of_update": update_s, "seconds_of_save": spent.saves / number,
-            "share_of_saves": spent.saves / max(sum(training.values()), 1e-9),
+            "updates_between_saves": self.every, "seconds_of_update": update_s, "seconds_of_save": save_s,
+            "share_of_saves": spent.saves / total,
             "first_start_seconds": self.starts[0], "resume_seconds": _spread(self.starts[1:]),
             "lost_updates": _spread(self.lost), "lost_seconds": _spread([lost * update_s for lost in self.lost]),
         }  # fmt: skip
