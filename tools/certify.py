@@ -18,6 +18,7 @@ import os
 import random
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,14 @@ def main(argv: list[str] | None = None) -> int:
     from unigen_ds.runner.settings.tree import load_settings
     from unigen_ds.system.files import delete_inside, make_directory
 
-    own = overrides_of(argparse.Namespace(**{**vars(arguments), "work_dir": None}))
-    settings = load_settings(arguments.config, own)
+    settings = load_settings(
+        arguments.config, overrides_of(argparse.Namespace(**{**vars(arguments), "work_dir": None}))
+    )
     world_size = arguments.nproc_per_node or settings.world_size or 1
-    changes, left_out = changes_of(settings, own, every=arguments.save_every)
+    changes, left_out = changes_of(settings, every=arguments.save_every)
     folders = []
     for text in filter(None, (settings.work_dir, settings.checkpoint_dir)):
-        parent = arguments.work_dir or Path(text.partition("{")[0]).parent
+        parent = arguments.work_dir or next(one for one in Path(text).parents if "{" not in str(one))
         make_directory(parent)
         folders.append(Path(tempfile.mkdtemp(prefix="certify-", dir=parent)).resolve())
     options = [f"{key}={value!r}" for key, value in {**changes, "world_size": world_size}.items()]
@@ -68,7 +70,8 @@ def main(argv: list[str] | None = None) -> int:
                "--cfg-options", *arguments.cfg_options, *options]  # fmt: skip
     environment = {**os.environ, "WANDB_MODE": "disabled"}
     launch = Launch(command, world_size, checkpoints=folders[-1] if folders[1:] else None, environment=environment)
-    trial = Trial(launch, folders[0], arguments.save_every, random.Random(arguments.seed), keep=arguments.keep)
+    drawn, say = random.Random(arguments.seed), partial(print, flush=True)
+    trial = Trial(launch, folders[0], arguments.save_every, drawn, keep=arguments.keep, say=say)
     print(f"{arguments.config} under {settings.backend.name} on {world_size} process(es), in {folders[0]}", flush=True)
     try:
         trial.train_undisturbed()

@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,8 +45,9 @@ TIMES = (
 )  # fmt: skip
 """Beginnings of the names of measurements in ``metrics.jsonl``, which no two runs have alike."""
 KILLED, ENDED = "killed", "ended"
-_POLL_S, _SLOW, _SLOWEST_S = 0.002, 20.0, 180.0
-"""Between two looks; a start hangs that needs so many times the longest one before, and at least so long."""
+_POLL_S, _OTHERS_S, _SLOW, _SLOWEST_S = 0.002, 20.0, 20.0, 180.0
+"""Between two looks; until the others end after one has failed; a start hangs that needs so many times as long as the
+run without a kill, and at least so long."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +196,9 @@ class Trial:
                     return f"{work_dir.name} has not ended after {now - began:.0f} s: {_last_lines(work_dir)}"
                 time.sleep(_POLL_S)
             else:
-                time.sleep(0.5 * any(rank.returncode for rank in ranks))  # the others may have something to report
-                due = float("inf")
+                due, deadline = float("inf"), time.monotonic() + _OTHERS_S
+                while any([rank.poll() is None for rank in ranks]) and time.monotonic() < deadline:
+                    time.sleep(_POLL_S)  # the others have something to report, too
         finally:
             statuses = _end(ranks)
         if not any(statuses):
@@ -251,15 +253,14 @@ ELSEWHERE = (AsyncEvaluateHook, PushToHubHook)
 """Hooks that act outside of the work dir."""
 
 
-def changes_of(settings: Settings, own: Collection[str], *, every: int) -> tuple[dict[str, Any], list[str]]:
+def changes_of(settings: Settings, *, every: int) -> tuple[dict[str, Any], list[str]]:
     """Overrides with which a run of ``settings`` saves often and writes nothing outside of its folders, and the names
-    of what is left out. ``own``: keys of the user's overrides.
+    of what they leave out.
     """
     hooks = settings.custom_hooks
     kept = [hook for hook in hooks if not issubclass(hook.cls, ELSEWHERE)]
     saves = {"interval": every, "unit": "update", "max_keep_ckpts": 2}
     changes: dict[str, Any] = {f"default_hooks.checkpoint.{key}": value for key, value in saves.items()}
-    changes = {key: value for key, value in changes.items() if key.endswith(("interval", "unit")) or key not in own}
     changes |= {"default_hooks.logger.interval": 1, "visualizer.vis_backends": (), "launcher": "none", "resume": False}
     if settings.randomness.seed is None:
         changes["randomness.seed"] = 0
