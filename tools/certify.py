@@ -114,7 +114,7 @@ def lines(result: dict[str, Any], left_out: list[str]) -> list[str]:
     text += [f"  {problem}" for problem in result["differences"][:20]]
     if result["deterministic"] is False:
         text.append("Two runs without any kill are not bit-equal, either: the kernels of this machine are not"
-                    " deterministic, so this says nothing about kills. Remedy: env.deterministic=True")  # fmt: skip
+                    " deterministic, also without a kill. Remedy: env.deterministic=True")  # fmt: skip
     elif result["deterministic"]:
         text.append("Two runs without any kill are bit-equal: the difference comes from a kill or a resume.")
     no_device = "" if torch.cuda.is_available() else "a GPU (this machine has none); "
