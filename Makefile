@@ -9,7 +9,9 @@
 # make robustness  10,000 damaged data sets of every format: read, skipped and counted, or named (CASES=N SEED=S, or ONLY=K)
 # make crash-states  10,000 states of the disk after a power cut within saves, deletions, merges and resumes of each engine
 #                (N=COUNT SEED=S): what a resume then finds (make test has 500)
-# make kills   a data worker is killed 200 times at random moments, of runs too (make test: fewer)
+# make kills   runs under every engine are killed N times at random moments (N=1000 SEED=S, or ONLY=K: one run; MINUTES=M)
+#              and must end bit-equal to those that were not (make test: 15 kills)
+# make worker-kills  a data worker is killed 200 times at random moments, of runs too (make test: fewer)
 # make mutations  small edits of the source, each with the test that must then fail; PART=K/N: a part, MINUTES=M: a limit;
 #                SAMPLE=N SEED=S: random edits instead, and the share that the modules' own tests detect
 # make bench   the benchmarks; results go to benchmarks/results/
@@ -25,7 +27,8 @@ TOOLS := $(wildcard tools/*.py)
 DEMO_DIR := work_dirs/unified_digits
 EMOJI_DIR := work_dirs/unified_emoji
 
-.PHONY: demo demo-emoji check-report docs test matrix mixtures robustness crash-states kills mutations lint bench clean
+.PHONY: demo demo-emoji check-report docs test matrix mixtures robustness crash-states kills worker-kills mutations lint
+.PHONY: bench clean
 .DEFAULT_GOAL := test
 
 $(BIN)/python:
@@ -85,11 +88,14 @@ SEED ?= 0
 robustness: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/robustness.py --seed $(SEED) $(if $(ONLY),--only $(ONLY),--num $(CASES))
 
-N ?= 10000
 crash-states: $(VENV)/.stamp-test
-	$(BIN)/python benchmarks/crash_states.py --seed $(SEED) --num $(N)
+	$(BIN)/python benchmarks/crash_states.py --seed $(SEED) --num $(or $(N),10000)
 
 kills: $(VENV)/.stamp-test
+	$(BIN)/python benchmarks/kills.py --seed $(SEED) $(if $(ONLY),--only $(ONLY),--num $(or $(N),1000)) \
+		$(if $(MINUTES),--minutes $(MINUTES))
+
+worker-kills: $(VENV)/.stamp-test
 	KILLS=200 $(BIN)/python -m pytest --timeout 1200 tests/system/test_workers.py tests/end_to_end/resume/test_lost_data.py -k killed
 
 PART ?= 1/1

@@ -67,7 +67,7 @@ ENVIRONMENT = {k: v for k, v in as_of_a_user(os.environ).items() if k not in _LA
 """The environment of a test's process: no variable of a launcher, no GPU."""
 _FREE = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR",
-    "KILL_AT", "SLOW", "PYTHONPATH", "PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "SHLVL", "_",
+    "KILL_AT", "SLOW", "WANDB_MODE", "PYTHONPATH", "PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "SHLVL", "_",
 }  # fmt: skip
 """Variables that nothing which the server imports reads at its import: they may differ from the server's."""
 _FREE_BEGINNINGS = ("SLURM_", "OMPI_")

@@ -41,7 +41,7 @@ def closed(workers: Workers) -> list[int | None]:
 
 
 def test_a_worker_is_killed_at_random_moments() -> None:
-    """The error is there at once, also where another worker's result is waited for. 200 times: ``make kills``."""
+    """The error is there at once, also where another worker is waited for. 200 times: ``make worker-kills``."""
     drawn, slowest = random.Random(0), 0.0
     for _ in range(KILLS):
         workers = Workers(made, count(), 2, ahead=2)

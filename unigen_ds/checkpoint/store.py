@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import TypeAdapter
 from safetensors.torch import safe_open
+from torch import Tensor
 
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
@@ -312,6 +314,17 @@ def open_shards(directory: Path, manifest: Manifest) -> dict[str, PieceReader]:
             reader = SafetensorsReader(directory / folder, files=manifest.files_in(folder))
             readers[folder] = _of_this_save(reader, directory / folder, manifest)
     return readers
+
+
+def tensors_of(directory: Path, manifest: Manifest) -> dict[tuple[str, str], Callable[[], Tensor]]:
+    """(kind, name) -> what reads the whole tensor: weights, moments, steps, buffers and averages."""
+    readers = (open_reader(directory, manifest), *open_shards(directory, manifest).values())
+    return {
+        (kind, name): partial(reader.read, kind, name, 0, reader.numel(kind, name))
+        for reader in readers
+        for kind in reader.kinds()
+        for name in reader.names(kind)
+    }
 
 
 def _of_this_save(reader: PieceReader, directory: Path, manifest: Manifest) -> PieceReader:

@@ -24,10 +24,8 @@ from tests import full_disk
 from tests.end_to_end.engines.cases import Job
 from tests.end_to_end.engines.groups import jobs_of
 from unigen_ds.checkpoint import store
-from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.checkpoint.store import open_reader
-from unigen_ds.core.shards import EMA, ShardReader
+from unigen_ds.core.shards import EMA
 from unigen_ds.system.journals import read_lines
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -83,15 +81,7 @@ class Outcome:
 
 def tensors(checkpoint: Path) -> Tensors:
     """Every tensor of a checkpoint."""
-    readers: list[ShardReader] = [open_reader(checkpoint, Manifest.read(checkpoint))]
-    if (checkpoint / EMA).is_dir():
-        readers.append(SafetensorsReader(checkpoint / EMA))
-    return {
-        (kind, name): reader.read(kind, name, 0, reader.numel(kind, name)).clone()
-        for reader in readers
-        for kind in reader.kinds()
-        for name in reader.names(kind)
-    }
+    return {key: read().clone() for key, read in store.tensors_of(checkpoint, Manifest.read(checkpoint)).items()}
 
 
 class Launched:

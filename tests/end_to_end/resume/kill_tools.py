@@ -26,11 +26,7 @@ from unigen_ds.system.journals import read_lines
 SHIPPED = config_path("unified_digits")
 RECORDS = 240
 UPDATES = 20
-SEQUENCES_PER_UPDATE = 12
 SAVE_EVERY_UPDATES = 4
-
-EXACT = ("loss", "loss/text", "loss/image", "lr", "grad_norm", "applied",
-         "iteration", "epoch", "sequences", "samples", "tokens")  # fmt: skip
 
 HOOK = '''
 """A user's hook: die at one exact point."""
@@ -182,36 +178,3 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], *,
 
 def metric_lines(work_dir: Path) -> list[dict[str, Any]]:
     return read_lines(work_dir / "metrics.jsonl")
-
-
-def differences(straight: Path, other: Path) -> list[str]:
-    """Where the counted lines of ``other`` are not, to the last bit, the first ones of ``straight``."""
-    found = []
-    reference = {line["update"]: line for line in metric_lines(straight)}
-    lines = metric_lines(other)
-    if [line["update"] for line in lines] != list(range(1, len(lines) + 1)):
-        found.append(f"updates logged: {[line['update'] for line in lines]}")
-    for line in lines:
-        same = reference[line["update"]]
-        found += [f"update {line['update']} {k}: {line[k]!r}, not {same[k]!r}" for k in EXACT if line[k] != same[k]]
-    return found + ledger_differences(straight, other)
-
-
-def ledger_differences(straight: Path, other: Path) -> list[str]:
-    """The ledger must go through the sequences once, in order, with the samples of ``straight``."""
-    found, at = [], 0
-    digests = {line["update"]: line["digest"] for line in read_lines(straight / "ledger.jsonl")}
-    for number, line in enumerate(read_lines(other / "ledger.jsonl"), start=1):
-        expected = [at, at + SEQUENCES_PER_UPDATE]
-        if (line["update"], line["sequences"]) != (number, expected):
-            found.append(f"ledger: update {line['update']} took {line['sequences']}, not {number} and {expected}")
-        if line["digest"] != digests[line["update"]]:
-            found.append(f"ledger: update {line['update']} saw other samples")
-        at = line["sequences"][1]
-    return found
-
-
-def tensor_files(checkpoint: Path) -> dict[str, bytes]:
-    """Weights, moments, EMA and random states, and the hooks' states: all that must be equal to the last bit."""
-    files = [*checkpoint.rglob("*.safetensors"), checkpoint / "hooks.json"]
-    return {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in files}

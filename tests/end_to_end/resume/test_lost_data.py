@@ -131,7 +131,7 @@ print("updates", updates, "slowest", slowest)
 
 
 def test_a_worker_is_killed_at_random_moments_of_a_run_that_saves_after_each_update(tmp_path: Path) -> None:
-    """Each time one error, at most 5 s later, and what was saved can be continued. 200 times: ``make kills``."""
+    """Each time one error, at most 5 s later, and what was saved can be continued. 200 times: ``make worker-kills``."""
     done = run([sys.executable, "-c", KILLED_RUNS, str(tmp_path), os.environ.get("KILLS", "8")], cwd=ROOT,
                text=True, timeout=600)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,84 @@
+"""``tools/certify.py`` with a user's config, and 15 of the kills that ``benchmarks/kills.py`` has 1,000 of."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import kills
+from tests.end_to_end.runs.text_run import count_up, write_records, write_text_config
+from tests.processes import popen
+from tools import certify
+from unigen_ds.checks import certificate
+
+HOOK = '''
+import random
+from unigen_ds.config.registry import HOOKS
+from unigen_ds.hooks.base import Hook
+
+
+@HOOKS.register_module()
+class OwnHook(Hook):
+    """Adds to a weight what a resume has forgotten, or what no two runs have alike."""
+
+    def __init__(self, how):
+        self.how, self.updates = how, 0
+
+    def before_update(self, run):
+        self.updates += 1
+        number = {"forget": self.updates, "noise": random.SystemRandom().random(), "": 0}[self.how]
+        run.backend.master_shards()[0].data.add_(1e-3 * number)
+'''
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return kills.write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize("number", [2, 12, 4])
+def test_a_killed_run_ends_bit_equal_to_the_one_that_was_not(tmp_path, data, number):
+    """ZeRO-2 and FSDP2 on two processes, one process; saves and evaluations are asynchronous."""
+    trial = kills.run_case(kills.case(0, number), data, tmp_path, kills=5, fresh=False)
+    assert trial.problems == [] and trial.kills == 5, trial.problems
+
+
+def certified(folder, monkeypatch, how, *options):
+    """The exit status, what was measured, and what is left of the folder of the runs."""
+    monkeypatch.setattr(certificate, "Popen", popen)
+    write_records(folder / "train.jsonl", count_up(200))
+    (folder / "own_hook.py").write_text(HOOK)
+    config = write_text_config(folder)
+    hooks = [
+        {"type": "OwnHook", "how": how},
+        {"type": "AsyncEvaluateHook", "command": f"touch {folder}/evaluated-{{step}} {{checkpoint}} {{out}}"},
+    ]
+    more = {"custom_imports": {"imports": ["own_hook"]}, "custom_hooks": hooks,
+            "visualizer": {"vis_backends": [{"type": "WandbVisBackend"}]}}  # fmt: skip
+    with config.open("a") as stream:
+        stream.writelines(f"{key} = {value!r}\n" for key, value in more.items())
+    command = [str(config), "--updates", "6", "--save-every", "2", "--json", str(folder / "result.json"), *options]
+    status = certify.main(command)
+    before = {"train.jsonl", ".unigen_index", "own_hook.py", "config.py", "result.json", "__pycache__"}
+    return status, json.loads((folder / "result.json").read_text()), {p.name for p in folder.iterdir()} - before
+
+
+def test_a_users_own_config_is_certified_and_nothing_of_it_is_touched(tmp_path, monkeypatch, capsys):
+    status, result, left = certified(tmp_path, monkeypatch, "", "--kills", "5")
+    printed = capsys.readouterr().out
+    assert (status, left) == (0, set()), printed
+    assert result["bit_equal"] and result["kills"] == sum(result["moments"].values()) == 5
+    assert result["resume_seconds"]["max"] > 0 and 0 < result["share_of_saves"] < 1
+    assert "bit-equal" in printed and "left out: WandbVisBackend, AsyncEvaluateHook." in printed
+
+
+@pytest.mark.parametrize("how", ["forget", "noise"])
+def test_what_is_not_bit_equal_is_named_and_kept(tmp_path, monkeypatch, capsys, how):
+    """A hook whose state no checkpoint has; and one that makes every run another one, which is no fault of a resume."""
+    status, result, left = certified(tmp_path, monkeypatch, how, "--kills", "4")
+    printed = capsys.readouterr().out
+    assert status == 1 and len(left) == 1, printed
+    assert result["deterministic"] is (how == "forget")
+    assert "metrics.jsonl loss is" in printed and ("Remedy: env.deterministic=True" in printed) is (how == "noise")
+    assert any(line.startswith("checkpoint ") and "master|" in line for line in result["differences"])
