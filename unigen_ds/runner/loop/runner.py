@@ -23,6 +23,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Progress
 from unigen_ds.core.shards import first_names
 from unigen_ds.data.batches.statistics import list_left_out
+from unigen_ds.data.batches.stream import Row
 from unigen_ds.data.order.order import Cursor
 from unigen_ds.hooks.base import PRIORITY, Hook, Iteration, UpdateResult
 from unigen_ds.hooks.log.journal import SkippedSamplesHook
@@ -33,6 +34,7 @@ from unigen_ds.runner.start.parts import Parts, build_parts, restore
 from unigen_ds.system import announced, dist
 from unigen_ds.system.clock import Clock
 from unigen_ds.system.files import write_text_atomic
+from unigen_ds.system.hangs import Watch
 from unigen_ds.system.journals import sample_digest
 from unigen_ds.system.log import logger
 
@@ -62,6 +64,8 @@ class Runner:
             self._parent = store.outer(parent).name if store.is_inside(self.checkpoint_dir, parent) else str(parent)
         self._loss_weights = settings.term_weights
         self._config_text, self._identity = config_text(settings.given), start.data.stream.identity
+        self._rows: Sequence[Row] = ()
+        """Of the present update, over all ranks; none while they are loaded."""
         self._locks: list[WorkDirLock] = []
         self._writer: BackgroundWriter | None = None
         self._parameters = Parameters(parts.backend)
@@ -106,6 +110,13 @@ class Runner:
     def train(self) -> Progress:
         """Restore, train until done, clean up. Collective. Returns the final progress."""
         self.run_id = dist.on_main(self._lock_folders)
+        watch = Watch(
+            self.work_dir / "hang",
+            timeout_s=self._parts.settings.env.dist_timeout_s,
+            position=lambda: (self.progress.updates + 1, self.clock.section, self.clock.passed),
+            samples=lambda: self._names(self._rows if self._rows else self._parts.loader.rows_ahead),
+            end=announced.end_here,
+        )
         try:
             self._call("before_run")
             restored = restore(self._parts, self.hooks, home=self.checkpoint_dir)
@@ -140,6 +151,7 @@ class Runner:
                     lock.check()  # names the cause where a folder is gone
             raise
         finally:
+            watch.close()
             self._parts.loader.close()
             if self._writer is not None:
                 self._writer.close()
@@ -172,9 +184,11 @@ class Runner:
     def train_update(self, updates: Iterator[Update]) -> None:
         """One optimizer step: ``accumulative_counts`` micro-batches, each target weighing the same in the loss."""
         self._last = replace(self._last, update=None)  # its memory is freed
+        self._rows = []
         with self.clock("data"):
             update = next(updates)
         micro_batches = update.micro_batches
+        self._rows = [row for micro_batch in micro_batches for row in micro_batch.rows]
         self._call("before_update")
         self.hparams = hparams = self._parts.schedules.at(self.progress)
         self.backend.set_hparams(hparams)
@@ -204,8 +218,7 @@ class Runner:
             epoch=self._cursor.epoch,
             applied=step.applied,
         )
-        names = self._parts.start.data.stream.names
-        sample_ids = [draw.sample_id(names) for m in micro_batches for row in m.rows for draw in row]
+        sample_ids = self._names(self._rows)
         result = UpdateResult(
             local_sums=sums,
             counts=update.counts,
@@ -223,6 +236,11 @@ class Runner:
             stop_wanted=update.stop_wanted(),
         )
         self._call("after_update", result)
+
+    def _names(self, rows: Sequence[Row]) -> list[str]:
+        """Ids of the samples of rows."""
+        names = self._parts.start.data.stream.names
+        return [draw.sample_id(names) for row in rows for draw in row]
 
     def _call(self, point: str, *arguments: Any) -> None:
         for hook in self.hooks:
