@@ -57,9 +57,14 @@ def say(error: BaseException) -> None:
 
 def end_here(text: str) -> None:
     """Report a ``RankEnded``, and end this process, whatever its main thread does."""
-    error = RankEnded(text)
+    error, store = RankEnded(text), dist.job_store()
+    _reported.set()
     say(error)
     for_torchrun(error)
+    if dist.is_main():  # the store may end with it: the others read it first
+        store.set("heard", text)
+        _wait(lambda: store.add("errors", 0) >= dist.world_size() - 1)
+        time.sleep(2 * _POLL_S)
     os._exit(error.exit_status)
 
 

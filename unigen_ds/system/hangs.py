@@ -24,8 +24,7 @@ from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 
 STOPPED = "its output, and its machine's log: it was killed (out of memory?), stopped, or cannot be reached"
-_ENDED = "the other ranks have ended, and this one does not continue"
-_SHARE, _LONGEST_STEP_S, _GRACE_S = 0.9, 2.0, 10.0
+_SHARE, _LONGEST_STEP_S, _GRACE_S = 0.9, 2.0, 5.0
 _WAITING = ("/torch/distributed/", "/deepspeed/", "/system/dist.py", "/system/announced.py")
 """Files whose functions wait for other ranks."""
 
@@ -86,15 +85,16 @@ class Watch:
                     position, since, number = self._position(), time.monotonic(), number + 1
                 elif position[2] != self._position()[2] and not self._error:
                     self.answered.clear()
-                elif not self.answered.is_set() or self._error or time.monotonic() - since < _GRACE_S:
-                    continue
-                elif self._store.add("errors", 0):
-                    self._end(_ENDED)
-                elif self._place()[1] and still > self._timeout_s + _GRACE_S:
-                    self._end(self.text(f" ({still:.0f} s, and the collective does not end)"))
+                elif self.answered.is_set() and not self._error:
+                    if self._place()[1] and still > self._timeout_s + _GRACE_S:
+                        self._end(self.text(f" ({still:.0f} s, and the collective does not end)"))
+                    if self._store.add("errors", 0) == 0:
+                        since = time.monotonic()
+                    elif time.monotonic() - since > _GRACE_S:
+                        self._end(self.text(" (the others have ended)"))
         except Exception:  # of the store: the job ends
             if self.answered.is_set() and not self._error and not self._closed.wait(_GRACE_S):
-                self._end(_ENDED)
+                self._end(self.text(" (the others have ended)"))
 
     def _answer(self, key: str, still: float, step: float) -> None:
         """Add the line of this rank, write its stacks, and wait for the lines of the others."""

@@ -53,7 +53,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path, capsys: pyte
     config = written_config(work_dir, data, world_size=2, on_batch_change="keep-batch", **hooks)
     arguments, port = [config, "--backend", "fsdp", "--max-updates", str(UPDATES)], free_port()
     nodes = [agent(port, *arguments, host=True), agent(port, *arguments, host=False)]
-    left, lost = together(nodes, [{}, {"LOST": "1"}])
+    left, lost = together(nodes, [{}, {"LOST": "1"}], timeout_s=480.0)
     assert (left.status, lost.status) == (0, -9), left.ending + lost.ending
     log = (work_dir / "train.log").read_text(encoding="utf-8")
     line = "on_batch_change is 'keep-batch': 2 per device x 1 process(es) x 4 accumulated = 8; it was 2 per device x 2 "

@@ -165,7 +165,7 @@ def test_a_stall_ends_at_the_timeout_with_who_is_behind_and_the_stacks(
     for number, file in files.items():
         text = file.read_text(encoding="utf-8")
         assert f"rank: {number}\n" in text and "samples: train:" in text and "in train_update\n" in text
-        assert ended_at - file.stat().st_mtime < 0.1 * timeout_s + 5, "it ends within a few seconds after the timeout"
+        assert ended_at - file.stat().st_mtime < 0.1 * timeout_s + 15, "it ends within a few seconds after the timeout"
     if place is not None:
         assert "ending_hook.py" in files[rank].read_text(encoding="utf-8")
 
