@@ -117,10 +117,8 @@ def open_store(*, timeout_s: float) -> Any:
         check_port()
         address, port = os.environ["MASTER_ADDR"], env_number("MASTER_PORT", 29500)
         store = _TCP(address, port, is_master=has_store(), timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-        attempt = (
-            ("TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE") if _uses_agent_store() else ()
-        )  # else it is new each time
-        _store = _PREFIX("/".join(["unigen_ds", *(os.environ.get(name, "0") for name in attempt)]), store)
+        names = ("TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE") if _of_torchrun() else ()  # another one is new each time
+        _store = _PREFIX("/".join(["unigen_ds", *(os.environ.get(name, "0") for name in names)]), store)
     return _store
 
 
@@ -131,11 +129,11 @@ def job_store() -> Any:
 
 def has_store() -> bool:
     """Whether the store is in this process, and ends with it."""
-    return env_rank() == 0 and not _uses_agent_store()
+    return env_rank() == 0 and not _of_torchrun()
 
 
-def _uses_agent_store() -> bool:
-    """Whether torchrun has opened it: it remains when the processes are started again."""
+def _of_torchrun() -> bool:
+    """Whether the store is that of torchrun's agent, which remains when processes are started again."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

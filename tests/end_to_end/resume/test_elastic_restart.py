@@ -12,10 +12,12 @@ from tests.processes import together
 from tests.tiny import tiny_config
 from tools import resume
 from unigen_ds.checkpoint.store import list_checkpoints
+from unigen_ds.core.progress import Geometry
 from unigen_ds.runner import Runner
 from unigen_ds.system.dist import free_port
 from unigen_ds.system.journals import read_lines
 
+pytestmark = pytest.mark.timeout(900)
 UPDATES = 5
 LOST_NODE = """
 import os, signal
@@ -50,7 +52,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path, capsys: pyte
         "custom_hooks": [{"type": "LostNodeHook"}],
         "default_hooks__checkpoint__interval": 1,
     }
-    config = written_config(work_dir, data, world_size=2, on_batch_change="keep-batch", **hooks)
+    config = written_config(work_dir, data, on_batch_change="keep-batch", **hooks)
     arguments, port = [config, "--backend", "fsdp", "--max-updates", str(UPDATES)], free_port()
     nodes = [agent(port, *arguments, host=True), agent(port, *arguments, host=False)]
     left, lost = together(nodes, [{}, {"LOST": "1"}], timeout_s=480.0)
@@ -67,3 +69,9 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path, capsys: pyte
     assert set(sizes) == {8}
     assert resume.main([config, "--world-size", "3"]) == 2
     assert "8 sequences cannot be split over 3 process(es). Allowed: 1, 2, 4, 8 processes" in capsys.readouterr().err
+
+
+def test_world_size_states_the_batch_where_no_checkpoint_does(tmp_path: Path) -> None:
+    one = {"train_dataloader__batch_size": 4, "param_scheduler": [], "on_batch_change": "keep-batch"}
+    runner = Runner.from_cfg(tiny_config(tmp_path, tmp_path / "digits", world_size=3, **one))
+    assert runner.geometry == Geometry(4, 3, 1)

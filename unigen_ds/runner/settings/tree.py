@@ -30,7 +30,7 @@ from unigen_ds.config.translation import translate
 from unigen_ds.config.values import Number
 from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.core.errors import ConfigError, raise_any
-from unigen_ds.core.progress import Duration, Geometry, Ruler
+from unigen_ds.core.progress import Duration, Ruler
 from unigen_ds.data.order import packing as _packing  # noqa: F401
 from unigen_ds.data.settings import Tokenizer, TrainDataloader, ValDataloader
 from unigen_ds.data.text import tokenizers as _tokenizers  # noqa: F401
@@ -283,14 +283,7 @@ class Settings(ModelSettings):
         """The weight of each loss term of the model's family."""
         return {t: self.loss_weights.get(t, DEFAULT_WEIGHT) for t in family_of_model(self.model.cls).terms}
 
-    def settled(
-        self,
-        *,
-        seed: int | None,
-        precision: str | None = None,
-        base: Base | None = None,
-        geometry: Geometry | None = None,
-    ) -> Settings:
+    def settled(self, *, seed: int | None, precision: str | None = None, base: Base | None = None) -> Settings:
         """The same, with what the plan of a start has chosen. A base whose files this machine does not have there (a
         cache of the hub) stays as the config names it.
         """
@@ -299,14 +292,6 @@ class Settings(ModelSettings):
         if precision not in (None, self.optim_wrapper.precision):
             update["optim_wrapper"] = self.optim_wrapper.model_copy(update={"precision": precision})
             config["optim_wrapper"] = {**config["optim_wrapper"], "precision": precision}
-        if geometry is not None:
-            sections: dict[str, dict[str, Any]] = {
-                "train_dataloader": {"batch_size": geometry.batch_size, "global_batch_size": None},
-                "optim_wrapper": {"accumulative_counts": geometry.accumulative_counts},
-            }
-            for name, values in sections.items():
-                update[name] = update.get(name, getattr(self, name)).model_copy(update=values)
-                config[name] = {**config[name], **values}
         if base is not None and base.is_here:
             update["model"] = replace(self.model, arguments={**self.model.arguments, "pretrained": base.path})
         return self._changed(update, config)

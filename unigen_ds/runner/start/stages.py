@@ -145,8 +145,7 @@ def settle(settings: Settings, plan: ResumePlan, *, backend: Backend, geometry: 
             log.logger().info("on_batch_change is 'keep-batch': %s; it was %s.", geometry, stored)
     if (plan.precision, geometry) != (asked.precision, own):
         backend.check(geometry=geometry, optimizer_cfg=replace(asked, precision=plan.precision))
-    kept = None if geometry == own else geometry
-    return settings.settled(seed=plan.seed, precision=plan.precision, base=plan.base, geometry=kept), geometry
+    return settings.settled(seed=plan.seed, precision=plan.precision, base=plan.base), geometry
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
