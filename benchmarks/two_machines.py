@@ -198,7 +198,7 @@ def wait(done: Any, machines: list[Machine], *, update: int, timeout_s: float = 
     end = time.monotonic() + timeout_s
     while not done():
         if time.monotonic() > end or not any(machine.is_alive() for machine in machines):
-            raise SystemExit(f"the run does not go on after the fault at update {update}")
+            raise SystemExit(f"the run does not continue after the fault at update {update}")
         time.sleep(0.02)
 
 

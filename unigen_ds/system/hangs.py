@@ -1,4 +1,4 @@
-"""What the ranks do when one of them stalls: the stacks of all threads in ``work_dir/hang``, and who is behind.
+"""What the ranks do when one of them stalls: the stacks of all threads in ``work_dir/hang``, and who is late.
 
 A thread of each rank looks at the main thread. Where that has not moved for 90 % of the time that a collective may wait
 (gloo raises then, and NCCL's own thread aborts the process), or where a connection is lost, the rank asks all others by
@@ -86,7 +86,7 @@ class Watch:
                 elif position[2] != self._position()[2] and not self._error:
                     self.answered.clear()
                 elif self.answered.is_set() and not self._error:
-                    if self._place()[1] and still > self._timeout_s + _GRACE_S:
+                    if self._location()[1] and still > self._timeout_s + _GRACE_S:
                         self._end(self.text(f" ({still:.0f} s, and the collective does not end)"))
                     if self._store.add("errors", 0) == 0:
                         since = time.monotonic()
@@ -98,8 +98,8 @@ class Watch:
 
     def _answer(self, key: str, still: float, step: float) -> None:
         """Add the line of this rank, write its stacks, and wait for the lines of the others."""
-        (update, phase, passed), (place, waits), rank = self._position(), self._place(), dist.rank()
-        self._store.append(key, json.dumps([rank, [update, phase, passed, place, waits]]) + "\n")
+        (update, phase, passed), (location, waits), rank = self._position(), self._location(), dist.rank()
+        self._store.append(key, json.dumps([rank, [update, phase, passed, location, waits]]) + "\n")
         path, host = self._folder / f"update_{update}_rank_{rank}.txt", f"{socket.gethostname()}, pid {os.getpid()}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,9 +107,9 @@ class Watch:
                 facts = {
                     "rank": rank,
                     "host": host,
-                    "time": f"{time.strftime('%F %T')}, at this place for {still:.0f} s",
+                    "time": f"{time.strftime('%F %T')}, here for {still:.0f} s",
                 }
-                facts |= {"update": update, "phase": phase, "place": place}
+                facts |= {"update": update, "phase": phase, "location": location}
                 print(*(f"{name}: {value}" for name, value in facts.items()), sep="\n", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
                 print("samples:", *self._samples(), file=file)  # last: the main thread may be changing them
@@ -125,7 +125,7 @@ class Watch:
         if not self._error:
             logger().warning("No progress: %s. Stacks: %s.", self.text(), self._folder)
 
-    def _place(self) -> tuple[str, bool]:
+    def _location(self) -> tuple[str, bool]:
         """Where the main thread is, and whether it waits for other ranks there."""
         frames = [*traceback.walk_stack(sys._current_frames()[self._thread_id])]
         if self._error:
@@ -135,18 +135,18 @@ class Watch:
         return f"{file}:{line} in {frame.f_code.co_name}", bool(self._error) or any(part in file for part in _WAITING)
 
     def text(self, cause: str = "") -> str:
-        """Who is behind, with ``cause`` after the first, and what the other ranks do."""
+        """Who is late, with ``cause`` after the first, and what the other ranks do."""
         lines, number = self._lines, dist.world_size()
         silent = [str(rank) for rank in range(number) if rank not in lines]
-        behind = [rank for rank, line in lines.items() if not line[4]]
-        if not silent and len(behind) in (0, number):  # on CUDA it is not known who waits
+        late = [rank for rank, line in lines.items() if not line[4]]
+        if not silent and len(late) in (0, number):  # on CUDA it is not known who waits
             first = min((line[0], line[2]) for line in lines.values())
-            behind = [rank for rank, line in lines.items() if (line[0], line[2]) == first]
+            late = [rank for rank, line in lines.items() if (line[0], line[2]) == first]
         doing: dict[str, list[str]] = {f"does not answer{cause}": silent} if silent else {}
-        for rank, (update, phase, _, place, waits) in sorted(lines.items(), key=lambda one: one[0] not in behind):
-            late = rank in behind and len(behind) < number - len(silent)
-            what = f"does not continue{'' if doing else cause}" if late else "waits" if waits else "is there"
-            doing.setdefault(f"{what}: update {update}, {phase}, {place}", []).append(str(rank))
+        for rank, (update, phase, _, location, waits) in sorted(lines.items(), key=lambda one: one[0] not in late):
+            stalls = rank in late and len(late) < number - len(silent)
+            what = f"does not continue{'' if doing else cause}" if stalls else "waits" if waits else "is there"
+            doing.setdefault(f"{what}: update {update}, {phase}, {location}", []).append(str(rank))
         return "; ".join(f"rank {', '.join(ranks[:8])} {what}" for what, ranks in [*doing.items()][:8])
 
     @property
