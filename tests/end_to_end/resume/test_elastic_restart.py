@@ -12,8 +12,10 @@ from tests.processes import together
 from tests.tiny import tiny_config
 from tools import resume
 from unigen_ds.checkpoint.store import list_checkpoints
+from unigen_ds.checks.resume import inspect_resume
 from unigen_ds.core.progress import Geometry
 from unigen_ds.runner import Runner
+from unigen_ds.runner.settings.tree import load_config
 from unigen_ds.system.dist import free_port
 from unigen_ds.system.journals import read_lines
 
@@ -34,8 +36,8 @@ class LostNodeHook(Hook):
 
 
 def agent(port: int, *arguments: str, host: bool, number: str = "1:2") -> list[str]:
-    """A node's torchrun; it notices in 3 s that another one is lost, and waits 8 s for others."""
-    how = f"is_host={host},last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=3"
+    """A node's torchrun; it notices in 3 s that another one is lost, and waits 15 s for others."""
+    how = f"is_host={host},last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=3"
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", number, "--nproc_per_node", "1"]
     command += ["--max-restarts", "3", "--monitor-interval", "0.5", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
     return [*command, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", how, TRAIN, *arguments, "--resume"]
@@ -52,7 +54,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path, capsys: pyte
         "custom_hooks": [{"type": "LostNodeHook"}],
         "default_hooks__checkpoint__interval": 1,
     }
-    config = written_config(work_dir, data, on_batch_change="keep-batch", **hooks)
+    config = written_config(work_dir, data, world_size=2, on_batch_change="keep-batch", **hooks)
     arguments, port = [config, "--backend", "fsdp", "--max-updates", str(UPDATES)], free_port()
     nodes = [agent(port, *arguments, host=True), agent(port, *arguments, host=False)]
     left, lost = together(nodes, [{}, {"LOST": "1"}], timeout_s=480.0)
@@ -67,6 +69,12 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path, capsys: pyte
     assert of_run == pytest.approx(losses, rel=1e-5)
     sizes = [found.manifest.geometry.global_batch_size for found in list_checkpoints(work_dir) if found.manifest]
     assert set(sizes) == {8}
+    found = inspect_resume(
+        load_config(config, {"world_size": None, "optim_wrapper.accumulative_counts": 1}), world_size=1
+    )
+    assert found.geometry == Geometry(2, 4, 1) and not found.blocked, (
+        "the batch of the checkpoint, not 2 x 1 of the config"
+    )
     assert resume.main([config, "--world-size", "3"]) == 2
     assert "8 sequences cannot be split over 3 process(es). Allowed: 1, 2, 4, 8 processes" in capsys.readouterr().err
 
