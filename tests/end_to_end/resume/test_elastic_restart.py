@@ -36,8 +36,8 @@ class LostNodeHook(Hook):
 
 
 def agent(port: int, *arguments: str, host: bool, number: str = "1:2") -> list[str]:
-    """A node's torchrun; it notices in 3 s that another one is lost, and waits 15 s for others."""
-    how = f"is_host={host},last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=3"
+    """A node's torchrun; it notices in 12 s that another one is lost, and waits 15 s for others."""
+    how = f"is_host={host},last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=12"
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", number, "--nproc_per_node", "1"]
     command += ["--max-restarts", "3", "--monitor-interval", "0.5", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
     return [*command, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", how, TRAIN, *arguments, "--resume"]
