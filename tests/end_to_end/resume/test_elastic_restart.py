@@ -75,7 +75,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path, capsys: pyte
     assert found.geometry == Geometry(2, 4, 1) and not found.blocked, (
         "the batch of the checkpoint, not 2 x 1 of the config"
     )
-    assert resume.main([config, "--world-size", "3"]) == 2
+    assert resume.main([config, "--world-size", "3", "--backend", "fsdp"]) == 2
     printed = capsys.readouterr().err
     assert "8 sequences cannot be split over 3 process(es)" in printed and "1, 2, 4, 8 processes" in printed
 
