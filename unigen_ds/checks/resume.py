@@ -77,7 +77,7 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
     saved = plan.manifest.geometry.dp_size if plan.manifest else dist.env_world_size()
     with as_launched(world_size or settings.world_size or saved):
         backend, geometry = build_engine(settings)
-        settings = settle(settings, plan, backend=backend, geometry=geometry)
+        settings, geometry = settle(settings, plan, backend=backend, geometry=geometry)
         build_hooks(settings)
         start = read_start(settings, plan, geometry=geometry)
         findings = run_checklist(start, plan, backend=backend, geometry=geometry, hashed=verify)

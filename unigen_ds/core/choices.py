@@ -6,8 +6,8 @@ BACKEND_WORDS = "single, deepspeed[:zero1|zero2|zero3|...|FILE.json], fsdp[:FULL
 """``--backend``."""
 LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
 """How the processes were started."""
-BATCH_CHOICES = ("refuse", "keep-lr", "linear", "sqrt")
-"""``on_batch_change``: how the learning rate changes when a resume has another effective batch."""
+BATCH_CHOICES = ("refuse", "keep-batch", "keep-lr", "linear", "sqrt")
+"""``on_batch_change``: how the learning rate changes when a resume has another effective batch, or that it has not."""
 DATA_CHOICES = ("refuse", "append", "restart")
 """``on_data_change``: what a resume does with changed data."""
 SHIPPED = (

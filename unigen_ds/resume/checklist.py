@@ -98,7 +98,7 @@ def check_batch(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     why = remedy = ""
     if was.global_batch_size == now.global_batch_size:
         pass
-    elif choice == "refuse":
+    elif choice in ("refuse", "keep-batch"):  # of another trainer's checkpoint the batch is not kept
         status, why = "block", "the effective batch size differs, and the learning rate was chosen for the old one"
         splits = geometries_text(was.global_batch_size, now.dp_size)
         remedy = f"{splits}; or choose how the learning rate changes: --on-batch-change keep-lr | linear | sqrt"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unigen_ds.backends.base import Backend
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.settings import TrainDataloader
 
@@ -28,6 +29,19 @@ def equal_geometries(total: int, dp_size: int) -> list[Geometry]:
         return []
     share = total // dp_size
     return [Geometry(size, share // size, dp_size) for size in range(1, share + 1) if share % size == 0]
+
+
+def keep_batch(total: int, dp_size: int, *, most: int) -> Geometry:
+    """The split of ``total`` sequences over ``dp_size`` ranks with the largest batch per device up to ``most``."""
+    splits = [one for one in equal_geometries(total, dp_size) if one.batch_size <= most]
+    if not splits:
+        counts = ", ".join(str(number) for number in range(1, total + 1) if total % number == 0)
+        raise ConfigError(
+            f"on_batch_change is 'keep-batch', and {total} sequences cannot be split over {dp_size} process(es)",
+            allowed=f"{counts} processes",
+            remedy="start so many (torchrun --nnodes MIN:MAX x --nproc_per_node), or --on-batch-change keep-lr",
+        )
+    return splits[-1]
 
 
 def geometries_text(total: int, dp_size: int, *, most: int = 8) -> str:

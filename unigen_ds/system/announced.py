@@ -25,6 +25,7 @@ import torch.distributed as td
 
 from unigen_ds.core.errors import TrainingError, UnigenError
 from unigen_ds.system import dist
+from unigen_ds.system.hangs import STOPPED, Watch
 from unigen_ds.system.log import logger
 
 _PATIENCE_S = 10.0
@@ -52,6 +53,19 @@ def say(error: BaseException) -> None:
     """Report an error: in the log, or on the console before there is one."""
     text = _text(error)
     logger().error("%s", text) if logger().handlers else print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def end_here(text: str) -> None:
+    """Report a ``RankEnded``, and end this process, whatever its main thread does."""
+    error, store = RankEnded(text), dist.job_store()
+    _reported.set()
+    say(error)
+    for_torchrun(error)
+    if dist.is_main():  # the store may end with it: the others read it first
+        store.set("heard", text)
+        _wait(lambda: store.add("errors", 0) >= dist.world_size() - 1)
+        time.sleep(2 * _POLL_S)
+    os._exit(error.exit_status)
 
 
 def is_reported(error: BaseException) -> bool:
@@ -110,10 +124,16 @@ def _explain(error: BaseException, store: Any) -> tuple[BaseException, bool]:
     store.add("errors", 1)
     if _is_consequence(error):
         if not isinstance(error, RankEnded):  # why was the connection lost?
-            _wait(lambda: store.check(["cause"]) or store.add("errors", 0) == world_size)
-            remedy = "its output, and its machine's log: it was killed (out of memory?), stopped, or cannot be reached"
+            watch = Watch.current
+            done = watch.answered.is_set if watch else lambda: False
+            if not _wait(lambda: store.check(["cause"]), 2 * _POLL_S) and watch:
+                watch.ask(error)
+            _wait(lambda: store.check(["cause"]) or store.add("errors", 0) == world_size or done())
             silent = _without(store, "error")
-            error = _cause(store) or (RankEnded(f"{silent} not answer ({text})", remedy=remedy) if silent else error)
+            ended = RankEnded(f"{silent} not answer ({text})", remedy=STOPPED) if silent else error
+            if silent and watch and done():
+                ended = RankEnded(watch.text(f" ({text})"), remedy=watch.remedy)
+            error = _cause(store) or ended
     elif not everywhere:
         store.compare_set("cause", "", json.dumps([rank, text, getattr(error, "exit_status", 1)]))
         store.set("go", "")

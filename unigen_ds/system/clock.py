@@ -40,6 +40,8 @@ class Clock:
         self._events: list[tuple[str, Mark, Mark]] = []
         """Section, begin and end of what the device may not have passed yet."""
         self._since = time.perf_counter()
+        self.section, self.passed = "start", 0
+        """What the thread that trains does, and how many sections it has begun."""
         self._current: str | None = None
         self._thread = threading.get_ident()
 
@@ -69,8 +71,9 @@ class Clock:
     def __call__(self, section: str) -> Iterator[None]:
         """Time what is inside of ``with``."""
         of_device = section in DEVICE_SECTIONS
-        outer, self._thread = self._current, threading.get_ident()
-        self._current = section if of_device else None
+        outer, outer_section, self._thread = self._current, self.section, threading.get_ident()
+        self._current, self.section = section if of_device else None, section
+        self.passed += 1
         begin = self.mark() if of_device else time.perf_counter()
         try:
             yield
@@ -80,6 +83,7 @@ class Clock:
                 self._events.append((section, begin, self.mark()))
             else:
                 self._add(section, time.perf_counter() - begin)
+        self.section = outer_section  # after an error it is still the present one
 
     def _add(self, section: str, seconds: float) -> None:
         self._sections[section] = self._sections.get(section, 0.0) + seconds

@@ -101,6 +101,8 @@ def init(*, timeout_s: float = 1800.0) -> None:
     if _store is not None:
         of_job = {"store": _PREFIX("group", _store), "rank": env_rank(), "world_size": env_world_size()}
     td.init_process_group(backend, timeout=_timeout, **of_job)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of the groups that DeepSpeed creates
+        setattr(td.distributed_c10d, name, _timeout)
 
 
 def open_store(*, timeout_s: float) -> Any:
@@ -115,7 +117,8 @@ def open_store(*, timeout_s: float) -> Any:
         check_port()
         address, port = os.environ["MASTER_ADDR"], env_number("MASTER_PORT", 29500)
         store = _TCP(address, port, is_master=has_store(), timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-        _store = _PREFIX(f"unigen_ds/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        names = ("TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE") if _of_torchrun() else ()  # another one is new each time
+        _store = _PREFIX("/".join(["unigen_ds", *(os.environ.get(name, "0") for name in names)]), store)
     return _store
 
 
@@ -126,7 +129,12 @@ def job_store() -> Any:
 
 def has_store() -> bool:
     """Whether the store is in this process, and ends with it."""
-    return env_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return env_rank() == 0 and not _of_torchrun()
+
+
+def _of_torchrun() -> bool:
+    """Whether the store is that of torchrun's agent, which remains when processes are started again."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def group(ranks: Sequence[int]) -> td.ProcessGroup:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tests.end_to_end.engines import users as users
 from tests.end_to_end.engines.launch import Outcome
-from tools.inspect_data import build_inspected, newest_manifest
+from tools.inspect_data import newest_manifest
+from unigen_ds.runner.open.replayed import build_inspected
 from unigen_ds.runner.settings.tree import load_config
 
 Consumed = dict[int, dict[tuple[int, int], list[str]]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +21,10 @@ from tests.text_run import CONFIG, WORDS, words
 from unigen_ds.system.dist import free_port
 
 HOOK = '''
-import multiprocessing, os, signal, time
+import multiprocessing, os, signal, threading, time
 from unigen_ds.system import dist
 from unigen_ds.config.registry import HOOKS
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.hooks.base import Hook
 
 
@@ -40,8 +42,11 @@ class EndingHook(Hook):
                 continue
             if action == "raise":
                 raise RuntimeError(f"rank {rank} fails alone")
-            if action == "sleep":
-                time.sleep(600)
+            while action == "loop":
+                pass
+            if action == "lock":
+                UnifiedGenerationDataset.sample = lambda *_, **__: [lock.acquire() for lock in [threading.Lock()] * 2]
+                return
             if action == "worker":
                 multiprocessing.active_children()[0].kill()
             else:
@@ -56,7 +61,9 @@ class EndingHook(Hook):
 '''
 
 
-def written(folder: Path, how: str, other: str = "", *, timeout_s: float = 600.0, workers: int = 0) -> list[str]:
+def written(
+    folder: Path, how: str, other: str = "", *, timeout_s: float = 600.0, workers: int = 0, backend: str = "fsdp"
+) -> list[str]:
     """The command that trains two ranks of which one acts so."""
     (folder / "ending_hook.py").write_text(HOOK, encoding="utf-8")
     data = write_jsonl(folder / "train.jsonl", [{"text": words(3 + i % 4, i)} for i in range(300)])
@@ -64,7 +71,7 @@ def written(folder: Path, how: str, other: str = "", *, timeout_s: float = 600.0
     text += f"""
 custom_imports = dict(imports=["ending_hook"])
 custom_hooks = [dict(type="EndingHook", how={how!r}, other={other!r})]
-backend = dict(type="fsdp")
+backend = dict(type={backend!r})
 env = dict(dist_timeout_s={timeout_s})
 train_dataloader.update(num_workers={workers})
 """
@@ -101,7 +108,10 @@ def started(command: list[str], *, world_size: int = 2, number: int = 2) -> Iter
         ("start 1 raise", "rank 1 has ended: RuntimeError: rank 1 fails alone"),
         ("update 1 raise", "rank 1 has ended: RuntimeError: rank 1 fails alone"),
         ("update 1 worker", r"rank 1 has ended: .*worker.*"),
-        ("update 1 SIGKILL", r"rank 1 does not answer \(.*onnection.*\). Remedy: .*out of memory"),
+        (
+            "update 1 SIGKILL",
+            r"rank 1 does not answer \(.*onnection.*\); rank 0 waits: update 2.*Remedy: .*out of memory",
+        ),
     ],
     ids=["built-raise", "start-raise", "update-raise", "update-worker", "update-killed"],
 )
@@ -122,13 +132,42 @@ def test_torchrun_prints_the_cause(tmp_path: Path) -> None:
     assert "To enable traceback" not in of_torchrun and "ERROR rank 1 has ended: Runtime" in log_of(tmp_path)
 
 
-def test_a_rank_that_does_not_answer_is_named_at_the_timeout(tmp_path: Path) -> None:
-    with started(written(tmp_path, "update 1 SIGSTOP", timeout_s=5.0)) as (first, second):
-        assert first.wait(timeout=120) == 1
-        assert re.search(r"ERROR rank 1 does not answer \(.*([Tt]imed out|timeout)", log_of(tmp_path)), (
-            first.communicate()[1]
-        )
-        assert second.poll() is None
+@pytest.mark.parametrize(
+    ("how", "backend", "behind", "place"),
+    [
+        ("update 1 SIGSTOP", "fsdp", "does not answer", None),
+        ("update 1 loop", "deepspeed", "does not continue", "update 2, hook:EndingHook, .*ending_hook.py:.* in act"),
+        ("update 0 lock", "fsdp", "does not continue", "update 3, data, .*ending_hook.py:.* in <listcomp>"),
+    ],
+    ids=["stopped-fsdp", "loop-zero2", "lock-of-rank-0-fsdp"],
+)
+def test_a_stall_ends_at_the_timeout_with_who_is_behind_and_the_stacks(
+    tmp_path: Path, how: str, backend: str, behind: str, place: str | None
+) -> None:
+    """A process that is stopped, an endless loop in a hook, a lock in a data set that is never released."""
+    rank, timeout_s, hang = int(how.split()[1]), 10.0, tmp_path / "run" / "hang"
+    command = written(tmp_path, how, timeout_s=timeout_s, backend=backend)
+    with started(command) as processes:
+        assert processes[1 - rank].wait(timeout=120) == 1
+        ended_at = time.time()
+        if place is not None:  # it ends by itself, without a launcher
+            assert processes[rank].wait(timeout=30) == 1
+        else:
+            assert processes[rank].poll() is None
+            processes[rank].kill()
+        texts = [process.communicate()[1] for process in processes]
+        said = f"rank {rank} {behind}" + r" \(.*([Tt]imed out|timeout).*\)" + (f": {place}" if place else "")
+        waits = f"; rank {1 - rank} waits: update [23], .* in all_"
+        assert re.search(f"ERROR .*{said}.*{waits}", log_of(tmp_path) + texts[1 - rank]), texts
+        assert re.search(f"WARNING .*No progress: rank {rank} {behind}", log_of(tmp_path) + texts[1 - rank])
+    files = {int(file.stem[-1]): file for file in hang.iterdir()}
+    assert set(files) == ({1 - rank} if place is None else {0, 1})
+    for number, file in files.items():
+        text = file.read_text(encoding="utf-8")
+        assert f"rank: {number}\n" in text and "samples: train:" in text and "in train_update\n" in text
+        assert ended_at - file.stat().st_mtime < 0.1 * timeout_s + 15, "it ends within a few seconds after the timeout"
+    if place is not None:
+        assert "ending_hook.py" in files[rank].read_text(encoding="utf-8")
 
 
 def test_a_rank_that_was_not_started_is_named_at_the_timeout(tmp_path: Path) -> None:

@@ -88,7 +88,8 @@ def check_start(known: Known) -> Iterator[Checked]:
     yield from (warning(message) for message in plan.messages if message.startswith(NOT_RESUMED))
     if settings.work_dir and not same(settings.folder, settings.checkpoints):
         yield ok(f"checkpoints in {settings.checkpoints}")
-    known.settings = settings = settle(settings, plan, backend=backend, geometry=geometry)
+    settings, geometry = settle(settings, plan, backend=backend, geometry=geometry)
+    known.settings, known.geometry = settings, geometry
     start = known.start = read_start(settings, plan, geometry=geometry)
     if plan.mode == "resume":
         yield ok(f"resumes from {plan.checkpoint} (its files' sizes were compared, not their content)")

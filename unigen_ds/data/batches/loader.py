@@ -96,6 +96,11 @@ class UpdateLoader:
             self._pending.append((iteration[-1][1], rows))
             yield rows[self._dp_rank :: self.geometry.dp_size]
 
+    @property
+    def rows_ahead(self) -> list[Row]:
+        """Rows that are loaded and not used, and those that are being loaded, over all ranks."""
+        return [row for _, rows in [*self._pending] for row in rows]
+
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         while not self._batches.closed:
             numbers = range(self.geometry.accumulative_counts)

@@ -23,6 +23,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Progress
 from unigen_ds.core.shards import first_names
 from unigen_ds.data.batches.statistics import list_left_out
+from unigen_ds.data.batches.stream import Row
 from unigen_ds.data.order.order import Cursor, Skip
 from unigen_ds.hooks.base import PRIORITY, GoBack, Hook, Iteration, UpdateResult
 from unigen_ds.hooks.guard.signals import STOPPED_BY_SIGNAL
@@ -34,6 +35,7 @@ from unigen_ds.runner.start.parts import Parts, build_parts, parts_after, restor
 from unigen_ds.system import announced, dist
 from unigen_ds.system.clock import Clock
 from unigen_ds.system.files import write_text_atomic
+from unigen_ds.system.hangs import Watch
 from unigen_ds.system.journals import sample_digest
 from unigen_ds.system.log import logger
 
@@ -68,6 +70,8 @@ class Runner:
             self._parent = store.outer(parent).name if store.is_inside(self.checkpoint_dir, parent) else str(parent)
         self._loss_weights = settings.term_weights
         self._config_text, self._identity = config_text(settings.given), start.data.stream.identity
+        self._rows: Sequence[Row] = ()
+        """Of the present update, over all ranks; none while they are loaded."""
         self._writer: BackgroundWriter | None = None
         self._parameters = Parameters(parts.backend)
 
@@ -126,6 +130,13 @@ class Runner:
     def _train(self) -> GoBack | None:
         """``train`` until it is done, or a hook has it go back."""
         self.run_id = dist.on_main(self._lock_folders)
+        watch = Watch(
+            self.work_dir / "hang",
+            timeout_s=self._parts.settings.env.dist_timeout_s,
+            position=lambda: (self.progress.updates + 1, self.clock.section, self.clock.passed),
+            samples=lambda: self._names(self._rows if self._rows else self._parts.loader.rows_ahead),
+            end=announced.end_here,
+        )
         try:
             self._call("before_run")
             restored = restore(self._parts, self.hooks, home=self.checkpoint_dir)
@@ -163,6 +174,7 @@ class Runner:
                     lock.check()  # names the cause where a folder is gone
             raise
         finally:
+            watch.close()
             self._parts.loader.close()
             if self._writer is not None:
                 self._writer.close()
@@ -197,9 +209,11 @@ class Runner:
     def train_update(self, updates: Iterator[Update]) -> None:
         """One optimizer step: ``accumulative_counts`` micro-batches, each target weighing the same in the loss."""
         self._last = replace(self._last, update=None)  # its memory is freed
+        self._rows = []
         with self.clock("data"):
             update = next(updates)
         micro_batches = update.micro_batches
+        self._rows = [row for micro_batch in micro_batches for row in micro_batch.rows]
         self._call("before_update")
         self.hparams = hparams = self._parts.schedules.at(self.progress)
         self.backend.set_hparams(hparams)
@@ -229,8 +243,7 @@ class Runner:
             epoch=self._cursor.epoch,
             applied=step.applied,
         )
-        names = self._parts.start.data.stream.names
-        sample_ids = [draw.sample_id(names) for m in micro_batches for row in m.rows for draw in row]
+        sample_ids = self._names(self._rows)
         stop_wanted, *requests = update.requests()
         result = UpdateResult(
             local_sums=sums,
@@ -250,6 +263,11 @@ class Runner:
             requests={hook.name for hook, requested in zip(self.hooks, requests, strict=True) if requested},
         )
         self._call("after_update", result)
+
+    def _names(self, rows: Sequence[Row]) -> list[str]:
+        """Ids of the samples of rows."""
+        names = self._parts.start.data.stream.names
+        return [draw.sample_id(names) for row in rows for draw in row]
 
     def _call(self, point: str, *arguments: Any) -> None:
         for hook in self.hooks:

@@ -158,10 +158,12 @@ class Settings(ModelSettings):
         description="with `lora`: the folder of the base's files, in place of `model.pretrained`; on a resume they must"
         " be those that the manifest records. `--base`",
     )
-    on_batch_change: Literal["refuse", "keep-lr", "linear", "sqrt"] = Field(
+    on_batch_change: Literal["refuse", "keep-batch", "keep-lr", "linear", "sqrt"] = Field(
         default="refuse",
         description="how the learning rate changes when a resume has another effective batch: `'keep-lr'`, `'linear'`"
-        " (times new / old), `'sqrt'`; kept by later checkpoints. `--on-batch-change`",
+        " (times new / old), `'sqrt'`; kept by later checkpoints. `'keep-batch'`: it stays as it is, and `batch_size`"
+        " (at most the config's) and `accumulative_counts` follow from the number of processes, also where `world_size`"
+        " is another one. `--on-batch-change`",
     )
     on_data_change: Literal["refuse", "append", "restart"] = Field(
         default="refuse",

@@ -36,6 +36,7 @@ from unigen_ds.hooks.save.best import BestHook
 from unigen_ds.models.lora import adapter_record, add_adapters, base_tensors, hold_base_in
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, settled_precision
 from unigen_ds.optim.param_groups import build_param_groups
+from unigen_ds.resume.geometry import keep_batch
 from unigen_ds.runner.settings.family_settings import check_kind, family_of_model
 from unigen_ds.runner.settings.tree import ModelSettings, Settings
 from unigen_ds.system.log import logger, notice
@@ -43,6 +44,10 @@ from unigen_ds.system.log import logger, notice
 
 def build_geometry(settings: Settings, *, dp_size: int) -> Geometry:
     """Sequences per device, accumulation and data-parallel ranks."""
+    meant = settings.world_size
+    if settings.on_batch_change == "keep-batch" and meant not in (None, dp_size):
+        geometry = build_geometry(settings, dp_size=meant)
+        return keep_batch(geometry.global_batch_size, dp_size, most=geometry.batch_size)
     loader, counts = settings.train_dataloader, settings.optim_wrapper.accumulative_counts
     if loader.global_batch_size is None:
         assert loader.batch_size is not None, "checked with the settings"

@@ -82,7 +82,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     dist.launcher_environment(settings.launcher)
     backend, geometry = stages.build_engine(settings)
     plan, start, findings, hooks = _begin(settings, backend, geometry, max_updates)
-    settings, data = start.settings, start.data
+    settings, data, geometry = start.settings, start.data, start.geometry
     agree_on_data(settings, data, total_sequences=start.total_sequences)
     seed_everything(settings.seed, rank=dist.rank())
     model: Any = build.build_model(settings, data.processor, seed=settings.seed, stream=True)
@@ -178,7 +178,7 @@ def _begin(
     plan: ResumePlan = dist.on_main(lambda: begun[0])  # type: ignore[index]  # rank 0 has one
     _, start, findings = begun or (plan, None, ())
     if start is None:
-        settings = stages.settle(settings, plan, backend=backend, geometry=geometry)
+        settings, geometry = stages.settle(settings, plan, backend=backend, geometry=geometry)
         start = stages.read_start(settings, plan, geometry=geometry)
     return plan, start, findings, hooks
 
@@ -192,7 +192,7 @@ def _plan(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[Res
         logger.log(WARNING if message.startswith(NOT_RESUMED) else INFO, message)  # updates are lost
     if plan.mode != "resume":
         return plan, None, []
-    settings = stages.settle(settings, plan, backend=backend, geometry=geometry)
+    settings, geometry = stages.settle(settings, plan, backend=backend, geometry=geometry)
     start = stages.read_start(settings, plan, geometry=geometry)
     findings = stages.run_checklist(start, plan, backend=backend, geometry=geometry)
     for finding in findings:

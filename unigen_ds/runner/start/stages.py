@@ -43,7 +43,7 @@ from unigen_ds.models.weights import check_here
 from unigen_ds.optim.optimizer import AUTO, ParamGroup, settled_precision
 from unigen_ds.resume import checklist
 from unigen_ds.resume.finding import BUILT, Finding, Proposal, Saves
-from unigen_ds.resume.geometry import lr_factor
+from unigen_ds.resume.geometry import keep_batch, lr_factor
 from unigen_ds.resume.plan import ResumePlan, plan_resume
 from unigen_ds.resume.skips import settled_skips
 from unigen_ds.runner.settings.tree import Settings
@@ -58,11 +58,12 @@ from unigen_ds.system.files import check_digests
 def build_engine(settings: Settings) -> tuple[Backend, Geometry]:
     """The engine, not yet prepared, and the geometry. Raises ``ConfigError`` where they cannot work."""
     started, meant = dist.env_world_size(), settings.world_size
-    if meant not in (None, started):
+    if meant not in (None, started) and settings.on_batch_change != "keep-batch":
         raise ConfigError(
             f"world_size is {meant}, and {started} process{'es were' if started > 1 else ' was'} started",
             remedy=f"start {meant} (torchrun --nproc_per_node {meant} on one node); or --cfg-options"
-            f" world_size={started}, with a batch_size or accumulative_counts for the effective batch that you want",
+            f" world_size={started}, with a batch_size or accumulative_counts for the effective batch that you want;"
+            " or --on-batch-change keep-batch",
         )
     backend: Backend = settings.backend.build()
     geometry = build.build_geometry(settings, dp_size=backend.dp_size)
@@ -129,16 +130,23 @@ def check_weights(pretrained: Any, *, where: str = "model.pretrained") -> None:
             check_digests(path)
 
 
-def settle(settings: Settings, plan: ResumePlan, *, backend: Backend, geometry: Geometry) -> Settings:
-    """The settings with the choices of the plan. An engine that was asked for another precision is asked again.
+def settle(settings: Settings, plan: ResumePlan, *, backend: Backend, geometry: Geometry) -> tuple[Settings, Geometry]:
+    """The settings with the choices of the plan, and the geometry, which ``on_batch_change='keep-batch'`` finds anew
+    for the checkpoint's effective batch. An engine that was asked for another precision, or geometry, is asked again.
 
     Raises ``ConfigError`` where it cannot work.
     """
     assert plan.precision is not None, "rank 0 has chosen one"
-    asked = build.build_optimizer_config(settings)
-    if plan.precision != asked.precision:
+    asked, own = build.build_optimizer_config(settings), geometry
+    if settings.on_batch_change == "keep-batch" and plan.mode == "resume" and plan.manifest is not None:
+        stored = plan.manifest.geometry
+        most = settings.train_dataloader.batch_size or plan.manifest.ruler.geometry.batch_size
+        geometry = keep_batch(stored.global_batch_size, own.dp_size, most=most)
+        if geometry != stored:
+            log.logger().info("on_batch_change is 'keep-batch': %s; it was %s.", geometry, stored)
+    if (plan.precision, geometry) != (asked.precision, own):
         backend.check(geometry=geometry, optimizer_cfg=replace(asked, precision=plan.precision))
-    return settings.settled(seed=plan.seed, precision=plan.precision, base=plan.base)
+    return settings.settled(seed=plan.seed, precision=plan.precision, base=plan.base), geometry
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
@@ -149,6 +157,7 @@ class Start:
     """The data, the position in it, and the lengths in data of the units that a config uses."""
 
     settings: Settings
+    geometry: Geometry
     manifest: Manifest | None
     """Of the checkpoint to resume from (made by ``adopt`` where another trainer wrote it); None on a fresh start."""
     unknown: tuple[str, ...]
@@ -201,7 +210,7 @@ def read_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> S
     total = build.total_sequences(limits, geometry, data.stream.tokens_per_sequence)
     skips = settled_skips(settings.skip_sequences, manifest, plan.lineage, end=total)
     data = replace(data, stream=data.stream.skipping(skips))
-    return Start(settings, manifest, unknown, data, change, cursor, ruler, limits, total)
+    return Start(settings, geometry, manifest, unknown, data, change, cursor, ruler, limits, total)
 
 
 def continue_data(
