@@ -78,7 +78,9 @@ def field_texts(section: type[Section]) -> dict[str, str]:
         for field, text in pairwise(body.body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
                 words = " ".join(str(text.value.value).split()).removesuffix(".")
-                found[field.target.id] = words[:1].lower() + words[1:] if words[1:2].islower() else words
+                found[field.target.id] = (
+                    words[:1].lower() + words[1:] if words[1:2].islower() and words[:4] != "True" else words
+                )
     return found
 
 

@@ -22,7 +22,7 @@ from functools import cache, partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, field_validator
 from torch import Tensor
 
 from unigen_ds.config.section import LISTED, Section
@@ -49,22 +49,15 @@ class LoadSettings(Section):
 
     revise_keys: Annotated[
         tuple[Pair, ...], LISTED, Allowed(r"[(regex, replacement), ...], as in [(r'^module\.', '')]")
-    ] = Field(
-        default=(),
-        description="`[(regex, replacement), ...]`, applied to the stored names in order, as in mmengine:"
-        " `[(r'^module\\.', '')]`",
-    )
-    allow: Annotated[tuple[Difference, ...], LISTED, Allowed("a list of missing, unexpected, reshaped, sizes")] = Field(
-        default=(),
-        description="what may differ: a list of `'missing'`, `'unexpected'`, `'reshaped'`, `'sizes'`. Such tensors of"
-        " the model keep their initial values, such ones of the checkpoint are left there; without it each is an error."
-        " [checkpoints.md](checkpoints.md#weights-for-another-model)",
-    )
-    resize_vocab: bool | Literal["shrink"] = Field(
-        default=False,
-        description="True: `*embed_tokens.weight` and `*lm_head.weight` may have more rows than the checkpoint's;"
-        " `'shrink'`: fewer, too",
-    )
+    ] = ()
+    r"""`[(regex, replacement), ...]`, applied to the stored names in order, as in mmengine: `[(r'^module\.', '')]`."""
+    allow: Annotated[tuple[Difference, ...], LISTED, Allowed("a list of missing, unexpected, reshaped, sizes")] = ()
+    """What may differ: a list of `'missing'`, `'unexpected'`, `'reshaped'`, `'sizes'`. Such tensors of the model keep
+    their initial values, such ones of the checkpoint are left there; without it each is an error.
+    [checkpoints.md](checkpoints.md#weights-for-another-model)."""
+    resize_vocab: bool | Literal["shrink"] = False
+    """True: `*embed_tokens.weight` and `*lm_head.weight` may have more rows than the checkpoint's; `'shrink'`: fewer,
+    too."""
 
     @field_validator("revise_keys")
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.config.section import Component, Of, Section
@@ -29,27 +29,20 @@ CustomHook = Annotated[Component, Of(HOOKS, rewrite=adapt_hook)]
 class DefaultHooks(Section):
     """Hooks of every run. ``type`` may be left out; None removes one (not the logger)."""
 
-    timer: Annotated[Component | None, Of(HOOKS, default=IterTimerHook)] = Field(
-        default=None, description="`IterTimerHook`: rates and time shares"
-    )
-    nan_guard: Annotated[Component | None, Of(HOOKS, default=NanGuardHook)] = Field(
-        default=None, description="`NanGuardHook`: stops a run whose gradients stay not finite"
-    )
-    signals: Annotated[Component | None, Of(HOOKS, default=SignalHook)] = Field(
-        default=None, description="`SignalHook`: SIGTERM and SIGINT end with a save"
-    )
-    continuity: Annotated[Component | None, Of(HOOKS, default=ContinuityHook)] = Field(
-        default=None, description="`ContinuityHook`: compares the last losses after a resume"
-    )
-    first_update: Annotated[Component | None, Of(HOOKS, default=FirstUpdateHook)] = Field(
-        default=None, description="`FirstUpdateHook`: whether loaded weights compute what they were trained for"
-    )
-    checkpoint: Annotated[Component | None, Of(HOOKS, default=CheckpointHook)] = Field(
-        default=None, description="`CheckpointHook`: saves"
-    )
-    logger: Annotated[Component, Of(HOOKS, default=LoggerHook, provided=("writers", "run_name"))] = Field(
-        description="`LoggerHook`: console, `metrics.jsonl` and the writers of `visualizer`"
-    )
+    timer: Annotated[Component | None, Of(HOOKS, default=IterTimerHook)] = None
+    """`IterTimerHook`: rates and time shares."""
+    nan_guard: Annotated[Component | None, Of(HOOKS, default=NanGuardHook)] = None
+    """`NanGuardHook`: stops a run whose gradients stay not finite."""
+    signals: Annotated[Component | None, Of(HOOKS, default=SignalHook)] = None
+    """`SignalHook`: SIGTERM and SIGINT end with a save."""
+    continuity: Annotated[Component | None, Of(HOOKS, default=ContinuityHook)] = None
+    """`ContinuityHook`: compares the last losses after a resume."""
+    first_update: Annotated[Component | None, Of(HOOKS, default=FirstUpdateHook)] = None
+    """`FirstUpdateHook`: whether loaded weights compute what they were trained for."""
+    checkpoint: Annotated[Component | None, Of(HOOKS, default=CheckpointHook)] = None
+    """`CheckpointHook`: saves."""
+    logger: Annotated[Component, Of(HOOKS, default=LoggerHook, provided=("writers", "run_name"))]
+    """`LoggerHook`: console, `metrics.jsonl` and the writers of `visualizer`."""
 
     @model_validator(mode="before")
     @classmethod

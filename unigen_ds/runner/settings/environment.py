@@ -22,48 +22,31 @@ _ALLOCATORS = (_ALLOCATOR, "PYTORCH_ALLOC_CONF")
 class Environment(Section):
     """Settings of the process and of torch. None: not changed. A variable of the environment overrides the key."""
 
-    dist_timeout_s: Number = Field(default=1800.0, gt=0, description="seconds that a collective may wait")
-    num_threads: int | None = Field(
-        default=None, ge=1, description="threads of the main process (`torch.set_num_threads`)"
-    )
-    matmul_precision: Literal["highest", "high", "medium"] | None = Field(
-        default=None,
-        description="`highest`, `high` (TF32) or `medium`: `torch.set_float32_matmul_precision`, and TF32 of cuDNN"
-        " unless `highest`. None: as torch has it, `highest`",
-    )
-    deterministic: bool | None = Field(
-        default=None,
-        description="`True`: deterministic algorithms alone; an operation that has none raises. None: as torch has it,"
-        " False",
-    )
-    cuda_allocator: str | None = Field(
-        default="expandable_segments:True",
-        description="settings of torch's CUDA allocator: `PYTORCH_CUDA_ALLOC_CONF`. The default keeps packed sequences,"
-        " whose lengths differ, from fragmenting the memory. `PYTORCH_CUDA_ALLOC_CONF` or `PYTORCH_ALLOC_CONF` in the"
-        " environment is used instead, with a warning where this key is given, too. None: as torch has it",
-    )
-    tokenizers_parallelism: bool | None = Field(
-        default=False,
-        description="threads in a tokenizer: `TOKENIZERS_PARALLELISM`. False, because records are planned by threads"
-        " and batches made by worker processes already. `TOKENIZERS_PARALLELISM` in the environment is used instead,"
-        " but not in worker processes, where threads could wait for ever",
-    )
-    png_text_bytes: int | None = Field(
-        default=None,
-        ge=1,
-        description="bytes that the texts of a PNG file may have, unpacked: PIL refuses the picture beyond that. None:"
-        " 100 MiB (PIL has 1 MiB, which pictures of the web exceed), unless your own code has set"
-        " `PIL.PngImagePlugin.MAX_TEXT_CHUNK`",
-    )
-    peak_tflops: Number | None = Field(
-        default=None,
-        gt=0,
-        description="10^12 dense operations a second that one device can do in the run's precision; for `mfu` in"
-        " `metrics.jsonl`. Well-known GPUs are known by name, in bf16; for others `mfu` needs this",
-    )
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        default="INFO", description="of the console and of `train.log`: lines below it are left out"
-    )
+    dist_timeout_s: Number = Field(default=1800.0, gt=0)
+    """Seconds that a collective may wait."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """Threads of the main process (`torch.set_num_threads`)."""
+    matmul_precision: Literal["highest", "high", "medium"] | None = None
+    """`highest`, `high` (TF32) or `medium`: `torch.set_float32_matmul_precision`, and TF32 of cuDNN unless `highest`.
+    None: as torch has it, `highest`."""
+    deterministic: bool | None = None
+    """`True`: deterministic algorithms alone; an operation that has none raises. None: as torch has it, False."""
+    cuda_allocator: str | None = "expandable_segments:True"
+    """Settings of torch's CUDA allocator: `PYTORCH_CUDA_ALLOC_CONF`. The default keeps packed sequences, whose lengths
+    differ, from fragmenting the memory. `PYTORCH_CUDA_ALLOC_CONF` or `PYTORCH_ALLOC_CONF` in the environment is used
+    instead, with a warning where this key is given, too. None: as torch has it."""
+    tokenizers_parallelism: bool | None = False
+    """Threads in a tokenizer: `TOKENIZERS_PARALLELISM`. False, because records are planned by threads and batches made
+    by worker processes already. `TOKENIZERS_PARALLELISM` in the environment is used instead, but not in worker
+    processes, where threads could wait for ever."""
+    png_text_bytes: int | None = Field(default=None, ge=1)
+    """Bytes that the texts of a PNG file may have, unpacked: PIL refuses the picture beyond that. None: 100 MiB (PIL
+    has 1 MiB, which pictures of the web exceed), unless your own code has set `PIL.PngImagePlugin.MAX_TEXT_CHUNK`."""
+    peak_tflops: Number | None = Field(default=None, gt=0)
+    """10^12 dense operations a second that one device can do in the run's precision; for `mfu` in `metrics.jsonl`.
+    Well-known GPUs are known by name, in bf16; for others `mfu` needs this."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Of the console and of `train.log`: lines below it are left out."""
 
 
 def apply_variables(env: Environment) -> None:

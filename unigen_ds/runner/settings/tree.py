@@ -54,26 +54,26 @@ from unigen_ds.tracking.settings import Visualizer
 class Randomness(Section):
     """Where all random numbers come from."""
 
-    seed: int | None = Field(
-        default=0,
-        description="of weights, data order, noise and dropout; a resume needs the same. None: drawn at the first"
-        " start, recorded in every checkpoint and used by a resume. `--seed`",
-    )
+    seed: int | None = 0
+    """Of weights, data order, noise and dropout; a resume needs the same. None: drawn at the first start, recorded in
+    every checkpoint and used by a resume. `--seed`."""
 
 
 class TrainCfg(Section):
     """When training is complete: the first limit that is reached."""
 
     _UNITS: ClassVar = {"max_epochs": "epoch", "max_iters": "iteration", "max_updates": "update", "max_tokens": "token"}
-    max_epochs: Number | None = Field(default=None, gt=0, description="passes over the data; may be fractional")
-    max_iters: int | None = Field(default=None, gt=0, description="iterations of the first start")
-    max_updates: int | None = Field(default=None, gt=0, description="updates of the first start")
-    max_tokens: Number | None = Field(default=None, gt=0, description="tokens over all processes")
-    max_time: Time | None = Field(
-        default=None,
-        description="how long a process may run, as `'3h50m'`, `'1d2h'` or seconds: the run stops before, with a"
-        " checkpoint and exit status 143 ([launching.md](launching.md#a-time-limit)), and is not complete",
-    )
+    max_epochs: Number | None = Field(default=None, gt=0)
+    """Passes over the data; may be fractional."""
+    max_iters: int | None = Field(default=None, gt=0)
+    """Iterations of the first start."""
+    max_updates: int | None = Field(default=None, gt=0)
+    """Updates of the first start."""
+    max_tokens: Number | None = Field(default=None, gt=0)
+    """Tokens over all processes."""
+    max_time: Time | None = None
+    """How long a process may run, as `'3h50m'`, `'1d2h'` or seconds: the run stops before, with a checkpoint and exit
+    status 143 ([launching.md](launching.md#a-time-limit)), and is not complete."""
 
     @model_validator(mode="after")
     def _one_limit(self) -> TrainCfg:
@@ -94,13 +94,14 @@ class TrainCfg(Section):
 class ModelSettings(Section):
     """What a model and its processor are made from: a checkpoint or a published directory has no more of a config."""
 
-    model: Annotated[Component, Of(MODELS)] = Field(description="component: the model")
-    tokenizer: Tokenizer | None = Field(default=None, description="component: text to tokens")
-    processor: Mapping[str, Any] = Field(default={}, description="how records become sequences: of the model's family")
-    lora: Lora | None = Field(
-        default=None,
-        description="low-rank adapters, [LoRA, DoRA and QLoRA](lora.md); None: the model itself is trained",
-    )
+    model: Annotated[Component, Of(MODELS)]
+    """Component: the model."""
+    tokenizer: Tokenizer | None = None
+    """Component: text to tokens."""
+    processor: Mapping[str, Any] = Field(default={})
+    """How records become sequences: of the model's family."""
+    lora: Lora | None = None
+    """Low-rank adapters, [LoRA, DoRA and QLoRA](lora.md); None: the model itself is trained."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSettings:
@@ -121,88 +122,71 @@ Skips = BeforeValidator(lambda value: tuple(map(Skip.parse, one_or_many(value)))
 class Settings(ModelSettings):
     """One field for each key of a config."""
 
-    train_dataloader: TrainDataloader = Field(description="the data")
-    val_dataloader: ValDataloader | None = Field(
-        default=None, description="what is evaluated on: one section, or several by name; None: nothing"
-    )
-    optim_wrapper: OptimWrapper = Field(description="the optimizer, and what an update is made of")
-    loss_weights: Mapping[str, Finite] = Field(
-        default={}, description="term of the loss -> weight of its mean; 1 by default"
-    )
-    param_scheduler: Annotated[tuple[Curve, ...], LISTED] = Field(default=(), description="learning-rate curves")
-    train_cfg: TrainCfg = Field(description="the length of training")
+    train_dataloader: TrainDataloader
+    """The data."""
+    val_dataloader: ValDataloader | None = None
+    """What is evaluated on: one section, or several by name; None: nothing."""
+    optim_wrapper: OptimWrapper
+    """The optimizer, and what an update is made of."""
+    loss_weights: Mapping[str, Finite] = Field(default={})
+    """Term of the loss -> weight of its mean; 1 by default."""
+    param_scheduler: Annotated[tuple[Curve, ...], LISTED] = ()
+    """Learning-rate curves."""
+    train_cfg: TrainCfg
+    """The length of training."""
     backend: Annotated[Component, Of(BACKENDS), BeforeValidator(lambda value: value or {"type": "single"})] = Field(
-        default_factory=lambda: Component(_single.SingleBackend), description="component: the engine"
+        default_factory=lambda: Component(_single.SingleBackend)
     )
-    default_hooks: DefaultHooks = Field(
-        default_factory=lambda: DefaultHooks.parse({}), description="hooks of every run"
-    )
-    custom_hooks: Annotated[tuple[CustomHook, ...], LISTED] = Field(default=(), description="list of further hooks")
-    visualizer: Visualizer = Field(default=Visualizer(), description="log writers")
-    randomness: Randomness = Field(default=Randomness(), description="where all random numbers come from")
-    env: Environment = Field(default=Environment(), description="settings of the process and of torch")
-    load_from: str | None = Field(
-        default=None,
-        description="with `resume=True`: the checkpoint to resume from; alone, or with `'auto'` at the first start:"
-        " weights only, from zero. `--load-from`",
-    )
-    load_cfg: LoadSettings | None = Field(default=None, description="what may differ, with `load_from` alone")
-    resume: bool | str | None = Field(
-        default=False,
-        description="True: from the newest valid checkpoint of the work dir, or in full from `load_from`; a path: from"
-        " that one; `'auto'`: from the newest of the work dir, and where there is none as False. `--resume` is"
-        " `'auto'`, `--resume CKPT` a path",
-    )
-    base: str | None = Field(
-        default=None,
-        description="with `lora`: the folder of the base's files, in place of `model.pretrained`; on a resume they must"
-        " be those that the manifest records. `--base`",
-    )
-    on_batch_change: Literal["refuse", "keep-batch", "keep-lr", "linear", "sqrt"] = Field(
-        default="refuse",
-        description="how the learning rate changes when a resume has another effective batch: `'keep-lr'`, `'linear'`"
-        " (times new / old), `'sqrt'`; kept by later checkpoints. `'keep-batch'`: it stays as it is, and `batch_size`"
-        " (at most the config's) and `accumulative_counts` follow from the number of processes, also where `world_size`"
-        " is another one. `--on-batch-change`",
-    )
-    on_data_change: Literal["refuse", "append", "restart"] = Field(
-        default="refuse",
-        description="changed data on a resume: `'append'` (records were added: they join from the next epoch on),"
-        " `'restart'` (a new epoch of the new data begins). `--on-data-change`",
-    )
-    skip_sequences: Annotated[tuple[Skip, ...], Skips] = Field(
-        default=(),
-        description="ranges `'A:B'` of global sequence numbers that are left out, also by every later resume"
-        " ([resume.md](resume.md#sequences-that-are-left-out)). `--skip-sequences`",
-    )
-    work_dir: str | None = Field(
-        default=None,
-        description="output folder; None: `work_dirs/<config name>`; `{run_name}` in it: a folder for each run,"
-        " named by `visualizer.run_name`, which is needed then, and found again by a resume. `--work-dir`",
-    )
-    checkpoint_dir: str | None = Field(
-        default=None,
-        description="folder of the checkpoints, `last_checkpoint`, `best_checkpoint` and `lineage.json`, for one run"
-        " alone; None: the work dir, which has everything else. `{run_name}` in it as in `work_dir`."
-        " [checkpoints.md](checkpoints.md#a-folder-of-their-own). `--checkpoint-dir`",
-    )
-    launcher: Literal["none", "pytorch", "slurm", "mpi"] = Field(
-        default="none", description="`none`, `pytorch` (torchrun), `slurm` or `mpi`. `--launcher`"
-    )
-    world_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="number of processes that the config is meant for: a start with another one is refused. None: any",
-    )
-    custom_imports: CustomImports = Field(
-        default=CustomImports(),
-        description=(
-            "`dict(imports=['my.module'])`: modules that register your own classes, which Python finds (installed,"
-            " `PYTHONPATH`) or which are beside the config or one of its `_base_` files. `generate` and"
-            " `export` import those of a checkpoint's config only with `--allow-custom-imports`,"
-            " unless they are modules of `unigen_ds` itself, as `unigen_ds.examples.digits`"
-        ),
-    )
+    """Component: the engine."""
+    default_hooks: DefaultHooks = Field(default_factory=lambda: DefaultHooks.parse({}))
+    """Hooks of every run."""
+    custom_hooks: Annotated[tuple[CustomHook, ...], LISTED] = ()
+    """List of further hooks."""
+    visualizer: Visualizer = Visualizer()
+    """Log writers."""
+    randomness: Randomness = Randomness()
+    """Where all random numbers come from."""
+    env: Environment = Environment()
+    """Settings of the process and of torch."""
+    load_from: str | None = None
+    """With `resume=True`: the checkpoint to resume from; alone, or with `'auto'` at the first start: weights only, from
+    zero. `--load-from`."""
+    load_cfg: LoadSettings | None = None
+    """What may differ, with `load_from` alone."""
+    resume: bool | str | None = False
+    """True: from the newest valid checkpoint of the work dir, or in full from `load_from`; a path: from that one;
+    `'auto'`: from the newest of the work dir, and where there is none as False. `--resume` is `'auto'`, `--resume CKPT`
+    a path."""
+    base: str | None = None
+    """With `lora`: the folder of the base's files, in place of `model.pretrained`; on a resume they must be those that
+    the manifest records. `--base`."""
+    on_batch_change: Literal["refuse", "keep-batch", "keep-lr", "linear", "sqrt"] = "refuse"
+    """How the learning rate changes when a resume has another effective batch: `'keep-lr'`, `'linear'` (times new /
+    old), `'sqrt'`; kept by later checkpoints. `'keep-batch'`: it stays as it is, and `batch_size` (at most the
+    config's) and `accumulative_counts` follow from the number of processes, also where `world_size` is another one.
+    `--on-batch-change`."""
+    on_data_change: Literal["refuse", "append", "restart"] = "refuse"
+    """Changed data on a resume: `'append'` (records were added: they join from the next epoch on), `'restart'` (a new
+    epoch of the new data begins). `--on-data-change`."""
+    skip_sequences: Annotated[tuple[Skip, ...], Skips] = ()
+    """Ranges `'A:B'` of global sequence numbers that are left out, also by every later resume
+    ([resume.md](resume.md#sequences-that-are-left-out)). `--skip-sequences`."""
+    work_dir: str | None = None
+    """Output folder; None: `work_dirs/<config name>`; `{run_name}` in it: a folder for each run, named by
+    `visualizer.run_name`, which is needed then, and found again by a resume. `--work-dir`."""
+    checkpoint_dir: str | None = None
+    """Folder of the checkpoints, `last_checkpoint`, `best_checkpoint` and `lineage.json`, for one run alone; None: the
+    work dir, which has everything else. `{run_name}` in it as in `work_dir`.
+    [checkpoints.md](checkpoints.md#a-folder-of-their-own). `--checkpoint-dir`."""
+    launcher: Literal["none", "pytorch", "slurm", "mpi"] = "none"
+    """`none`, `pytorch` (torchrun), `slurm` or `mpi`. `--launcher`."""
+    world_size: int | None = Field(default=None, ge=1)
+    """Number of processes that the config is meant for: a start with another one is refused. None: any."""
+    custom_imports: CustomImports = CustomImports()
+    """`dict(imports=['my.module'])`: modules that register your own classes, which Python finds (installed,
+    `PYTHONPATH`) or which are beside the config or one of its `_base_` files. `generate` and `export` import those of a
+    checkpoint's config only with `--allow-custom-imports`, unless they are modules of `unigen_ds` itself, as
+    `unigen_ds.examples.digits`."""
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
     _run_name: str | None = PrivateAttr(default=None)
 
