@@ -90,8 +90,8 @@ def load(path: Path = LIST) -> list[Mutation]:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10: installed by pytest
         import tomli as tomllib  # type: ignore[import-not-found,no-redef]
-    tables = tomllib.loads(path.read_text(encoding="utf-8")).get("mutation", [])
-    return [Mutation(**{**table, "rows": tuple(table["rows"])}) for table in tables]
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    return [Mutation(id=name, **{**table, "rows": tuple(table["rows"])}) for name, table in tables.items()]
 
 
 def part_of(mutations: Sequence[Mutation], part: str) -> list[Mutation]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,12 @@ from tests import mutate
 
 ROOT = Path(__file__).resolve().parents[1]
 MUTATIONS = mutate.load()
-LEAST, MOST = 140, 160
+LEAST, MOST = 140, 180
 """Edits of the guarantees: order, cursor, packing, schedule, checkpoint, engines, loss, averages, resume."""
 
 
-def test_there_are_enough_and_no_id_comes_twice() -> None:
+def test_there_are_enough() -> None:
     assert LEAST <= len(MUTATIONS) <= MOST
-    assert [name for name, number in Counter(m.id for m in MUTATIONS).items() if number > 1] == []
 
 
 def test_every_edit_can_be_applied_and_its_test_exists() -> None:
@@ -40,24 +38,21 @@ def test_parts_are_a_partition_that_keeps_tests_together() -> None:
 
 
 EDITS = """
-[[mutation]]
-id = "caught"
+[caught]
 rows = []
 file = "unigen_ds/core/progress.py"
 find = "sequences=self.sequences + sequences"
 replace = "sequences=self.sequences"
 test = "tests/core/test_progress.py"
 
-[[mutation]]
-id = "harmless"
+[harmless]
 rows = []
 file = "unigen_ds/core/progress.py"
 find = "epoch=epoch,"
 replace = "epoch=epoch + 0,"
 test = "tests/core/test_progress.py"
 
-[[mutation]]
-id = "of-no-test"
+[of-no-test]
 rows = []
 file = "unigen_ds/core/progress.py"
 find = "epoch=epoch,"
