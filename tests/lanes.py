@@ -31,6 +31,8 @@ LONG = (
     "resume/test_tracking",
     "resume/test_streamed_ranks",
     "resume/test_launchers",
+    "test_crash_states",
+    "test_certificate",
     "test_fake_cuda",
     "test_kill_resume",
 )

@@ -304,7 +304,7 @@ MOST_ENTERED = {
     "load_config": 20,
     "a record on its way to a packed row": 15,
     "a save, from the copy to the commit": 20,
-    "a save with what hooks do before and after it": 41,
+    "a save with what hooks do before and after it": 42,
     "a restore": 18,
 }
 """Modules that a journey may enter (``tests/journeys.py``)."""

@@ -3,17 +3,17 @@
 In: the log of ``file_recorder.c``, and the folder as it was before. Out: trees (path below the folder -> bytes, None
 for a folder) that a file system may show at the next start.
 
-The model. At the moment of the cut the first ``t`` recorded changes were made. What is certain:
+The model. At the moment of the power cut the first ``t`` recorded changes were made. What is certain:
 
 * **Data** of a file is on disk once an fsync or fdatasync of that file has returned after the write. What was written
   later may be there or not, each file on its own, in any order: nothing of it; a prefix; whole blocks of 4 KiB or of
   512 B, others missing; the whole size with zeros. Bytes before that are never lost, and never changed by a later
   write's tear (a sector is written whole).
 * **Names** (create, rename, unlink, mkdir, rmdir) and truncations. ``ordered``, as ext4 (data=ordered, delayed
-  allocation) and XFS have it: all are in one journal, so after the cut a prefix of them is there, at least those before
+  allocation) and XFS have it: all are in one journal, so afterwards a prefix of them is there, at least those before
   the last fsync that had to write the journal (of a file with data or a size that was not on disk, or of a folder that
   had changed). ``strict``, what POSIX alone promises: a prefix for each folder on its own, at least those before the
-  last fsync of that folder; an fsync of a file says nothing of its name.
+  last fsync of that folder; an fsync of a file does not include its name.
 
 A rename is made as a whole or not at all in both. Not in the model: disks that lie about flushes, sectors that are
 half written, damage of what was on disk before.

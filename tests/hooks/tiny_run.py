@@ -30,6 +30,7 @@ class TinyRun:
         self.hooks = hooks
         self.stopped: str | None = None
         self.datasets: Sequence[Any] = ()
+        self.skips: Sequence[Any] = ()
         self.iteration = None
 
     @property

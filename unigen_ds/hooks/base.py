@@ -115,7 +115,7 @@ class GoBack(Exception):
     """
 
     def __init__(self, checkpoint: Path, skip: Skip) -> None:
-        super().__init__(f"back to {checkpoint.name}, without sequences {skip}: {skip.why}")
+        super().__init__(checkpoint, skip)  # as an exception is pickled for the other ranks
         self.checkpoint, self.skip = checkpoint, skip
 
 

@@ -19,7 +19,7 @@ from unigen_ds.core.errors import UnigenError
 READER_GONE = 141
 """Exit status where nobody reads the output any more: what a shell reports of a program that SIGPIPE ended."""
 STOPPED_BY_SIGNAL = 143
-"""Exit status of a training that can go on: ``scripts/train_slurm.sh`` puts the job back into the queue."""
+"""Exit status of a training that can continue: ``scripts/train_slurm.sh`` puts the job back into the queue."""
 
 
 def end_start(number: int, frame: FrameType | None) -> None:

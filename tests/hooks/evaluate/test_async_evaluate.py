@@ -85,6 +85,17 @@ class StopHook(Hook):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@HOOKS.register_module(force=True)
+class KillHook(Hook):
+    """SIGKILL once the checkpoint of update 2 is there, before its evaluation is asked for."""
+
+    name = "kill"
+
+    def after_save_checkpoint(self, run: Run, path: Path) -> None:
+        if run.progress.updates == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> str:
     (tmp_path / "evaluate.py").write_text(EVALUATE)
@@ -99,7 +110,7 @@ def config(
         {"conversations": [{"role": role, "type": "text", "content": words(number, k)} for role, number in turns]}
         for k in range(40)
     ]
-    own = {key: hook.pop(key) for key in list(hook) if "__" in key or key in ("resume", "train_cfg")}
+    own = {key: hook.pop(key) for key in list(hook) if "__" in key or key in ("resume", "train_cfg", "custom_hooks")}
     given = {"interval": 2, "unit": "update", "poll_seconds": 0, **hook}
     evaluate = [] if without else [{"type": "AsyncEvaluateHook", "command": command, **given}]
     return text_config(folder, records, **{
@@ -215,6 +226,16 @@ def test_results_that_arrive_while_the_training_is_dead(tmp_path, script):
     assert resumed.progress.updates > 2
     assert logged(tmp_path)[0] == (2, {"lmms_eval/mmstar/average": 0.5, "lmms_eval/mme": 2.0})
     assert [update for update, _ in logged(tmp_path)].count(2) == 1
+
+
+def test_a_checkpoint_whose_evaluation_was_not_yet_asked_for_is_evaluated_after_the_resume(tmp_path, script):
+    command = process(tmp_path, f"{script} 0", updates=4, custom_hooks=[
+        {"type": "KillHook"}, {"type": "AsyncEvaluateHook", "command": f"{script} 0", "interval": 2, "unit": "update"},
+    ])  # fmt: skip
+    assert processes.run(command, cwd=ROOT, env=ENVIRONMENT, text=True).returncode == -signal.SIGKILL
+    assert newest(tmp_path) == 2 and not (tmp_path / "run" / "eval_results" / "run" / "step_2.json").exists()
+    run(tmp_path, f"{script} 0", updates=4, resume=True, wait_at_end=True)
+    assert [update for update, _ in logged(tmp_path)] == [2, 4]
 
 
 def newest(folder: Path) -> int:
@@ -344,7 +365,7 @@ def test_evaluations_of_another_run_are_left_alone(tmp_path, script):
     folders = []
     for folder, resume in ((two, False), (copy, str(copy / "run" / "iter_2.pth"))):
         run(folder, f"{script} 0", updates=6, results=str(shared), wait_at_end=True, resume=resume)
-        assert [update for update, _ in logged(folder)] == [2, 4, 6][resume is not False :]
+        assert [update for update, _ in logged(folder)] == [2, 4, 6]
         folders.append(f"run-{(folder / 'run' / RUN).read_text()[:8]}")
         assert f"{shared / 'run'} has the evaluations of another run" in log(folder)
         assert not [text for text in ("is ended:", "is now", "Hook:") if text in log(folder)]

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
+from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import Lineage
 from unigen_ds.config.registry import HOOKS
@@ -56,6 +57,7 @@ class AsyncEvaluateHook(Hook):
     """
 
     name = "async_evaluate"
+    state_attributes = ("evaluates",)
     _every: Duration
 
     def __init__(
@@ -77,8 +79,10 @@ class AsyncEvaluateHook(Hook):
         self.prefix, self.results = prefix, results
         self.environment = dict(environment or {})
         self.give_up_hours, self.poll_seconds, self.wait_at_end = give_up_hours, poll_seconds, wait_at_end
-        self._asks = self._due = self._saving = False
-        """At this update; since the last save; by the save whose checkpoint is not complete, or that has failed."""
+        self._asks = self._due = self.evaluates = False
+        """At this update; since the last save; by the save whose checkpoint is not complete, or that has failed. A
+        checkpoint has the last: a run that is killed before its evaluation is asked for, asks for it when it resumes.
+        """
         self._jobs: dict[int, Job] = {}
         """Evaluations without a result, by update; on rank 0."""
         self._logged: set[int] = set()
@@ -94,6 +98,7 @@ class AsyncEvaluateHook(Hook):
 
     def before_train(self, run: Run) -> None:
         self._on_main(lambda: self._find(run))
+        self.evaluates = False
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         self._asks = self._every.every(run.progress, run.previous)
@@ -105,11 +110,11 @@ class AsyncEvaluateHook(Hook):
         return self._asks
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
-        self._due, self._saving = False, self._due or self._saving
+        self._due, self.evaluates = False, self._due or self.evaluates
 
     def after_save_checkpoint(self, run: Run, path: Path) -> None:
-        if self._saving:
-            self._saving = False
+        if self.evaluates:
+            self.evaluates = False
             self._on_main(lambda: self._add(run, path))
 
     def after_run(self, run: Run) -> None:
@@ -155,6 +160,11 @@ class AsyncEvaluateHook(Hook):
         for update, _ in self._folder.results():
             if update > run.progress.updates:
                 self._set_aside(update)
+        present = run.progress.updates
+        if self.evaluates and present not in (*self._jobs, *self._logged):
+            for checkpoint in store.current(store.list_checkpoints(run.checkpoint_dir)):
+                if checkpoint.manifest is not None and checkpoint.manifest.progress.updates == present:
+                    self._add(run, checkpoint.path)
 
     def _set_aside(self, update: int) -> None:
         """Rename a result, if it is there: its checkpoint was abandoned by a resume."""

@@ -26,7 +26,7 @@ Positive = Annotated[float, Rule(lambda value: value > 0), Allowed("a number abo
 MaxKeep = Annotated[int, Rule(lambda value: value != 0), Allowed("a whole number of at least 1, or -1")]
 
 SLOW_S = 2.0
-"""A save that takes less is never slow."""
+"""A save that needs less is never slow."""
 
 
 @HOOKS.register_module()
@@ -66,7 +66,7 @@ class CheckpointHook(Hook):
             begins. They are hashed, found by a resume and by the tools, and never deleted.
 
     The last save of a run, and the one on a signal, is never asynchronous, and raises ``SaveError`` (exit status 4).
-    Where a save takes longer than the training between two of them, a warning has both times and the interval to set.
+    Where a save needs longer than the training between two of them, a warning has both times and the interval to set.
     """
 
     name = "checkpoint"
@@ -161,12 +161,12 @@ class CheckpointHook(Hook):
             self._went_on = time.monotonic() if regular else None
 
     def _compare(self, trained_s: float) -> None:
-        """Warn where a save takes longer than the training between two, and again where it takes twice as long."""
+        """Warn where a save needs longer than the training between two, and again where it needs twice as long."""
         took_s = self._took if self.pending is None else time.monotonic() - self._began
         if took_s > max(trained_s, SLOW_S, 2 * self._slow_s) and dist.is_main():
             self._slow_s = took_s
             logger().warning(
-                "A save takes %.1f s, and the training between two saves %.1f s: set default_hooks.checkpoint.interval,"
+                "A save needs %.1f s, and the training between two saves %.1f s: set default_hooks.checkpoint.interval,"
                 " which is %g (%s), to %d or more%s.", took_s, trained_s, self.interval, self.unit,
                 math.ceil(self.interval * took_s / trained_s),
                 "" if self.async_save else ", or async_save=True, with which training does not wait for the disk",
