@@ -236,7 +236,7 @@ def test_a_disk_that_is_slower_than_the_interval_is_one_line(tmp_path, data, asy
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda number: time.sleep(0.15) or fsync(number))
     train(tmp_path, data, checkpoint={"async_save": async_save})
-    text = r"save takes (\S+) s, .* between two saves (\S+) s: .* is 2 \(iteration\), to (\d+) or more(.*)"
+    text = r"save needs (\S+) s, .* between two saves (\S+) s: .* is 2 \(iteration\), to (\d+) or more(.*)"
     [(took, trained, interval, more)] = re.findall(text, capsys.readouterr().err)
     assert float(took) >= max(float(trained), 0.3) and int(interval) > 2
     assert ("async_save=True" in more) == (not async_save)
