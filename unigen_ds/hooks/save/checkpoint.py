@@ -141,9 +141,9 @@ class CheckpointHook(Hook):
         return dist.is_main() and self.interval_minutes is not None and minutes >= self.interval_minutes
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        durations = [each for each in (self._every, self._weights) if each is not None]
-        regular = any(each.every(run.progress, run.previous) for each in durations) or self.name in result.requests
-        due = regular or any(hook.wants_save() for hook in run.hooks)
+        regular = self._every is not None and self._every.every(run.progress, run.previous)
+        due = regular or self._exports(run) or self.name in result.requests
+        due = due or any(hook.wants_save() for hook in run.hooks)
         if due:
             self._saved_at = time.monotonic()
         trained_s = time.monotonic() - self._went_on if regular and self._went_on is not None else math.inf
@@ -195,8 +195,12 @@ class CheckpointHook(Hook):
         number = run.progress.updates if by_update else run.progress.iteration(run.geometry)
         name, self.pending = self.filename_tmpl.format(number), run.progress.updates
         self._began, self._took = time.monotonic(), 0.0
-        weights = self._weights is not None and self._weights.every(run.progress, run.previous)
+        weights = self._exports(run)
         self._settle(run, run.save_checkpoint(name, form=self.form, background=background, weights=weights))
+
+    def _exports(self, run: Run) -> bool:
+        """Whether the weights alone are exported at this update."""
+        return self._weights is not None and self._weights.every(run.progress, run.previous)
 
     def _finish(self, run: Run, *, wait: bool) -> None:
         with self._reported(run):
