@@ -131,6 +131,10 @@ def test_a_resume_anywhere_continues_with_the_same_rows(tmp_path: Path) -> None:
         assert list(islice(fresh.rows(cursor), 20)) == whole[at : at + 20]
         assert fresh.seek(at) == Cursor(*(getattr(cursor, k) for k in ("epoch", "window", "row", "sequences")))
         assert list(islice(fresh.rows(fresh.seek(at)), 20)) == whole[at : at + 20]
+    fresh, cursor = stream(), whole[332][1]
+    assert list(islice(fresh.rows(cursor), 20)) == whole[333:353]
+    # apart from the first epoch, nothing before the window of the cursor is planned again
+    assert min(window for window in fresh._after if window[0]) == (cursor.epoch, cursor.window - 1) > (1, 0)
     with pytest.raises(CheckpointError, match="additional draws"):
         list(islice(stream().rows(Cursor(0, 2, 0, 30, extra=(3, 4))), 1))
 
