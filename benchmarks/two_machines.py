@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -124,6 +125,7 @@ def measure(folder: Path) -> dict[str, Any]:
     machines = []
     for name, address in MACHINES.items():
         rendezvous = f"is_host={name == 'a'},last_call_timeout=8,keep_alive_interval=2,keep_alive_max_attempt=3"
+        rendezvous += f",read_timeout={10 * LONG_S}"  # else the agent whose link is down ends after a minute
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1"]
         command += ["--max-restarts", "9", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--local-addr", address]
         command += ["--rdzv-endpoint", f"{MACHINES['a']}:29400", "--rdzv-conf", rendezvous, "--monitor-interval", "0.5"]
@@ -180,7 +182,7 @@ def fault(
     lines = [line for line in log_of(work_dir)[known:].splitlines() if any(mark in line for mark in marks)]
     return {"in": where, "seconds": seconds, "update": before, "update when it was up again": during,
             "starts of torchrun": {machine.name: machine.starts for machine in machines},
-            "log": [line[24:240] for line in lines]}  # fmt: skip
+            "log": [re.sub(r"/\S+/", "", line[24:240]) for line in lines]}  # fmt: skip
 
 
 def log_of(work_dir: Path) -> str:
