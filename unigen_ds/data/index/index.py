@@ -35,7 +35,7 @@ from unigen_ds.data.records.unusable import (
 )
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.samples.sample import COLUMNS, NUM_DIGESTED, Array, Counts, Sample, count, record_digest
-from unigen_ds.data.sources.base import FoundRecord, RecordSource
+from unigen_ds.data.sources.base import RecordSource, Row
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 from unigen_ds.system.workers import Workers
@@ -108,7 +108,7 @@ class Index:
         self.cache.unlink(missing_ok=True)
         return True
 
-    def read(self, index: int) -> FoundRecord:
+    def read(self, index: int) -> Row:
         """A record. Raises ``DataError`` where it is no longer the one of the index."""
         counts = self.counts
         (entry,) = self.source.read(index, index + 1)
@@ -274,7 +274,7 @@ class Plan:
                     problem = next(split.error for split in sample.splits if split.error)
                     leave_out(number, entry.record, f"{entry.where}: {problem}", image=True)
                 record = self.layout.named(entry.record, entry.where) if self.layout.columns else entry.record
-                unused = unused_keys(record, self.layout, getattr(entry, "unused", ()))
+                unused = unused_keys(record, self.layout, entry.unused)
                 rows.append((*row, record_digest(entry.content, row), unused_texts(record), unused))
         unusable.sort(key=lambda one: one.number)
         return *np.asarray(rows, dtype=np.int64).T, as_array(unusable[:_MOST_LINES])
@@ -290,7 +290,7 @@ def batches(source: RecordSource, chunk: Chunk) -> Iterator[tuple[int, Sequence[
         try:
             yield first, source.read(first, last)
         except MalformedRecord:
-            entries: list[FoundRecord | DataError] = []
+            entries: list[Row | DataError] = []
             for number in range(first, last):
                 try:
                     entries += source.read(number, number + 1)

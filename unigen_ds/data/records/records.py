@@ -90,10 +90,9 @@ class Layout:
     folders: bool = False
     """Whether a record's images are in the folder of its own data file; else ``image_root`` is that of all records."""
 
-    def at(self, entry: object) -> Layout:
-        """Return the layout of a ``FoundRecord``, whose data file may be in another folder than the first."""
-        folder = getattr(entry, "folder", None) if self.folders else None
-        return self if folder is None else replace(self, image_root=folder)
+    def at(self, entry: Any) -> Layout:
+        """Return the layout of a ``Row``, whose data file may be in another folder than the first."""
+        return replace(self, image_root=entry.folder) if self.folders and entry.folder is not None else self
 
     def named(self, record: Record, where: object) -> Record:
         """Return ``record`` with the keys of the layouts. Raises ``DataError`` where it lacks one of ``columns``."""

@@ -93,7 +93,7 @@ class BadRecord:
     """In its file, from 0."""
     id: str | int | None
     reason: str
-    """Begins with its position, as of ``FoundRecord.where``."""
+    """Begins with its position, as of ``Row.where``."""
     malformed: bool
     """False: only an image of it cannot be read."""
 
@@ -173,7 +173,7 @@ _KEYS = (
     "instruction_list", "instruction", "input_image", "input_images", "output_image", "output_images", "caption",
     "captions", "file_name", "system", "tools", BESIDE_JSON, IMAGE_BESIDE_JSON,
 )  # fmt: skip
-"""All of the layouts, and what a source itself leaves out (``FoundRecord.unused``). Only added to, as ``LAYOUTS``."""
+"""All of the layouts, and what a source itself leaves out (``Row.unused``). Only added to, as ``LAYOUTS``."""
 _CHATS, _OF_CHATS = ("llava", "conversations", "messages", "texts"), ("system", "tools")
 _SHIFT = 8
 """The bit of the first key; below it is the layout, from 1."""
