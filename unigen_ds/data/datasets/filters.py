@@ -28,9 +28,7 @@ RATED = "rated"
 class CheckedRecord:
     """One record, as a filter sees it. What needs reading is read when it is asked for."""
 
-    def __init__(
-        self, entry: Row, layout: Layout, processor: ConversationProcessor, counts: Mapping[str, int]
-    ) -> None:
+    def __init__(self, entry: Row, layout: Layout, processor: ConversationProcessor, counts: Mapping[str, int]) -> None:
         self._entry, self._layout, self._processor, self.counts = entry, layout, processor, counts
         self.where: object = entry.where
         """As text ``train.jsonl:17``: it begins every message about the record."""

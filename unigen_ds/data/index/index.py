@@ -198,8 +198,7 @@ def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRe
     """
     source, scanned = plan.source, {}
     for name, values in plan.source.scan().items():
-        new.add(name, values.size, str(values.dtype), values.shape)
-        new.put(name, 0, values.reshape(-1))
+        new.store(name, values)
         scanned[name] = new.read(name)
     source.use(scanned)
     for name in _PLANNED:
@@ -220,9 +219,7 @@ def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRe
     finally:
         if isinstance(planned, Workers):
             planned.close()
-    lines = np.concatenate(unusable)
-    new.add(UNUSABLE, lines.size, "uint8")
-    new.put(UNUSABLE, 0, lines)
+    new.store(UNUSABLE, np.concatenate(unusable))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import json_values
@@ -231,8 +232,22 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(one) for one in value) if isinstance(value, list | tuple) else value
 
 
+class _Stored:
+    """A frozen dataclass that checkpoints keep as plain values, without empty lists: those may be missing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in json_values(asdict(self)).items() if value != []}  # type: ignore[call-overload]
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
+        known = {one.name for one in fields(cls)}  # type: ignore[arg-type]
+        if missing := sorted(known - {*state, "extra", "drawn", "blocks", "mandatory"}):
+            raise CheckpointError(f"a {cls.__name__.lower()} of the data without {', '.join(missing)}")
+        return cls(**{name: _tuples(value) for name, value in state.items() if name in known})
+
+
 @dataclass(frozen=True)
-class Cursor:
+class Cursor(_Stored):
     """The position of the next sequence. The same on all ranks; independent of the geometry."""
 
     epoch: int = 0
@@ -248,16 +263,6 @@ class Cursor:
     """``Mixture.state`` at its window or row: only of weights with a period of more than 1,024 draws."""
     blocks: tuple[int, ...] = field(default=(), repr=False)
     """Of each streamed source where the block of its next draw begins, at the window or row: ``ShardWalk.state``."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """As a checkpoint has it, without what is empty."""
-        return {name: value for name, value in json_values(asdict(self)).items() if value != []}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Cursor:
-        if missing := sorted({"epoch", "window", "row", "sequences"} - set(state)):
-            raise CheckpointError(f"a data cursor without {', '.join(missing)}")
-        return cls(**{one.name: _tuples(state[one.name]) for one in fields(cls) if one.name in state})
 
 
 class Skip(NamedTuple):
@@ -294,7 +299,7 @@ def merged_skips(skips: Iterable[Skip]) -> tuple[Skip, ...]:
 
 
 @dataclass(frozen=True)
-class Phase:
+class Phase(_Stored):
     """Epochs over the same data. A run has one phase until its data is changed; the last one has no end."""
 
     first_epoch: int
@@ -313,14 +318,3 @@ class Phase:
     def order(self, *, seed: int) -> GlobalOrder:
         arguments = {name: getattr(self, name) for name in ("first_epoch", "first_pass", "mandatory", "rows_per_epoch")}
         return GlobalOrder(self.sizes, self.weights, seed=seed, **arguments)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in json_values(asdict(self)).items() if name != "mandatory" or value}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Phase:
-        names = {one.name for one in fields(cls)}
-        if names != {*state, "mandatory"}:
-            problem = f"a phase of the data with {', '.join(sorted(state))}"
-            raise CheckpointError(problem, allowed=", ".join(sorted(names)))
-        return cls(**{name: _tuples(value) for name, value in state.items()})

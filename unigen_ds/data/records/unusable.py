@@ -132,8 +132,7 @@ def unusable_error(
     number = len(bad) if number is None else number
     allowed, remedy = None, f"mend or remove them; {SKIPPED} of the data set leaves them out, listed in {LIST_FILE}"
     if limit is not None:
-        share = share_above(number, records, limit)
-        allowed = f"a share of {limit:g} (train_dataloader.max_skipped_fraction); it is {share}"
+        allowed = f"a share of {limit:g} (train_dataloader.max_skipped_fraction)"
         remedy = "mend or remove them, or raise the limit"
     listed = f"{remedy}. The first {NUM_LISTED}:" if number > NUM_LISTED else f"{remedy}. They are:"
     earlier = set[str]()
@@ -142,12 +141,6 @@ def unusable_error(
         listed += f"\n  {problem}{'' if advice in earlier else advice}"
         earlier.add(advice)
     return DataError(f"{title}: {number:,} of {records:,} records cannot be used", allowed=allowed, remedy=listed)
-
-
-def share_above(number: int, total: int, limit: float) -> str:
-    """``number / total`` with as many digits as show that it is above ``limit``."""
-    share = number / max(total, 1)
-    return next((text for digits in range(3, 17) if float(text := f"{share:.{digits}g}") > limit), f"{share:g}")
 
 
 def exceeds(number: int, total: int, limit: float) -> bool:

@@ -52,16 +52,15 @@ class ImageFolderSource(RecordSource):
         if len(metadata) > 1:
             raise DataError(f"folder {self.path} has {' and '.join(METADATA)}", allowed="one of them")
         self._rows: RecordSource | None = None
-        for path in metadata:
-            kind = CsvSource if path.suffix == ".csv" else JsonSource
-            self._rows = kind(path, label=f"{self.label}/{path.name}")
         self._captions: dict[str, Path] = {}
         """The file of the caption of each image that has one."""
-        if not metadata:
-            for image in sorted(images_in(self.path), key=self._relative):
-                texts = [text for suffix in (".txt", ".TXT") if (text := image.with_suffix(suffix)).is_file()]
-                if texts:
-                    self._captions[self._relative(image)] = texts[0]
+        if metadata:
+            kind = CsvSource if metadata[0].suffix == ".csv" else JsonSource
+            self._rows = kind(metadata[0], label=f"{self.label}/{metadata[0].name}")
+            return
+        for image in sorted(images_in(self.path), key=self._relative):
+            if text := next((one for suffix in (".txt", ".TXT") if (one := image.with_suffix(suffix)).is_file()), None):
+                self._captions[self._relative(image)] = text
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self.path).as_posix()
