@@ -17,7 +17,7 @@ import numpy as np
 
 from unigen_ds.data.batches.stream import Row, SequenceStream
 from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset, planned_tokens
-from unigen_ds.data.datasets.overflow import ACTIONS, Fitted
+from unigen_ds.data.datasets.overflow import ACTIONS, Fitted, overflow_line
 from unigen_ds.data.datasets.streamed_units import StreamedFitted, streamed_lines, streamed_report
 from unigen_ds.data.datasets.subset import (
     Filtering,
@@ -167,7 +167,7 @@ def source_lines(name: str, fitted: Fitted, max_tiles: int | None = None) -> Ite
     if (filtering := filtering_of(fitted.dataset)) is not None:
         removal = filtering.report
         yield removal.get("questions_rated") == 0 or SKIPPED in removal["removed"], removal_line(removal)
-    yield report["share_lost"] > 0 or report["skipped"] > 0, fitted.line(name)
+    yield report["share_lost"] > 0 or report["skipped"] > 0, overflow_line(report)
     for reason in _noticed(name, fitted, max_tiles):
         if reason.number:
             yield True, str(reason)

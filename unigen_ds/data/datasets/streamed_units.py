@@ -20,7 +20,7 @@ import numpy as np
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.datasets.dataset import PlannedDataset, is_streamed
-from unigen_ds.data.datasets.overflow import Fitted, Overflow, check_positions, check_refused
+from unigen_ds.data.datasets.overflow import Fitted, Overflow, check_positions, check_refused, overflow_line
 from unigen_ds.data.datasets.streamed import SPAN, Recent, StreamedShards
 from unigen_ds.data.datasets.subset import all_removed, filtering_of, kept_records, removal_line, whole_of
 from unigen_ds.data.order.order import Draw, permute_many
@@ -213,7 +213,7 @@ class StreamedFitted(Fitted):
             if filtering is not None and sum(filtering.report["removed"].values()):
                 logger().info("Data, %s: %s.", title, removal_line(filtering.report))
             if part.longer.size:
-                logger().warning("Data, %s: %s.", title, part.line(name))
+                logger().warning("Data, %s: %s.", title, overflow_line(part.report(name)))
         return part
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, fingerprint, load_or_fill
-from unigen_ds.data.records.records import Layout, Record, Turn, unused_texts
+from unigen_ds.data.records.records import Layout, Record, Turn, short_value, unused_texts
 from unigen_ds.data.records.unusable import (
     BadRecord,
     MalformedRecord,
@@ -237,7 +237,9 @@ class Plan:
         unk_id = getattr(self.processor.tokenizer, "unk_id", None)
 
         def leave_out(number: int, record: Record, reason: str, *, image: bool = False) -> None:
-            unusable.append(BadRecord.of(number, *self.source.file_of(number), record, reason, image=image))
+            own = record.get("id")
+            own = own if own is None or isinstance(own, (str, int)) else short_value(own)
+            unusable.append(BadRecord(number, *self.source.file_of(number), own, reason, malformed=not image))
 
         for first, entries in batches(self.source, chunk):
             turns: dict[int, list[Turn]] = {}

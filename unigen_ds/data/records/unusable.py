@@ -97,13 +97,6 @@ class BadRecord:
     malformed: bool
     """False: only an image of it cannot be read."""
 
-    @classmethod
-    def of(cls, number: int, file: str, index: int, record: Any, reason: str, *, image: bool) -> BadRecord:
-        """``record``: its values, as far as they are known."""
-        own = record.get("id")
-        own = own if own is None or isinstance(own, (str, int)) else short_value(own)
-        return cls(number, file, index, own, reason, not image)
-
     def __str__(self) -> str:
         return f"index {self.index}{'' if self.id is None else f', id {short_value(self.id)}'}, {self.reason}"
 
