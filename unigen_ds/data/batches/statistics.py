@@ -181,7 +181,7 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
             yield warns, f"Data, {fitted.titled(name)}: {line}."
     yield from _balance_lines(stream)
     rows = stream.phases[-1].rows_per_epoch
-    if rows is not None and (left := stream.order.stride - rows) > 0:
+    if rows is not None and (left := stream.order.epoch_size - rows) > 0:
         line = f"{left:,} of the {stream.order.epoch_size:,} samples of an epoch fill no whole iteration"
         line += f" of {stream.sequences_per_iteration} sequences and are left out, others in each epoch"
         yield False, f"Data: {line} (train_dataloader.drop_last=False: none)."

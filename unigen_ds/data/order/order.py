@@ -6,13 +6,13 @@ looked up in O(1) memory and on its own. The trade-off: about 0.15 microseconds 
 against 8 GB for a list of a billion indices.
 
 In a weighted order the share of each source is right at every position, over all epochs (``mixture.py``). ``Cursor``
-and ``Phase`` are where a run is in the order of its data, as a checkpoint keeps it (``stream.py`` has what they mean).
+is where a run is in the order of its data, as a checkpoint keeps it (``stream.py`` has what it means).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -73,6 +73,10 @@ class Draw(NamedTuple):
     piece: int = -1
     """Which piece of a record that is split (``overflow.py``); -1: the record."""
 
+    def __repr__(self) -> str:
+        piece = f", piece={self.piece}" if self.piece >= 0 else ""
+        return f"Draw(source={self.source}, index={self.index}, pass_number={self.pass_number}{piece})"
+
     def sample_id(self, names: Sequence[str]) -> str:
         """``source:index:pass``, of a piece ``...:piece``: of the ledger, and the key of all that is random in it."""
         piece = f":{self.piece}" if self.piece >= 0 else ""
@@ -93,52 +97,72 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     return counts
 
 
-class GlobalOrder:
-    """An endless order over one or several sources; a pure function of (sizes, weights, seed).
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(one) for one in value) if isinstance(value, list | tuple) else value
+
+
+class _Stored:
+    """A dataclass that checkpoints keep as plain values, without empty lists: those may be missing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in json_values(asdict(self)).items() if value != []}  # type: ignore[call-overload]
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], **others: Any) -> Self:
+        """``others``: what the state does not have. Raises ``CheckpointError`` where more is missing."""
+        names = {one.name for one in fields(cls)} - {*others}  # type: ignore[arg-type]
+        if missing := sorted(names - {*state, "extra", "drawn", "blocks", "mandatory"}):
+            raise CheckpointError(f"the position in the data is stored without {', '.join(missing)}")
+        return cls(**{name: _tuples(value) for name, value in state.items() if name in names}, **others)
+
+
+@dataclass
+class GlobalOrder(_Stored):
+    """An endless order over one or several sources; a pure function of (sizes, weights, seed). A run has one until its
+    data is changed: then another one follows (a phase), and the last one has no end.
 
     Without weights every record comes once in each epoch. With weights (positive, relative) each source has an endless
     stream of passes over its records, of which the order draws the next one: a small source repeats only after all
     its records were drawn, and a large one continues in the next epoch where it stopped. Of a mandatory group
     (``stream.py``) ``extra`` draws were added before a position, so its sources are further ahead in their passes.
-
-    Args:
-        source_sizes: records, or other units, of each source.
-        weights: of each source; None: every record once an epoch.
-        first_epoch, first_pass: numbers of the first ones: an order may begin in mid-run (changed data).
-        mandatory: the numbers of the sources of each mandatory group.
-        rows_per_epoch: unpacked: of the whole iterations. Fewer than there are samples leave out the last ones of an
-            epoch; a weighted order draws them in the next one.
     """
 
-    def __init__(
-        self,
-        source_sizes: Sequence[int],
-        weights: Sequence[Weight] | None = None,
-        *,
-        seed: int,
-        first_epoch: int = 0,
-        first_pass: int = 0,
-        mandatory: Sequence[Sequence[int]] = (),
-        rows_per_epoch: int | None = None,
-    ) -> None:
-        assert source_sizes and min(source_sizes) > 0, f"no source is empty: {source_sizes}"  # check_overflow
-        assert weights is None or len(weights) == len(source_sizes), (weights, source_sizes)  # dataset_weights
-        self.sizes = tuple(int(size) for size in source_sizes)
+    sizes: Sequence[int]
+    """Units of each source: records, or pieces of them."""
+    weights: Sequence[Weight] | None = None
+    """Of each source; None: every record once an epoch."""
+    _: KW_ONLY
+    seed: int
+    first_epoch: int = 0
+    first_pass: int = 0
+    """Pass number that every source begins with: higher than any before, so no sample id comes twice."""
+    first_sequence: int | None = 0
+    """Sequences of the run before it; None: only planning can count them (data appended in the middle of an epoch)."""
+    rows_per_epoch: int | None = None
+    """Unpacked: rows of each of its epochs, in whole iterations. Fewer than there are samples leave out the last ones
+    of an epoch; a weighted order draws them in the next one. Packed: None, they follow from the plan."""
+    mandatory: Sequence[Sequence[int]] = ()
+    """Numbers of the sources of each mandatory group."""
+
+    def __post_init__(self) -> None:
+        assert self.sizes and min(self.sizes) > 0, f"no source is empty: {self.sizes}"  # check_overflow
+        assert self.weights is None or len(self.weights) == len(self.sizes), (self.weights, self.sizes)
+        assert not self.mandatory or self.weights is not None, "mandatory groups have weights"
         self.walks: dict[int, Any] = {}
         """The order (``ShardWalk``) of the records of each streamed source."""
-        self.weights = None if weights is None else tuple(w if isinstance(w, str) else float(w) for w in weights)
-        self.seed, self.first_epoch, self.first_pass = seed, first_epoch, first_pass
-        self.mandatory = tuple(tuple(group) for group in mandatory)
-        assert not self.mandatory or weights is not None, "mandatory groups have weights"
-        self.epoch_size = sum(self.sizes)
-        self.stride = self.epoch_size
-        """Draws of an epoch that are made: the next epoch of a weighted order begins after them."""
-        if weights is not None and rows_per_epoch is not None:
-            self.stride = min(self.epoch_size, rows_per_epoch)
+        self.sizes = tuple(int(size) for size in self.sizes)
+        self.epoch_size = self.stride = sum(self.sizes)
         self.counts = self.sizes
         """Draws of each source in an epoch; with weights that of some epochs is one more or one less."""
         if self.weights is not None:
+            self.weights = tuple(w if isinstance(w, str) else float(w) for w in self.weights)
+            self.stride = min(self.epoch_size, self.rows_per_epoch or self.epoch_size)
+            """Draws of an epoch that are made: the next epoch of a weighted order begins after them."""
             self.counts = tuple(shares(self.epoch_size, [float(exact(w)) for w in self.weights]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Without the seed, which a run has once."""
+        return {name: value for name, value in super().state_dict().items() if name != "seed"}
 
     @cached_property
     def mixture(self) -> Mixture | None:
@@ -224,24 +248,6 @@ class GlobalOrder:
         return sources, records, passes
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(one) for one in value) if isinstance(value, list | tuple) else value
-
-
-class _Stored:
-    """A frozen dataclass that checkpoints keep as plain values, without empty lists: those may be missing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in json_values(asdict(self)).items() if value != []}  # type: ignore[call-overload]
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
-        known = {one.name for one in fields(cls)}  # type: ignore[arg-type]
-        if missing := sorted(known - {*state, "extra", "drawn", "blocks", "mandatory"}):
-            raise CheckpointError(f"a {cls.__name__.lower()} of the data without {', '.join(missing)}")
-        return cls(**{name: _tuples(value) for name, value in state.items() if name in known})
-
-
 @dataclass(frozen=True)
 class Cursor(_Stored):
     """The position of the next sequence. The same on all ranks; independent of the geometry."""
@@ -292,25 +298,3 @@ def merged_skips(skips: Iterable[Skip]) -> tuple[Skip, ...]:
             skip = Skip(last.first, max(last.stop, skip.stop), "; ".join(whys))
         merged.append(skip)
     return tuple(merged)
-
-
-@dataclass(frozen=True)
-class Phase(_Stored):
-    """Epochs over the same data. A run has one phase until its data is changed; the last one has no end."""
-
-    first_epoch: int
-    first_pass: int
-    """Pass number that every source begins the phase with: higher than any before, so no sample id comes twice."""
-    first_sequence: int | None
-    """Sequences of the run before it; None: only planning can count them (data appended in the middle of an epoch)."""
-    sizes: tuple[int, ...]
-    """Units of each source that are used: records, or pieces of them."""
-    weights: tuple[Weight, ...] | None
-    rows_per_epoch: int | None
-    """Unpacked: rows of each of its epochs. Packed: None, they follow from the plan."""
-    mandatory: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
-    """Numbers of the sources of each mandatory group."""
-
-    def order(self, *, seed: int) -> GlobalOrder:
-        arguments = {name: getattr(self, name) for name in ("first_epoch", "first_pass", "mandatory", "rows_per_epoch")}
-        return GlobalOrder(self.sizes, self.weights, seed=seed, **arguments)
