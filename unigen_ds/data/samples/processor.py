@@ -43,7 +43,6 @@ class Processor(Protocol):
         """An empty micro-batch with ``num_tokens``, ``add_document``, ``add_padding`` and ``batch`` of
         ``PackedBuilder``. It is called in a loader's process, by one thread.
         """
-        ...
 
 
 class ConversationProcessor:
