@@ -281,7 +281,7 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield _row("image targets", source["image_targets"], targets)
         if source["other_targets"]:
             yield _row("other targets", source["other_targets"], targets)
-        yield "  " + overflow_line(source["overflow"], records=records, seq_length=report["seq_length"])
+        yield "  " + overflow_line(source["overflow"])
         for one in source["noticed"]:
             yield f"  {one['text']}"
             yield f"    the first: {', '.join(one['first'])}"

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.checkpoint.store import Found
 from unigen_ds.report.charts import Mark, Series, chart
 from unigen_ds.report.document import (
@@ -38,6 +37,7 @@ from unigen_ds.report.reading import (
     run_names,
     validation_losses,
 )
+from unigen_ds.system.files import size_text
 
 MAX_PICTURES = 16 * 2**20
 """Bytes of all pictures of a page."""

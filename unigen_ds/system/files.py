@@ -253,6 +253,16 @@ def check_digests(path: Path) -> None:
             raise CheckpointError(problem, remedy=_ANEW.format(folder=folder))
 
 
+def size_text(size: float) -> str:
+    """``1.5 GiB``."""
+    if size < 1024:
+        return f"{size:.0f} B"
+    units = ["KiB", "MiB", "GiB", "TiB"]
+    while (size := size / 1024) >= 1024 and len(units) > 1:
+        units.pop(0)
+    return f"{size:.1f} {units[0]}"
+
+
 def quick_digest(path: Path, *, blocks: int = 64) -> str:
     """BLAKE2b-128 of size, head, tail and evenly spaced 1 MiB blocks: the whole content up to ``blocks`` MiB.
 

@@ -18,7 +18,7 @@ from unigen_ds.data.batches.statistics import derive
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.order.order import Cursor, Phase
+from unigen_ds.data.order.order import Cursor, GlobalOrder
 
 WINDOWS = [None, 6]
 RECORDS = 40
@@ -311,4 +311,5 @@ def test_the_rows_of_the_first_phase_stay_the_same(sources: Sources, window: int
     """Pinned: checkpoints continue with these rows."""
     stream = make_stream(sources(a=17, b=9), window=window, weights=list(weights) if weights else None)
     assert [fingerprint(take(stream, 90)), stream.fingerprint] == ROWS[window, weights]
-    assert stream.phases == (Phase(0, 0, 0, (17, 9), weights, None if window else stream.sequences_per_epoch),)
+    rows = None if window else stream.sequences_per_epoch
+    assert stream.phases == (GlobalOrder((17, 9), weights, seed=3, rows_per_epoch=rows),)

@@ -34,6 +34,7 @@ from unigen_ds.data.order.order import Cursor, GlobalOrder
 from unigen_ds.data.order.packing import BestFitPacking
 from unigen_ds.data.sources import shard_files
 from unigen_ds.runner import Runner
+from unigen_ds.system.files import size_text
 from unigen_ds.system.journals import read_lines
 
 SIZES = (13, 4, 9, 1, 22, 7, 11)
@@ -219,7 +220,7 @@ def test_what_is_not_exact_is_reported_at_the_start(tmp_path: Path, served: Serv
     text = log(tmp_path)
     size = sum(path.stat().st_size for path in served.folder.glob("*.jsonl"))
     estimate = 13 * size // (served.folder / "part-0.jsonl").stat().st_size
-    assert f"streamed from 7 shards of {size / 1024:,.1f} KiB together; about {estimate} samples a pass" in text
+    assert f"streamed from 7 shards of {size_text(size)} together; about {estimate} samples a pass" in text
     assert "records are shuffled within 2 shards at a time" in text
     assert "7 of 7 shards have no version" in text
     trained(config(tmp_path / "local", streamed(served.folder), train_cfg=dict(max_updates=1)))

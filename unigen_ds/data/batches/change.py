@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from unigen_ds.core.errors import ResumeBlocked
 from unigen_ds.data.batches.stream import SequenceStream
-from unigen_ds.data.order.order import Cursor, Phase
+from unigen_ds.data.order.order import Cursor, GlobalOrder
 
 OnDataChange = Literal["refuse", "append", "restart"]
 _DRAWS_OF_A_WINDOW = 1 << 24
@@ -131,13 +131,13 @@ def continue_stream(
         on_change: what to do where the data differs. Without a difference it has no effect.
     """
     change, cursor = compare(stored, stream), Cursor.from_state_dict(stored["cursor"])
-    phases = tuple(Phase.from_state_dict(state) for state in stored["phases"])
+    phases = tuple(GlobalOrder.from_state_dict(state, seed=stream.order.seed) for state in stored["phases"])
 
-    def new_phase(first: int, seed: int, sequences: int | None) -> Phase:
+    def new_phase(first: int, sequences: int | None) -> GlobalOrder:
         """Of the present data from epoch ``first`` on: no draw before it has reached its passes."""
         passes = phases[0].first_pass
         if earlier := [phase for phase in phases if phase.first_epoch < first]:
-            order = earlier[-1].order(seed=seed)
+            order = earlier[-1]
             # additional draws of a mandatory group up to the end of the cursor's epoch: at most one beside each other
             extra = max(cursor.extra) + 2 * order.epoch_size * (first > cursor.epoch) if cursor.extra else 0
             passes = order.passes_before(first, extra=extra)
@@ -148,12 +148,12 @@ def continue_stream(
     if not change:
         return stream.with_phases(phases), cursor
     if on_change == "restart":
-        phase = new_phase(cursor.epoch + 1, stored["seed"], cursor.sequences)
+        phase = new_phase(cursor.epoch + 1, cursor.sequences)
         return stream.with_phases((phase,)), Cursor(phase.first_epoch, 0, 0, cursor.sequences)
     if on_change == "append" and change.only_appended:
         begun = (cursor.window, cursor.row) != (0, 0)
         first = cursor.epoch + begun
-        phase = new_phase(first, stream.order.seed, None if begun else cursor.sequences)
+        phase = new_phase(first, None if begun else cursor.sequences)
         return stream.with_phases((*(one for one in phases if one.first_epoch < first), phase)), cursor
     if on_change == "append":
         raise ResumeBlocked(

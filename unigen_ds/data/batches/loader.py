@@ -127,7 +127,6 @@ class BatchLoader:
     Args:
         source: what the rows point into.
         iterations: the rows of each batch. Workers read ahead, so it is iterated faster than ``next`` is called.
-        num_workers, prefetch_factor, pin_memory, timeout: ``Loading``.
     """
 
     def __init__(
@@ -137,18 +136,16 @@ class BatchLoader:
         iterations: Iterable[list[Row]],
         *,
         seed: int | None = None,
-        num_workers: int = 0,
-        prefetch_factor: int | None = None,
-        pin_memory: bool = False,
-        timeout: float = 0.0,
+        **loading: Unpack[Loading],
     ) -> None:
-        pin = pin_memory and torch.accelerator.is_available()
+        num_workers = loading.get("num_workers", 0)
+        pin = loading.get("pin_memory", False) and torch.accelerator.is_available()
         make = partial(_load, source, processor, seed, num_workers > 0 or pin)
         arrived = partial(Packet.unpacked, pin=True) if pin else None
 
         def begin() -> Iterator[Any]:
             if num_workers:
-                ahead = prefetch_factor or 2
+                ahead, timeout = loading.get("prefetch_factor") or 2, loading.get("timeout", 0.0)
                 return Workers(make, iterations, num_workers, ahead=ahead, timeout=timeout, arrived=arrived)
             return map(make, iterations) if arrived is None else map(arrived, map(make, iterations))
 

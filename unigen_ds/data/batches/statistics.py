@@ -17,7 +17,7 @@ import numpy as np
 
 from unigen_ds.data.batches.stream import Row, SequenceStream
 from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset, planned_tokens
-from unigen_ds.data.datasets.overflow import ACTIONS, Fitted
+from unigen_ds.data.datasets.overflow import ACTIONS, Fitted, overflow_line
 from unigen_ds.data.datasets.streamed_units import StreamedFitted, streamed_lines, streamed_report
 from unigen_ds.data.datasets.subset import (
     Filtering,
@@ -167,7 +167,7 @@ def source_lines(name: str, fitted: Fitted, max_tiles: int | None = None) -> Ite
     if (filtering := filtering_of(fitted.dataset)) is not None:
         removal = filtering.report
         yield removal.get("questions_rated") == 0 or SKIPPED in removal["removed"], removal_line(removal)
-    yield report["share_lost"] > 0 or report["skipped"] > 0, fitted.line(name)
+    yield report["share_lost"] > 0 or report["skipped"] > 0, overflow_line(report)
     for reason in _noticed(name, fitted, max_tiles):
         if reason.number:
             yield True, str(reason)
@@ -181,7 +181,7 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
             yield warns, f"Data, {fitted.titled(name)}: {line}."
     yield from _balance_lines(stream)
     rows = stream.phases[-1].rows_per_epoch
-    if rows is not None and (left := stream.order.stride - rows) > 0:
+    if rows is not None and (left := stream.order.epoch_size - rows) > 0:
         line = f"{left:,} of the {stream.order.epoch_size:,} samples of an epoch fill no whole iteration"
         line += f" of {stream.sequences_per_iteration} sequences and are left out, others in each epoch"
         yield False, f"Data: {line} (train_dataloader.drop_last=False: none)."

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +32,7 @@ from unigen_ds.data.datasets.groups import Blend, check_mandatory
 from unigen_ds.data.datasets.overflow import Overflow
 from unigen_ds.data.datasets.streamed_units import ShardWalk, StreamedFitted, fit
 from unigen_ds.data.datasets.subset import division_of, filtering_of, whole_of
-from unigen_ds.data.order.order import Cursor, Draw, GlobalOrder, Phase, Skip, merged_skips
+from unigen_ds.data.order.order import Cursor, Draw, GlobalOrder, Skip, merged_skips
 from unigen_ds.data.order.packing import Packer
 from unigen_ds.data.samples.sample import Array
 from unigen_ds.system.seeding import derive_seed
@@ -77,7 +77,8 @@ class SequenceStream:
         overflow = overflow or Overflow(seq_length)
         self.fitted = tuple(fit(dataset, overflow) for dataset in datasets)
         assert tuple(map(len, self.fitted)) == order.sizes, "the order is that of other data sets"
-        self.datasets, self.order, self.packer, self.seq_length = tuple(datasets), order, packer, seq_length
+        self.datasets, self.packer, self.seq_length = tuple(datasets), packer, seq_length
+        self.phases: tuple[GlobalOrder, ...] = (order,)
         self.sources = tuple(whole_of(dataset) for dataset in datasets)
         """What the draws of rows point into."""
         self.sample_length = overflow.seq_length
@@ -93,11 +94,16 @@ class SequenceStream:
         """What an epoch means for schedules and limits: the sequences of epoch 0, for the whole run. Packed: other
         epochs have a few more or fewer rows."""
 
-    def _use(self, phases: tuple[Phase, ...]) -> None:
+    @property
+    def order(self) -> GlobalOrder:
+        """That of all the present data."""
+        return self.phases[-1]
+
+    def _use(self, phases: tuple[GlobalOrder, ...]) -> None:
         """Begin in these phases; the last one has these data sets."""
         order = self.order
         assert (phases[-1].sizes, phases[-1].weights) == (order.sizes, order.weights), "the phases are of other data"
-        self.phases, self._orders = phases, [phase.order(seed=order.seed) for phase in phases]
+        self.phases = phases
         self._window_counts: dict[tuple[int, int], int] = {}
         self._after: dict[tuple[int, int], tuple[int, ...]] = {}
         """Additional draws up to the end of a window, of each mandatory group, as far as they are known."""
@@ -108,9 +114,9 @@ class SequenceStream:
         }
         """The order of each streamed source: a run with one has one phase."""
         assert not self.walks or (len(phases) == 1 and order.mixture is not None), "streamed sources have weights"
-        self._orders[-1].walks.update(self.walks)
+        self.order.walks.update(self.walks)
 
-    def with_phases(self, phases: Sequence[Phase]) -> SequenceStream:
+    def with_phases(self, phases: Sequence[GlobalOrder]) -> SequenceStream:
         """The same data with the phases that a resume found."""
         stream = copy.copy(self)
         stream._use(tuple(phases))
@@ -132,7 +138,7 @@ class SequenceStream:
 
     def new_phase(
         self, first_epoch: int, *, first_pass: int, first_sequence: int | None, rows: int | None = None
-    ) -> Phase:
+    ) -> GlobalOrder:
         """A phase of all the present data. ``rows``: of an unpacked epoch, where they are known. Raises ``ConfigError``
         where the data does not fill one iteration.
         """
@@ -144,7 +150,9 @@ class SequenceStream:
         if rows == 0:
             problem = f"{order.epoch_size} samples do not fill one iteration of {number} sequences"
             raise ConfigError(problem, remedy="a smaller batch_size, more data, or drop_last=False")
-        return Phase(first_epoch, first_pass, first_sequence, order.sizes, order.weights, rows, order.mandatory)
+        return replace(
+            order, first_epoch=first_epoch, first_pass=first_pass, first_sequence=first_sequence, rows_per_epoch=rows
+        )
 
     @property
     def _first_epoch_rows(self) -> int:
@@ -154,46 +162,42 @@ class SequenceStream:
             return first.rows_per_epoch
         if self.walks:  # nobody knows the lengths beyond the first window
             start, stop = self._window_range(first.first_epoch, 0)
-            size = self._orders[0].epoch_size
-            return max(1, self.window_count(first.first_epoch, 0) * size // (stop - start))
+            return max(1, self.window_count(first.first_epoch, 0) * first.epoch_size // (stop - start))
         return sum(self.window_count(first.first_epoch, w) for w in range(self.num_windows(first.first_epoch)))
 
     @property
     def draws_per_epoch(self) -> tuple[int, ...]:
         """Of each source, in the first epoch of all the present data, with the additional ones of mandatory groups."""
-        return self._draws(-1)
+        return self._draws(self.order)
 
-    def _draws(self, phase: int) -> tuple[int, ...]:
+    def _draws(self, phase: GlobalOrder) -> tuple[int, ...]:
         """Of each source of a phase, in its first epoch."""
-        first, order = self.phases[phase].first_epoch, self._orders[phase]
-        if not order.mandatory:
-            return order.counts
-        ahead = order.ahead(self._extra_after(first, self.num_windows(first) - 1)).tolist()
-        return tuple(map(sum, zip(order.counts, ahead, strict=True)))
+        if not phase.mandatory:
+            return phase.counts
+        first = phase.first_epoch
+        ahead = phase.ahead(self._extra_after(first, self.num_windows(first) - 1)).tolist()
+        return tuple(map(sum, zip(phase.counts, ahead, strict=True)))
 
     @property
     def samples_per_sequence(self) -> float:
         """Mean over an epoch of the first phase; 1 where nothing is packed."""
-        return 1.0 if self.packer is None else sum(self._draws(0)) / self.sequences_per_epoch
+        return 1.0 if self.packer is None else sum(self._draws(self.phases[0])) / self.sequences_per_epoch
 
     @property
     def tokens_per_sequence(self) -> float:
         """Mean over an epoch of the first phase, so that appended data moves no limit in tokens; from lengths alone:
         condition dropout makes the true number a little smaller."""
-        first, order = self.phases[0], self._orders[0]
-        means = [float(tokens[:size].mean()) for tokens, size in zip(self._tokens, order.sizes, strict=False)]
-        drawn = sum(mean * count for mean, count in zip(means, self._draws(0), strict=True))
+        first = self.phases[0]
+        means = [float(tokens[:size].mean()) for tokens, size in zip(self._tokens, first.sizes, strict=False)]
+        drawn = sum(mean * count for mean, count in zip(means, self._draws(first), strict=True))
         return drawn / (self.sequences_per_epoch if first.first_epoch == 0 else self._first_epoch_rows)
 
-    def _phase(self, epoch: int) -> int:
+    def epoch_order(self, epoch: int) -> GlobalOrder:
+        """The order of the phase that an epoch belongs to. Raises ``DataError`` where its data was replaced."""
         number = bisect([phase.first_epoch for phase in self.phases], epoch) - 1
         if number < 0:
             raise DataError(f"epoch {epoch} of the data {_REPLACED}", remedy=_OLD_DATA)
-        return number
-
-    def epoch_order(self, epoch: int) -> GlobalOrder:
-        """The order of the phase that an epoch belongs to."""
-        return self._orders[self._phase(epoch)]
+        return self.phases[number]
 
     def num_windows(self, epoch: int) -> int:
         """Windows of an epoch; 1 where nothing is packed."""
@@ -325,7 +329,7 @@ class SequenceStream:
     def _first_epoch_counts(self, epoch: int) -> list[int]:
         folder = next((d.cache_folder for d in self.datasets if d.cache_folder is not None), None)
         changed = epoch > 0 or len(self.phases) > 1
-        key = fingerprint(self.fingerprint, self.phases[self._phase(epoch)]) if changed else self.fingerprint
+        key = fingerprint(self.fingerprint, self.epoch_order(epoch)) if changed else self.fingerprint
         cache = None if folder is None else folder / f"plan-{key[:16]}{SUFFIX}"
 
         def make() -> dict[str, Any]:
@@ -426,7 +430,7 @@ class SequenceStream:
         return (epoch, window + 1) if window + 1 < self.num_windows(epoch) else (epoch + 1, 0)
 
     def _rows_per_epoch(self, epoch: int) -> int:
-        rows = self.phases[self._phase(epoch)].rows_per_epoch
+        rows = self.epoch_order(epoch).rows_per_epoch
         assert rows is not None, "packed"
         return rows
 

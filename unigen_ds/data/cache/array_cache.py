@@ -62,6 +62,11 @@ class ArrayFile:
         self._end += -(-size * np.dtype(dtype).itemsize // _ALIGN) * _ALIGN
         os.ftruncate(self._stream.fileno(), self._end)
 
+    def store(self, name: str, values: NDArray[Any]) -> None:
+        """Add an array whole."""
+        self.add(name, values.size, str(values.dtype), values.shape)
+        self.put(name, 0, values.reshape(-1))
+
     def put(self, name: str, start: int, values: NDArray[Any]) -> None:
         """Write ``values`` from ``start`` on. Raises ``OSError`` where a disk is full."""
         dtype, offset, _, _ = self._table[name]
@@ -136,8 +141,7 @@ def load_or_make(cache: Path | None, key: str, make: Callable[[], Mapping[str, N
 
     def fill(new: ArrayFile) -> None:
         for name, values in make().items():
-            new.add(name, values.size, str(values.dtype), values.shape)
-            new.put(name, 0, values.reshape(-1))
+            new.store(name, values)
 
     return load_or_fill(cache, key, fill)
 

@@ -28,7 +28,7 @@ from unigen_ds.data.records.records import Captions, Layout, Turn
 from unigen_ds.data.records.unusable import BadRecord, OnRecordError
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.samples.sample import Array, Counts, Sample, count, record_digest
-from unigen_ds.data.sources.base import FoundRecord
+from unigen_ds.data.sources.base import Row
 from unigen_ds.data.sources.find import default_name, open_source
 
 _LISTED = 5
@@ -48,18 +48,15 @@ class PlannedDataset(Protocol):
     def __len__(self) -> int: ...
     def lengths(self) -> tuple[Array, Array]:
         """(tokens, tiles) of every record, untruncated."""
-        ...
 
     def counts(self) -> Counts: ...
     def sample(self, index: int, *, pass_number: int = 0) -> Sample: ...
     @property
     def fingerprint(self) -> str:
         """Changes whenever a record, its byte range or its length may change. Contains no path: data may be moved."""
-        ...
 
     def prefix_digest(self, number: int) -> str:
         """Of the first ``number`` records: the same for every data set that begins with them, whatever comes after."""
-        ...
 
 
 @DATASETS.register_module()
@@ -183,7 +180,7 @@ class UnifiedGenerationDataset:
         """The record as its file has it, for showing it."""
         return self._read(index)[1]
 
-    def _read(self, index: int) -> tuple[FoundRecord, list[Turn]]:
+    def _read(self, index: int) -> tuple[Row, list[Turn]]:
         own_index, position = self._find(index)
         entry = own_index.read(position)
         return entry, own_index.layout.at(entry).learned_turns(entry.record, entry.where)

@@ -18,7 +18,7 @@ from annotated_types import Ge
 from unigen_ds.config.registry import FILTERS, checked
 from unigen_ds.data.records.records import RATINGS, Layout, Turn, rated_out
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.data.sources.base import FoundRecord
+from unigen_ds.data.sources.base import Row
 
 Most = Annotated[int, Ge(0)] | None
 RATED = "rated"
@@ -28,9 +28,7 @@ RATED = "rated"
 class CheckedRecord:
     """One record, as a filter sees it. What needs reading is read when it is asked for."""
 
-    def __init__(
-        self, entry: FoundRecord, layout: Layout, processor: ConversationProcessor, counts: Mapping[str, int]
-    ) -> None:
+    def __init__(self, entry: Row, layout: Layout, processor: ConversationProcessor, counts: Mapping[str, int]) -> None:
         self._entry, self._layout, self._processor, self.counts = entry, layout, processor, counts
         self.where: object = entry.where
         """As text ``train.jsonl:17``: it begins every message about the record."""

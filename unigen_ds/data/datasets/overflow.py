@@ -155,6 +155,9 @@ class Fitted:
             targets[f"{kind}_targets"] = int(getattr(counts, f"{kind}_targets").sum())
             targets[f"{kind}_targets_lost"] = lost[kind]
         return {
+            "records": len(self.dataset),
+            "seq_length": self.overflow.seq_length,
+            "key": self.overflow.key,
             "longer": len(self.longer),
             **{_DONE[action]: len(self.by_action[action]) for action in ACTIONS},
             "pieces": int(num_pieces(counts.tokens[self.by_action["split"]], self.overflow.seq_length).sum()),
@@ -163,19 +166,15 @@ class Fitted:
             "share_lost": sum(lost.values()) / max(int(counts.targets.sum()), 1),
         }
 
-    def line(self, name: str) -> str:
-        """``report`` as a sentence."""
-        limit, key = self.overflow.seq_length, self.overflow.key
-        return overflow_line(self.report(name), records=len(self.dataset), seq_length=limit, key=key)
-
 
 _DONE: dict[Action, str] = {"split": "split", "truncate": "truncated", "error": "refused", "skip": "skipped"}
 
 
-def overflow_line(report: Mapping[str, Any], *, records: int, seq_length: int, key: str = "seq_length") -> str:
-    """``Fitted.report`` as a sentence. ``key``: as of ``Overflow``."""
+def overflow_line(report: Mapping[str, Any]) -> str:
+    """``Fitted.report`` as a sentence."""
+    records, limit = report["records"], f"{report['key']} {report['seq_length']:,}"
     if not report["longer"]:
-        return f"all {records:,} records fit {key} {seq_length:,}: 0.0% of the targets are lost"
+        return f"all {records:,} records fit {limit}: 0.0% of the targets are lost"
     more = {"split": f" into {report['pieces']:,} samples", "skipped": f" ({_first(report['skipped_records'])})"}
     done = [f"{report[what]:,} {what}{more.get(what, '')}" for what in _DONE.values() if report[what]]
     lost = (
@@ -184,7 +183,7 @@ def overflow_line(report: Mapping[str, Any], *, records: int, seq_length: int, k
         if f"{kind}_targets" in report
     )
     return (
-        f"{report['longer']:,} of {records:,} records are longer than {key} {seq_length:,}: {', '.join(done)};"
+        f"{report['longer']:,} of {records:,} records are longer than {limit}: {', '.join(done)};"
         f" {report['share_lost']:.1%} of the targets are lost ({', '.join(lost)})"
     )
 

@@ -25,7 +25,7 @@ from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.index.index import Index
 from unigen_ds.data.records.records import Layout
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
+from unigen_ds.data.sources.base import Arrays, RecordSource, Row
 from unigen_ds.data.sources.find import DataPath
 from unigen_ds.data.sources.shard_files import DataShard, ShardList
 from unigen_ds.system.files import quick_digest
@@ -106,7 +106,7 @@ class ShardSource(RecordSource):
     def __len__(self) -> int:
         return int(self._arrays[_RECORDS][0])
 
-    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
+    def read(self, start: int, stop: int) -> Sequence[Row]:
         with self._reading() as source:
             return source.read(start, stop)
 

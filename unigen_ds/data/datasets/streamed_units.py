@@ -20,14 +20,14 @@ import numpy as np
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.datasets.dataset import PlannedDataset, is_streamed
-from unigen_ds.data.datasets.overflow import Fitted, Overflow, check_positions, check_refused
+from unigen_ds.data.datasets.overflow import Fitted, Overflow, check_positions, check_refused, overflow_line
 from unigen_ds.data.datasets.streamed import SPAN, Recent, StreamedShards
 from unigen_ds.data.datasets.subset import all_removed, filtering_of, kept_records, removal_line, whole_of
 from unigen_ds.data.order.order import Draw, permute_many
 from unigen_ds.data.records.unusable import BadRecord, exceeds, unusable_error
 from unigen_ds.data.samples.sample import Array
-from unigen_ds.data.sources.unpacked import format_size
 from unigen_ds.system import dist
+from unigen_ds.system.files import size_text
 from unigen_ds.system.log import logger
 from unigen_ds.system.seeding import derive_seed
 
@@ -213,7 +213,7 @@ class StreamedFitted(Fitted):
             if filtering is not None and sum(filtering.report["removed"].values()):
                 logger().info("Data, %s: %s.", title, removal_line(filtering.report))
             if part.longer.size:
-                logger().warning("Data, %s: %s.", title, part.line(name))
+                logger().warning("Data, %s: %s.", title, overflow_line(part.report(name)))
         return part
 
 
@@ -222,7 +222,7 @@ def streamed_lines(name: str, source: Fitted) -> Iterator[tuple[bool, str]]:
     if not isinstance(source, StreamedFitted):
         return
     shards, number = source.shards, len(source.shards)
-    bytes_of_all = "" if shards.size is None else f" of {format_size(shards.size)} together"
+    bytes_of_all = "" if shards.size is None else f" of {size_text(shards.size)} together"
     yield (
         False,
         f"Data, {name}: streamed from {number:,} shards{bytes_of_all}; about {len(source):,} samples a pass,"

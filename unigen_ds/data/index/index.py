@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, fingerprint, load_or_fill
-from unigen_ds.data.records.records import Layout, Record, Turn, unused_texts
+from unigen_ds.data.records.records import Layout, Record, Turn, short_value, unused_texts
 from unigen_ds.data.records.unusable import (
     BadRecord,
     MalformedRecord,
@@ -35,7 +35,7 @@ from unigen_ds.data.records.unusable import (
 )
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.samples.sample import COLUMNS, NUM_DIGESTED, Array, Counts, Sample, count, record_digest
-from unigen_ds.data.sources.base import FoundRecord, RecordSource
+from unigen_ds.data.sources.base import RecordSource, Row
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 from unigen_ds.system.workers import Workers
@@ -108,7 +108,7 @@ class Index:
         self.cache.unlink(missing_ok=True)
         return True
 
-    def read(self, index: int) -> FoundRecord:
+    def read(self, index: int) -> Row:
         """A record. Raises ``DataError`` where it is no longer the one of the index."""
         counts = self.counts
         (entry,) = self.source.read(index, index + 1)
@@ -198,8 +198,7 @@ def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRe
     """
     source, scanned = plan.source, {}
     for name, values in plan.source.scan().items():
-        new.add(name, values.size, str(values.dtype), values.shape)
-        new.put(name, 0, values.reshape(-1))
+        new.store(name, values)
         scanned[name] = new.read(name)
     source.use(scanned)
     for name in _PLANNED:
@@ -220,9 +219,7 @@ def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRe
     finally:
         if isinstance(planned, Workers):
             planned.close()
-    lines = np.concatenate(unusable)
-    new.add(UNUSABLE, lines.size, "uint8")
-    new.put(UNUSABLE, 0, lines)
+    new.store(UNUSABLE, np.concatenate(unusable))
 
 
 @dataclass(frozen=True)
@@ -240,7 +237,9 @@ class Plan:
         unk_id = getattr(self.processor.tokenizer, "unk_id", None)
 
         def leave_out(number: int, record: Record, reason: str, *, image: bool = False) -> None:
-            unusable.append(BadRecord.of(number, *self.source.file_of(number), record, reason, image=image))
+            own = record.get("id")
+            own = own if own is None or isinstance(own, (str, int)) else short_value(own)
+            unusable.append(BadRecord(number, *self.source.file_of(number), own, reason, malformed=not image))
 
         for first, entries in batches(self.source, chunk):
             turns: dict[int, list[Turn]] = {}
@@ -274,7 +273,7 @@ class Plan:
                     problem = next(split.error for split in sample.splits if split.error)
                     leave_out(number, entry.record, f"{entry.where}: {problem}", image=True)
                 record = self.layout.named(entry.record, entry.where) if self.layout.columns else entry.record
-                unused = unused_keys(record, self.layout, getattr(entry, "unused", ()))
+                unused = unused_keys(record, self.layout, entry.unused)
                 rows.append((*row, record_digest(entry.content, row), unused_texts(record), unused))
         unusable.sort(key=lambda one: one.number)
         return *np.asarray(rows, dtype=np.int64).T, as_array(unusable[:_MOST_LINES])
@@ -290,7 +289,7 @@ def batches(source: RecordSource, chunk: Chunk) -> Iterator[tuple[int, Sequence[
         try:
             yield first, source.read(first, last)
         except MalformedRecord:
-            entries: list[FoundRecord | DataError] = []
+            entries: list[Row | DataError] = []
             for number in range(first, last):
                 try:
                     entries += source.read(number, number + 1)

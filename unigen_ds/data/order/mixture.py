@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ _ANCHORS = 1024
 """Draws between positions whose state is kept."""
 
 Array = NDArray[np.int64]
+State = tuple[int, tuple[int, ...]]
+"""A position, and how many draws of each source came before it."""
 
 
 def exact(weight: float | str | Fraction) -> Fraction:
@@ -47,15 +50,15 @@ class Mixture:
         self.period = math.lcm(*(share.denominator for share in shares))
         self.parts = tuple(int(share * self.period) for share in shares)
         """Draws of each source in a period."""
-        self._states: dict[int, tuple[int, ...]] = {0: (0,) * len(shares)}
-        self._known = [0]
+        self._states: list[State] = [(0, (0,) * len(shares))]
+        """Those that are known."""
 
     def draws(self, start: int, stop: int) -> tuple[Array, Array]:
         """Of the positions ``start .. stop``: the source of each, and how many draws of it came before."""
         rounds, first = divmod(start, self.period)
-        anchor = self._before(first)
-        before = self._states[anchor]
-        sources = np.asarray(self._follow(anchor, first + stop - start), dtype=np.int64)
+        anchor, before = self._before(first)
+        number = first + stop - start - anchor
+        sources = np.asarray(follow(self.parts, before, number, position=anchor), dtype=np.int64)
         numbers = np.empty_like(sources)
         for source, (drawn, part) in enumerate(zip(before, self.parts, strict=True)):
             here = np.flatnonzero(sources == source)
@@ -65,16 +68,14 @@ class Mixture:
     def counts(self, position: int) -> tuple[int, ...]:
         """Draws of each source before ``position``."""
         rounds, within = divmod(position, self.period)
-        anchor = self._before(within)
-        passed = np.asarray(self._follow(anchor, within), dtype=np.int64)
-        drawn = np.bincount(passed, minlength=len(self.parts)).tolist()
-        columns = zip(self.parts, self._states[anchor], drawn, strict=True)
-        return tuple(rounds * part + before + number for part, before, number in columns)
+        state = self._before(within)
+        _, drawn = self._after(state, within - state[0])
+        return tuple(rounds * part + number for part, number in zip(self.parts, drawn, strict=True))
 
     def state(self, position: int) -> tuple[int, ...]:
         """What ``remember`` needs to find ``position`` at once; empty where nothing is needed."""
-        state = self._states[self._before(position % self.period)]
-        return state if any(state) else ()
+        _, drawn = self._before(position % self.period)
+        return drawn if any(drawn) else ()
 
     def remember(self, position: int, state: Sequence[int]) -> bool:
         """Take over what ``state`` returned for ``position``. False: it is not a state of this mixture."""
@@ -83,34 +84,23 @@ class Mixture:
         near = (abs(n * self.period - part * anchor) <= self.period for n, part in zip(state, self.parts, strict=False))
         if len(state) != len(self.parts) or sum(state) != anchor or not all(near):
             return False
-        self._keep(anchor, tuple(state))
+        self._states = sorted([*(one for one in self._states if one[0] != anchor), (anchor, tuple(state))])
         return True
 
-    def _before(self, position: int) -> int:
-        """The last position up to ``position``, a multiple of ``_ANCHORS``, now with a known state."""
+    def _before(self, position: int) -> State:
+        """The state at the last multiple of ``_ANCHORS`` up to ``position``; those on the way to it are kept."""
         anchor = position - position % _ANCHORS
-        known = self._known[bisect_right(self._known, anchor) - 1]
-        for position in range(known, anchor, _ANCHORS):
-            self._follow(position, position + _ANCHORS)
-        return anchor
+        at = bisect_right(self._states, anchor, key=itemgetter(0))
+        while (state := self._states[at - 1])[0] < anchor:
+            self._states.insert(at, self._after(state, _ANCHORS))
+            at += 1
+        return state
 
-    def _follow(self, anchor: int, stop: int) -> list[int]:
-        """The sources of the draws ``anchor .. stop``; the states on the way are kept."""
-        found: list[int] = []
-        while anchor < stop:
-            number = min(_ANCHORS, stop - anchor)
-            part = follow(self.parts, self._states[anchor], number, position=anchor)
-            found += part
-            if number == _ANCHORS:
-                drawn = np.bincount(part, minlength=len(self.parts)).tolist()
-                self._keep(anchor + number, tuple(map(sum, zip(self._states[anchor], drawn, strict=True))))
-            anchor += number
-        return found
-
-    def _keep(self, position: int, state: tuple[int, ...]) -> None:
-        if position not in self._states:
-            insort(self._known, position)
-        self._states[position] = state
+    def _after(self, state: State, number: int) -> State:
+        """The state ``number`` draws later."""
+        sources = np.asarray(follow(self.parts, state[1], number, position=state[0]), dtype=np.int64)
+        drawn = np.bincount(sources, minlength=len(self.parts)).tolist()
+        return state[0] + number, tuple(map(sum, zip(state[1], drawn, strict=True)))
 
 
 def follow(parts: Sequence[int], counts: Sequence[int], number: int, *, position: int = 0) -> list[int]:

@@ -6,19 +6,20 @@ looked up in O(1) memory and on its own. The trade-off: about 0.15 microseconds 
 against 8 GB for a list of a billion indices.
 
 In a weighted order the share of each source is right at every position, over all epochs (``mixture.py``). ``Cursor``
-and ``Phase`` are where a run is in the order of its data, as a checkpoint keeps it (``stream.py`` has what they mean).
+is where a run is in the order of its data, as a checkpoint keeps it (``stream.py`` has what it means).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import json_values
@@ -96,52 +97,72 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     return counts
 
 
-class GlobalOrder:
-    """An endless order over one or several sources; a pure function of (sizes, weights, seed).
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(one) for one in value) if isinstance(value, list | tuple) else value
+
+
+class _Stored:
+    """A dataclass that checkpoints keep as plain values, without empty lists: those may be missing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in json_values(asdict(self)).items() if value != []}  # type: ignore[call-overload]
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], **others: Any) -> Self:
+        """``others``: what the state does not have. Raises ``CheckpointError`` where more is missing."""
+        names = {one.name for one in fields(cls)} - {*others}  # type: ignore[arg-type]
+        if missing := sorted(names - {*state, "extra", "drawn", "blocks", "mandatory"}):
+            raise CheckpointError(f"the position in the data is stored without {', '.join(missing)}")
+        return cls(**{name: _tuples(value) for name, value in state.items() if name in names}, **others)
+
+
+@dataclass
+class GlobalOrder(_Stored):
+    """An endless order over one or several sources; a pure function of (sizes, weights, seed). A run has one until its
+    data is changed: then another one follows (a phase), and the last one has no end.
 
     Without weights every record comes once in each epoch. With weights (positive, relative) each source has an endless
     stream of passes over its records, of which the order draws the next one: a small source repeats only after all
     its records were drawn, and a large one continues in the next epoch where it stopped. Of a mandatory group
     (``stream.py``) ``extra`` draws were added before a position, so its sources are further ahead in their passes.
-
-    Args:
-        source_sizes: records, or other units, of each source.
-        weights: of each source; None: every record once an epoch.
-        first_epoch, first_pass: numbers of the first ones: an order may begin in mid-run (changed data).
-        mandatory: the numbers of the sources of each mandatory group.
-        rows_per_epoch: unpacked: of the whole iterations. Fewer than there are samples leave out the last ones of an
-            epoch; a weighted order draws them in the next one.
     """
 
-    def __init__(
-        self,
-        source_sizes: Sequence[int],
-        weights: Sequence[Weight] | None = None,
-        *,
-        seed: int,
-        first_epoch: int = 0,
-        first_pass: int = 0,
-        mandatory: Sequence[Sequence[int]] = (),
-        rows_per_epoch: int | None = None,
-    ) -> None:
-        assert source_sizes and min(source_sizes) > 0, f"no source is empty: {source_sizes}"  # check_overflow
-        assert weights is None or len(weights) == len(source_sizes), (weights, source_sizes)  # dataset_weights
-        self.sizes = tuple(int(size) for size in source_sizes)
+    sizes: Sequence[int]
+    """Units of each source: records, or pieces of them."""
+    weights: Sequence[Weight] | None = None
+    """Of each source; None: every record once an epoch."""
+    _: KW_ONLY
+    seed: int
+    first_epoch: int = 0
+    first_pass: int = 0
+    """Pass number that every source begins with: higher than any before, so no sample id comes twice."""
+    first_sequence: int | None = 0
+    """Sequences of the run before it; None: only planning can count them (data appended in the middle of an epoch)."""
+    rows_per_epoch: int | None = None
+    """Unpacked: rows of each of its epochs, in whole iterations. Fewer than there are samples leave out the last ones
+    of an epoch; a weighted order draws them in the next one. Packed: None, they follow from the plan."""
+    mandatory: Sequence[Sequence[int]] = ()
+    """Numbers of the sources of each mandatory group."""
+
+    def __post_init__(self) -> None:
+        assert self.sizes and min(self.sizes) > 0, f"no source is empty: {self.sizes}"  # check_overflow
+        assert self.weights is None or len(self.weights) == len(self.sizes), (self.weights, self.sizes)
+        assert not self.mandatory or self.weights is not None, "mandatory groups have weights"
         self.walks: dict[int, Any] = {}
         """The order (``ShardWalk``) of the records of each streamed source."""
-        self.weights = None if weights is None else tuple(w if isinstance(w, str) else float(w) for w in weights)
-        self.seed, self.first_epoch, self.first_pass = seed, first_epoch, first_pass
-        self.mandatory = tuple(tuple(group) for group in mandatory)
-        assert not self.mandatory or weights is not None, "mandatory groups have weights"
-        self.epoch_size = sum(self.sizes)
-        self.stride = self.epoch_size
-        """Draws of an epoch that are made: the next epoch of a weighted order begins after them."""
-        if weights is not None and rows_per_epoch is not None:
-            self.stride = min(self.epoch_size, rows_per_epoch)
+        self.sizes = tuple(int(size) for size in self.sizes)
+        self.epoch_size = self.stride = sum(self.sizes)
         self.counts = self.sizes
         """Draws of each source in an epoch; with weights that of some epochs is one more or one less."""
         if self.weights is not None:
+            self.weights = tuple(w if isinstance(w, str) else float(w) for w in self.weights)
+            self.stride = min(self.epoch_size, self.rows_per_epoch or self.epoch_size)
+            """Draws of an epoch that are made: the next epoch of a weighted order begins after them."""
             self.counts = tuple(shares(self.epoch_size, [float(exact(w)) for w in self.weights]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Without the seed, which a run has once."""
+        return {name: value for name, value in super().state_dict().items() if name != "seed"}
 
     @cached_property
     def mixture(self) -> Mixture | None:
@@ -227,12 +248,8 @@ class GlobalOrder:
         return sources, records, passes
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(one) for one in value) if isinstance(value, list | tuple) else value
-
-
 @dataclass(frozen=True)
-class Cursor:
+class Cursor(_Stored):
     """The position of the next sequence. The same on all ranks; independent of the geometry."""
 
     epoch: int = 0
@@ -248,16 +265,6 @@ class Cursor:
     """``Mixture.state`` at its window or row: only of weights with a period of more than 1,024 draws."""
     blocks: tuple[int, ...] = field(default=(), repr=False)
     """Of each streamed source where the block of its next draw begins, at the window or row: ``ShardWalk.state``."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """As a checkpoint has it, without what is empty."""
-        return {name: value for name, value in json_values(asdict(self)).items() if value != []}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Cursor:
-        if missing := sorted({"epoch", "window", "row", "sequences"} - set(state)):
-            raise CheckpointError(f"a data cursor without {', '.join(missing)}")
-        return cls(**{one.name: _tuples(state[one.name]) for one in fields(cls) if one.name in state})
 
 
 class Skip(NamedTuple):
@@ -291,36 +298,3 @@ def merged_skips(skips: Iterable[Skip]) -> tuple[Skip, ...]:
             skip = Skip(last.first, max(last.stop, skip.stop), "; ".join(whys))
         merged.append(skip)
     return tuple(merged)
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Epochs over the same data. A run has one phase until its data is changed; the last one has no end."""
-
-    first_epoch: int
-    first_pass: int
-    """Pass number that every source begins the phase with: higher than any before, so no sample id comes twice."""
-    first_sequence: int | None
-    """Sequences of the run before it; None: only planning can count them (data appended in the middle of an epoch)."""
-    sizes: tuple[int, ...]
-    """Units of each source that are used: records, or pieces of them."""
-    weights: tuple[Weight, ...] | None
-    rows_per_epoch: int | None
-    """Unpacked: rows of each of its epochs. Packed: None, they follow from the plan."""
-    mandatory: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
-    """Numbers of the sources of each mandatory group."""
-
-    def order(self, *, seed: int) -> GlobalOrder:
-        arguments = {name: getattr(self, name) for name in ("first_epoch", "first_pass", "mandatory", "rows_per_epoch")}
-        return GlobalOrder(self.sizes, self.weights, seed=seed, **arguments)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in json_values(asdict(self)).items() if name != "mandatory" or value}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Phase:
-        names = {one.name for one in fields(cls)}
-        if names != {*state, "mandatory"}:
-            problem = f"a phase of the data with {', '.join(sorted(state))}"
-            raise CheckpointError(problem, allowed=", ".join(sorted(names)))
-        return cls(**{name: _tuples(value) for name, value in state.items()})

@@ -45,11 +45,9 @@ class Packer(Protocol):
     @property
     def fingerprint(self) -> str:
         """Changes whenever ``plan`` may return another plan."""
-        ...
 
     def plan(self, lengths: Sequence[int], tiles: Sequence[int], seq_length: int, key: int) -> list[list[int]]:
         """Positions in the window, grouped into sequences; each position once. The order depends on ``key``."""
-        ...
 
 
 @PACKERS.register_module()

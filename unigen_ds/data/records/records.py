@@ -39,6 +39,9 @@ _ROLES: dict[str, Role] = {
     "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "system": "system",
     "developer": "system",
 }  # fmt: skip
+_DRAWN, _CAPTIONS = ("image_path", "image"), ("captions", "caption")
+_INPUTS, _OUTPUTS = ("input_images", "input_image"), ("output_images", "output_image")
+"""Keys of a layout, of which the first is used that a record has."""
 RATINGS = ("relevance", "image_correspondence", "visual_dependency", "formatting")
 """nanoVLM's ratings of a question and its answer; a record has them as ``relevance_ratings`` and so on."""
 
@@ -90,10 +93,9 @@ class Layout:
     folders: bool = False
     """Whether a record's images are in the folder of its own data file; else ``image_root`` is that of all records."""
 
-    def at(self, entry: object) -> Layout:
-        """Return the layout of a ``FoundRecord``, whose data file may be in another folder than the first."""
-        folder = getattr(entry, "folder", None) if self.folders else None
-        return self if folder is None else replace(self, image_root=folder)
+    def at(self, entry: Any) -> Layout:
+        """Return the layout of a ``Row``, whose data file may be in another folder than the first."""
+        return replace(self, image_root=entry.folder) if self.folders and entry.folder is not None else self
 
     def named(self, record: Record, where: object) -> Record:
         """Return ``record`` with the keys of the layouts. Raises ``DataError`` where it lacks one of ``columns``."""
@@ -374,18 +376,9 @@ def _image_key(record: Record) -> str:
     return "image" if record.get("image") is not None else "images"
 
 
-def _drawn_key(record: Record) -> str:
-    """Of the image that is drawn from a ``text_prompt``."""
-    return "image" if "image_path" not in record and "image" in record else "image_path"
-
-
-def _caption_key(record: Record) -> str:
-    return "captions" if "captions" in record else "caption"
-
-
-def _plural(record: Record, key: str) -> str:
-    """``key`` with an s where the record has that: ``output_images`` before ``output_image``."""
-    return f"{key}s" if f"{key}s" in record else key
+def _first_key(record: Record, *keys: str) -> str:
+    """Return the first of ``keys`` that a record has; where it has none, the first."""
+    return next((key for key in keys if key in record), keys[0])
 
 
 def _picture_turns(values: Values, image_key: str, text_key: str) -> list[Turn]:
@@ -455,7 +448,7 @@ def _instruction_turns(values: Values) -> list[Turn]:
     before it. ``<image>`` in the instruction is the next input image; without any they come first.
     """
     record = values.record
-    inputs, outputs = (values.images(_plural(record, key)) for key in ("input_image", "output_image"))
+    inputs, outputs = (values.images(_first_key(record, *keys)) for keys in (_INPUTS, _OUTPUTS))
     if not outputs:
         raise values.wrong("output_images", record.get("output_images"), "the path of an image, or a list of them")
     text = values.text(record.get("instruction"), "instruction")
@@ -485,8 +478,8 @@ LAYOUTS: Mapping[str, _Kind] = {
     ),
     "text_prompt": _Kind(
         lambda record, _: bool({"text_prompt", "image_path"} & {*record}),
-        lambda record: ("text_prompt", _drawn_key(record)),
-        lambda values: _picture_turns(values, _drawn_key(values.record), "text_prompt"),
+        lambda record: ("text_prompt", _first_key(record, *_DRAWN)),
+        lambda values: _picture_turns(values, _first_key(values.record, *_DRAWN), "text_prompt"),
     ),
     "text": _Kind(
         lambda record, captions: "text" in record and captions is not None and record.get("image") is not None,
@@ -507,14 +500,13 @@ LAYOUTS: Mapping[str, _Kind] = {
         lambda record, _: "image_list" in record, lambda _: ("image_list", "instruction_list"), _edit_turns,
     ),
     "instruction": _Kind(
-        lambda record, _: "instruction" in record and bool({"output_images", "output_image"} & {*record}),
-        lambda record: ("instruction", _plural(record, "input_image"), _plural(record, "output_image")),
+        lambda record, _: "instruction" in record and bool({*_OUTPUTS} & {*record}),
+        lambda record: ("instruction", _first_key(record, *_INPUTS), _first_key(record, *_OUTPUTS)),
         _instruction_turns,
     ),
     "caption": _Kind(
-        lambda record, _: bool({"caption", "captions"} & {*record}),
-        lambda record: ("image", _caption_key(record)),
-        lambda values: _picture_turns(values, "image", _caption_key(values.record)),
+        lambda record, _: bool({*_CAPTIONS} & {*record}), lambda record: ("image", _first_key(record, *_CAPTIONS)),
+        lambda values: _picture_turns(values, "image", _first_key(values.record, *_CAPTIONS)),
     ),
 }  # fmt: skip
 """By name, in the order in which they are looked for. Only added to: positions are part of the index."""

@@ -93,16 +93,9 @@ class BadRecord:
     """In its file, from 0."""
     id: str | int | None
     reason: str
-    """Begins with its position, as of ``FoundRecord.where``."""
+    """Begins with its position, as of ``Row.where``."""
     malformed: bool
     """False: only an image of it cannot be read."""
-
-    @classmethod
-    def of(cls, number: int, file: str, index: int, record: Any, reason: str, *, image: bool) -> BadRecord:
-        """``record``: its values, as far as they are known."""
-        own = record.get("id")
-        own = own if own is None or isinstance(own, (str, int)) else short_value(own)
-        return cls(number, file, index, own, reason, not image)
 
     def __str__(self) -> str:
         return f"index {self.index}{'' if self.id is None else f', id {short_value(self.id)}'}, {self.reason}"
@@ -132,8 +125,7 @@ def unusable_error(
     number = len(bad) if number is None else number
     allowed, remedy = None, f"mend or remove them; {SKIPPED} of the data set leaves them out, listed in {LIST_FILE}"
     if limit is not None:
-        share = share_above(number, records, limit)
-        allowed = f"a share of {limit:g} (train_dataloader.max_skipped_fraction); it is {share}"
+        allowed = f"a share of {limit:g} (train_dataloader.max_skipped_fraction)"
         remedy = "mend or remove them, or raise the limit"
     listed = f"{remedy}. The first {NUM_LISTED}:" if number > NUM_LISTED else f"{remedy}. They are:"
     earlier = set[str]()
@@ -142,12 +134,6 @@ def unusable_error(
         listed += f"\n  {problem}{'' if advice in earlier else advice}"
         earlier.add(advice)
     return DataError(f"{title}: {number:,} of {records:,} records cannot be used", allowed=allowed, remedy=listed)
-
-
-def share_above(number: int, total: int, limit: float) -> str:
-    """``number / total`` with as many digits as show that it is above ``limit``."""
-    share = number / max(total, 1)
-    return next((text for digits in range(3, 17) if float(text := f"{share:.{digits}g}") > limit), f"{share:g}")
 
 
 def exceeds(number: int, total: int, limit: float) -> bool:
@@ -173,7 +159,7 @@ _KEYS = (
     "instruction_list", "instruction", "input_image", "input_images", "output_image", "output_images", "caption",
     "captions", "file_name", "system", "tools", BESIDE_JSON, IMAGE_BESIDE_JSON,
 )  # fmt: skip
-"""All of the layouts, and what a source itself leaves out (``FoundRecord.unused``). Only added to, as ``LAYOUTS``."""
+"""All of the layouts, and what a source itself leaves out (``Row.unused``). Only added to, as ``LAYOUTS``."""
 _CHATS, _OF_CHATS = ("llava", "conversations", "messages", "texts"), ("system", "tools")
 _SHIFT = 8
 """The bit of the first key; below it is the layout, from 1."""

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Protocol
 from PIL import Image
 from torch import Tensor
 
-from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.augment import Augment
 from unigen_ds.data.images.image_files import (
@@ -26,29 +25,10 @@ from unigen_ds.data.images.image_files import (
     open_image,
 )
 from unigen_ds.data.records.records import Turn, same_message
-from unigen_ds.data.samples.sample import Loaded, Sample, Split
+from unigen_ds.data.samples.sample import Sample, Split
 from unigen_ds.data.samples.splits import ImageKind, ImageSplit, PackedBuilder
 
 _CHANGES_NO_PLAN = ("augment", "ce_reweight", "dropout", "seed", "tokenizer", "vit_augment", "vocab_size")
-
-
-class BatchBuilder(Protocol):
-    """Makes one micro-batch of documents. Called in a loader's process, by one thread."""
-
-    num_tokens: int
-    """Of the documents so far (``Split.num_tokens``)."""
-
-    def add_document(self, loaded: Sequence[Loaded]) -> None:
-        """The loaded splits of one sample."""
-        ...
-
-    def add_padding(self, num_tokens: int) -> None:
-        """A document without targets: of a sample that cannot be loaded, or of an empty sequence."""
-        ...
-
-    def batch(self, num_sequences: int, sample_ids: tuple[str, ...], skipped: tuple[dict[str, str], ...]) -> Batch:
-        """All documents. The three arguments are the fields of ``Batch``."""
-        ...
 
 
 class Processor(Protocol):
@@ -59,9 +39,10 @@ class Processor(Protocol):
     dropout: Mapping[str, float]
     """Kind of condition (``Split.condition``) -> the probability that one is left out."""
 
-    def builder(self) -> BatchBuilder:
-        """An empty micro-batch."""
-        ...
+    def builder(self) -> Any:
+        """An empty micro-batch with ``num_tokens``, ``add_document``, ``add_padding`` and ``batch`` of
+        ``PackedBuilder``. It is called in a loader's process, by one thread.
+        """
 
 
 class ConversationProcessor:

@@ -44,7 +44,6 @@ class Loaded(Protocol):
         """Add it to the batch that ``builder`` (``Processor.builder``) makes. ``position``: the next rotary position of
         its document; returns the one after it.
         """
-        ...
 
 
 class Split:
@@ -254,13 +253,10 @@ class TextTokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text that a user wrote: ordinary text, whatever it spells."""
-        ...
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids, special tokens left out."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """Changes whenever ``encode`` may return other ids."""
-        ...

@@ -281,7 +281,9 @@ class PackedBuilder:
     """Makes a ``PackedBatch`` of documents. ``processor``: a ``ConversationProcessor``, or what has its sizes."""
 
     def __init__(self, processor: Any) -> None:
-        self.processor, self.num_tokens = processor, 0
+        self.processor = processor
+        self.num_tokens = 0
+        """Of the documents so far."""
         self.tokenizer: TextTokenizer = processor.tokenizer
         self._positions: list[Tensor] = []
         self._document_lengths: list[int] = []
@@ -297,7 +299,7 @@ class PackedBuilder:
         self._latents: list[tuple[LoadedImage, int]] = []
 
     def add_document(self, loaded: Sequence[Loaded]) -> None:
-        """One sample. Rotary positions restart at 0."""
+        """One sample, as its loaded splits. Rotary positions restart at 0."""
         start, position = self.num_tokens, 0
         for split in loaded:
             position = split.place(self, position)
@@ -305,7 +307,7 @@ class PackedBuilder:
             self._document_lengths.append(self.num_tokens - start)
 
     def add_padding(self, num_tokens: int) -> None:
-        """A document of ``pad_id`` without targets."""
+        """A document of ``pad_id`` without targets: a sample that cannot be loaded, or an empty sequence."""
         self.add_document([TokenSplit.unlearned((self.tokenizer.pad_id,) * num_tokens)])
 
     def add_split(self, length: int, mode: int, positions: Tensor) -> None:
@@ -345,6 +347,7 @@ class PackedBuilder:
     def batch(
         self, num_sequences: int, sample_ids: tuple[str, ...], skipped: tuple[dict[str, str], ...]
     ) -> PackedBatch:
+        """All documents. The arguments are fields of the batch."""
         processor, integers = self.processor, _integers(())
         documents, splits = _integers(self._document_lengths), _integers(self._split_lengths)
         patches, vit_index, vit_positions = zip(*self._patches, strict=True) if self._patches else ((), (), ())

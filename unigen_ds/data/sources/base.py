@@ -1,8 +1,8 @@
 """A source of records: what index, planning and loading use of a data file, whatever its format.
 
 A source is made from one file or folder, without reading it. ``scan`` looks for the records once; what it returns is
-kept with the index, and ``use`` receives it again at every later start. A record is a ``FoundRecord``: its position,
-its values, and the bytes that its digest is of. Sources are sent to loading processes, so they hold no open file.
+kept with the index, and ``use`` receives it again at every later start. A record is a ``Row``: its position, its
+values, and the bytes that its digest is of. Sources are sent to loading processes, so they hold no open file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import xxhash
@@ -28,57 +28,33 @@ Arrays = Mapping[str, NDArray[Any]]
 """Where the records of a source are; names that no column of ``Counts`` has."""
 
 
-class FoundRecord(Protocol):
-    """One record that was read."""
-
-    @property
-    def where(self) -> object:
-        """As text: ``train.jsonl:17``, ``part-3.parquet row 9``. It begins every message about the record."""
-
-    @property
-    def content(self) -> bytes:
-        """What the digest of the record is of. Equal records of one format have equal contents."""
-
-    @property
-    def values(self) -> bytes:
-        """``record`` as bytes, whatever the order of its keys and its white space. Raises as ``record`` does."""
-
-    @property
-    def record(self) -> Mapping[str, Any]:
-        """Its values; images inside of the file are ``StoredImage``. Raises ``DataError`` where it cannot be read."""
-
-
 class Row:
-    """A record whose values are known, of every format but JSON. ``unused``: what it leaves out, of ``unused_keys``."""
+    """One record that was read.
 
-    __slots__ = ("record", "unused", "where")
+    Args:
+        record: its values; images inside of the file are ``StoredImage``.
+        where: as text ``train.jsonl:17``, ``part-3.parquet row 9``. It begins every message about the record.
+        unused: what it leaves out, of ``unused_keys``.
+    """
+
+    folder: Path | None = None
+    """That of its file, where its source has several files in several folders."""
 
     def __init__(self, record: Mapping[str, Any], where: object, unused: Sequence[str] = ()) -> None:
         self.record, self.where, self.unused = record, where, unused
 
     @property
+    def values(self) -> bytes:
+        """``record``, whatever the order of its keys and the format of its file; images by their digest."""
+        try:
+            return json.dumps(json_values(self.record, _plain), sort_keys=True, separators=(",", ":")).encode()
+        except RecursionError as error:
+            raise DataError(f"{self.where}: its values are nested too deeply") from error
+
+    @property
     def content(self) -> bytes:
-        return canonical(self.record, self.where)
-
-    values = content
-
-
-class InFolder:
-    """A record of one of several files, with the folder of its own file."""
-
-    def __init__(self, entry: FoundRecord, folder: Path) -> None:
-        self._entry, self.folder = entry, folder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._entry, name)
-
-
-def canonical(record: Mapping[str, Any], where: object) -> bytes:
-    """Return a record as bytes, whatever the order of its keys and the format of its file; images by their digest."""
-    try:
-        return json.dumps(json_values(record, _plain), sort_keys=True, separators=(",", ":")).encode()
-    except RecursionError as error:
-        raise DataError(f"{where}: its values are nested too deeply") from error
+        """What the digest of the record is of. Equal records of one format have equal contents."""
+        return self.values
 
 
 def _plain(value: Any) -> Any:
@@ -191,7 +167,7 @@ class RecordSource:
     def __len__(self) -> int:
         raise NotImplementedError(f"{type(self).__name__}.__len__")
 
-    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
+    def read(self, start: int, stop: int) -> Sequence[Row]:
         """Records ``start .. stop``. Raises ``DataError`` where the file is no longer there, and ``MalformedRecord``
         where one of them alone cannot be read.
         """
@@ -255,13 +231,14 @@ class Joined(RecordSource):
     def __len__(self) -> int:
         return int(self._bounds[-1])
 
-    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
-        records: list[FoundRecord] = []
+    def read(self, start: int, stop: int) -> Sequence[Row]:
+        records: list[Row] = []
         while start < stop:
             k = int(np.searchsorted(self._bounds, start, side="right")) - 1
             first, end = int(self._bounds[k]), min(stop, int(self._bounds[k + 1]))
-            entries, folder = self.sources[k].read(start - first, end - first), self._folders[k]
-            records += entries if folder is None else [InFolder(entry, folder) for entry in entries]
+            for record in self.sources[k].read(start - first, end - first):
+                record.folder = self._folders[k] or record.folder
+                records.append(record)
             start = end
         return records
 

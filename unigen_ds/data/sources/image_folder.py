@@ -16,7 +16,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import lost
 from unigen_ds.data.records.records import short_value
 from unigen_ds.data.records.unusable import MalformedRecord, decode_text
-from unigen_ds.data.sources.base import Arrays, FoundRecord, Names, RecordSource, Row
+from unigen_ds.data.sources.base import Arrays, Names, RecordSource, Row
 from unigen_ds.data.sources.text_files import CsvSource, JsonSource
 from unigen_ds.data.sources.webdataset import IMAGES
 
@@ -52,16 +52,15 @@ class ImageFolderSource(RecordSource):
         if len(metadata) > 1:
             raise DataError(f"folder {self.path} has {' and '.join(METADATA)}", allowed="one of them")
         self._rows: RecordSource | None = None
-        for path in metadata:
-            kind = CsvSource if path.suffix == ".csv" else JsonSource
-            self._rows = kind(path, label=f"{self.label}/{path.name}")
         self._captions: dict[str, Path] = {}
         """The file of the caption of each image that has one."""
-        if not metadata:
-            for image in sorted(images_in(self.path), key=self._relative):
-                texts = [text for suffix in (".txt", ".TXT") if (text := image.with_suffix(suffix)).is_file()]
-                if texts:
-                    self._captions[self._relative(image)] = texts[0]
+        if metadata:
+            kind = CsvSource if metadata[0].suffix == ".csv" else JsonSource
+            self._rows = kind(metadata[0], label=f"{self.label}/{metadata[0].name}")
+            return
+        for image in sorted(images_in(self.path), key=self._relative):
+            if text := next((one for suffix in (".txt", ".TXT") if (one := image.with_suffix(suffix)).is_file()), None):
+                self._captions[self._relative(image)] = text
 
     def _relative(self, path: Path) -> str:
         return path.relative_to(self.path).as_posix()
@@ -112,12 +111,12 @@ class ImageFolderSource(RecordSource):
     def __len__(self) -> int:
         return len(self._names) if self._rows is None else len(self._rows)
 
-    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
+    def read(self, start: int, stop: int) -> Sequence[Row]:
         if self._rows is not None:
             return [self._list(entry) for entry in self._rows.read(start, stop)]
         return [self._beside(self._names[i]) for i in range(start, stop)]
 
-    def _beside(self, name: str) -> FoundRecord:
+    def _beside(self, name: str) -> Row:
         text = self._captions[name]
         where = f"{self.label}/{self._relative(text)}"
         try:
@@ -126,7 +125,7 @@ class ImageFolderSource(RecordSource):
             raise lost(text, error.strerror) from error
         return Row({"image": name, "caption": decode_text(raw, where).strip()}, where)
 
-    def _list(self, entry: FoundRecord) -> FoundRecord:
+    def _list(self, entry: Row) -> Row:
         record = {key: value for key, value in entry.record.items() if key != _FILE_NAME}
         record["image"] = self._file_name(entry)
         renamed = {name for key, name in self.columns.items() if key in record}
@@ -135,7 +134,7 @@ class ImageFolderSource(RecordSource):
             record["caption"] = record.pop(caption)
         return Row(record, entry.where)
 
-    def _file_name(self, entry: FoundRecord) -> str:
+    def _file_name(self, entry: Row) -> str:
         """Return the path of an image, from the folder."""
         key = next((key for key, name in self.columns.items() if name == _FILE_NAME), _FILE_NAME)
         name = entry.record.get(key)

@@ -25,7 +25,7 @@ from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import StoredImage
 from unigen_ds.data.records.unusable import MalformedRecord
-from unigen_ds.data.sources.base import Arrays, FoundRecord, Joined, RecordSource, Row
+from unigen_ds.data.sources.base import Arrays, Joined, RecordSource, Row
 from unigen_ds.data.sources.unpacked import AGAIN, copy_of, require
 
 _FILE_MAGIC = b"ARROW1"
@@ -74,8 +74,8 @@ class ArrowSource(RecordSource):
     def __len__(self) -> int:
         return int(self._stops[-1]) if len(self._stops) else 0
 
-    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
-        entries: list[FoundRecord] = []
+    def read(self, start: int, stop: int) -> Sequence[Row]:
+        entries: list[Row] = []
         with self._reading():
             while start < stop:
                 number = int(np.searchsorted(self._stops, start, side="right"))

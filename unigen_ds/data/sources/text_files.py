@@ -13,6 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -24,7 +25,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.images.image_files import Span
 from unigen_ds.data.records.records import RATINGS, Captions, short_value
 from unigen_ds.data.records.unusable import MalformedRecord, check_data_file, decode_text
-from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row, canonical
+from unigen_ds.data.sources.base import Arrays, RecordSource, Row
 from unigen_ds.system.files import quick_digest
 
 csv.field_size_limit(2**31 - 1)  # Python's own limit refuses a text of 131,072 characters
@@ -89,7 +90,7 @@ class RangeSource(RecordSource):
     def __len__(self) -> int:
         return len(self.offsets)
 
-    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
+    def read(self, start: int, stop: int) -> Sequence[Row]:
         offsets, lengths = self.offsets[start:stop].tolist(), self.lengths[start:stop].tolist()
         if not offsets:
             return ()
@@ -100,7 +101,7 @@ class RangeSource(RecordSource):
             for offset, length in zip(offsets, lengths, strict=True)
         ]
 
-    def entry(self, raw: bytes, position: Position) -> FoundRecord:
+    def entry(self, raw: bytes, position: Position) -> Row:
         """Return the record of some bytes. Raises ``MalformedRecord`` where it cannot be read."""
         raise NotImplementedError(f"{type(self).__name__}.entry")
 
@@ -160,19 +161,17 @@ def load_record(raw: bytes, position: object) -> dict[str, Any]:
     return record
 
 
-class JsonText(NamedTuple):
-    """A record that is parsed when its values are asked for."""
+class JsonText(Row):
+    """A record that is parsed when its values are asked for. Its digest is of its text."""
 
-    content: bytes
-    where: Position
+    content = b""
 
-    @property
-    def record(self) -> dict[str, Any]:
+    def __init__(self, content: bytes, where: Position) -> None:
+        self.content, self.where, self.unused = content, where, ()
+
+    @cached_property
+    def record(self) -> dict[str, Any]:  # type: ignore[override]
         return load_record(self.content, self.where)
-
-    @property
-    def values(self) -> bytes:
-        return canonical(self.record, self.where)
 
 
 @SOURCES.register_module(name="json")
@@ -192,7 +191,7 @@ class JsonSource(RangeSource):
             first = next((text for line in stream if (text := line.removeprefix(_BOM).strip())), b"")
         return _element_spans(self.path) if first.startswith(b"[") else line_spans(self.path)
 
-    def entry(self, raw: bytes, position: Position) -> FoundRecord:
+    def entry(self, raw: bytes, position: Position) -> Row:
         return JsonText(raw, position)
 
 

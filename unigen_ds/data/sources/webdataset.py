@@ -21,7 +21,7 @@ from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import Span, StoredImage
 from unigen_ds.data.records.unusable import BESIDE_JSON, IMAGE_BESIDE_JSON, MalformedRecord, decode_text
-from unigen_ds.data.sources.base import Arrays, FoundRecord, Names, RecordSource, Row
+from unigen_ds.data.sources.base import Arrays, Names, RecordSource, Row
 from unigen_ds.data.sources.text_files import load_record
 from unigen_ds.data.sources.unpacked import AGAIN
 
@@ -113,10 +113,10 @@ class WebDatasetSource(RecordSource):
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
-    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
+    def read(self, start: int, stop: int) -> Sequence[Row]:
         return [self._entry(i) for i in range(start, stop)]
 
-    def _entry(self, index: int) -> FoundRecord:
+    def _entry(self, index: int) -> Row:
         members: dict[str, Span] = {}
         key = stem = ""
         for i in range(int(self._firsts[index]), int(self._firsts[index + 1])):

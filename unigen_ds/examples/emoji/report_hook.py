@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -19,8 +18,7 @@ from unigen_ds.hooks.base import Run
 from unigen_ds.system import dist
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """What the model is asked for once the training is complete."""
 
     group: str
@@ -29,8 +27,7 @@ class Task:
     before: Variant | None = None
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What the model answered."""
 
     task: Task

@@ -20,7 +20,7 @@ from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.json_values import json_values
-from unigen_ds.data.records.unusable import exceeds, share_above
+from unigen_ds.data.records.unusable import exceeds
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.system import clock, dist, machine
 from unigen_ds.system.journals import LEDGER_FILE, SKIPPED_FILE, TIMELINE_FILE, JsonLines
@@ -164,9 +164,8 @@ class SkippedSamplesHook(JournalHook):
                 logger().warning("Skipped sample %s: %s", record["sample"], record["why"])
         samples, limit = run.progress.samples, self.max_skipped_fraction
         if samples >= FEWEST_SAMPLES and exceeds(self.num_skipped, samples, limit):
-            share = share_above(self.num_skipped, samples, limit)
             self._error = DataError(
-                f"{self.num_skipped} of {samples} samples (a share of {share}) could not be decoded",
+                f"{self.num_skipped} of {samples} samples could not be decoded",
                 allowed=f"train_dataloader.max_skipped_fraction = {limit}",
                 remedy=f"see {SKIPPED_FILE} in the work dir; repair the data or raise the limit, then --resume",
             )
