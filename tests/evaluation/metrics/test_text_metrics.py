@@ -171,7 +171,7 @@ def test_wrong_input_is_named() -> None:
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    with pytest.raises(ConfigError, match=r"sacrebleu cannot be imported.*pip install 'unigen_ds\[metrics\]'"):
+    with pytest.raises(ConfigError, match=r"BLEU needs the package sacrebleu.*pip install 'unigen_ds\[metrics\]'"):
         scored(BLEU(), ["a"], ["a"])
     monkeypatch.setattr(BLEU, "library", "no-such-package")
     with pytest.raises(ConfigError, match=r"metrics\[0\].*no-such-package is not installed.*unigen_ds\[metrics\]"):

@@ -10,14 +10,12 @@ sample (16 KiB at 2,048 features in float32) where sums would be smaller, and it
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,9 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.evaluation.provenance import Result
 from unigen_ds.system import dist
 from unigen_ds.system.files import file_digest
+from unigen_ds.system.machine import installed
 
-EXTRA = "pip install 'unigen_ds[metrics]'"
+EXTRA = "'unigen_ds[metrics]'"
 NOT_USED = "none"
 """In a provenance: this metric has no such thing."""
 
@@ -165,18 +164,9 @@ def evaluated(metric: Metric, *, checkpoint: str, made_by: Mapping[str, str] | N
 
 def require_version(distribution: str) -> str:
     """Its version. Raises ``ConfigError`` with the extra to install."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError as error:
-        raise ConfigError(f"the package {distribution} is not installed", remedy=EXTRA) from error
-
-
-def package(module: str) -> Any:
-    """A module of an optional package. Raises ``ConfigError`` with the extra to install."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"{module} cannot be imported: {error}", remedy=EXTRA) from error
+    if (number := installed(distribution)) is None:
+        raise ConfigError(f"the package {distribution} is not installed", remedy=f"pip install {EXTRA}")
+    return number
 
 
 def text(value: Any, *, what: str, key: str) -> str:

@@ -6,6 +6,7 @@ import re
 import shutil
 import string
 from collections.abc import Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
@@ -14,8 +15,12 @@ from annotated_types import Ge
 
 from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.metrics.base import BATCH_SIZE, LocalModel, Metric, device, exact, package, text_pairs
+from unigen_ds.evaluation.metrics.base import BATCH_SIZE, EXTRA, LocalModel, Metric, device, exact, text_pairs
 from unigen_ds.system.log import logger
+from unigen_ds.system.machine import import_optional
+
+package = partial(import_optional, install=EXTRA)
+"""A module of an optional package, by its name and that of the metric."""
 
 
 @METRICS.register_module()
@@ -44,7 +49,7 @@ class BLEU(Metric):
 
     def compute(self, rows: Sequence[Any]) -> dict[str, float]:
         settings, order = self.settings, self.settings["max_order"]
-        library = package("sacrebleu").BLEU(
+        library = package("sacrebleu", "BLEU").BLEU(
             tokenize=settings["tokenize"],
             lowercase=settings["lowercase"],
             max_ngram_order=order,
@@ -82,7 +87,7 @@ class ROUGE(Metric):
 
     def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
         if self._scorer is None:
-            scorer = package("rouge_score.rouge_scorer").RougeScorer
+            scorer = package("rouge_score.rouge_scorer", "ROUGE").RougeScorer
             self._scorer = scorer(self._kinds, use_stemmer=self.settings["use_stemmer"], split_summaries=False)
         scores = self._scorer.score_multi(references, prediction)
         return [scores[kind].fmeasure for kind in self._kinds]
@@ -120,7 +125,7 @@ class METEOR(Metric):
 
         if self._java is None or self._java.meteor_p.poll() is not None:
             self.check()
-            self._java = package("pycocoevalcap.meteor.meteor").Meteor()
+            self._java = package("pycocoevalcap.meteor.meteor", "METEOR").Meteor()
         references = {n: [*map(line, several)] for n, (_, several) in enumerate(rows)}
         try:
             score, _ = self._java.compute_score(references, {n: [line(one)] for n, (one, _) in enumerate(rows)})
@@ -189,7 +194,7 @@ class BERTScore(Metric):
             return tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
 
         with exact():
-            scores = package("torchmetrics.functional.text").bert_score(
+            scores = package("torchmetrics.functional.text", "BERTScore").bert_score(
                 predictions, references, model=model, user_tokenizer=tokens, num_layers=self._layer,
                 batch_size=BATCH_SIZE, device=device(),
             )  # fmt: skip
