@@ -76,7 +76,7 @@ class EvaluateHook(Hook):
         max_samples: Annotated[int, Ge(1)] | None = None,
         generation: Mapping[str, Any] | None = None,
         save_best: str | None = None,
-        rule: str | None = None,
+        rule: Literal["less", "greater"] | None = None,
         empty_cache: bool = False,
     ) -> None:
         if interval <= 0 and interval != -1:

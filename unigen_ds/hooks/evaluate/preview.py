@@ -282,10 +282,7 @@ def _prompts(value: str | Sequence[str | Mapping[str, Any]]) -> list[PreviewProm
             raise ConfigError(problem, allowed="a list, or a .txt or .jsonl file of prompts")
         prompts = files_of_prompts.read_prompts(Path(value), where="PreviewHook.prompts")
         return [PreviewPrompt(**vars(one)) for one in prompts]
-    checked: list[PreviewPrompt] = []
-    for i, entry in enumerate(value):
-        arguments: Mapping[str, Any] = {"prompt": entry} if isinstance(entry, str) else entry
-        check_arguments(PreviewPrompt, arguments, where=f"PreviewHook.prompts[{i}]")
-        parts = files_of_prompts.checked_parts(arguments.get("parts", ()))
-        checked.append(PreviewPrompt(**{**arguments, "parts": parts}))
-    return checked
+    entries = [{"prompt": entry} if isinstance(entry, str) else entry for entry in value]
+    for i, entry in enumerate(entries):
+        check_arguments(PreviewPrompt, entry, where=f"PreviewHook.prompts[{i}]")
+    return [PreviewPrompt(**entry) for entry in entries]

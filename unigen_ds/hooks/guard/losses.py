@@ -25,6 +25,7 @@ from unigen_ds.config.registry import HOOKS, MODELS, checked, find
 from unigen_ds.core.errors import TrainingError
 from unigen_ds.families.base import family_of
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.log.logger import global_losses
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
@@ -132,9 +133,8 @@ class FirstUpdateHook(Hook):
         if not self._begins:
             return
         self._begins = False
-        names = sorted(result.local_sums)
-        totals = dist.sum_floats([float(result.local_sums[name]) for name in names])
-        losses = {n: total / result.counts[n] for n, total in zip(names, totals, strict=True) if result.counts.get(n)}
+        means = {key.removeprefix("loss/"): value for key, value in global_losses(result).items() if key != "loss"}
+        losses = {name: value for name, value in means.items() if value is not None}
         if not dist.is_main():
             return
         family = family_of(find(MODELS, run.config["model"], where="model"))
