@@ -18,6 +18,7 @@ from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.store import Found
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.schedule.schedule import Schedules
+from unigen_ds.system.files import size_text
 
 COLUMNS = ("name", "iteration", "updates", "epoch", "effective batch", "size", "created", "parent", "state")
 COMPLETE, NEXT, ABANDONED = "complete", "complete, --resume uses it", "complete, abandoned by a resume"
@@ -133,13 +134,3 @@ def describe_checkpoint(directory: Path) -> list[str]:
 
 def _pairs(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def size_text(size: float) -> str:
-    """``1.5 GiB``."""
-    if size < 1024:
-        return f"{size:.0f} B"
-    units = ["KiB", "MiB", "GiB", "TiB"]
-    while (size := size / 1024) >= 1024 and len(units) > 1:
-        units.pop(0)
-    return f"{size:.1f} {units[0]}"

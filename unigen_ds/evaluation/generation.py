@@ -20,7 +20,7 @@ from annotated_types import Ge
 from PIL import Image
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.config.registry import check_arguments
+from unigen_ds.config.registry import Component, check_arguments
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.data.datasets.dataset import PlannedDataset
@@ -83,10 +83,8 @@ class Answering:
     def of(cls, arguments: Mapping[str, Any], *, where: str) -> Answering:
         """Read a config's section. Raises ``ConfigError`` for unknown keys and wrong values."""
         check_arguments(cls, dict(arguments), where=where)
-        try:
-            return cls(**arguments)
-        except ConfigError as error:
-            raise error.at(where) from error
+        answering: Answering = Component(cls, arguments, where=where).build()
+        return answering
 
     def __post_init__(self) -> None:
         self.sampling()  # checks its values

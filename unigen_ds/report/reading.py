@@ -33,7 +33,7 @@ STATISTICS = "training_stats"
 """Event of the lines with the statistics over ranks."""
 _OF_A_RUN = (METRICS_FILE, TIMELINE_FILE, LEDGER_FILE, LOG_FILE, CONFIG_FILE, SCORES, RESULTS)
 _PARTS = ("geometry", "topology", "machine", "git", "versions", "config")
-_POSITION = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "updates"}
+POSITION = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "updates"}
 _SECRET = re.compile(r"(?i)(api_?key|password|passwd|secret|access_token)$")
 Line = dict[str, Any]
 """A line of a file of JSON lines."""
@@ -297,7 +297,7 @@ def evaluations(path: Path, lines: Iterable[Line], problems: Problems) -> list[E
             own = {
                 key if begin == "val/" and key.startswith(begin) else begin + key: n
                 for key, n in numbers.items()
-                if math.isfinite(n) and key not in _POSITION
+                if math.isfinite(n) and key not in POSITION
             }
             if own:
                 of_files.append(
@@ -311,7 +311,7 @@ def evaluations(path: Path, lines: Iterable[Line], problems: Problems) -> list[E
         own = {
             key: n
             for key, n in candidates.items()
-            if n is not None and key not in _POSITION and (line["update"], key) not in stored
+            if n is not None and key not in POSITION and (line["update"], key) not in stored
         }
         if own:
             origin = METRICS_FILE if event is None else f"{METRICS_FILE}, {event}"

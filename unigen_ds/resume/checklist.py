@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import RESUME_CHECKS
 from unigen_ds.core.progress import Progress
@@ -20,6 +19,7 @@ from unigen_ds.core.shards import first_names
 from unigen_ds.resume.finding import Finding, Proposal, Status, edited_settings, model_findings
 from unigen_ds.resume.geometry import geometries_text
 from unigen_ds.schedule.schedule import Schedules
+from unigen_ds.system.files import size_text
 
 POINTS_AHEAD = 5
 

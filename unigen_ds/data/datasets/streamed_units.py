@@ -26,8 +26,8 @@ from unigen_ds.data.datasets.subset import all_removed, filtering_of, kept_recor
 from unigen_ds.data.order.order import Draw, permute_many
 from unigen_ds.data.records.unusable import BadRecord, exceeds, unusable_error
 from unigen_ds.data.samples.sample import Array
-from unigen_ds.data.sources.unpacked import format_size
 from unigen_ds.system import dist
+from unigen_ds.system.files import size_text
 from unigen_ds.system.log import logger
 from unigen_ds.system.seeding import derive_seed
 
@@ -222,7 +222,7 @@ def streamed_lines(name: str, source: Fitted) -> Iterator[tuple[bool, str]]:
     if not isinstance(source, StreamedFitted):
         return
     shards, number = source.shards, len(source.shards)
-    bytes_of_all = "" if shards.size is None else f" of {format_size(shards.size)} together"
+    bytes_of_all = "" if shards.size is None else f" of {size_text(shards.size)} together"
     yield (
         False,
         f"Data, {name}: streamed from {number:,} shards{bytes_of_all}; about {len(source):,} samples a pass,"

@@ -17,7 +17,7 @@ from typing import Any
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import contents_digest
-from unigen_ds.system.files import hold_lock, write_atomic
+from unigen_ds.system.files import hold_lock, size_text, write_atomic
 from unigen_ds.system.log import notice
 from unigen_ds.system.machine import import_optional
 
@@ -62,7 +62,7 @@ def copy_of(path: Path, folder: Path | None, *, suffix: str, size: int, write: C
     with hold_lock(target.with_name(f".{target.name}.lock")):
         if not target.exists():  # else another process was first
             write_where_space(target, size, write, f"data file {path} cannot be unpacked into {target.parent}")
-            notice(f"{path} was unpacked once into {target}: {format_size(target.stat().st_size)}.")
+            notice(f"{path} was unpacked once into {target}: {size_text(target.stat().st_size)}.")
     return target
 
 
@@ -72,7 +72,7 @@ def write_where_space(target: Path, size: int, write: Callable[[Path], None], pr
     """
     free, reason = shutil.disk_usage(target.parent).free, ""
     if free < size + _SPARE:
-        reason = f"about {format_size(size)} are needed and {format_size(free)} are free"
+        reason = f"about {size_text(size)} are needed and {size_text(free)} are free"
     else:
         try:
             write_atomic(target, write)
@@ -82,14 +82,6 @@ def write_where_space(target: Path, size: int, write: Callable[[Path], None], pr
             reason = str(full.strerror)
     if reason:
         raise DataError(f"{problem}: {reason}", remedy="make space there, or cache_dir=FOLDER of another disk")
-
-
-def format_size(size: int) -> str:
-    """Return a number of bytes for a message."""
-    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
-        if size >= unit:
-            return f"{size / unit:,.1f} {name}"
-    return f"{size / 1024:,.1f} KiB"
 
 
 require = partial(import_optional, install="'unigen_ds[data]'", kind=DataError)

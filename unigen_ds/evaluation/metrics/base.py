@@ -28,6 +28,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.evaluation.provenance import Result
 from unigen_ds.system import dist
 from unigen_ds.system.files import file_digest
+from unigen_ds.system.journals import sample_digest
 from unigen_ds.system.machine import installed
 
 EXTRA = "'unigen_ds[metrics]'"
@@ -149,11 +150,10 @@ def evaluated(metric: Metric, *, checkpoint: str, made_by: Mapping[str, str] | N
                 f"{metric.name}: {len(twice)} keys were added more than once, first {twice[0]!r}",
                 allowed="every key once, over all processes",
             )
-        lines = (f"{key} {digest}" for key, _, digest in samples)
         provenance = {
             **metric.provenance,
             "num_samples": str(len(samples)),
-            "samples": blake2b("\n".join(lines).encode(), digest_size=8).hexdigest(),
+            "samples": sample_digest(f"{key} {digest}" for key, _, digest in samples),
             "checkpoint": checkpoint,
             **{f"generation/{name}": str(value) for name, value in (made_by or {}).items()},
         }

@@ -90,10 +90,9 @@ class LoggerHook(JournalHook):
         self._interval, self._unit = interval, unit
         self._statistics_interval, self._log_metric_by_epoch = statistics_interval, log_metric_by_epoch
         kinds = [type(writer).__name__ for writer in writers]
-        numbers = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
         self._writers = [
-            SafeWriter(writer, f"{kind}-{number + 1}" if number else kind)
-            for writer, kind, number in zip(writers, kinds, numbers, strict=True)
+            SafeWriter(writer, f"{kind}-{kinds[:i].count(kind) + 1}" if kind in kinds[:i] else kind)
+            for i, (writer, kind) in enumerate(zip(writers, kinds, strict=True))
         ]
         self._run_name = run_name
         self._bar: RichBar | None = None
