@@ -151,15 +151,12 @@ class BERTScore(Metric):
 
     name = "bertscore"
     library = "torchmetrics"
+    local: LocalModel
     _kinds = ("precision", "recall", "f1")
 
     def __init__(self, *, path: str, layer: Annotated[int, Ge(1)] | None = None) -> None:
         super().__init__(layer=layer)
-        self._local, self._layer = LocalModel(path, where="BERTScore.path"), layer
-
-    def check(self) -> None:
-        super().check()
-        self._local.check()
+        self.local, self._layer = LocalModel(path, where="BERTScore.path"), layer
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
         samples = text_pairs(predictions, references, keys)
@@ -178,7 +175,7 @@ class BERTScore(Metric):
 
     def _scores(self, predictions: list[str], references: list[str]) -> np.ndarray:
         """Shape (pairs, 3)."""
-        model, tokenizer = self._local.model, self._local.tokenizer
+        model, tokenizer = self.local.model, self.local.tokenizer
         layers = int(getattr(model.config, "num_hidden_layers", 0))
         if self._layer is not None and layers and self._layer > layers:
             raise ConfigError(f"BERTScore.layer is {self._layer}", allowed=f"1 to {layers}, the layers of the model")
@@ -186,9 +183,7 @@ class BERTScore(Metric):
         unused = getattr(getattr(model, "embeddings", None), "padding_idx", None)
         positions = getattr(model.config, "max_position_embeddings", 512) - (0 if unused is None else unused + 1)
         limit = min(int(tokenizer.model_max_length), int(positions))
-        long = sum(len(tokenizer(text)["input_ids"]) > limit for text in {*predictions, *references})
-        if long:
-            logger().warning("BERTScore: %d texts are longer than the model's %d tokens and are truncated", long, limit)
+        self.local.warn_of_truncated(tokenizer, {*predictions, *references}, limit)
 
         def tokens(texts: list[str], **_: Any) -> Any:  # torchmetrics asks for padding to the limit: 512 vectors a text
             return tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
@@ -202,9 +197,6 @@ class BERTScore(Metric):
 
     def values(self, table: np.ndarray) -> dict[str, float]:
         return {f"{self.name}_{kind}": float(mean) for kind, mean in zip(self._kinds, table.mean(0), strict=True)}
-
-    def details(self) -> dict[str, str]:
-        return self._local.details()
 
 
 @METRICS.register_module()
