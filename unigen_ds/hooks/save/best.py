@@ -119,7 +119,6 @@ class BestHook(MetricHook):
         self._auto = metric == "auto"
         super().__init__("val/loss" if self._auto else metric, rule=rule, where="EvaluateHook.save_best")
         self._best: Best | None = None
-        self._folder: Path | None = None
         self._offered: Best | None = None
         """Of the present update, better than the best one."""
         self._saving: Best | None = None
@@ -140,7 +139,7 @@ class BestHook(MetricHook):
         if self._saving is not None and all(hook.pending is None for hook in self._checkpoints(run)):
             lost, self._saving = self._saving, None
         if lost is not None and dist.is_main():
-            consequence = "none is kept" if self._folder is None else f"{self._folder} stays the best checkpoint"
+            consequence = "none is kept" if self._best is None else f"{self._best.path} stays the best checkpoint"
             logger().warning("The best %s so far, %.6g at update %d, was not saved: %s.",
                              self.metric, lost.value, lost.updates, consequence)  # fmt: skip
 
@@ -184,7 +183,7 @@ class BestHook(MetricHook):
 
         home, resolved = run.checkpoint_dir.resolve(), folder.resolve()
         name = resolved.relative_to(home) if resolved.is_relative_to(home) else folder.absolute()
-        self._best, self._folder, self._commit = replace(best, path=str(name)), folder, dist.on_main(settle)
+        self._best, self._commit = replace(best, path=str(name)), dist.on_main(settle)
 
     def keeps(self, manifest: Manifest) -> bool:
         return manifest.commit == self._commit
