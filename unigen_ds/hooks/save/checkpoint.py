@@ -114,10 +114,10 @@ class CheckpointHook(Hook):
         self.pending: int | None = None
         """The update of the one that is being written."""
         self.began = self.took_s = self._slow_s = 0.0
-        """Clock at the begin of the last save; its seconds, until it is committed and other hooks have used it (0: it
-        is not, yet), and those of the last one that a warning was about."""
+        """Clock at the begin of the last save; its seconds with what other hooks did then, 0 until all is done; and
+        those of the last one that a warning was about."""
         self.longest_s: float | None = None
-        """Of all saves; None before the first."""
+        """The largest ``took_s``; None before the first."""
         self._went_on: float | None = None
         """Clock where training continued after the last save that the interval asked for."""
 
