@@ -286,7 +286,7 @@ def test_a_compressed_file_is_unpacked_once_and_is_the_plain_one(
     first = dataset(packed)
     assert first.fingerprint == dataset(plain).fingerprint and first.name == "train"
     assert where(first, 6) == f"{tmp_path}/train.jsonl.gz:7" and first.image_root == tmp_path
-    assert caplog.text.count("was unpacked once into") == 1 and " KiB" in caplog.text
+    assert caplog.text.count("was unpacked once into") == 1 and " B." in caplog.text
     monkeypatch.setattr(unpacked.gzip, "open", lambda *_: pytest.fail("unpacked again"))
     assert texts_of(dataset(packed)) == texts_of(first)
     monkeypatch.undo()
