@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +42,6 @@ def member_names(members: Sequence[Any]) -> list[str]:
         again = sum(one.partition("#")[0] == name for one in names)
         names.append(f"{name}#{again + 1}" if again else name)
     return names
-
-
-def named_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of all that is no section, where lists are compared: ``custom_hooks[EMAHook].momentum``."""
-    if isinstance(value, Mapping) and (value or not path):
-        for key, inner in value.items():
-            yield from named_leaves(inner, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, (list, tuple)) and any(isinstance(inner, Mapping) for inner in value):
-        for name, inner in zip(member_names(value), value, strict=True):
-            yield from named_leaves(inner, f"{path}[{name}]")
-    else:
-        yield path, value
 
 
 def stored_object(path: Path) -> dict[str, Any]:

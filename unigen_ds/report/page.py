@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.checkpoint.store import Found
-from unigen_ds.core.json_values import named_leaves
 from unigen_ds.report.charts import Mark, Series, chart
 from unigen_ds.report.document import (
     TableCell,
@@ -33,6 +32,7 @@ from unigen_ds.report.reading import (
     WorkDir,
     attempt,
     changes,
+    flat,
     number,
     read_work_dir,
     run_names,
@@ -69,7 +69,7 @@ def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
             name, last.get("update"), last.get("sequences"), number(last.get("loss")), (run.best_loss or [None])[0],
             number(last.get("tokens_per_second")), spent.goodput, spent.total, len(run.starts),
         ))  # fmt: skip
-    known = {name: dict(named_leaves(run.config)) for name, run in runs.items() if run.config}
+    known = {name: flat(run.config, by_name=True) for name, run in runs.items() if run.config}
     keys = sorted({key for config in known.values() for key in config if key not in _NOT_COMPARED})
     texts = {key: [value_text(c[key]) if key in c else "not given" for c in known.values()] for key in keys}
     differences = [(key, *values) for key, values in texts.items() if len(set(values)) > 1]
@@ -86,7 +86,7 @@ def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
 def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
     """Everything that the template displays of a run. ``budget``: bytes of its pictures."""
     pictures, picture_note = previews_of(run, budget=budget)
-    config, config_text = dict(named_leaves(run.config)), run.config_text
+    config, config_text = flat(run.config), run.config_text
     if config_text is not None and "***" in config.values():  # the file has what is masked
         config_text = json.dumps(run.config, indent=1, default=str)
     main, more = curves(run) if run.updates else ([], [])
@@ -276,7 +276,7 @@ def _validation(run: WorkDir) -> dict[str, Any]:
         "rows": rows,
         "provenance": [
             (f"{', '.join([*one.values][:4])} ({one.origin})",
-             [(key, value_text(value)) for key, value in named_leaves(one.provenance)])
+             [(key, value_text(value)) for key, value in flat(one.provenance).items()])
             for one in made_alike.values()
         ],
     }  # fmt: skip
@@ -317,7 +317,7 @@ def _checkpoint(run: WorkDir, entry: Found) -> tuple[Any, ...]:
 def _resumes(run: WorkDir) -> list[dict[str, Any]]:
     """What each resume met and changed."""
     resumes = []
-    configs = [dict(named_leaves(start.record["config"])) for start in run.starts]
+    configs = [flat(start.record["config"]) for start in run.starts]
     for index, (start, changed) in enumerate(zip(run.starts, changes(run.starts), strict=True)):
         if not index:
             continue

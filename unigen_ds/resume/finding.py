@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ResumeBlocked
-from unigen_ds.core.json_values import named_leaves
+from unigen_ds.core.json_values import member_names
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import first_names, misfit
 from unigen_ds.data.batches.change import DataChange
@@ -157,7 +157,8 @@ def other_model(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[st
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> size: as given; where nothing is given, as the model was built."""
     built = (config.get(BUILT) or {}).get("model")
-    sizes = _leaves(built, "model") | _leaves(config.get("model"), "model") | _leaves(config.get("lora"), "lora")
+    sizes = {**dict(_leaves(built, "model")), **dict(_leaves(config.get("model"), "model"))}
+    sizes |= dict(_leaves(config.get("lora"), "lora"))
     # transformers 5 writes rope_theta into rope_parameters, transformers 4 beside the other sizes
     return {key.replace("rope_parameters.rope_theta", "rope_theta"): v for key, v in sizes.items() if _is_size(key)}
 
@@ -165,10 +166,10 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 def edited_settings(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """Everything else that changes what is learned."""
     was, now = (
-        {key: value for section in _SECTIONS for key, value in _leaves(side.get(section), section).items()}
+        {key: value for section in _SECTIONS for key, value in _leaves(side.get(section), section)}
         for side in (stored, config)
     )
-    built = _leaves((stored.get(BUILT) or {}).get("model"), "model")
+    built = dict(_leaves((stored.get(BUILT) or {}).get("model"), "model"))
     was = {**{key: built[key] for key in now.keys() & built.keys()}, **was}  # a default that is made explicit
     passed = {*filter(_is_size, was.keys() & now.keys()), *_ELSEWHERE}
     edits = []
@@ -186,10 +187,16 @@ def _is_size(key: str) -> bool:
     return key.startswith(_SIZES) and not key.endswith(_NOT_SIZES)
 
 
-def _leaves(section: Any, path: str) -> dict[str, Any]:
-    """Key -> value of what is given in a section."""
-    given = {key: value for key, value in named_leaves(section, path) if value is not None and value != {}}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all that is no section. A component in a list is named by ``member_names``."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)) and any(isinstance(inner, Mapping) for inner in value):
+        for name, inner in zip(member_names(value), value, strict=True):
+            yield from _leaves(inner, f"{path}[{name}]")
+    elif value is not None:
+        yield path, list(value) if isinstance(value, tuple) else value
 
 
 def model_findings(
