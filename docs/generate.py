@@ -36,7 +36,7 @@ from unigen_ds.config.values import Allowed, argument_hints, describe_hint, nest
 from unigen_ds.core.batch import DEFAULT_WEIGHT  # noqa: E402
 from unigen_ds.data.sources.base import RecordSource  # noqa: E402
 from unigen_ds.families.base import families  # noqa: E402
-from unigen_ds.runner.settings.tree import PROCESSOR_KEYS, ModelSettings, Settings, family_of_model, load_config  # noqa: E402
+from unigen_ds.runner.settings.tree import PROCESSOR_KEYS, ModelSettings, Settings, family_of, load_config  # noqa: E402
 from unigen_ds.schedule import Curve  # noqa: E402
 
 LIMITS = (Ge, Gt, Le, Lt)
@@ -162,7 +162,7 @@ def meanings(cls: type) -> dict[str, str]:
 def component_table(name: str) -> str:
     """Of the arguments of a component, by its name; of ``processor of MODEL``, with their section."""
     if name.startswith("processor of "):
-        family = family_of_model(components()[name.removeprefix("processor of ")])
+        family = family_of(components()[name.removeprefix("processor of ")])
         kind = family.processor_arguments()
         found = inspect.signature(kind).parameters
         return argument_table(kind, [found[key] for key in PROCESSOR_KEYS if key in found], prefix="processor.")

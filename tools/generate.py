@@ -180,8 +180,8 @@ def generate(arguments: argparse.Namespace) -> None:
     from unigen_ds.checkpoint.convert import DTYPES
     from unigen_ds.config.overrides import parse_override
     from unigen_ds.evaluation.sheet import Cell, contact_sheet
+    from unigen_ds.families.base import family_of
     from unigen_ds.runner.open.trained import check_device, open_inferencer, source_of
-    from unigen_ds.runner.settings.family_settings import family_of_model
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
@@ -198,7 +198,7 @@ def generate(arguments: argparse.Namespace) -> None:
     if flow and not draws:
         log.logger().warning("without effect, since nothing is drawn: %s", ", ".join(flow))
     elif draws:
-        drawing = family_of_model(type(inferencer.model)).drawing_settings(inferencer.model, flow)
+        drawing = family_of(type(inferencer.model)).drawing_settings(inferencer.model, flow)
         if drawing is not None:
             log.logger().info("drawn with %s", ", ".join(f"{key} {value}" for key, value in vars(drawing).items()))
     for number, request in enumerate(each for each in asked for _ in range(arguments.samples)):

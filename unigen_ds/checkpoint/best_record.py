@@ -50,9 +50,9 @@ class Best:
         return TypeAdapter(cls).validate_python(dict(state))
 
 
-def better(value: float, than: float, *, rule: str) -> bool:
-    """Whether a finite ``value`` is better by ``rule`` ('less' or 'greater')."""
-    return math.isfinite(value) and (value < than if rule == "less" else value > than)
+def better(value: float, than: float | None, *, rule: str) -> bool:
+    """Whether a finite ``value`` is better by ``rule`` ('less' or 'greater'), as every one is than None."""
+    return math.isfinite(value) and (than is None or (value < than if rule == "less" else value > than))
 
 
 def best_of(directory: Path) -> tuple[Path, Best] | None:

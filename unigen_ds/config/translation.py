@@ -120,6 +120,7 @@ KEYS: dict[str, Key] = {
     "visualizer.name": Key("visualizer.run_name names the run in trackers"),
     "default_hooks.param_scheduler": Key("param_scheduler acts by itself"),
     "default_hooks.sampler_seed": Key(_ORDER),
+    "default_hooks.logger.log_metric_by_epoch": Key("each line has update, iteration and epoch"),
     "default_hooks.runtime_info": Key("the logger has all of it"),
     "default_hooks.checkpoint.save_optimizer": Key("a checkpoint always has the optimizer's state", (True,)),
     "default_hooks.checkpoint.save_param_scheduler": Key("the learning rate is a function of the progress", (True,)),

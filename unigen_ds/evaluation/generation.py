@@ -15,12 +15,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
-import torch
 from annotated_types import Ge
 from PIL import Image
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.config.registry import check_arguments
+from unigen_ds.config.registry import Component, check_arguments
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.data.datasets.dataset import PlannedDataset
@@ -28,7 +27,7 @@ from unigen_ds.data.images.image_files import UnreadableImage
 from unigen_ds.data.samples.sample import IGNORED, Loaded, Sample, Split
 from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.evaluation.validation import evaluating
-from unigen_ds.families.base import Family, family_of
+from unigen_ds.families.base import Family, families, family_of
 from unigen_ds.inference.generated import BOTH, Generated, Kind, Request, to_picture
 from unigen_ds.inference.prompts import Sampling
 from unigen_ds.inference.together import AnotherRankFailed, TrainedModel
@@ -83,10 +82,8 @@ class Answering:
     def of(cls, arguments: Mapping[str, Any], *, where: str) -> Answering:
         """Read a config's section. Raises ``ConfigError`` for unknown keys and wrong values."""
         check_arguments(cls, dict(arguments), where=where)
-        try:
-            return cls(**arguments)
-        except ConfigError as error:
-            raise error.at(where) from error
+        answering: Answering = Component(cls, arguments, where=where).build()
+        return answering
 
     def __post_init__(self) -> None:
         self.sampling()  # checks its values
@@ -233,12 +230,9 @@ def _question_of_both(splits: Sequence[Split], key: str) -> Question | None:
 def trained_family(backend: Backend) -> tuple[Family, type]:
     """Family and class of the model that is being trained. Raises ``ConfigError`` where no family has it."""
     engine: Any = backend.model
-    for model in (engine, getattr(engine, "module", None)):
-        family = family_of(type(model))
-        if family is not None:
-            return family, type(model)
-    kind = type(engine.module if isinstance(getattr(engine, "module", None), torch.nn.Module) else engine)
-    raise ConfigError(f"no family has a {kind.__name__}", remedy="register one in FAMILIES (docs/extending.md)")
+    is_whole = isinstance(engine, tuple(family.model for family in families()))
+    kind = type(engine if is_whole else getattr(engine, "module", engine))
+    return family_of(kind), kind
 
 
 def inferencer_of(backend: Backend, processor: Any) -> tuple[TrainedModel, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.system.files import write_text_atomic
@@ -24,48 +23,34 @@ COMPARED = "checkpoint"
 class Result:
     """The values of one metric."""
 
-    values: Mapping[str, float]
-    """Name -> value."""
+    values: Mapping[str, Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]]
+    """Name -> value; in a file a number that is not finite is null, which JSON has."""
     provenance: Mapping[str, str]
     """``REQUIRED``, and what else the metric and its caller record."""
 
 
-class _StoredResult(BaseModel, strict=True):
-    values: dict[str, float | None]
-    provenance: dict[str, str]
-
-
 class _StoredFile(BaseModel, strict=True):
     format: Literal[1]
-    results: list[_StoredResult]
+    results: list[Result]
 
 
 def write_results(path: Path, results: Sequence[Result]) -> None:
-    """Store results in one file, completely or not at all. A number that is not finite is null, which JSON has."""
-    stored = [
-        {
-            "values": {name: float(value) if math.isfinite(value) else None for name, value in result.values.items()},
-            "provenance": dict(result.provenance),
-        }
-        for result in results
-    ]
-    write_text_atomic(path, json.dumps({"format": 1, "results": stored}, indent=1, allow_nan=False) + "\n")
+    """Store results in one file, completely or not at all."""
+    stored = _StoredFile.model_validate({"format": 1, "results": [*map(vars, results)]}, strict=False)
+    write_text_atomic(path, stored.model_dump_json(indent=1) + "\n")
 
 
 def read_results(path: Path) -> list[Result]:
     """The results of a file. Raises ``DataError`` naming what is wrong with it."""
     try:
-        stored = _StoredFile.model_validate_json(path.read_bytes()).results
+        results = _StoredFile.model_validate_json(path.read_bytes()).results
     except (OSError, ValueError) as error:
         problem = f"{path} is no file of results: {' '.join(str(error).split())[:300]}"
         raise DataError(problem, allowed="a file that an evaluation wrote") from error
-    missing = [name for one in stored for name in REQUIRED if name not in one.provenance]
+    missing = [name for one in results for name in REQUIRED if name not in one.provenance]
     if missing:
         raise DataError(f"{path} has results without {', '.join(missing)}", remedy="evaluate it again")
-    return [
-        Result({name: math.nan if value is None else value for name, value in one.values.items()}, one.provenance)
-        for one in stored
-    ]
+    return results
 
 
 def unlike(a: Result, b: Result) -> list[str]:

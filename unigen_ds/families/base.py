@@ -232,10 +232,18 @@ def families() -> list[Family]:
     return [kind() for kind in FAMILIES.module_dict.values()]
 
 
-def family_of(kind: type) -> Family | None:
-    """The family of a model's class: the one with the nearest base class. None: no family has it."""
+def family_of(kind: type) -> Family:
+    """The family of a model's class: the one with the nearest base class. Raises ``ConfigError`` where none has it."""
     of_bases = {family.model: family for family in families()}
-    return next((of_bases[base] for base in kind.__mro__ if base in of_bases), None)
+    family = next((of_bases[base] for base in kind.__mro__ if base in of_bases), None)
+    if family is None:
+        raise ConfigError(
+            f"model.type is {kind.__name__!r}, and no registered family has this model",
+            allowed=f"{', '.join(sorted(model.__name__ for model in of_bases))}, or a subclass of one",
+            remedy="name the module that registers its family in custom_imports; docs/extending.md shows how to write"
+            " one",
+        )
+    return family
 
 
 def exported_format(family: Family, kind: type) -> PublishedFormat:

@@ -40,18 +40,24 @@ class Sampling:
 
 ROW = '{"prompt": "...", "images": ["a.png"]}, or {"parts": ["a text", {"image": "a.png"}], "prompt": "..."}'
 
-_KEYS = {"prompt", "images", "parts"}
-
 
 @dataclass(frozen=True)
 class Prompt:
-    """One call of ``unified_generate``: a prompt, and the pictures and texts before it."""
+    """One call of ``unified_generate``: a prompt, and the pictures and texts before it. Raises ``ConfigError``."""
 
     prompt: str = ""
     images: Sequence[str] = ()
     """Paths of pictures, shown first."""
     parts: Sequence[str | Mapping[str, str]] = ()
     """Texts, and pictures as ``{"image": path}``, in their order, shown after ``images`` and before ``prompt``."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.images, str) or not all(isinstance(one, str) for one in self.images):
+            raise ConfigError(f"images is {self.images!r}", allowed="a list of paths")
+        for part in self.parts if isinstance(self.parts, (list, tuple)) else [None]:
+            is_picture = isinstance(part, Mapping) and {*part} == {"image"} and isinstance(part["image"], str)
+            if not isinstance(part, str) and not is_picture:
+                raise ConfigError(f"parts is {self.parts!r}", allowed='a list of texts and of {"image": "a.png"}')
 
     @property
     def paths(self) -> list[str]:
@@ -68,16 +74,6 @@ class Prompt:
     def text(self) -> str:
         """All its texts, a line each."""
         return "\n".join(text for text in (*(one for one in self.parts if isinstance(one, str)), self.prompt) if text)
-
-
-def checked_parts(parts: Any) -> tuple[str | Mapping[str, str], ...]:
-    """Raises ``ConfigError`` where it is no list of texts and ``{"image": path}``."""
-    several = parts if isinstance(parts, (list, tuple)) else [None]
-    for part in several:
-        is_picture = isinstance(part, Mapping) and {*part} == {"image"} and isinstance(part["image"], str)
-        if not isinstance(part, str) and not is_picture:
-            raise ConfigError(f"parts is {parts!r}", allowed='a list of texts and of {"image": "a.png"}')
-    return tuple(several)
 
 
 def read_prompts(path: Path, *, where: str) -> list[Prompt]:
@@ -97,13 +93,7 @@ def read_prompts(path: Path, *, where: str) -> list[Prompt]:
             row = json.loads(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
             if not isinstance(row, Mapping) or not {"prompt", "parts"} & {*row}:
                 raise ValueError("no prompt")
-            if unknown := {*row} - _KEYS:
-                raise ValueError(f"unknown keys {', '.join(sorted(unknown))}")
-            images = row.get("images", ())
-            if isinstance(images, str) or not all(isinstance(one, str) for one in images):
-                raise ValueError(f"images is {images!r}")
-            parts = checked_parts(row.get("parts", ()))
-            prompts.append(Prompt(str(row.get("prompt", "")), tuple(images), parts))
+            prompts.append(Prompt(**{**row, "prompt": str(row.get("prompt", ""))}))
         except (ValueError, TypeError) as error:
             raise DataError(f"{path}:{number} is no prompt: {line!r} ({error})", allowed=ROW) from error
     return prompts

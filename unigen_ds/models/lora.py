@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from unigen_ds.models.quantized import QuantizedLinear, pack, shared_weights, un
 from unigen_ds.models.settings import Lora
 from unigen_ds.models.weights import InitialWeights
 from unigen_ds.system.log import logger
+from unigen_ds.system.machine import import_optional
 from unigen_ds.system.outputs import save_safetensors
 
 ADAPTER = "default"
 """peft's name of the one set of adapters."""
+_peft = partial(import_optional, "peft", "lora", install="'unigen_ds[lora]'")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -56,7 +59,7 @@ def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
 
     Raises ``ConfigError`` where a pattern matches no layer, or one that shares its weight, and where peft is missing.
     """
-    inject = _import_peft().inject_adapter_in_model
+    inject = _peft().inject_adapter_in_model
     model.requires_grad_(False)
     names = candidates(model)
     if lora.quantize is not None:
@@ -121,7 +124,7 @@ def base_name(name: str) -> str:
 
 
 def _peft_config(lora: Lora, layers: Iterable[str]) -> Any:
-    peft = _import_peft()
+    peft = _peft()
     from peft.tuners.lora import Linear
 
     config = peft.LoraConfig(
@@ -134,14 +137,6 @@ def _peft_config(lora: Lora, layers: Iterable[str]) -> Any:
     )
     config._register_custom_module({QuantizedLinear: Linear})
     return config
-
-
-def _import_peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(f"lora needs peft: {error}", remedy="pip install 'unigen_ds[lora]'") from error
-    return peft
 
 
 class AdapterWeights(InitialWeights):
@@ -236,7 +231,7 @@ def write_adapters(model: nn.Module, folder: Path, *, base: Any) -> None:
 
     ``base``: what the config names as the model that they belong to.
     """
-    peft = _import_peft()
+    peft = _peft()
     own = adapter_record(model)
     assert own is not None, "a model with adapters"
     config = _peft_config(own.lora, own.layers)

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.models.settings import Quantize
+from unigen_ds.system.machine import import_optional
 
 _BLOCK = 64
 _PIECE = 2**14  # blocks packed at once: bitsandbytes compares each weight with all 16 levels on the CPU, 64 MiB here
@@ -131,12 +132,8 @@ def quantize_frozen(parts: Mapping[str, nn.Module], schemes: Mapping[str, str | 
 
 def pack(part: nn.Module, names: Iterable[str], scheme: str) -> None:
     """Replace the named linear layers, which are frozen, in place. Raises ``ConfigError`` without bitsandbytes."""
-    try:
-        import bitsandbytes  # noqa: F401 - registers ``torch.ops.bitsandbytes``
-    except ImportError as error:
-        raise ConfigError(
-            f"model.quantize needs bitsandbytes: {error}", remedy="pip install 'unigen_ds[quantize]'"
-        ) from error
+    # registers ``torch.ops.bitsandbytes``
+    import_optional("bitsandbytes", "model.quantize", install="'unigen_ds[quantize]'")
     for name in names:
         layer = part.get_submodule(name)
         if isinstance(layer, nn.Linear):  # else it is packed

@@ -114,7 +114,16 @@ class Paramwise(Section):
         return self
 
 
-class AdamWPart(Section, extra="allow"):
+class WithArguments(Section, extra="allow"):
+    """A section that has the arguments of an optimizer's class beside its fields."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of the class, without the fields."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+class AdamWPart(WithArguments):
     """AdamW beside an optimizer of whole matrices, with its own arguments beside the fields here."""
 
     lr: Finite
@@ -125,16 +134,11 @@ class AdamWPart(Section, extra="allow"):
     """Parts of names, or regular expressions, of further matrices that AdamW trains."""
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """Those of AdamW, without the fields."""
-        return dict(self.__pydantic_extra__ or {})
-
-    @property
     def decay(self) -> float:
         return default_weight_decay("AdamW") if self.weight_decay is None else self.weight_decay
 
 
-class Optimizer(Section, extra="allow"):
+class Optimizer(WithArguments):
     """An optimizer and its arguments; those of its class beside the fields here."""
 
     type: Kind = "AdamW"
@@ -177,16 +181,6 @@ class Optimizer(Section, extra="allow"):
             errors += argument_problems(optimizer_class("AdamW"), adamw.arguments, where=f"{WHERE}.adamw")
         raise_any(errors)
         return self
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Those of the class, without ``lr`` and ``weight_decay``, and without None where that is the default."""
-        try:
-            defaults = argument_defaults(optimizer_class(self.type))
-        except ConfigError:
-            defaults = {}
-        given = self.__pydantic_extra__ or {}
-        return {key: value for key, value in given.items() if value is not None or defaults.get(key, 0) is not None}
 
     @property
     def decay(self) -> float:

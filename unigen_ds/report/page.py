@@ -27,6 +27,7 @@ from unigen_ds.report.document import (
 )
 from unigen_ds.report.goodput import PARTS, Spent, spent_by_start
 from unigen_ds.report.reading import (
+    POSITION,
     Line,
     WorkDir,
     attempt,
@@ -45,7 +46,6 @@ _NOT_COMPARED = ("work_dir", "checkpoint_dir", "resume")
 _STATES = {"ok": "good", "warn": "warn", "block": "bad"}
 _CHANGED = {"True": " with changes that are not committed", "False": " no changes"}
 _MAIN = {"loss", "grad_norm", "tokens_per_second", "memory", "memory_reserved", "time/update", "time/data"}
-_NOT_CURVES = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "applied"}
 _BATCH = ("geometry.batch_size", "geometry.accumulative_counts", "geometry.dp_size")
 _PROCESSES = ("topology.", "machine.")
 
@@ -165,7 +165,7 @@ def curves(run: WorkDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         figure("Time of an update", ["time/update", "time/data"], unit="seconds"),
         figure("Memory", [key for key in keys if key.startswith("memory")], unit="MiB"),
     ]
-    known = {*terms, *rates, *_MAIN, *_NOT_CURVES}
+    known = {*terms, *rates, *_MAIN, *POSITION, "applied"}
     rest: dict[str, list[str]] = {}
     for key in keys:
         if key not in known and not key.startswith("val/"):

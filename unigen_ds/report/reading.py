@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ STATISTICS = "training_stats"
 """Event of the lines with the statistics over ranks."""
 _OF_A_RUN = (METRICS_FILE, TIMELINE_FILE, LEDGER_FILE, LOG_FILE, CONFIG_FILE, SCORES, RESULTS)
 _PARTS = ("geometry", "topology", "machine", "git", "versions", "config")
-_POSITION = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "updates"}
+POSITION = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "updates"}
 _SECRET = re.compile(r"(?i)(api_?key|password|passwd|secret|access_token)$")
 Line = dict[str, Any]
 """A line of a file of JSON lines."""
@@ -168,11 +169,8 @@ def run_names(work_dirs: Sequence[Path]) -> dict[str, Path]:
     twice = [str(path) for path, count in Counter(paths).items() if count > 1]
     if twice:
         raise ConfigError(f"given twice: {', '.join(twice)}", remedy="name each work dir once")
-    for depth in range(1, 1 + max(len(path.parts) for path in paths)):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return dict(zip(names, work_dirs, strict=True))
+    common = os.path.commonpath([path.parent for path in paths])
+    return {str(path.relative_to(common)): given for path, given in zip(paths, work_dirs, strict=True)}
 
 
 def mask_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,7 +295,7 @@ def evaluations(path: Path, lines: Iterable[Line], problems: Problems) -> list[E
             own = {
                 key if begin == "val/" and key.startswith(begin) else begin + key: n
                 for key, n in numbers.items()
-                if math.isfinite(n) and key not in _POSITION
+                if math.isfinite(n) and key not in POSITION
             }
             if own:
                 of_files.append(
@@ -311,7 +309,7 @@ def evaluations(path: Path, lines: Iterable[Line], problems: Problems) -> list[E
         own = {
             key: n
             for key, n in candidates.items()
-            if n is not None and key not in _POSITION and (line["update"], key) not in stored
+            if n is not None and key not in POSITION and (line["update"], key) not in stored
         }
         if own:
             origin = METRICS_FILE if event is None else f"{METRICS_FILE}, {event}"

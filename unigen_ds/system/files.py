@@ -192,6 +192,16 @@ def copy_files(source: Path, folder: Path, *, wanted: Callable[[str], bool]) -> 
             shutil.copyfile(path, folder / path.name)
 
 
+def size_text(size: float) -> str:
+    """``1.5 GiB``."""
+    if size < 1024:
+        return f"{size:.0f} B"
+    units = ["KiB", "MiB", "GiB", "TiB"]
+    while (size := size / 1024) >= 1024 and len(units) > 1:
+        units.pop(0)
+    return f"{size:.1f} {units[0]}"
+
+
 def file_digest(path: Path) -> str:
     """``xxh3_128:hex`` of the whole content."""
     digest = xxhash.xxh3_128()
@@ -251,16 +261,6 @@ def check_digests(path: Path) -> None:
         if file.is_file() and _digest_now(file, file.stat().st_size, file.stat().st_mtime_ns) != digest:
             problem = f"{file} has changed since it was written (its hash is not that of {DIGESTS})"
             raise CheckpointError(problem, remedy=_ANEW.format(folder=folder))
-
-
-def size_text(size: float) -> str:
-    """``1.5 GiB``."""
-    if size < 1024:
-        return f"{size:.0f} B"
-    units = ["KiB", "MiB", "GiB", "TiB"]
-    while (size := size / 1024) >= 1024 and len(units) > 1:
-        units.pop(0)
-    return f"{size:.1f} {units[0]}"
 
 
 def quick_digest(path: Path, *, blocks: int = 64) -> str:

@@ -12,13 +12,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from unigen_ds.core.errors import ConfigError, raise_any
+from unigen_ds.core.errors import ConfigError, UnigenError, raise_any
 
 ALLOWED = {"torch": ">=2.6", "transformers": ">=5"}
 """Package -> its versions. ``setup.py`` has the same; DeepSpeed's are in ``backends/deepspeed/deepspeed_config.py``."""
@@ -81,6 +82,15 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def import_optional(module: str, what: str, *, install: str, kind: type[UnigenError] = ConfigError) -> Any:
+    """A module of an optional package. Raises ``kind``: ``what`` needs it, and ``pip install`` with ``install``."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        problem = f"{what} needs the package {module.partition('.')[0]}: {error}"
+        raise kind(problem, remedy=f"pip install {install}") from error
 
 
 @cache

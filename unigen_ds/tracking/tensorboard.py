@@ -1,4 +1,4 @@
-"""TensorBoard's event files in a folder of the user's choice. A resume hides the steps that it writes again."""
+"""TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 @WRITERS.register_module()
 class TensorboardVisBackend(Writer):
-    """Event files in ``<work_dir>/tensorboard`` (or ``save_dir``). A resume hides the steps that it writes again.
-
-    A ``save_dir`` outside of the work dir may have several runs, each in a folder of its name, also after a resume.
+    """Event files. A resume hides the steps that it writes again.
 
     Args:
         save_dir: folder of the event files; outside of the work dir each run has a folder in it with its run name;

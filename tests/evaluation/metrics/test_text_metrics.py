@@ -124,7 +124,7 @@ def test_bertscore_counts_empty_texts_as_zero_and_names_truncated_ones(
         found = scored(metric, ["a cat", " ", "the " * 40], ["a cat", "a dog", "the " * 40])
     assert found["bertscore_f1"] == pytest.approx(2 / 3, rel=1e-6)
     assert "1 of 1 pairs have an empty text" in caplog.text or "1 of 2 pairs have an empty text" in caplog.text
-    assert "1 texts are longer than the model's 16 tokens" in caplog.text
+    assert "texts are longer than 16 tokens" in caplog.text
 
 
 def test_bertscore_refuses_what_is_no_local_model(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_wrong_input_is_named() -> None:
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    with pytest.raises(ConfigError, match=r"sacrebleu cannot be imported.*pip install 'unigen_ds\[metrics\]'"):
+    with pytest.raises(ConfigError, match=r"BLEU needs the package sacrebleu.*pip install 'unigen_ds\[metrics\]'"):
         scored(BLEU(), ["a"], ["a"])
     monkeypatch.setattr(BLEU, "library", "no-such-package")
     with pytest.raises(ConfigError, match=r"metrics\[0\].*no-such-package is not installed.*unigen_ds\[metrics\]"):

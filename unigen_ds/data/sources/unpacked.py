@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import gzip
-import importlib
 import shutil
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import contents_digest
 from unigen_ds.system.files import hold_lock, size_text, write_atomic
 from unigen_ds.system.log import notice
+from unigen_ds.system.machine import import_optional
 
 COMPRESSED = (".gz", ".zst")
 AGAIN = "copy or write the file again, or name another one"
@@ -83,10 +84,5 @@ def write_where_space(target: Path, size: int, write: Callable[[Path], None], pr
         raise DataError(f"{problem}: {reason}", remedy="make space there, or cache_dir=FOLDER of another disk")
 
 
-def require(module: str, what: str) -> Any:
-    """The module. Raises ``DataError`` that names what needs it, and how it is installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        problem = f"{what} needs the package {module.partition('.')[0]}: {error}"
-        raise DataError(problem, remedy="pip install 'unigen_ds[data]'") from error
+require = partial(import_optional, install="'unigen_ds[data]'", kind=DataError)
+"""``require(module, what)``: the module. Raises ``DataError`` that names what needs it, and how it is installed."""

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 from PIL import Image
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.system import dist
+from unigen_ds.system.machine import import_optional
 from unigen_ds.system.seeding import derive_seed
 
 TASKS = ("mmstar", "mmmu_val", "ocrbench", "textvqa_val", "docvqa_val", "scienceqa", "mme", "infovqa_val", "chartqa")
 """nanoVLM's."""
-INSTALL = "pip install lmms-eval (in an environment of its own where its dependencies replace those of the training)"
+INSTALL = "lmms-eval (in an environment of its own where its dependencies replace those of the training)"
 
 
 def run_tasks(
@@ -30,10 +30,10 @@ def run_tasks(
 
     ``limit``: samples of each task at most. Raises ``ConfigError`` where lmms-eval is not installed.
     """
-    try:
-        evaluator, api, manager = (import_module(f"lmms_eval.{name}") for name in ("evaluator", "api.model", "tasks"))
-    except ImportError as error:
-        raise ConfigError(f"lmms-eval cannot be imported: {error}", remedy=INSTALL) from error
+    evaluator, api, manager = (
+        import_optional(f"lmms_eval.{name}", "--lmms-tasks", install=INSTALL)
+        for name in ("evaluator", "api.model", "tasks")
+    )
     results = evaluator.simple_evaluate(
         model=model_class(api.lmms)(inferencer, seed=seed),
         model_args="",

@@ -10,14 +10,12 @@ sample (16 KiB at 2,048 features in float32) where sums would be smaller, and it
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,11 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.evaluation.provenance import Result
 from unigen_ds.system import dist
 from unigen_ds.system.files import file_digest
+from unigen_ds.system.journals import sample_digest
+from unigen_ds.system.log import logger
+from unigen_ds.system.machine import installed
 
-EXTRA = "pip install 'unigen_ds[metrics]'"
+EXTRA = "'unigen_ds[metrics]'"
 NOT_USED = "none"
 """In a provenance: this metric has no such thing."""
 
@@ -65,6 +66,8 @@ class Metric:
     """The version of a metric that this package computes: another number means that values changed."""
     sets: Sequence[str] | None = None
     """Names of the sets of validation data that it scores; None: every set."""
+    local: LocalModel | None = None
+    """The model that scores, where it is a user's folder."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
@@ -78,6 +81,8 @@ class Metric:
         """Raise ``ConfigError`` for what is not installed. Called before a run."""
         if self.library is not None:
             require_version(self.library)
+        if self.local is not None:
+            self.local.check()
 
     def update(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> None:
         """Add samples. ``keys``: the id of each, once over all ranks. Not collective; no samples are allowed.
@@ -125,7 +130,7 @@ class Metric:
 
     def details(self) -> dict[str, str]:
         """What this metric adds to the provenance, or replaces in it."""
-        return {}
+        return {} if self.local is None else self.local.details()
 
 
 def evaluated(metric: Metric, *, checkpoint: str, made_by: Mapping[str, str] | None = None) -> Result:
@@ -150,11 +155,10 @@ def evaluated(metric: Metric, *, checkpoint: str, made_by: Mapping[str, str] | N
                 f"{metric.name}: {len(twice)} keys were added more than once, first {twice[0]!r}",
                 allowed="every key once, over all processes",
             )
-        lines = (f"{key} {digest}" for key, _, digest in samples)
         provenance = {
             **metric.provenance,
             "num_samples": str(len(samples)),
-            "samples": blake2b("\n".join(lines).encode(), digest_size=8).hexdigest(),
+            "samples": sample_digest(f"{key} {digest}" for key, _, digest in samples),
             "checkpoint": checkpoint,
             **{f"generation/{name}": str(value) for name, value in (made_by or {}).items()},
         }
@@ -165,18 +169,9 @@ def evaluated(metric: Metric, *, checkpoint: str, made_by: Mapping[str, str] | N
 
 def require_version(distribution: str) -> str:
     """Its version. Raises ``ConfigError`` with the extra to install."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError as error:
-        raise ConfigError(f"the package {distribution} is not installed", remedy=EXTRA) from error
-
-
-def package(module: str) -> Any:
-    """A module of an optional package. Raises ``ConfigError`` with the extra to install."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"{module} cannot be imported: {error}", remedy=EXTRA) from error
+    if (number := installed(distribution)) is None:
+        raise ConfigError(f"the package {distribution} is not installed", remedy=f"pip install {EXTRA}")
+    return number
 
 
 def text(value: Any, *, what: str, key: str) -> str:
@@ -290,6 +285,13 @@ class LocalModel:
     def processor(self) -> Any:
         """The processor of texts and images, or of images alone."""
         return self._load("AutoProcessor")
+
+    def warn_of_truncated(self, tokenizer: Any, texts: Collection[str], limit: int) -> None:
+        """A warning where some of the texts have more than ``limit`` tokens."""
+        long = sum(len(tokenizer(text)["input_ids"]) > limit for text in texts)
+        if long:
+            logger().warning("%s: %d of %d texts are longer than %d tokens and are truncated",
+                             self.where, long, len(texts), limit)  # fmt: skip
 
     @property
     def image_processor(self) -> Any:

@@ -58,21 +58,17 @@ class FID(Metric):
     def __init__(self, *, extractor: Any, name: str | None = None, resize: Annotated[int, Ge(1)] | None = None) -> None:
         super().__init__()
         where = "FID.extractor"
-        self._local = LocalModel(extractor, where=where) if isinstance(extractor, str) else None
+        self.local = LocalModel(extractor, where=where) if isinstance(extractor, str) else None
         self._module = build(MODELS, extractor, where=where) if isinstance(extractor, Mapping) else extractor
         self._resize = resize
-        if self._local is None and not callable(self._module):
+        if self.local is None and not callable(self._module):
             allowed = "a folder with a vision model of transformers, dict(type=...) of a registered module, or a module"
             raise ConfigError(f"{where} is {extractor!r}", allowed=allowed)
-        if self._local is not None and resize is not None:
+        if self.local is not None and resize is not None:
             raise ConfigError(f"FID.resize is {resize}", remedy="leave it out: the folder's processor resizes")
-        own = self._local.name if self._local else getattr(self._module, "__name__", type(self._module).__name__)
+        own = self.local.name if self.local else getattr(self._module, "__name__", type(self._module).__name__)
         self._extractor = name or own.lower()
         self.name = f"fid_{self._extractor}"
-
-    def check(self) -> None:
-        if self._local is not None:
-            self._local.check()
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
         of_predictions = vectors_of(pictures(predictions, keys, what="the prediction"), self._features)
@@ -81,9 +77,9 @@ class FID(Metric):
 
     def _features(self, images: list[Image.Image]) -> Tensor:
         """Return features in the extractor's own precision, shape (images, dimensions)."""
-        if self._local is not None:
-            inputs = self._local.image_processor(images=images, return_tensors="pt").to(device())
-            features = pool(getattr(self._local.model, "get_image_features", self._local.model)(**inputs))
+        if self.local is not None:
+            inputs = self.local.image_processor(images=images, return_tensors="pt").to(device())
+            features = pool(getattr(self.local.model, "get_image_features", self.local.model)(**inputs))
         else:
             if isinstance(self._module, nn.Module):
                 self._module.eval().to(device())
@@ -113,9 +109,9 @@ class FID(Metric):
 
     def details(self) -> dict[str, str]:
         precision = "features as extracted, statistics float64"
-        if self._local is not None:
-            digest = self._local.details()["model"].split()[-1]
-            return {"model": f"{self._extractor} {digest}", "resize": self._local.resize(), "precision": precision}
+        if self.local is not None:
+            digest = self.local.details()["model"].split()[-1]
+            return {"model": f"{self._extractor} {digest}", "resize": self.local.resize(), "precision": precision}
         size = f"bicubic, antialiased, {self._resize} x {self._resize} (torch {torch.__version__})"
         weights = blake2b(digest_size=16)
         for name, tensor in sorted(self._module.state_dict().items()) if isinstance(self._module, nn.Module) else ():
@@ -141,39 +137,35 @@ def frechet_distance_of_samples(a: Tensor, b: Tensor) -> float:
 class ClipMetric(Metric):
     """The base of both: unit vectors of texts and pictures by ``get_text_features`` and ``get_image_features``."""
 
+    local: LocalModel
+
     def __init__(self, *, path: str) -> None:
         super().__init__()
-        self._local = LocalModel(path, where=f"{type(self).__name__}.path")
-
-    def check(self) -> None:
-        self._local.check()
+        self.local = LocalModel(path, where=f"{type(self).__name__}.path")
 
     def details(self) -> dict[str, str]:
-        return {**self._local.details(), "resize": self._local.resize()}
+        return {**super().details(), "resize": self.local.resize()}
 
     def of_texts(self, texts: Sequence[str]) -> np.ndarray:
         """Float32, shape (texts, dimensions). Texts beyond the model's positions are truncated, with a warning."""
-        tokenizer = getattr(self._local.processor, "tokenizer", None) or self._local.tokenizer
-        config = self._local.model.config
+        tokenizer = getattr(self.local.processor, "tokenizer", None) or self.local.tokenizer
+        config = self.local.model.config
         limit = int(getattr(config.get_text_config(), "max_position_embeddings", tokenizer.model_max_length))
-        long = sum(len(tokenizer(one)["input_ids"]) > limit for one in texts)
-        if long:
-            logger().warning("%s: %d of %d texts are longer than %d tokens and are truncated",
-                             self._local.where, long, len(texts), limit)  # fmt: skip
+        self.local.warn_of_truncated(tokenizer, texts, limit)
         options = {"truncation": True, "max_length": limit, "return_tensors": "pt"}
         options["padding"] = "max_length" if "siglip" in config.model_type else True  # SigLIP was trained with it
         return self._vectors("get_text_features", texts, lambda part: tokenizer(part, **options))
 
     def of_images(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Float32, shape (images, dimensions); resized by the model's own processor."""
-        processor = self._local.image_processor
+        processor = self.local.image_processor
         return self._vectors("get_image_features", images, lambda part: processor(images=part, return_tensors="pt"))
 
     def _vectors(self, name: str, values: Sequence[Any], prepare: Callable[[list[Any]], Any]) -> np.ndarray:
-        model = self._local.model
+        model = self.local.model
         if not hasattr(model, name):
             raise ConfigError(
-                f"{self._local.where}: {type(model).__name__} has no {name}",
+                f"{self.local.where}: {type(model).__name__} has no {name}",
                 allowed="a CLIP-like model: CLIP, SigLIP, SigLIP 2, ALIGN, Chinese-CLIP, AltCLIP",
             )
         vectors = vectors_of(values, lambda part: pool(getattr(model, name)(**prepare(part).to(device()))).float())

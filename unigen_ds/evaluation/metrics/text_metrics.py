@@ -6,6 +6,7 @@ import re
 import shutil
 import string
 from collections.abc import Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
@@ -14,8 +15,12 @@ from annotated_types import Ge
 
 from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.metrics.base import BATCH_SIZE, LocalModel, Metric, device, exact, package, text_pairs
+from unigen_ds.evaluation.metrics.base import BATCH_SIZE, EXTRA, LocalModel, Metric, device, exact, text_pairs
 from unigen_ds.system.log import logger
+from unigen_ds.system.machine import import_optional
+
+package = partial(import_optional, install=EXTRA)
+"""A module of an optional package, by its name and that of the metric."""
 
 
 @METRICS.register_module()
@@ -44,7 +49,7 @@ class BLEU(Metric):
 
     def compute(self, rows: Sequence[Any]) -> dict[str, float]:
         settings, order = self.settings, self.settings["max_order"]
-        library = package("sacrebleu").BLEU(
+        library = package("sacrebleu", "BLEU").BLEU(
             tokenize=settings["tokenize"],
             lowercase=settings["lowercase"],
             max_ngram_order=order,
@@ -82,7 +87,7 @@ class ROUGE(Metric):
 
     def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
         if self._scorer is None:
-            scorer = package("rouge_score.rouge_scorer").RougeScorer
+            scorer = package("rouge_score.rouge_scorer", "ROUGE").RougeScorer
             self._scorer = scorer(self._kinds, use_stemmer=self.settings["use_stemmer"], split_summaries=False)
         scores = self._scorer.score_multi(references, prediction)
         return [scores[kind].fmeasure for kind in self._kinds]
@@ -120,7 +125,7 @@ class METEOR(Metric):
 
         if self._java is None or self._java.meteor_p.poll() is not None:
             self.check()
-            self._java = package("pycocoevalcap.meteor.meteor").Meteor()
+            self._java = package("pycocoevalcap.meteor.meteor", "METEOR").Meteor()
         references = {n: [*map(line, several)] for n, (_, several) in enumerate(rows)}
         try:
             score, _ = self._java.compute_score(references, {n: [line(one)] for n, (one, _) in enumerate(rows)})
@@ -146,15 +151,12 @@ class BERTScore(Metric):
 
     name = "bertscore"
     library = "torchmetrics"
+    local: LocalModel
     _kinds = ("precision", "recall", "f1")
 
     def __init__(self, *, path: str, layer: Annotated[int, Ge(1)] | None = None) -> None:
         super().__init__(layer=layer)
-        self._local, self._layer = LocalModel(path, where="BERTScore.path"), layer
-
-    def check(self) -> None:
-        super().check()
-        self._local.check()
+        self.local, self._layer = LocalModel(path, where="BERTScore.path"), layer
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
         samples = text_pairs(predictions, references, keys)
@@ -173,7 +175,7 @@ class BERTScore(Metric):
 
     def _scores(self, predictions: list[str], references: list[str]) -> np.ndarray:
         """Shape (pairs, 3)."""
-        model, tokenizer = self._local.model, self._local.tokenizer
+        model, tokenizer = self.local.model, self.local.tokenizer
         layers = int(getattr(model.config, "num_hidden_layers", 0))
         if self._layer is not None and layers and self._layer > layers:
             raise ConfigError(f"BERTScore.layer is {self._layer}", allowed=f"1 to {layers}, the layers of the model")
@@ -181,15 +183,13 @@ class BERTScore(Metric):
         unused = getattr(getattr(model, "embeddings", None), "padding_idx", None)
         positions = getattr(model.config, "max_position_embeddings", 512) - (0 if unused is None else unused + 1)
         limit = min(int(tokenizer.model_max_length), int(positions))
-        long = sum(len(tokenizer(text)["input_ids"]) > limit for text in {*predictions, *references})
-        if long:
-            logger().warning("BERTScore: %d texts are longer than the model's %d tokens and are truncated", long, limit)
+        self.local.warn_of_truncated(tokenizer, {*predictions, *references}, limit)
 
         def tokens(texts: list[str], **_: Any) -> Any:  # torchmetrics asks for padding to the limit: 512 vectors a text
             return tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
 
         with exact():
-            scores = package("torchmetrics.functional.text").bert_score(
+            scores = package("torchmetrics.functional.text", "BERTScore").bert_score(
                 predictions, references, model=model, user_tokenizer=tokens, num_layers=self._layer,
                 batch_size=BATCH_SIZE, device=device(),
             )  # fmt: skip
@@ -197,9 +197,6 @@ class BERTScore(Metric):
 
     def values(self, table: np.ndarray) -> dict[str, float]:
         return {f"{self.name}_{kind}": float(mean) for kind, mean in zip(self._kinds, table.mean(0), strict=True)}
-
-    def details(self) -> dict[str, str]:
-        return self._local.details()
 
 
 @METRICS.register_module()

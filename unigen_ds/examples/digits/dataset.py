@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from PIL import Image
 
 from unigen_ds.config.registry import DATASETS
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.images.image_files import open_image
 from unigen_ds.data.order.order import permute_many
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.examples.demo import prepare_folder, record
+from unigen_ds.system.machine import import_optional
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TRAIN_SIZE = 1500
@@ -80,12 +80,7 @@ def read_split(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _write(folder: Path) -> None:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        problem = "the digits come with scikit-learn, which is not installed"
-        raise ConfigError(problem, remedy="pip install 'unigen_ds[demo]'") from error
-    data: Any = load_digits()
+    data = import_optional("sklearn.datasets", "DigitsDataset", install="'unigen_ds[demo]'").load_digits()
     images = np.round(data.images * (255.0 / 16.0)).astype(np.uint8)
     order = permute_many(np.arange(len(images), dtype=np.int64), len(images), _SPLIT_KEY).tolist()
     for split, members in (("train", order[:TRAIN_SIZE]), ("val", order[TRAIN_SIZE:])):

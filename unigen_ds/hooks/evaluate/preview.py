@@ -44,6 +44,7 @@ from unigen_ds.system.files import write_atomic, write_text_atomic
 from unigen_ds.system.log import logger
 
 FOLDER = "previews"
+Side = Annotated[int, Ge(1)]
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class PreviewHook(Hook):
         unit: Literal["update", "iteration", "epoch"] = "update",
         use_ema: bool = True,
         seed: int = 0,
-        size: Sequence[int] | None = None,
+        size: tuple[Side, Side] | None = None,
         flow: Mapping[str, Any] | None = None,
         max_new_tokens: Annotated[int, Ge(1)] = 64,
         temperature: float = 0.0,
@@ -119,8 +120,6 @@ class PreviewHook(Hook):
         self._prompts += [PreviewPrompt(question, (path,), understand=True) for path in images]
         if not self._prompts and not num_held_out:
             raise ConfigError("PreviewHook has nothing to show", allowed="prompts, images or num_held_out")
-        if size is not None and (len(size) != 2 or min(size) < 1):
-            raise ConfigError(f"PreviewHook.size is {size!r}", allowed="(height, width) in pixels")
         self._flow, self._drawing = flow or {}, None
         self._sampling = Sampling(temperature, top_p)
         self._num_held_out, self._held_out = num_held_out, held_out
@@ -282,10 +281,7 @@ def _prompts(value: str | Sequence[str | Mapping[str, Any]]) -> list[PreviewProm
             raise ConfigError(problem, allowed="a list, or a .txt or .jsonl file of prompts")
         prompts = files_of_prompts.read_prompts(Path(value), where="PreviewHook.prompts")
         return [PreviewPrompt(**vars(one)) for one in prompts]
-    checked: list[PreviewPrompt] = []
-    for i, entry in enumerate(value):
-        arguments: Mapping[str, Any] = {"prompt": entry} if isinstance(entry, str) else entry
-        check_arguments(PreviewPrompt, arguments, where=f"PreviewHook.prompts[{i}]")
-        parts = files_of_prompts.checked_parts(arguments.get("parts", ()))
-        checked.append(PreviewPrompt(**{**arguments, "parts": parts}))
-    return checked
+    entries = [{"prompt": entry} if isinstance(entry, str) else entry for entry in value]
+    for i, entry in enumerate(entries):
+        check_arguments(PreviewPrompt, entry, where=f"PreviewHook.prompts[{i}]")
+    return [PreviewPrompt(**entry) for entry in entries]

@@ -21,10 +21,11 @@ from typing import Annotated, Any, Literal
 import torch
 from annotated_types import Ge, Gt
 
-from unigen_ds.config.registry import HOOKS, MODELS, checked, find
+from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.errors import TrainingError
-from unigen_ds.families.base import family_of
+from unigen_ds.evaluation.generation import trained_family
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.log.logger import global_losses
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
@@ -132,13 +133,11 @@ class FirstUpdateHook(Hook):
         if not self._begins:
             return
         self._begins = False
-        names = sorted(result.local_sums)
-        totals = dist.sum_floats([float(result.local_sums[name]) for name in names])
-        losses = {n: total / result.counts[n] for n, total in zip(names, totals, strict=True) if result.counts.get(n)}
+        means = {key.removeprefix("loss/"): value for key, value in global_losses(result).items() if key != "loss"}
+        losses = {name: value for name, value in means.items() if value is not None}
         if not dist.is_main():
             return
-        family = family_of(find(MODELS, run.config["model"], where="model"))
-        levels = family.chance_level(run.processor) if family is not None else {}
+        levels = trained_family(run.backend)[0].chance_level(run.processor)
         chance = {name: level for name, level in levels.items() if name in losses}
         texts = [", ".join(f"{name} {value:.4g}" for name, value in each.items()) for each in (losses, chance)]
         logger().info("First update: losses %s", "; chance is ".join(filter(None, texts)) + ".")

@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt
 
 from unigen_ds.checkpoint import store
 from unigen_ds.config.registry import HOOKS, checked
-from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.core.errors import TrainingError
 from unigen_ds.data.order.order import Skip
 from unigen_ds.hooks.base import GoBack, Hook, Run, UpdateResult
+from unigen_ds.hooks.log.logger import global_losses
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 
@@ -81,18 +81,18 @@ class SpikeHook(Hook):
         """Collective. Raises ``GoBack``, or ``TrainingError`` where that is not possible."""
         pending, self._pending = self._pending, []
         if pending:
-            losses = dist.sum_floats([_local_loss(result) for _, result in pending])
+            losses = [global_losses(result)["loss"] for _, result in pending]
             back: GoBack | None = dist.on_main(lambda: self._decide(run, pending, losses))
             if back is not None:
                 raise back
 
-    def _decide(self, run: Run, pending: Sequence[tuple[int, UpdateResult]], losses: Sequence[float]) -> GoBack | None:
+    def _decide(self, run: Run, pending: Sequence[tuple[int, UpdateResult]], losses: Sequence[Any]) -> GoBack | None:
         """On rank 0."""
         spike, text = list[tuple[int, UpdateResult]](), ""
         for (update, result), loss in zip(pending, losses, strict=True):
-            values = [loss, float(result.grad_norm)]
-            if not (result.applied and any(result.counts.values()) and all(map(math.isfinite, values))):
-                continue  # the NanGuardHook's
+            values = [math.nan if loss is None else loss, float(result.grad_norm)]
+            if not (result.applied and all(map(math.isfinite, values))):
+                continue  # the NanGuardHook's, or an update without targets
             if above := self._above(values):
                 spike, text = [*spike, (update, result)], text or above
             elif spike:
@@ -146,12 +146,3 @@ class SpikeHook(Hook):
             problem, found.path, skip, stop - start, done + 1, self.max_rollbacks, run.work_dir, skip,
         )  # fmt: skip
         return GoBack(found.path, skip)
-
-
-def _local_loss(result: UpdateResult) -> float:
-    """This rank's part of the loss of an update. Reads the device."""
-    return sum(
-        result.loss_weights.get(name, DEFAULT_WEIGHT) * float(value) / result.counts[name]
-        for name, value in result.local_sums.items()
-        if result.counts.get(name)
-    )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from unigen_ds.config.values import seconds
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 from unigen_ds.system.machine import env_number
@@ -36,12 +37,12 @@ class TimeLimitHook(Hook):
         self.max_time = max_time
         self._limit = math.inf
         """When the time is over, of ``time.monotonic``."""
-        self._save_s, self._is_measured = 0.0, False
-        """The longest save: from its beginning until it is committed, and what other hooks do then is done."""
-        self._saving_since, self._update_since, self._updates = 0.0, math.nan, 0
-        self._longest_s = self._last_s = 0.0
+        self._saves: CheckpointHook | None = None
+        self._assumed_s = self._longest_s = self._last_s = 0.0
+        self._update_since, self._updates = math.nan, 0
 
     def before_train(self, run: Run) -> None:
+        self._saves = next((hook for hook in run.hooks if isinstance(hook, CheckpointHook)), None)
         now, limits = time.monotonic(), []
         if self.max_time is not None:
             what = f"train_cfg.max_time={self.max_time!r}, counted from the start of this process"
@@ -51,32 +52,29 @@ class TimeLimitHook(Hook):
         if not limits:
             return
         self._limit, what = min(limits)
-        self._save_s = max(0.0, min(ASSUMED_SAVE_S, (self._limit - now) / 10))
+        self._assumed_s = max(0.0, min(ASSUMED_SAVE_S, (self._limit - now) / 10))
         when = datetime.fromtimestamp(time.time() + self._limit - now)
         logger().info("The run ends before %s with a checkpoint and exit status 143, unless it is complete: %s. Until a"
                       " save is measured, %.0f s are assumed for one.", f"{when:%Y-%m-%d %H:%M:%S}", what,
-                      self._save_s)  # fmt: skip
+                      self._assumed_s)  # fmt: skip
 
     def before_update(self, run: Run) -> None:
         """An update lasts until the next one begins: with its data, evaluations and exports, without its save."""
         now = time.monotonic()
         if self._updates:
             self._last_s = now - self._update_since
+            if self._saves is not None and self._saves.began > self._update_since:
+                self._last_s -= self._saves.took_s
             self._longest_s = self._last_s if self._updates < 3 else max(self._longest_s, self._last_s)  # 1: compiles
         self._updates, self._update_since = self._updates + 1, now
 
-    def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
-        self._saving_since = time.monotonic()
-
-    def after_save_checkpoint(self, run: Run, path: Path) -> None:
-        length = time.monotonic() - self._saving_since
-        self._save_s = max(length, self._save_s if self._is_measured else 0.0)
-        self._is_measured = True
-        if self._saving_since > self._update_since:  # not one that other updates have waited for in part
-            self._update_since += length
+    def _save(self) -> tuple[float, str]:
+        """Seconds of the longest save; and in words whether they are assumed."""
+        longest_s = None if self._saves is None else self._saves.longest_s
+        return (self._assumed_s, " (assumed)") if longest_s is None else (longest_s, "")
 
     def has_request(self) -> bool:
-        needed = self._longest_s + self._last_s + 2 * self._save_s
+        needed = self._longest_s + self._last_s + 2 * self._save()[0]
         return dist.is_main() and time.monotonic() + needed > self._limit
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
@@ -85,8 +83,7 @@ class TimeLimitHook(Hook):
         if dist.is_main():
             logger().warning("The time limit is near: %.0f s are left; an update lasted up to %.1f s, a save %.1f s%s."
                              " Saving a checkpoint, then stopping; --resume continues.",
-                             self._limit - time.monotonic(), self._longest_s, self._save_s,
-                             "" if self._is_measured else " (assumed)")  # fmt: skip
+                             self._limit - time.monotonic(), self._longest_s, *self._save())  # fmt: skip
         run.request_stop(STOPPED_BY_TIME)
 
 

@@ -68,7 +68,6 @@ class LoggerHook(JournalHook):
         statistics_interval: updates between lines with the statistics over ranks (``training_stats/*``).
         writers: those of ``visualizer.vis_backends`` of the config.
         run_name: ``visualizer.run_name``, filled in; None: the name of the work dir.
-        log_metric_by_epoch: mmengine's; no effect: a line has update, iteration and epoch.
     """
 
     name = "logger"
@@ -84,16 +83,13 @@ class LoggerHook(JournalHook):
         statistics_interval: Annotated[int, Ge(1)] = 100,
         writers: Sequence[Writer] = (),
         run_name: str | None = None,
-        log_metric_by_epoch: bool = False,
     ) -> None:
         super().__init__(METRICS_FILE)
-        self._interval, self._unit = interval, unit
-        self._statistics_interval, self._log_metric_by_epoch = statistics_interval, log_metric_by_epoch
+        self._interval, self._unit, self._statistics_interval = interval, unit, statistics_interval
         kinds = [type(writer).__name__ for writer in writers]
-        numbers = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
         self._writers = [
-            SafeWriter(writer, f"{kind}-{number + 1}" if number else kind)
-            for writer, kind, number in zip(writers, kinds, numbers, strict=True)
+            SafeWriter(writer, f"{kind}-{kinds[:i].count(kind) + 1}" if kind in kinds[:i] else kind)
+            for i, (writer, kind) in enumerate(zip(writers, kinds, strict=True))
         ]
         self._run_name = run_name
         self._bar: RichBar | None = None
@@ -118,8 +114,6 @@ class LoggerHook(JournalHook):
         self._epoch_since = time.perf_counter()
         self._by_source = SourceLosses(source_names(run.datasets))
         self._timer = next((hook for hook in run.hooks if isinstance(hook, IterTimerHook)), None)
-        if self._log_metric_by_epoch:
-            logger().warning("LoggerHook.log_metric_by_epoch has no effect: each line has update, iteration and epoch")
         if dist.is_main() and self._writers:
             identity = _identity(run)
             for writer in self._writers:  # not earlier: a resume has restored the run ids by now

@@ -8,10 +8,11 @@ best one, and only after that the former one may be deleted. So a save that fail
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -29,34 +30,26 @@ from unigen_ds.system import dist
 from unigen_ds.system.files import write_text_atomic
 from unigen_ds.system.log import logger
 
-_RULES = {
-    "less": ("fid", "perplexity"),
-    "greater": ("bleu", "rouge", "meteor", "bertscore", "exact_match", "clip", "consistency"),
-}
-"""Beginnings of the names of this project's metrics."""
-_GREATER = ("acc", "top", "ar@", "auc", "precision", "map", "mdice", "miou", "macc", "aacc")
-"""mmengine's, in lower case: a metric whose name contains one is better when it is greater (``loss``: when less)."""
+Rule = Literal["less", "greater"]
+_RULES: tuple[tuple[str, Rule], ...] = (
+    ("fid|perplexity", "less"),
+    ("bleu|rouge|meteor|bertscore|exact_match|clip|consistency", "greater"),
+    (".*(acc|top|ar@|auc|precision|map|mdice|miou)", "greater"),
+)
+"""What a part of a metric's name matches, of this project's metrics and of mmengine's -> what is better."""
 
 
-def rule_of(metric: str, rule: str | None = None) -> str:
-    """``rule``; or, where it is None, ``'less'`` or ``'greater'`` by the metric's name, as mmengine infers it.
+def rule_of(metric: str) -> Rule:
+    """``'less'`` or ``'greater'`` by the metric's name, as mmengine infers it.
 
     The first part of the name after ``val/`` decides, or the second after the name of a set, so that
-    ``val/loss/text/accounts.jsonl`` is a loss. Raises ``ConfigError`` for another rule, and where none can be inferred.
+    ``val/loss/text/accounts.jsonl`` is a loss. Raises ``ConfigError`` where none can be inferred.
     """
-    if rule is not None:
-        if rule not in _RULES:
-            raise ConfigError(f"rule is {rule!r}", allowed="'less' or 'greater'")
-        return rule
     name = metric.removeprefix("val/").lower()
     parts = name.split("/")[:2]
-    if "loss" in parts:
-        return "less"
-    rules: set[str] = set()
-    for part in parts:
-        own = [rule for rule, beginnings in _RULES.items() if part.startswith(beginnings)]
-        rules |= {*own[:1]} or ({"greater"} if any(key in part for key in _GREATER) else set())
-    if not rules and "loss" in name:
+    inferred = (next((rule for pattern, rule in _RULES if re.match(pattern, part)), None) for part in parts)
+    rules = {rule for rule in inferred if rule is not None}
+    if "loss" in parts or (not rules and "loss" in name):
         return "less"
     if len(rules) != 1:
         raise ConfigError(
@@ -75,8 +68,8 @@ class MetricHook(Hook):
         where: the argument that names the metric, for messages.
     """
 
-    def __init__(self, metric: str, *, rule: str | None, where: str) -> None:
-        self.metric, self.rule, self._where = metric, rule_of(metric, rule), where
+    def __init__(self, metric: str, *, rule: Rule | None, where: str) -> None:
+        self.metric, self.rule, self._where = metric, rule or rule_of(metric), where
         self._provenance: dict[str, str] = {}
         self._error: ConfigError | None = None
 
@@ -122,11 +115,10 @@ class BestHook(MetricHook):
 
     name = "best"
 
-    def __init__(self, metric: str, *, rule: str | None = None) -> None:
+    def __init__(self, metric: str, *, rule: Rule | None = None) -> None:
         self._auto = metric == "auto"
         super().__init__("val/loss" if self._auto else metric, rule=rule, where="EvaluateHook.save_best")
         self._best: Best | None = None
-        self._folder: Path | None = None
         self._offered: Best | None = None
         """Of the present update, better than the best one."""
         self._saving: Best | None = None
@@ -147,7 +139,7 @@ class BestHook(MetricHook):
         if self._saving is not None and all(hook.pending is None for hook in self._checkpoints(run)):
             lost, self._saving = self._saving, None
         if lost is not None and dist.is_main():
-            consequence = "none is kept" if self._folder is None else f"{self._folder} stays the best checkpoint"
+            consequence = "none is kept" if self._best is None else f"{self._best.path} stays the best checkpoint"
             logger().warning("The best %s so far, %.6g at update %d, was not saved: %s.",
                              self.metric, lost.value, lost.updates, consequence)  # fmt: skip
 
@@ -161,11 +153,10 @@ class BestHook(MetricHook):
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
         if not run.progress.updates or (value := self.value_of(run, metrics)) is None:
             return
-        worst = math.inf if self.rule == "less" else -math.inf
         if not math.isfinite(value) and dist.is_main():
             logger().warning("%s is %g at update %d: it is not the best.", self.metric, value, run.progress.updates)
         best = self._saving or self._best
-        if stored.better(value, worst if best is None else best.value, rule=self.rule):
+        if stored.better(value, None if best is None else best.value, rule=self.rule):
             self._offered = Best(self.metric, self.rule, value, run.progress.updates, provenance=self._provenance)
 
     def wants_save(self) -> bool:
@@ -192,7 +183,7 @@ class BestHook(MetricHook):
 
         home, resolved = run.checkpoint_dir.resolve(), folder.resolve()
         name = resolved.relative_to(home) if resolved.is_relative_to(home) else folder.absolute()
-        self._best, self._folder, self._commit = replace(best, path=str(name)), folder, dist.on_main(settle)
+        self._best, self._commit = replace(best, path=str(name)), dist.on_main(settle)
 
     def keeps(self, manifest: Manifest) -> bool:
         return manifest.commit == self._commit
@@ -244,7 +235,7 @@ class EarlyStoppingHook(MetricHook):
         self,
         *,
         monitor: str,
-        rule: str | None = None,
+        rule: Rule | None = None,
         min_delta: Annotated[float, Ge(0)] = 0.0,
         patience: Annotated[int, Ge(1)] = 5,
         check_finite: bool = True,
@@ -262,7 +253,7 @@ class EarlyStoppingHook(MetricHook):
             return
         self._last = value
         margin = self.min_delta if self.rule == "less" else -self.min_delta
-        if math.isfinite(value) and (self._best is None or stored.better(value + margin, self._best, rule=self.rule)):
+        if stored.better(value + margin, self._best, rule=self.rule):
             self._best, self._waited = value, 0
         else:
             self._waited += 1

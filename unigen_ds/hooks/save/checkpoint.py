@@ -113,8 +113,11 @@ class CheckpointHook(Hook):
         """The update of the last complete checkpoint."""
         self.pending: int | None = None
         """The update of the one that is being written."""
-        self._began = self._took = self._slow_s = 0.0
-        """Clock at the begin of the last save; its seconds, and those of the last one that a warning was about."""
+        self.began = self.took_s = self._slow_s = 0.0
+        """Clock at the begin of the last save; its seconds with what other hooks did then, 0 until all is done; and
+        those of the last one that a warning was about."""
+        self.longest_s: float | None = None
+        """The largest ``took_s``; None before the first."""
         self._went_on: float | None = None
         """Clock where training continued after the last save that the interval asked for."""
 
@@ -162,7 +165,7 @@ class CheckpointHook(Hook):
 
     def _compare(self, trained_s: float) -> None:
         """Warn where a save needs longer than the training between two, and again where it needs twice as long."""
-        took_s = self._took if self.pending is None else time.monotonic() - self._began
+        took_s = self.took_s if self.pending is None else time.monotonic() - self.began
         if took_s > max(trained_s, SLOW_S, 2 * self._slow_s) and dist.is_main():
             self._slow_s = took_s
             logger().warning(
@@ -194,7 +197,7 @@ class CheckpointHook(Hook):
         by_update = self.filename_tmpl.startswith(store.BY_UPDATE)
         number = run.progress.updates if by_update else run.progress.iteration(run.geometry)
         name, self.pending = self.filename_tmpl.format(number), run.progress.updates
-        self._began, self._took = time.monotonic(), 0.0
+        self.began, self.took_s = time.monotonic(), 0.0
         weights = self._exports(run)
         self._settle(run, run.save_checkpoint(name, form=self.form, background=background, weights=weights))
 
@@ -210,7 +213,8 @@ class CheckpointHook(Hook):
         """Where the checkpoint is complete: delete old ones."""
         if path is None:
             return
-        self._settled, self.pending, self._took = self.pending, None, time.monotonic() - self._began
+        self._settled, self.pending, self.took_s = self.pending, None, time.monotonic() - self.began
+        self.longest_s = max(self.took_s, self.longest_s or 0.0)
         logger().info("Saved checkpoint %s.", path)
         if not dist.is_main():
             return

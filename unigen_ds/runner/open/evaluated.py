@@ -28,11 +28,11 @@ from unigen_ds.evaluation.metrics import build_metrics
 from unigen_ds.evaluation.scoring import Evaluation, check
 from unigen_ds.evaluation.scoring import evaluate as score
 from unigen_ds.evaluation.validation import Validation
+from unigen_ds.families.base import family_of
 from unigen_ds.families.directories import published_format
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, settled_precision
 from unigen_ds.runner.open.trained import config_of, import_stored, open_model, self_contained
 from unigen_ds.runner.settings.custom_imports import import_custom
-from unigen_ds.runner.settings.family_settings import family_of_model
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import build_data, build_processor, build_validation_data
 from unigen_ds.system import dist
@@ -113,7 +113,7 @@ def evaluate(
         settings = settings.settled(seed=int(manifest.loader["seed"]))
     answering = Answering.of(generation, where="generation")
     if answering.flow:  # before the model is read
-        family_of_model(settings.model.cls).drawing_settings(None, answering.flow, where="generation.flow")
+        family_of(settings.model.cls).drawing_settings(None, answering.flow, where="generation.flow")
     built = build_metrics(metrics)
     averaged = manifest is not None and bool(manifest.files_in(EMA))
     if ema and not averaged:

@@ -21,13 +21,12 @@ from unigen_ds.config.hub import folder_of
 from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.shards import by_first_name, misfit, refuse_misfit, tied_names
-from unigen_ds.families.base import exported_format
+from unigen_ds.families.base import exported_format, family_of
 from unigen_ds.families.directories import formats, published_format
 from unigen_ds.models.lora import adapter_record, base_tensors, merge_adapters, rounding, write_adapters
 from unigen_ds.models.quantized import QuantizedLinear
 from unigen_ds.resume.finding import BUILT
 from unigen_ds.runner.settings.custom_imports import CustomImports, import_custom
-from unigen_ds.runner.settings.family_settings import family_of_model
 from unigen_ds.runner.settings.tree import ModelSettings, load_config
 from unigen_ds.runner.start.build import build_model, build_processor
 from unigen_ds.system.files import check_digests, check_new, new_directory
@@ -125,7 +124,7 @@ def open_inferencer(
     check_device(device)
     model, processor = open_model(path, **source)
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
-    return family_of_model(type(model)).inferencer(model, processor)
+    return family_of(type(model)).inferencer(model, processor)
 
 
 def check_device(device: torch.device | str) -> None:
@@ -255,7 +254,7 @@ def export_checkpoint(
                 " differs by at most %.2g of itself, the matrix that differs most by %.2g (relative L2).",
                 str(dtype).removeprefix("torch."), torch.finfo(dtype).eps / 2, rounding(model, dtype),
             )  # fmt: skip
-    directory_format = exported_format(family_of_model(type(model)), type(model))
+    directory_format = exported_format(family_of(type(model)), type(model))
     if source is not None:
         check_digests(source := folder_of(source, where="--source"))
     dtype = dtype or torch.float32

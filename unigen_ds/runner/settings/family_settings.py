@@ -11,7 +11,7 @@ from unigen_ds.config.section import Of, one_or_many
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.data.images.augment import CHANGES, transform_problems
 from unigen_ds.data.settings import Transform
-from unigen_ds.families.base import Family, families, family_of
+from unigen_ds.families.base import families, family_of
 from unigen_ds.families.directories import published_format
 from unigen_ds.system.log import notice
 
@@ -24,22 +24,9 @@ _FIXED = ("tokenizer", "seed")
 """Arguments of a processor that no config sets in its section."""
 
 
-def family_of_model(kind: type) -> Family:
-    """The family of a model's class. Raises ``ConfigError`` where none is registered."""
-    family = family_of(kind)
-    if family is None:
-        raise ConfigError(
-            f"model.type is {kind.__name__!r}, and no registered family has this model",
-            allowed=f"{', '.join(sorted(each.model.__name__ for each in families()))}, or a subclass of one",
-            remedy="name the module that registers its family in custom_imports; docs/extending.md shows how to write"
-            " one",
-        )
-    return family
-
-
 def check_kind(kind: type, folder: Path) -> None:
     """Raise ``ConfigError`` where ``model.pretrained`` is the published directory of another family."""
-    formats = family_of_model(kind).published
+    formats = family_of(kind).published
     published = published_format(folder) if formats and folder.is_dir() else None
     if published is None or any(one.recognises(folder) for one in formats):
         return
@@ -61,7 +48,7 @@ def family_problems(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     except ConfigError:
         return  # reported with the model
     try:
-        family = family_of_model(kind)
+        family = family_of(kind)
     except ConfigError as error:
         yield error
         return

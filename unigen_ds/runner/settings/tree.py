@@ -38,6 +38,7 @@ from unigen_ds.data.text import tokenizers as _tokenizers  # noqa: F401
 from unigen_ds.evaluation import metrics as _metrics  # noqa: F401
 from unigen_ds.families import directories as _families  # noqa: F401
 from unigen_ds.families.bagel.family import Bagel
+from unigen_ds.families.base import family_of
 from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
 from unigen_ds.hooks.mmengine import stops_early
 from unigen_ds.hooks.settings import CustomHook, DefaultHooks
@@ -45,7 +46,7 @@ from unigen_ds.models.settings import Lora
 from unigen_ds.optim.settings import Finite, OptimWrapper
 from unigen_ds.runner.settings.custom_imports import CustomImports, import_custom, importable
 from unigen_ds.runner.settings.environment import Environment
-from unigen_ds.runner.settings.family_settings import PROCESSOR_KEYS, family_of_model, family_problems
+from unigen_ds.runner.settings.family_settings import PROCESSOR_KEYS, family_problems
 from unigen_ds.schedule.schedule import Curve
 from unigen_ds.system.log import notice
 from unigen_ds.tracking.settings import Visualizer
@@ -264,7 +265,7 @@ class Settings(ModelSettings):
         """See ``Section.completed``; of ``processor`` the keys that the model's family has."""
         values = super().completed(config)
         try:
-            family = family_of_model(find(MODELS, values["model"], where=""))
+            family = family_of(find(MODELS, values["model"], where=""))
         except (ConfigError, TypeError, KeyError):
             return values
         defaults = argument_defaults(family.processor_arguments())
@@ -279,7 +280,7 @@ class Settings(ModelSettings):
     @property
     def term_weights(self) -> dict[str, float]:
         """The weight of each loss term of the model's family."""
-        return {t: self.loss_weights.get(t, DEFAULT_WEIGHT) for t in family_of_model(self.model.cls).terms}
+        return {t: self.loss_weights.get(t, DEFAULT_WEIGHT) for t in family_of(self.model.cls).terms}
 
     def settled(self, *, seed: int | None, precision: str | None = None, base: Base | None = None) -> Settings:
         """The same, with what the plan of a start has chosen. A base whose files this machine does not have there (a

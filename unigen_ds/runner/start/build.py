@@ -27,6 +27,7 @@ from unigen_ds.data.datasets.streamed_units import check_streamed, fit
 from unigen_ds.data.datasets.subset import Division, apply_filters, divide, first_records
 from unigen_ds.data.order.order import Cursor, GlobalOrder
 from unigen_ds.data.settings import TrainDataloader
+from unigen_ds.families.base import family_of
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
 from unigen_ds.hooks.guard.time_limit import TimeLimitHook
@@ -37,7 +38,7 @@ from unigen_ds.models.lora import adapter_record, add_adapters, base_tensors, ho
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, settled_precision
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.resume.geometry import keep_batch
-from unigen_ds.runner.settings.family_settings import check_kind, family_of_model
+from unigen_ds.runner.settings.family_settings import check_kind
 from unigen_ds.runner.settings.tree import ModelSettings, Settings
 from unigen_ds.system.log import logger, notice
 
@@ -187,7 +188,7 @@ def build_validation_data(
 def build_processor(settings: ModelSettings, *, seed: int) -> Any:
     """The tokenizer and the family's processor; every size that the model determines is read from the model."""
     tokenizer = None if settings.tokenizer is None else settings.tokenizer.build()
-    family, spec = family_of_model(settings.model.cls), locate_pretrained(settings.model)
+    family, spec = family_of(settings.model.cls), locate_pretrained(settings.model)
     return family.processor(spec, dict(settings.processor), tokenizer=tokenizer, seed=seed)
 
 
@@ -233,7 +234,7 @@ def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: b
     packed = spec.get("quantize") or (settings.lora is not None and settings.lora.quantize)
     stream = stream and bool(spec.get("pretrained")) and not packed and hasattr(kind, "initial_weights")
     with torch.device("meta") if stream else nullcontext():
-        model = family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
+        model = family_of(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
     connect(model, processor)
     if settings.lora is not None:
         add_adapters(model, settings.lora, seed=seed)
