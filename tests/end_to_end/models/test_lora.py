@@ -20,7 +20,7 @@ from tools.evaluate import main as evaluate
 from tools.export import main as export
 from tools.generate import main as generate
 from unigen_ds.checkpoint import store
-from unigen_ds.checkpoint.base_files import Base, find_base
+from unigen_ds.checkpoint.base_files import find_base
 from unigen_ds.checkpoint.convert import merge
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
@@ -165,7 +165,7 @@ def test_another_base_is_refused_by_name(run: Path, base: Path, tmp_path: Path, 
     (other / weights).write_bytes(whole)
     (other / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        find_base(Base.from_state(Manifest.read(run / "iter_8.pth").base or {}), given=str(other), checkpoint=None)
+        find_base(Manifest.read(run / "iter_8.pth").base, given=str(other), checkpoint=None)
     resumed = Runner.from_cfg(config(run.parent, tmp_path / "gone", lora=DORA, resume=True), max_updates=9)
     assert resumed.train().updates == 9  # with the copy in the work dir
     recorded = Manifest.read(run / "iter_9.pth")

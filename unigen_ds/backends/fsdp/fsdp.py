@@ -24,11 +24,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.utils import get_total_norm
 
-from unigen_ds.backends.base import StepResult
 from unigen_ds.backends.memory import allocate
-from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend, local_part
+from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend, local_part, whole
 from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.errors import ConfigError, suggestion
 from unigen_ds.core.progress import Geometry
@@ -166,20 +164,6 @@ class FSDPBackend(TorchOptimizerBackend):
         scale = self._scale.scale if self._scale else float(self.dp_size)
         (loss * scale if scale != 1.0 else loss).backward()
 
-    def step(self) -> StepResult:
-        grads = self._gradients()
-        local = [local_part(grad) for grad in grads]
-        if self._scale:
-            torch._foreach_mul_(local, self.dp_size / self._scale.scale)
-        norm = _whole(get_total_norm(grads))
-        applied = bool(torch.isfinite(norm))
-        if applied:
-            if self._cfg.max_norm is not None:
-                factor = torch.clamp(self._cfg.max_norm / (norm + 1e-6), max=1.0)
-                torch._foreach_mul_(local, factor.to(local[0].device))
-            self._update()
-        return self._step_result(norm, applied=applied)
-
     @torch.no_grad()
     def _update(self) -> None:
         """An optimizer that is not element-wise gets whole matrices, every other one the shards.
@@ -198,9 +182,9 @@ class FSDPBackend(TorchOptimizerBackend):
         try:
             for group, masters in zip(groups, members, strict=True):
                 for master in masters:
-                    matrix = nn.Parameter(_whole(master).to(self._device))
-                    matrix.grad = _whole(master.grad).to(self._device)
-                    kept = {k: _whole(v).to(self._device) for k, v in state[master].items() if k != STEP}
+                    matrix = nn.Parameter(whole(master).to(self._device))
+                    matrix.grad = whole(master.grad).to(self._device)
+                    kept = {k: whole(v).to(self._device) for k, v in state[master].items() if k != STEP}
                     if STEP in state[master]:
                         kept[STEP] = state[master][STEP]
                     optimizer.state = defaultdict(dict, {matrix: kept} if kept else {})
@@ -292,10 +276,6 @@ def _settle(root: nn.Module) -> None:
             for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
                 for parameter in group.fsdp_params if group else ():
                     parameter.reset_sharded_param()
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _keep_rows(whole: Tensor, sharded: Tensor) -> None:
