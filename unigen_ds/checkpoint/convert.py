@@ -85,8 +85,7 @@ def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
     if not (directory / FILE_NAME).is_file():
         check_digests(directory)
         foreign = read_foreign(directory, tag="." if directory.is_dir() else None)
-        frozen = frozenset(row["name"] for row in foreign.parameters if not row["trainable"])
-        return Source(directory, foreign.reader, None, frozen, dict(foreign.reader.tied))
+        return Source(directory, foreign.reader, None, foreign.frozen, foreign.reader.tied)
 
     def has_weights(path: str) -> bool:  # a model for inference needs no other file
         return path.rpartition("/")[0] in ("", EMA, TOKENIZER) and path != OPTIMIZER_FILE
