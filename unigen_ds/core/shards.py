@@ -203,7 +203,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Misfit:
     """What differs between stored tensors and a model; empty (False) where all fit."""
 
