@@ -170,9 +170,8 @@ def test_another_base_is_refused_by_name(run: Path, base: Path, tmp_path: Path, 
     assert resumed.train().updates == 9  # with the copy in the work dir
     recorded = Manifest.read(run / "iter_9.pth")
     assert recorded.format_version == 3 and recorded.base is not None
-    assert recorded.base["path"] == str(run / "base") and {e["path"] for e in recorded.base["files"]} == {
-        "config.json", "model.safetensors",
-    }  # fmt: skip
+    assert recorded.base.path == str(run / "base")
+    assert {entry.path for entry in recorded.base.files} == {"config.json", "model.safetensors"}
     with pytest.raises(CheckpointError, match=r"holds adapters.*export\.py --merge"):
         merge(run, tmp_path / "plain")
     with pytest.raises(ConfigError, match="no effect"):
@@ -188,7 +187,7 @@ def test_the_record_of_a_base_is_found_from_any_folder(
     monkeypatch.chdir(tmp_path)
     Runner.from_cfg(config(tmp_path / "a", base, resume=True, base="moved"), max_updates=2).train()
     recorded = Manifest.read(tmp_path / "a" / "run" / "iter_2.pth").base
-    assert recorded is not None and recorded["path"] == str(tmp_path / "moved")
+    assert recorded is not None and recorded.path == str(tmp_path / "moved")
 
 
 def test_what_cannot_be_adapted_is_refused(tmp_path: Path, base: Path) -> None:
