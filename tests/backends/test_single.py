@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from tests.checkpoint.support import write_state
-from tests.processes import run
 from unigen_ds.backends.base import Backend, StepResult
 from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
@@ -201,17 +198,12 @@ def test_fp16_overflow_halves_the_scale_and_skips():
 CLIP = 0.005
 
 
-class Units(Net):
-    def shard_units(self) -> list[nn.Module]:
-        return []  # the root alone: ``forward`` looks at a weight's dtype before its layer runs
-
-
-def clipped_update(kind: type[Backend], precision: str) -> tuple[float, dict[str, torch.Tensor]]:
+def clipped_update(precision: str) -> tuple[float, dict[str, torch.Tensor]]:
     """Norm and weights of one update by SGD, whose step follows the length of the gradient (Adam's does not)."""
     torch.manual_seed(0)
-    net = Units()
+    net = Net()
     names = tuple(name for name, p in net.named_parameters() if p.requires_grad)
-    backend = kind()
+    backend = SingleBackend()
     cfg = OptimizerConfig("SGD", {}, max_norm=CLIP, precision=precision)
     backend.prepare(net, [ParamGroup("all", 1.0, 0.0, names)], cfg, geometry=Geometry(1))
     backend.model.eval()
@@ -219,26 +211,14 @@ def clipped_update(kind: type[Backend], precision: str) -> tuple[float, dict[str
     return norm, {shard.name: shard.data.clone() for shard in backend.master_shards()}
 
 
-def clipped_by_fsdp() -> None:
-    from unigen_ds.backends.fsdp.fsdp import FSDPBackend
-
-    compare_clipping(FSDPBackend)
-
-
-def compare_clipping(kind: type[Backend]) -> None:
-    (norm, expected), (half_norm, half) = clipped_update(SingleBackend, "fp32"), clipped_update(kind, "fp16")
+def test_fp16_is_clipped_after_the_scale_is_taken_out():
+    """Clipped before it, an update would be 65,536 times as small. FSDP's updates are made by the same function."""
+    (norm, expected), (half_norm, half) = clipped_update("fp32"), clipped_update("fp16")
     assert norm > 2 * CLIP and half_norm == pytest.approx(norm, rel=0.01), "clipped, and the norm is without the scale"
     begin = {name: p.detach().view(-1) for name, p in make().model.named_parameters()}
     for name, value in expected.items():
         moved, by_half = value - begin[name], half[name] - begin[name]
         assert float((moved - by_half).norm()) < 0.02 * float(moved.norm()), name
-
-
-def test_fp16_is_clipped_after_the_scale_is_taken_out():
-    """Clipped before it, an update would be 65,536 times as small; of the engine with shards in its own process."""
-    compare_clipping(SingleBackend)
-    done = run([sys.executable, "-c", "from tests.backends.test_single import clipped_by_fsdp as f; f()"], text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_scale_doubles_with_the_last_update_of_its_interval():

@@ -34,12 +34,10 @@ from unigen_ds.core.shards import (
     misfit,
     refuse_misfit,
 )
-from unigen_ds.optim.optimizer import PRECISIONS, OptimizerConfig, ParamGroup, computes_bf16
+from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup, computes_bf16
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 from unigen_ds.system.outputs import StateFiles, all_finite
-
-__all__ = ["PRECISIONS", "Backend", "OptimizerConfig", "ParamGroup", "StepResult"]
 
 _NOT_MOMENTS = {MASTER, BUFFER, EMA, STEP, LOSS_SCALE}
 

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from unigen_ds.backends.base import StepResult
 from unigen_ds.backends.memory import allocate
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
 from unigen_ds.config.registry import BACKENDS
@@ -73,18 +71,9 @@ class SingleBackend(TorchOptimizerBackend):
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
                 parameter.grad = None
 
-    def step(self) -> StepResult:
-        grads = self._gradients()
-        if self._scale:
-            torch._foreach_mul_(grads, 1.0 / self._scale.scale)
-        norm = get_total_norm(grads)
-        applied = bool(torch.isfinite(norm))
-        if applied:
-            if self._cfg.max_norm is not None:
-                clip_grads_with_norm_([self._masters[name] for name in self._trainable], self._cfg.max_norm, norm)
-            self._optimizer.step()
-            self.refresh_copies()
-        return self._step_result(norm, applied=applied)
+    def _update(self) -> None:
+        super()._update()
+        self.refresh_copies()
 
     @torch.no_grad()
     def refresh_copies(self) -> None:

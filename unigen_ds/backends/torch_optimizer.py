@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from unigen_ds.backends.base import Backend, StepResult
 from unigen_ds.core.shards import LOSS_SCALE, STEP, Shard, persistent_buffers
@@ -26,6 +27,11 @@ from unigen_ds.optim.optimizer import (
 def local_part(tensor: Tensor) -> Tensor:
     """This process's part of a DTensor; a plain tensor is whole."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a DTensor, gathered; a plain tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class TorchOptimizerBackend(Backend):
@@ -74,8 +80,18 @@ class TorchOptimizerBackend(Backend):
     def _update(self) -> None:
         self._optimizer.step()
 
-    def _step_result(self, norm: Tensor, *, applied: bool) -> StepResult:
-        """The end and the result of ``step``; the loss scale follows it."""
+    def step(self) -> StepResult:
+        grads = self._gradients()
+        local = [local_part(grad) for grad in grads]
+        if self._scale:
+            torch._foreach_mul_(local, self.dp_size / self._scale.scale)
+        norm = whole(get_total_norm(grads))
+        applied = bool(torch.isfinite(norm))
+        if applied:
+            if self._cfg.max_norm is not None:
+                factor = torch.clamp(self._cfg.max_norm / (norm + 1e-6), max=1.0)
+                torch._foreach_mul_(local, factor.to(local[0].device))
+            self._update()
         self._optimizer.zero_grad(set_to_none=True)
         if applied and not self._state_checked:
             check_state(self._optimizer)

@@ -190,19 +190,15 @@ class _Pickler(pickle.Pickler):
         self.storages: dict[tuple[str, int, int], tuple[int, torch.UntypedStorage]] = {}
         self.nbytes = 0
 
-    def reducer_override(self, value: Any) -> Any:
+    def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return NotImplemented
+            return None
         key, storage = _key(value), value.untyped_storage()
         if key not in self.storages:
             self.storages[key] = self.nbytes, storage
             self.nbytes += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
         span = self.storages[key][0], storage.nbytes()
-        return _shared_tensor, (span, value.dtype, value.storage_offset(), tuple(value.shape), value.stride())
-
-
-def _shared_tensor(span: tuple[int, int], *view: Any) -> Tensor:
-    raise pickle.UnpicklingError("only a writer has the memory of this tensor")
+        return span, value.dtype, value.storage_offset(), tuple(value.shape), value.stride()
 
 
 class _Unpickler(pickle.Unpickler):
@@ -213,15 +209,12 @@ class _Unpickler(pickle.Unpickler):
         self._memory = memory
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
-        return self._tensor if name == _shared_tensor.__name__ else super().find_class(module, name)
-
-    def _tensor(self, span: tuple[int, int], dtype: torch.dtype, *view: Any) -> Tensor:
-        begin, size = span
+    def persistent_load(self, identifier: Any) -> Tensor:
+        span, dtype, *view = identifier
         if span not in self._storages:
             content = torch.empty(0, dtype=torch.uint8)
-            if size:
-                content = torch.frombuffer(self._memory, dtype=torch.uint8, offset=begin, count=size)
+            if span[1]:
+                content = torch.frombuffer(self._memory, dtype=torch.uint8, offset=span[0], count=span[1])
             self._storages[span] = content.untyped_storage()
         return torch.empty(0, dtype=dtype).set_(self._storages[span], *view)
 

@@ -10,12 +10,9 @@ first.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from unigen_ds.checkpoint.manifest import FileEntry
+from unigen_ds.checkpoint.manifest import Base, FileEntry, Folders, parts_of
 from unigen_ds.checkpoint.store import outer
 from unigen_ds.config.hub import folder_of
 from unigen_ds.core.errors import CheckpointError, ConfigError
@@ -29,35 +26,10 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _LARGE = 64 << 20
 """Bytes of a further file that is not copied: tokenizers are smaller."""
 
-Folders = str | Mapping[str, str]
-"""A folder or file, or one for each part of the model, as ``model.pretrained`` has them."""
-
-
-@dataclass(frozen=True)
-class Base:
-    """The record of a manifest."""
-
-    path: Folders
-    files: tuple[FileEntry, ...]
-    """Paths below the folder, ``PART/NAME`` where there is one for each part."""
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the folders exist on this machine."""
-        return all(path.exists() for _, path in _parts(self.path))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values, for a manifest."""
-        return asdict(self)
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Base:
-        return cls(state["path"], tuple(FileEntry(**entry) for entry in state["files"]))
-
 
 def read_base(folders: Folders) -> Base:
     """The record of the files that are there now. Reads and hashes all of them. Raises ``ConfigError``."""
-    where = {part: str(folder_of(path, where="model.pretrained").absolute()) for part, path in _parts(folders)}
+    where = {part: str(folder_of(path, where="model.pretrained").absolute()) for part, path in parts_of(folders)}
     paths = {name: path for name, path in _files(where).items() if path.suffix in _WEIGHTS or path.name in _CONFIGS}
     if not any(path.suffix in _WEIGHTS for path in paths.values()):
         missing = [path for path in where.values() if not Path(path).exists()]
@@ -121,14 +93,10 @@ def save_base(base: Base, checkpoint_dir: Path) -> Path | None:
     return out
 
 
-def _parts(folders: Folders) -> list[tuple[str, Path]]:
-    return [("", Path(folders))] if isinstance(folders, str) else [(k, Path(v)) for k, v in folders.items()]
-
-
 def _files(folders: Folders) -> dict[str, Path]:
     """Every file directly in the folders, by its path in a record."""
     files = {}
-    for part, path in _parts(folders):
+    for part, path in parts_of(folders):
         for each in sorted(path.iterdir()) if path.is_dir() else [path]:
             if each.is_file():
                 files[f"{part}/{each.name}" if part else each.name] = each

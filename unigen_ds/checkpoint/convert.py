@@ -22,9 +22,8 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from unigen_ds.checkpoint import store
-from unigen_ds.checkpoint.base_files import Base
 from unigen_ds.checkpoint.foreign import locate, read_foreign, stored_dtype
-from unigen_ds.checkpoint.manifest import FILE_NAME
+from unigen_ds.checkpoint.manifest import FILE_NAME, Base
 from unigen_ds.checkpoint.saver import TOKENIZER, free_name
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import CheckpointError, ConfigError
@@ -86,8 +85,7 @@ def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
     if not (directory / FILE_NAME).is_file():
         check_digests(directory)
         foreign = read_foreign(directory, tag="." if directory.is_dir() else None)
-        frozen = frozenset(row["name"] for row in foreign.parameters if not row["trainable"])
-        return Source(directory, foreign.reader, None, frozen, dict(foreign.reader.tied))
+        return Source(directory, foreign.reader, None, foreign.frozen, foreign.reader.tied)
 
     def has_weights(path: str) -> bool:  # a model for inference needs no other file
         return path.rpartition("/")[0] in ("", EMA, TOKENIZER) and path != OPTIMIZER_FILE
@@ -97,8 +95,7 @@ def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
     average = store.open_shards(directory, manifest).get(EMA)
     tied = {alias: row["name"] for row in manifest.parameters for alias in row.get("tied", ())}
     frozen = frozenset(row["name"] for row in manifest.parameters if not row["trainable"])
-    base = None if manifest.base is None else Base.from_state(manifest.base)
-    return Source(directory, reader, average, frozen, {**reader.tied, **tied}, base)
+    return Source(directory, reader, average, frozen, {**reader.tied, **tied}, manifest.base)
 
 
 @dataclass(frozen=True)

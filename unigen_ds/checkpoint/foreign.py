@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import re
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -141,31 +141,6 @@ def weight_files(path: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """A checkpoint of another trainer. A field is None where the files do not state it."""
-
-    directory: Path
-    """The folder of the files, below that of the tag; or the one file."""
-    layout: str
-    """``deepspeed``, ``dcp`` or ``safetensors``, as in a manifest; or ``torch``; ``published``, by a family; or
-    ``registered``, in ``FOREIGN_STATES``."""
-    writer: str
-    """The program that wrote it, as text."""
-    reader: PieceReader
-    parameters: list[dict[str, Any]]
-    """Name, shape, dtype, trainable, group, tied: as in a manifest."""
-    unknown: tuple[str, ...]
-    """One sentence for each thing that cannot be known."""
-    geometry: Geometry | None = None
-    updates: int | None = None
-    skipped_updates: int | None = None
-    sizes: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the model that configs beside the weights state."""
-    precision: str | None = None
-    """``fp32``, ``bf16`` or ``fp16``: what it was trained in."""
-
-
-@dataclass(frozen=True)
 class ForeignState:
     """A training of another trainer, as a function of ``FOREIGN_STATES`` has read it from a folder or a file. What is
     None is not known: a resume is then refused.
@@ -181,6 +156,47 @@ class ForeignState:
     dp_size: int | None = None
     frozen: frozenset[str] = frozenset()
     """Parameters that were not trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreign(ForeignState):
+    """A checkpoint of another trainer, with all that its files state."""
+
+    directory: Path
+    """The folder of the files, below that of the tag; or the one file."""
+    layout: str = "registered"
+    """``deepspeed``, ``dcp`` or ``safetensors``, as in a manifest; or ``torch``; ``published``, by a family; or
+    ``registered``, in ``FOREIGN_STATES``."""
+    unknown: tuple[str, ...] = ()
+    """One sentence for each thing that cannot be known."""
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """Number of the optimizer's group of a parameter."""
+    skipped_updates: int | None = None
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the model that configs beside the weights state."""
+    precision: str | None = None
+    """``fp32``, ``bf16`` or ``fp16``: what it was trained in."""
+
+    @property
+    def geometry(self) -> Geometry | None:
+        sizes = (self.batch_size, self.accumulative_counts, self.dp_size)
+        return None if None in sizes else Geometry(*sizes)  # type: ignore[arg-type]
+
+    @property
+    def parameters(self) -> list[dict[str, Any]]:
+        """Name, shape, dtype, trainable, group, tied: as in a manifest."""
+        return [
+            {
+                "name": name,
+                "shape": list(shape),
+                "dtype": str(stored_dtype(self.reader, kind, name, shape)).removeprefix("torch."),
+                "trainable": name not in self.frozen,
+                "group": str(self.groups[name]) if name in self.groups else None,
+                "tied": [alias for alias, first in self.reader.tied.items() if first == name],
+            }
+            for (kind, name), shape in self.reader.shapes.items()
+            if kind == MASTER
+        ]
 
 
 def is_known(path: Path) -> bool:
@@ -205,10 +221,7 @@ def read_foreign(path: Path, *, tag: str | None = None) -> Foreign:
     states = (read(folder) for read in FOREIGN_STATES.module_dict.values())
     state = next((state for state in states if state is not None), None)
     if state is not None:
-        sizes = (state.batch_size, state.accumulative_counts, state.dp_size)
-        geometry = None if None in sizes else Geometry(*sizes)  # type: ignore[arg-type]
-        rows = _table(state.reader, frozen=state.frozen)
-        foreign = Foreign(folder, "registered", state.writer, state.reader, rows, (), geometry, state.updates)
+        foreign = Foreign(**vars(state), directory=folder)
     elif folder.is_dir() and any(is_deepspeed(file.name) for file in folder.iterdir()):
         foreign = _deepspeed(folder)
     else:
@@ -257,7 +270,7 @@ def _plain(folder: Path) -> Foreign:
     one_is_stored = (MASTER, embedding) in reader.shapes and (MASTER, head) not in reader.shapes
     if not reader.tied and one_is_stored and (sizes.get("llm") or {}).get("tie_word_embeddings") is True:
         reader.tied = {head: embedding}
-    return Foreign(folder, layout, writer, reader, _table(reader), tuple(unknown), sizes=sizes)
+    return Foreign(reader, writer, directory=folder, layout=layout, unknown=tuple(unknown), sizes=sizes)
 
 
 def _deepspeed(folder: Path) -> Foreign:
@@ -270,7 +283,7 @@ def _deepspeed(folder: Path) -> Foreign:
         """A stored number; None for what is absent or no whole number (``'auto'``)."""
         return value if isinstance(value, int) and not isinstance(value, bool) and value >= least else None
 
-    sizes = {
+    sizes: dict[str, Any] = {
         "batch_size": count(config.get("train_micro_batch_size_per_gpu")),
         "accumulative_counts": count(config.get("gradient_accumulation_steps")),
         "dp_size": count(header.get("dp_world_size")),
@@ -280,8 +293,7 @@ def _deepspeed(folder: Path) -> Foreign:
         sizes[missing[0]] = total // math.prod(size for size in sizes.values() if size is not None)
     elif total is None and config and "gradient_accumulation_steps" not in config:
         sizes["accumulative_counts"] = 1  # DeepSpeed's default
-    known = {name: size for name, size in sizes.items() if size is not None}
-    unknown = [f"{name} is not stored: it cannot be resumed." for name in sizes.keys() - known.keys()]
+    unknown = [f"{name} is not stored: it cannot be resumed." for name, size in sizes.items() if size is None]
     updates = count(header.get("global_steps"), least=0)
     unknown += ["How many updates it had done is not stored."] * (updates is None)
     writer = f"DeepSpeed {header.get('ds_version', 'of an unknown version')}, ZeRO stage {reader.zero_stage}"
@@ -296,14 +308,15 @@ def _deepspeed(folder: Path) -> Foreign:
         if any(values):
             precision = name if all(value in (True, False) for value in values) else None  # "auto" is no answer
     return Foreign(
-        folder,
-        "deepspeed",
-        writer,
         reader,
-        _table(reader, frozen=reader.frozen, groups=reader.groups),
-        tuple(unknown),
-        Geometry(**known) if known.keys() == sizes.keys() else None,
-        updates=updates,
+        writer,
+        updates,
+        **sizes,
+        frozen=frozenset(reader.frozen),
+        directory=folder,
+        layout="deepspeed",
+        unknown=tuple(unknown),
+        groups=reader.groups,
         skipped_updates=count(header.get("skipped_steps"), least=0),
         precision=precision,
     )
@@ -317,24 +330,6 @@ def _stated_model(folder: Path) -> dict[str, Any]:
     if "vision_config" in config or "siglip" in str(config.get("model_type")):
         return {"vit": flat_sizes(config.get("vision_config") or config)}
     return {"llm": flat_sizes(config)} if "num_attention_heads" in config else {}
-
-
-def _table(
-    reader: PieceReader, *, frozen: Collection[str] = (), groups: Mapping[str, int] | None = None
-) -> list[dict[str, Any]]:
-    """The parameter table, as a manifest has it."""
-    return [
-        {
-            "name": name,
-            "shape": list(shape),
-            "dtype": str(stored_dtype(reader, kind, name, shape)).removeprefix("torch."),
-            "trainable": name not in frozen,
-            "group": str(groups[name]) if groups and name in groups else None,
-            "tied": [alias for alias, first in reader.tied.items() if first == name],
-        }
-        for (kind, name), shape in reader.shapes.items()
-        if kind == MASTER
-    ]
 
 
 def stored_dtype(reader: PieceReader, kind: str, name: str, shape: tuple[int, ...]) -> torch.dtype:

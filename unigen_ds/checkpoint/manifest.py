@@ -34,6 +34,7 @@ import dataclasses
 import hashlib
 import json
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -78,6 +79,29 @@ class FileEntry:
     """``algorithm:hex``; empty where it is not known (another trainer's checkpoint)."""
 
 
+Folders = str | Mapping[str, str]
+"""A folder or file, or one for each part of the model, as ``model.pretrained`` has them."""
+
+
+def parts_of(folders: Folders) -> list[tuple[str, Path]]:
+    """Part of the model ('' where there is one folder for all) and path."""
+    return [("", Path(folders))] if isinstance(folders, str) else [(k, Path(v)) for k, v in folders.items()]
+
+
+@dataclass(frozen=True)
+class Base:
+    """The record of the files of the base of adapters."""
+
+    path: Folders
+    files: tuple[FileEntry, ...]
+    """Paths below the folder, ``PART/NAME`` where there is one for each part."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the folders exist on this machine."""
+        return all(path.exists() for _, path in parts_of(self.path))
+
+
 @dataclass
 class Manifest:
     """See the module docstring."""
@@ -100,8 +124,7 @@ class Manifest:
     metrics: dict[str, float] = field(default_factory=dict)
     run: str = ""
     format_version: int = FORMAT_VERSION
-    base: dict[str, Any] | None = None
-    """The record of the base's files, for adapters."""
+    base: Base | None = None
 
     def __post_init__(self) -> None:
         if self.base is not None:

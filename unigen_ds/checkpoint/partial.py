@@ -28,7 +28,7 @@ from torch import Tensor
 from unigen_ds.config.section import LISTED, Section
 from unigen_ds.config.values import Allowed, as_tuple
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.shards import BUFFER, MASTER, Fetch, PieceReader, Shape, ShardReader, first_names, misfit
+from unigen_ds.core.shards import BUFFER, MASTER, Fetch, Misfit, PieceReader, Shape, ShardReader, first_names, misfit
 
 DIFFERENCES = ("missing", "unexpected", "reshaped", "sizes")
 REPORT_FILE = "load_report.json"
@@ -91,17 +91,13 @@ class _Stored(NamedTuple):
 
 
 @dataclass
-class Fit:
-    """Which tensor of a checkpoint is loaded into which tensor of a model."""
+class Fit(Misfit):
+    """Which tensor of a checkpoint is loaded into which tensor of a model. ``missing`` and ``reshaped`` ones keep their
+    initial values, ``unexpected`` ones are not loaded.
+    """
 
     sources: dict[Key, Key] = field(default_factory=dict)
     """(kind, name) in the model -> in the checkpoint."""
-    missing: list[str] = field(default_factory=list)
-    """Names of the model that keep their initial values."""
-    unexpected: list[str] = field(default_factory=list)
-    """Names of the checkpoint that are not loaded."""
-    reshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
-    """Names of the model that keep their initial values -> (stored shape, the model's)."""
     resized: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     """Names of vocabularies, which are loaded -> (stored shape, the model's)."""
     sizes: list[str] = field(default_factory=list)

@@ -209,10 +209,8 @@ class LossTerms:
         ``loss_weights`` has other terms.
         """
         check_terms(self.sums, of="LossTerms.sums", declared=loss_weights)
-        total: Tensor | None = None
-        for name, value in self.sums.items():
-            count = counts[name]
-            part = value * (loss_weights[name] / count if count else 0.0)
-            total = part if total is None else total + part
-        assert total is not None, "a model must return at least one loss term"
+        first, *others = [
+            value * (loss_weights[name] / counts[name] if counts[name] else 0.0) for name, value in self.sums.items()
+        ]
+        total = sum(others, first)
         return total * (1.0 + 0.0 * total.detach())

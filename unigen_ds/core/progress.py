@@ -139,17 +139,15 @@ class Ruler:
 
     def to_sequences(self, value: float, unit: str) -> float:
         """Sequences in ``value`` epochs, iterations, updates or sequences (may be fractional)."""
-        if unit == "epoch":
-            return value * self.sequences_per_epoch
-        if unit == "iteration":
-            return value * self.geometry.sequences_per_iteration
-        if unit == "update":
-            return value * self.geometry.global_batch_size
-        if unit == "sequence":
-            return value
-        raise ConfigError(
-            f"unit {unit!r} cannot be expressed in sequences", allowed="epoch, iteration, update, sequence"
-        )
+        sizes = {
+            "epoch": self.sequences_per_epoch,
+            "iteration": self.geometry.sequences_per_iteration,
+            "update": self.geometry.global_batch_size,
+            "sequence": 1,
+        }
+        if unit not in sizes:
+            raise ConfigError(f"unit {unit!r} cannot be expressed in sequences", allowed=", ".join(sizes))
+        return value * sizes[unit]
 
     def duration(self, value: float, unit: str) -> Duration:
         """A duration whose meaning survives a change of geometry: samples and tokens as they are, else sequences."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -69,26 +69,6 @@ def parse_shard_key(key: str) -> tuple[str, str, int]:
     return kind, name, int(start)
 
 
-class ShardReader(Protocol):
-    """Reads named flat ranges out of a checkpoint, whatever layout it has. No collective; safe on every rank."""
-
-    def kinds(self) -> Iterable[str]:
-        """The kinds of state the checkpoint holds."""
-        ...
-
-    def names(self, kind: str) -> Iterable[str]:
-        """Names of the tensors of a kind."""
-        ...
-
-    def numel(self, kind: str, name: str) -> int:
-        """Elements of the whole tensor. Raises ``CheckpointError`` when it is absent."""
-        ...
-
-    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """Elements ``start .. stop`` as a 1-D CPU tensor in the stored dtype; reads only these bytes."""
-        ...
-
-
 Fetch = Callable[[int, int], Tensor]
 """(start, stop) within the piece -> those elements, 1-D, on the CPU."""
 
@@ -103,7 +83,8 @@ class Piece(NamedTuple):
 
 
 class PieceReader:
-    """A ``ShardReader`` over pieces. A layout only has to call ``add`` for each piece.
+    """Reads named flat ranges out of a checkpoint, whatever layout it has: a layout only has to call ``add`` for each
+    piece. No collective; safe on every rank.
 
     ``unique``: the layout writes every element once, so an overlap means a mix of two checkpoints and is refused.
     """
@@ -145,12 +126,15 @@ class PieceReader:
         pieces.insert(at, Piece(start, start + numel, fetch, source))
 
     def kinds(self) -> list[str]:
+        """The kinds of state the checkpoint holds."""
         return sorted({kind for kind, _ in self._pieces})
 
     def names(self, kind: str) -> list[str]:
+        """Names of the tensors of a kind."""
         return sorted(name for k, name in self._pieces if k == kind)
 
     def numel(self, kind: str, name: str) -> int:
+        """Elements of the whole tensor. Raises ``CheckpointError`` when it is absent."""
         return max(piece.stop for piece in self._pieces_of(kind, name))
 
     def _pieces_of(self, kind: str, name: str) -> list[Piece]:
@@ -159,6 +143,7 @@ class PieceReader:
         return self._pieces[kind, name]
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+        """Elements ``start .. stop`` as a 1-D CPU tensor in the stored dtype; reads only these bytes."""
         parts = list(self.parts(kind, name, start, stop))
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
@@ -176,10 +161,23 @@ class PieceReader:
             raise CheckpointError(f"the checkpoint has no elements {at}..{stop} of {kind} {name}")
 
 
+ShardReader = PieceReader
+"""As what engines and hooks get it: they only read."""
+
+
 def slices_of(tensor: Tensor, start: int = 0) -> Fetch:
     """Fetch from a (memory-mapped) flat tensor, beginning at ``start``."""
     flat = tensor.detach().view(-1)
     return lambda first, last: flat[start + first : start + last]
+
+
+def read_flat(file: Any, key: str, shape: Shape, start: int, stop: int) -> Tensor:
+    """Elements of an entry of an open safetensors file: whole rows of the first dimension are read, then sliced."""
+    if not shape:
+        return file.get_tensor(key).reshape(-1)[start:stop]
+    row = max(1, math.prod(shape[1:]))
+    first, last = start // row, -(-stop // row)
+    return file.get_slice(key)[first:last].reshape(-1)[start - first * row : stop - first * row]
 
 
 # What a model has, and which stored tensors fit it.
@@ -205,7 +203,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Misfit:
     """What differs between stored tensors and a model; empty (False) where all fit."""
 

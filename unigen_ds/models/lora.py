@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.shards import MASTER, ShardReader, first_names, persistent_buffers
+from unigen_ds.core.shards import BUFFER, MASTER, ShardReader, first_names, persistent_buffers
 from unigen_ds.models.quantized import QuantizedLinear, pack, shared_weights, unpack
 from unigen_ds.models.settings import Lora
 from unigen_ds.models.weights import InitialWeights
@@ -146,17 +146,17 @@ class AdapterWeights(InitialWeights):
     """
 
     def __init__(self, model: nn.Module, base: ShardReader | None, *, seed: int) -> None:
-        super().__init__(model, {}, self._initialise_adapter, seed=seed)
+        super().__init__(self._initialise_adapter, seed=seed)
         self._model, self._base = model, base
-        self._adapters = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        for kind, shapes in self._shapes.items():
-            held = set(base.names(kind)) if base else set()
-            self._shapes[kind] = {n: s for n, s in shapes.items() if n in self._adapters or base_name(n) in held}
-
-    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        if name in self._adapters or self._base is None:
-            return super().read(kind, name, start, stop)
-        return self._base.read(kind, base_name(name), start, stop)
+        parameters = dict(model.named_parameters())
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                self.add_initial(MASTER, name, parameter.shape)
+        held = {(kind, name) for kind in base.kinds() for name in base.names(kind)} if base else ()
+        for name in (*parameters, *persistent_buffers(model)):
+            key = MASTER if name in parameters else BUFFER, base_name(name)
+            if base and key in held:
+                self.add(key[0], name, 0, base.numel(*key), partial(base.read, *key))
 
     def _initialise_adapter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
         """As peft's: A uniform in +-1 / sqrt(fan-in), B zero, lengths those of the rows."""

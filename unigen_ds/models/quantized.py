@@ -108,9 +108,6 @@ class QuantizedLinear(nn.Module):
         y = _MatmulPacked.apply(x, self.packed, self.scales.view(torch.float32), self.scheme, self.shape)
         return y if self.bias is None else y + self.bias
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, scheme={self.scheme}"
-
 
 def quantize_frozen(parts: Mapping[str, nn.Module], schemes: Mapping[str, str | None]) -> None:
     """Replace the linear layers of the named ``parts`` in place; call it when weights are loaded and parts are frozen.

@@ -34,7 +34,8 @@ class Sizes(Section):
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
-        check_heads(self.path, self.hidden_size, self.num_attention_heads, self.num_attention_heads)
+        key_heads = getattr(self, "num_key_value_heads", self.num_attention_heads)
+        check_heads(self.path, self.hidden_size, self.num_attention_heads, key_heads)
         return self
 
 
@@ -46,9 +47,8 @@ class LanguageSizes(Sizes):
     num_key_value_heads: int = Field(ge=1, description="heads of keys and values; a divisor of `num_attention_heads`")
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
+    def _pairs_fit(self) -> Self:
         width, heads = self.hidden_size, self.num_attention_heads
-        check_heads(self.path, width, heads, self.num_key_value_heads)
         if width // heads % 2:
             raise ConfigError(
                 f"{self.path}: hidden_size {width} over {heads} heads is {width // heads} each",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -26,10 +26,12 @@ from unigen_ds.core.shards import (
     BUFFER,
     MASTER,
     Misfit,
+    PieceReader,
     by_first_name,
     first_names,
     misfit,
     persistent_buffers,
+    read_flat,
     tied_names,
 )
 from unigen_ds.system.log import logger
@@ -57,13 +59,10 @@ class Stored:
 
     def flat(self, start: int, stop: int) -> Tensor:
         """Elements ``start .. stop``; only the rows that hold them are read."""
-        if self.changed or not self.shape:
-            whole = self.file().get_tensor(self.key)
-            return (self.changed(whole) if self.changed else whole).reshape(-1)[start:stop]
-        width = math.prod(self.shape[1:])
-        first, last = start // width, -(-stop // width)
-        rows = self.file().get_slice(self.key)[self.first_row + first : self.first_row + last]
-        return rows.reshape(-1)[start - first * width : stop - first * width]
+        if self.changed:
+            return self.changed(self.file().get_tensor(self.key)).reshape(-1)[start:stop]
+        offset = self.first_row * math.prod(self.shape[1:])
+        return read_flat(self.file(), self.key, self.shape, offset + start, offset + stop)
 
 
 def stored_tensors(path: Path, *, linear_patches: bool = True) -> dict[str, Stored]:
@@ -169,48 +168,25 @@ class Pretrained:
     """Further name of a tensor -> its name in ``tensors``."""
 
 
-class InitialWeights:
-    """A ``ShardReader`` over the files' tensors and, for all else, the initial values of ``initialise``.
+class InitialWeights(PieceReader):
+    """A ``ShardReader`` over initial values, which ``initialise`` makes of whole tensors, beside what is in files."""
 
-    Args:
-        model: whole or on the meta device; only names and shapes are used.
-        stored: by the model's names. One with fewer rows than the model's tensor fills the first rows of it.
-        initialise: makes the initial values of a parameter.
-    """
-
-    def __init__(
-        self, model: nn.Module, stored: Mapping[str, Stored], initialise: Initialise, *, seed: int = 0
-    ) -> None:
-        parameters = dict(model.named_parameters())
-        self._shapes: dict[str, dict[str, tuple[int, ...]]] = {MASTER: {}, BUFFER: {}}
-        for name, tensor in _named_tensors(model).items():
-            self._shapes[MASTER if name in parameters else BUFFER][name] = tuple(tensor.shape)
-        self._stored, self._initialise, self._seed = dict(stored), initialise, seed
+    def __init__(self, initialise: Initialise, *, seed: int) -> None:
+        super().__init__()
+        self._initialise, self._seed = initialise, seed
         self._drawn = "", torch.empty(0, device="cpu")
 
-    def kinds(self) -> Iterable[str]:
-        return [kind for kind, shapes in self._shapes.items() if shapes]
+    def add_initial(self, kind: str, name: str, shape: Sequence[int], first: int = 0) -> None:
+        """Add the elements from ``first`` on of a tensor: those before are in a file."""
+        self.add(kind, name, first, math.prod(shape) - first, partial(self._draw, name, shape, first))
 
-    def names(self, kind: str) -> Iterable[str]:
-        return self._shapes[kind]
-
-    def numel(self, kind: str, name: str) -> int:
-        return math.prod(self._shapes[kind][name])
-
-    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        stored = self._stored.get(name)
-        held = stored.numel if stored else 0
-        if stored and stop <= held:
-            return stored.flat(start, stop)
+    def _draw(self, name: str, shape: Sequence[int], first: int, start: int, stop: int) -> Tensor:
         if self._drawn[0] != name:  # the last one is kept, as shards read one tensor several times
-            whole = torch.empty(self._shapes[kind][name], device="cpu")
+            whole = torch.empty(shape, device="cpu")
             with torch.no_grad():
                 self._initialise(name, whole, generator(self._seed, "initial", name))
             self._drawn = name, whole.view(-1)
-        initial = self._drawn[1][max(start, held) : stop]
-        if stored and start < held:
-            return torch.cat([stored.flat(start, held).to(initial), initial])
-        return initial
+        return self._drawn[1][first + start : first + stop]
 
 
 def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
@@ -255,8 +231,16 @@ class PretrainedModel(nn.Module):
     """Parameters and buffers that the files have whole (``match``)."""
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
-        """Fill ``tensor``, the whole of the parameter ``name``, with its initial values."""
-        raise NotImplementedError
+        """Fill ``tensor``, the whole of the parameter ``name``, with its initial values.
+
+        By default a language model and tables of positions are Normal(0, 0.02), as Qwen2's, all else Normal(0, 1 /
+        fan-in), so that image content is not drowned by the positions it is added to. Norms one, biases zero.
+        """
+        if tensor.ndim > 1:
+            wide = name.startswith("language_model.") or name.endswith("position_embedding.weight")
+            tensor.normal_(std=0.02 if wide else tensor.shape[1] ** -0.5, generator=generator)
+        else:
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
 
     def parts(self) -> dict[str, nn.Module]:
         """Return the parts by the names that ``freeze`` and ``quantize`` of the section ``model`` use."""
@@ -283,4 +267,11 @@ class PretrainedModel(nn.Module):
     def initial_weights(self, *, seed: int) -> InitialWeights:
         """The weights of a model built on the meta device; the references to the open files are released here."""
         stored, self._stored = self._stored, {}
-        return InitialWeights(self, stored, self.initialise, seed=seed)
+        reader, parameters = InitialWeights(self.initialise, seed=seed), dict(self.named_parameters())
+        for name, tensor in _named_tensors(self).items():
+            kind, held = MASTER if name in parameters else BUFFER, 0
+            if name in stored:
+                held = stored[name].numel
+                reader.add(kind, name, 0, held, stored[name].flat)
+            reader.add_initial(kind, name, tensor.shape, held)
+        return reader

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from unigen_ds.checkpoint import foreign, store
-from unigen_ds.checkpoint.base_files import Base
 from unigen_ds.checkpoint.foreign import locate
 from unigen_ds.checkpoint.home import home_of, run_of, same
-from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.checkpoint.manifest import FILE_NAME, Base, Manifest
 from unigen_ds.checkpoint.partial import LoadSettings
 from unigen_ds.config.hub import folder_of
 from unigen_ds.core.choices import AUTO

@@ -20,7 +20,7 @@ from tools.evaluate import main as evaluate
 from tools.export import main as export
 from tools.generate import main as generate
 from unigen_ds.checkpoint import store
-from unigen_ds.checkpoint.base_files import Base, find_base
+from unigen_ds.checkpoint.base_files import find_base
 from unigen_ds.checkpoint.convert import merge
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
@@ -165,14 +165,13 @@ def test_another_base_is_refused_by_name(run: Path, base: Path, tmp_path: Path, 
     (other / weights).write_bytes(whole)
     (other / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        find_base(Base.from_state(Manifest.read(run / "iter_8.pth").base or {}), given=str(other), checkpoint=None)
+        find_base(Manifest.read(run / "iter_8.pth").base, given=str(other), checkpoint=None)
     resumed = Runner.from_cfg(config(run.parent, tmp_path / "gone", lora=DORA, resume=True), max_updates=9)
     assert resumed.train().updates == 9  # with the copy in the work dir
     recorded = Manifest.read(run / "iter_9.pth")
     assert recorded.format_version == 3 and recorded.base is not None
-    assert recorded.base["path"] == str(run / "base") and {e["path"] for e in recorded.base["files"]} == {
-        "config.json", "model.safetensors",
-    }  # fmt: skip
+    assert recorded.base.path == str(run / "base")
+    assert {entry.path for entry in recorded.base.files} == {"config.json", "model.safetensors"}
     with pytest.raises(CheckpointError, match=r"holds adapters.*export\.py --merge"):
         merge(run, tmp_path / "plain")
     with pytest.raises(ConfigError, match="no effect"):
@@ -188,7 +187,7 @@ def test_the_record_of_a_base_is_found_from_any_folder(
     monkeypatch.chdir(tmp_path)
     Runner.from_cfg(config(tmp_path / "a", base, resume=True, base="moved"), max_updates=2).train()
     recorded = Manifest.read(tmp_path / "a" / "run" / "iter_2.pth").base
-    assert recorded is not None and recorded["path"] == str(tmp_path / "moved")
+    assert recorded is not None and recorded.path == str(tmp_path / "moved")
 
 
 def test_what_cannot_be_adapted_is_refused(tmp_path: Path, base: Path) -> None:

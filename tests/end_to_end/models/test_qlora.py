@@ -69,7 +69,7 @@ def test_on_packed_weights(tmp_path: Path, source: Path, caplog: Any, monkeypatc
     run, checkpoint = trained(tmp_path, source, **packed), tmp_path / "run" / "iter_2.pth"
     assert all(".lora_" in name for name in load_file(checkpoint / "model.safetensors"))
     record = Manifest.read(checkpoint).base
-    assert record is not None and {entry["path"] for entry in record["files"]} == set(FILES)
+    assert record is not None and {entry.path for entry in record.files} == set(FILES)
     model = open_model(checkpoint)[0]
     with caplog.at_level("INFO", logger=log.logger().name):
         monkeypatch.setattr(log.logger(), "propagate", True)

@@ -405,8 +405,9 @@ class DeepSpeedBackend(Backend):
             persistent[0].all_gather(persistent)
 
     def load_loss_scale(self, scale: float, good_updates: int) -> None:
-        if self._scaler is not None:
-            set_loss_scale(self._scaler, scale, good_updates)
+        if (scaler := self._scaler) is not None:
+            scaler.cur_scale = scale
+            scaler.last_overflow_iter = scaler.cur_iter - good_updates - 1
 
     def state_files(self) -> StateFiles:
         """DeepSpeed's own files, without the scripts that it copies into the folder (our tools replace them).
@@ -436,9 +437,3 @@ def _zero3_part(parameter: Any) -> tuple[int, int]:
     """The first element of this rank's part of a parameter, and how many there are without the padding."""
     start = dist.rank() * parameter.partition_numel()
     return start, min(parameter.partition_numel(), parameter.ds_numel - start)
-
-
-def set_loss_scale(scaler: Any, scale: float, good_updates: int) -> None:
-    """Set DeepSpeed's scaler to ``scale``, with ``good_updates`` good updates since the last overflow."""
-    scaler.cur_scale = scale
-    scaler.last_overflow_iter = scaler.cur_iter - good_updates - 1

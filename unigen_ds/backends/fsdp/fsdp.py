@@ -16,26 +16,26 @@ so, because every run imports this module for its settings.
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.utils import get_total_norm
 
-from unigen_ds.backends.base import StepResult
 from unigen_ds.backends.memory import allocate
-from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend, local_part
+from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend, local_part, whole
 from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.errors import ConfigError, suggestion
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import BUFFER, MASTER, STEP, Shard
+from unigen_ds.core.shards import BUFFER, MASTER, STAMP, STEP, Shard
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, JoinedOptimizer, OptimizerConfig, ParamGroup
 from unigen_ds.system import dist
-from unigen_ds.system.outputs import StateFiles
+from unigen_ds.system.outputs import HashedFile, Output, StateFiles, bytes_output
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 
@@ -166,20 +166,6 @@ class FSDPBackend(TorchOptimizerBackend):
         scale = self._scale.scale if self._scale else float(self.dp_size)
         (loss * scale if scale != 1.0 else loss).backward()
 
-    def step(self) -> StepResult:
-        grads = self._gradients()
-        local = [local_part(grad) for grad in grads]
-        if self._scale:
-            torch._foreach_mul_(local, self.dp_size / self._scale.scale)
-        norm = _whole(get_total_norm(grads))
-        applied = bool(torch.isfinite(norm))
-        if applied:
-            if self._cfg.max_norm is not None:
-                factor = torch.clamp(self._cfg.max_norm / (norm + 1e-6), max=1.0)
-                torch._foreach_mul_(local, factor.to(local[0].device))
-            self._update()
-        return self._step_result(norm, applied=applied)
-
     @torch.no_grad()
     def _update(self) -> None:
         """An optimizer that is not element-wise gets whole matrices, every other one the shards.
@@ -198,9 +184,9 @@ class FSDPBackend(TorchOptimizerBackend):
         try:
             for group, masters in zip(groups, members, strict=True):
                 for master in masters:
-                    matrix = nn.Parameter(_whole(master).to(self._device))
-                    matrix.grad = _whole(master.grad).to(self._device)
-                    kept = {k: _whole(v).to(self._device) for k, v in state[master].items() if k != STEP}
+                    matrix = nn.Parameter(whole(master).to(self._device))
+                    matrix.grad = whole(master.grad).to(self._device)
+                    kept = {k: whole(v).to(self._device) for k, v in state[master].items() if k != STEP}
                     if STEP in state[master]:
                         kept[STEP] = state[master][STEP]
                     optimizer.state = defaultdict(dict, {matrix: kept} if kept else {})
@@ -246,8 +232,6 @@ class FSDPBackend(TorchOptimizerBackend):
 
     def state_files(self) -> StateFiles:
         """PyTorch's distributed checkpoint. Keys are ``kind|name`` (``core/shards.py``); DCP knows the offsets."""
-        from unigen_ds.backends.fsdp.dcp_files import dcp_files
-
         self.refresh_copies()
         masters, buffers = self._without_base(self._masters), self._without_base(self.buffers())
         state: dict[str, Tensor] = {f"{MASTER}|{name}": p.detach() for name, p in masters.items()}
@@ -294,10 +278,6 @@ def _settle(root: nn.Module) -> None:
                     parameter.reset_sharded_param()
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def _keep_rows(whole: Tensor, sharded: Tensor) -> None:
     """Copy this process's part of a whole tensor."""
     local, start = local_part(sharded), _flat_start(sharded)
@@ -314,3 +294,80 @@ def _flat_start(tensor: Any) -> int:
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     row = tensor.numel() // tensor.shape[0] if tensor.ndim else 1
     return int(offset[0]) * row if tensor.ndim else 0
+
+
+# PyTorch's distributed checkpoint (``.metadata`` and one ``__<rank>_0.distcp`` per process) without its collectives:
+# ``torch.distributed.checkpoint.save`` writes between them, and its error is no ``Exception``. Which replica writes a
+# tensor is decided by the same rule on every rank. ``torch.distributed.checkpoint.load`` reads the result. Source:
+# torch 2.13, ``state_dict_saver.py`` and ``filesystem.py``.
+
+Written = tuple[str, list[tuple[int, int]]]
+"""The file of a rank, and where it wrote each item of its plan: first byte, length."""
+
+
+def dcp_files(state: Mapping[str, Tensor], *, replica: int, replicas: int, stamp: str = "") -> StateFiles:
+    """The file that this rank writes. ``replica``: which of the ``replicas`` copies of the DTensors is here. ``stamp``,
+    as of ``Backend``, is the first item.
+
+    Plain tensors are rank 0's: running statistics (BatchNorm) differ between ranks, and one rank's belong together.
+    """
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+    from torch.distributed.tensor import DTensor
+
+    sharded = {key: value for key, value in state.items() if isinstance(value, DTensor)}
+    own = _own(sharded, replica, replicas) | (state.keys() - sharded.keys() if dist.is_main() else set())
+    if own:
+        mark = f"{STAMP}|{dist.rank()}"
+        state = {mark: torch.tensor(list(stamp.encode()), dtype=torch.uint8), **state}
+        own.add(mark)
+    plan = create_default_local_save_plan({key: value for key, value in state.items() if key in own}, True)
+    name = f"__{dist.rank()}_0.distcp"
+    tensors = [local_part(state[item.index.fqn]).detach() for item in plan.items]
+    output = Output(name, sum(tensor.nbytes for tensor in tensors), partial(_write, name, tensors))
+    return StateFiles("dcp", [output] if tensors else [], _index, plan=plan)
+
+
+def _write(name: str, tensors: Sequence[Tensor], stream: HashedFile) -> Written:
+    ranges = []
+    for tensor in tensors:
+        begin = stream.tell()
+        torch.save(_alone(tensor), stream)  # type: ignore[arg-type] # a writer without fileno
+        ranges.append((begin, stream.tell() - begin))
+    return name, ranges
+
+
+def _own(tensors: Mapping[str, Tensor], replica: int, replicas: int) -> set[str]:
+    """The keys that this replica writes: largest first, each to the one with the fewest bytes so far."""
+    loads, own = [0] * replicas, set()
+    for key in sorted(tensors, key=lambda key: (-tensors[key].numel(), key)):
+        chosen = min(range(replicas), key=lambda number: loads[number])
+        loads[chosen] += tensors[key].numel() * tensors[key].element_size()
+        if chosen == replica:
+            own.add(key)
+    return own
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """On the host, with a storage of its own: ``torch.save`` writes whole storages."""
+    tensor = tensor.cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _index(plans: Sequence[Any], results: Sequence[Sequence[Written]]) -> list[Output]:
+    """``.metadata``: all plans in the order of the ranks, and where each item is."""
+    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    plans = [plan for plan in plans if plan.items]
+    written = [one for of_rank in results for one in of_rank]
+    _, metadata = create_default_global_save_plan(plans)
+    metadata.storage_data = {
+        item.index: _StorageInfo(name, begin, length)
+        for plan, (name, ranges) in zip(plans, written, strict=True)
+        for item, (begin, length) in zip(plan.items, ranges, strict=True)
+    }
+    metadata.planner_data = {key: (key,) for key in metadata.state_dict_metadata}
+    metadata.storage_meta = StorageMeta()
+    metadata.version = CURRENT_DCP_VERSION
+    return [bytes_output(".metadata", pickle.dumps(metadata))]

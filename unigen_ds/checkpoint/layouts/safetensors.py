@@ -13,13 +13,11 @@ import math
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
-from torch import Tensor
 
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import BUFFER, MASTER, STAMP, Fetch, PieceReader, parse_shard_key
+from unigen_ds.core.shards import BUFFER, MASTER, STAMP, PieceReader, parse_shard_key, read_flat
 
 
 class SafetensorsReader(PieceReader):
@@ -49,7 +47,7 @@ class SafetensorsReader(PieceReader):
                 self.stamps[path.name] = partial(metadata.get, STAMP, "")
                 for key in file.keys():  # noqa: SIM118 - a safetensors handle, not a dict
                     shape = tuple(file.get_slice(key).get_shape())
-                    fetch, numel = _fetch(file, key, shape), math.prod(shape)
+                    fetch, numel = partial(read_flat, file, key, shape), math.prod(shape)
                     if "|" in key:
                         kind, name, start = parse_shard_key(key)
                         self.add(kind, name, start, numel, fetch, source=str(path))
@@ -60,16 +58,3 @@ class SafetensorsReader(PieceReader):
                 raise
             except Exception as error:
                 raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _fetch(file: Any, key: str, shape: tuple[int, ...]) -> Fetch:
-    """Flat elements of one entry of an open file: whole rows of the first dimension are read, then sliced."""
-
-    def fetch(start: int, stop: int) -> Tensor:
-        if not shape:
-            return file.get_tensor(key).reshape(-1)[start:stop]
-        row = max(1, math.prod(shape[1:]))
-        first, last = start // row, -(-stop // row)
-        return file.get_slice(key)[first:last].reshape(-1)[start - first * row : stop - first * row]
-
-    return fetch

@@ -56,8 +56,6 @@ from unigen_ds.models.vae import encode_by_size, hold_as_buffers
 from unigen_ds.models.vision import VisionTransformer
 from unigen_ds.models.weights import PretrainedModel
 
-_INIT_STD = 0.02
-
 
 class Routed(nn.Module):
     """A module with two sets of layers: ``<name>`` for text and ViT tokens, ``<name>_moe_gen`` for latent tokens."""
@@ -254,20 +252,13 @@ class UnifiedModel(PretrainedModel):
         return {**self.sizes, **select}
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
-        """Language model: Normal(0, 0.02), as Qwen2. All else: Normal(0, 1 / fan-in), so that image content is not
-        drowned by the position tables it is added to. Biases zero; ``llm2vae`` zero, so the first velocity is zero.
-        """
+        """The tables of positions are fixed, and ``llm2vae`` is zero, so the first velocity is zero."""
         if name.startswith("vae."):
             tensor.copy_(self.get_buffer(name))
         elif name.endswith("pos_embed"):
             tensor.copy_(sincos_2d(math.isqrt(len(tensor)), tensor.shape[1]))
-        elif name.endswith("bias"):
-            tensor.zero_()
-        elif tensor.ndim > 1:
-            wide = name.startswith("language_model.") or name.endswith("position_embedding.weight")
-            tensor.normal_(std=_INIT_STD if wide else tensor.shape[1] ** -0.5, generator=generator)
         else:
-            tensor.fill_(1.0)
+            super().initialise(name, tensor, generator)
         if name == "llm2vae.weight":
             tensor.zero_()  # drawn nevertheless, so that the other parameters keep their values for a seed
 

@@ -34,7 +34,6 @@ from unigen_ds.models.settings import LanguageSizes, Quantize, VisionSizes
 from unigen_ds.models.vision import VisionTransformer
 from unigen_ds.models.weights import Pretrained, PretrainedModel
 
-_INIT_STD = 0.02
 SMOLLM2_VOCABULARY = 49152 + EXTRA_TOKENS
 
 
@@ -150,14 +149,6 @@ class VLM(PretrainedModel):
         """The sizes as arguments of the constructor, which then needs no ``pretrained``."""
         sizes = {"llm": dict(self.llm_config), "vit": dict(self.vit_config)}
         return {**sizes, "pixel_shuffle_factor": self.connector.factor}
-
-    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
-        """Language model and position table: Normal(0, 0.02). All else: Normal(0, 1 / fan-in). Biases zero."""
-        if tensor.ndim > 1:
-            wide = name.startswith("language_model.") or name.endswith("position_embedding.weight")
-            tensor.normal_(std=_INIT_STD if wide else tensor.shape[1] ** -0.5, generator=generator)
-        else:
-            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
 
     def parts(self) -> dict[str, nn.Module]:
         return {"vit": self.vision_model, "llm": self.language_model, "connector": self.connector}

@@ -303,7 +303,7 @@ class Runner:
             parameters=parts.parameters,
             config=parts.plain_config,
             run=self.run_id,
-            base=None if parts.plan.base is None else parts.plan.base.state_dict(),
+            base=parts.plan.base,
         )
         for hook in self.hooks:
             hook.before_save_checkpoint(self, manifest.metrics)

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 from unigen_ds.backends import single as _single
 from unigen_ds.backends.deepspeed import deepspeed as _deepspeed  # noqa: F401 - these register themselves
 from unigen_ds.backends.fsdp import fsdp as _fsdp  # noqa: F401
-from unigen_ds.checkpoint.base_files import Base
+from unigen_ds.checkpoint.manifest import Base
 from unigen_ds.checkpoint.partial import LoadSettings
 from unigen_ds.config.overrides import ConfigValues, override_path, plain_values, read_values, top_problems
 from unigen_ds.config.paths import expand_paths

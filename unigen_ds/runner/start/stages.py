@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.checkpoint.base_files import Base, find_base, read_base
+from unigen_ds.checkpoint.base_files import find_base, read_base
 from unigen_ds.checkpoint.foreign import Foreign, read_foreign
 from unigen_ds.checkpoint.home import check_home
 from unigen_ds.checkpoint.manifest import FileEntry, Manifest, current_versions
@@ -108,8 +108,8 @@ def plan_start(settings: Settings, *, hashes: bool = True) -> ResumePlan:
     base, folders = None, settings.base or settings.model.get("pretrained")
     if settings.lora is not None and folders:  # their base's files are read and hashed
         if manifest is not None and manifest.base is not None:  # they must be the recorded ones
-            base = Base.from_state(manifest.base)
-            base = replace(base, path=find_base(base, given=settings.base, checkpoint=plan.checkpoint))
+            path = find_base(manifest.base, given=settings.base, checkpoint=plan.checkpoint)
+            base = replace(manifest.base, path=path)
         else:
             base = read_base(folders)
     return replace(plan, seed=seed, precision=chosen, base=base)
