@@ -226,7 +226,7 @@ def export_checkpoint(
         dtype: of the weights; None: fp32, and bf16 where adapters are merged into packed weights.
         max_shard_size: of a file, where the format can have several.
 
-    ``opening``: arguments of ``open_model``. Raises what it raises, ``ConfigError`` where ``out`` exists, ``source`` does
+    ``opening``: as of ``open_model``. Raises what it raises, ``ConfigError`` where ``out`` exists, ``source`` does
     not fit or the model has no published form, and ``CheckpointError`` where ``out`` cannot be written.
     """
     check_new(out)  # before a large model is opened
