@@ -84,13 +84,11 @@ class Of:
         config = {key: value for key, value in spec.items() if key != "type"}
         defaults = {key: value for key, value in argument_defaults(cls).items() if key not in self.provided}
         values = {"type": Component(cls).name, **defaults, **config}
-        parts = {key: nested_section(hint) for key, hint in argument_hints(cls).items() if key in values}
-        return {
-            key: part.argument_completed(value, elsewhere=bool(config.get(part.rest_from)))
-            if (part := parts.get(key)) is not None
-            else value
-            for key, value in values.items()
-        }
+        for key, annotation in argument_hints(cls).items():
+            if key in values and (part := nested_section(annotation)) is not None:
+                elsewhere = bool(config.get(part.rest_from))
+                values[key] = part.argument_completed(values[key], elsewhere=elsewhere)
+        return values
 
     def argument_problems(self, config: Any, *, where: str, elsewhere: bool) -> list[ConfigError]:
         """What is wrong with an argument; ``elsewhere``: another argument (``rest_from``) has what is left out."""
