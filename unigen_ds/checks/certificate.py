@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -274,33 +274,35 @@ def changes_of(settings: Settings, *, every: int) -> tuple[dict[str, Any], list[
 
 def differences(one: Path, other: Path) -> list[str]:
     """What is not bit-equal of two work dirs: lines of their journals, in order, then their last checkpoints."""
-    a, b = _journal_values(one), _journal_values(other)
-    texts = [
-        f"update {key[0]}: {key[1]} {key[-1]} is {a.get(key)!r} and {b.get(key)!r}"
-        for key in sorted(a.keys() | b.keys())
-        if a.get(key) != b.get(key)
-    ]
+    lines = [*_line_differences(METRICS_FILE, one, other), *_line_differences(LEDGER_FILE, one, other)]
     newest = [store.newest(home_of(folder))[0] for folder in (one, other)]
-    first, second = (None if checkpoint is None else checkpoint.path for checkpoint in newest)
-    if first is None or second is None:
-        return [*texts, f"the last checkpoints are {first} and {second}"]
-    c, d = _contents(first), _contents(second)
-    names = [key for key in sorted(c.keys() | d.keys()) if not (key in c and key in d and _equal(c[key](), d[key]()))]
-    return [*texts, *(f"checkpoint {first.name}: {name} is not equal" for name in names)]
+    a, b = (None if checkpoint is None else checkpoint.path for checkpoint in newest)
+    if a is None or b is None:
+        return [text for _, text in sorted(lines)] + [f"the last checkpoints are {a} and {b}"]
+    return [text for _, text in sorted(lines)] + checkpoint_differences(a, b)
 
 
-def _journal_values(work_dir: Path) -> dict[tuple[int, str, str, int, str], Any]:
-    """(update, file, event, number of the line, name) -> value, of all lines but for what no two runs have alike."""
-    values: dict[tuple[int, str, str, int, str], Any] = {}
-    for file in (METRICS_FILE, LEDGER_FILE):
-        numbers = Counter[tuple[int, str]]()
-        for line in read_lines(work_dir / file):
-            place = line.get("update", 0), str(line.get("event", "line"))
-            numbers[place] += 1
-            for name, value in line.items():
-                if name != "at" and not name.startswith(TIMES):  # "at": when a late result came
-                    values[place[0], file, place[1], numbers[place], name] = value
-    return values
+def _line_differences(name: str, one: Path, other: Path) -> Iterator[tuple[int, str]]:
+    lines: list[dict[tuple[int, str], list[dict[str, Any]]]] = [{}, {}]
+    for found, folder in zip(lines, (one, other), strict=True):
+        for line in read_lines(folder / name):  # "at": when a late result came
+            values = {key: value for key, value in line.items() if key != "at" and not key.startswith(TIMES)}
+            found.setdefault((line.get("update", 0), str(line.get("event", "line"))), []).append(values)
+    for update, event in sorted(lines[0].keys() | lines[1].keys()):
+        a, b = (found.get((update, event), []) for found in lines)
+        if len(a) != len(b):
+            yield update, f"update {update}: {name} has {len(a)} and {len(b)} lines ({event})"
+        for x, y in zip(a, b, strict=False):
+            for key in sorted(x.keys() | y.keys()):
+                if x.get(key) != y.get(key):
+                    yield update, f"update {update}: {name} {key} is {x.get(key)!r} and {y.get(key)!r}"
+
+
+def checkpoint_differences(one: Path, other: Path) -> list[str]:
+    """Names of tensors, generators and states of hooks that are not bit-equal, or that only one of them has."""
+    a, b = _contents(one), _contents(other)
+    names = [key for key in sorted(a.keys() | b.keys()) if not (key in a and key in b and _equal(a[key](), b[key]()))]
+    return [f"checkpoint {one.name}: {name} is not equal" for name in names]
 
 
 def _equal(a: Any, b: Any) -> bool:
